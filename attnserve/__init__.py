@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnserve.models.export import export
     from attnserve.planning.optimize import optimize
     from attnserve.planning.plan_command import plan
+    from attnserve.recovery.recover import recover
     from attnserve.reports.analyze import analyze
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "inspect",
     "optimize",
     "plan",
+    "recover",
     "verify",
 ]
 
@@ -40,6 +42,7 @@ _MODULES = {
     "inspect": "attnserve.checks.inspect",
     "optimize": "attnserve.planning.optimize",
     "plan": "attnserve.planning.plan_command",
+    "recover": "attnserve.recovery.recover",
     "verify": "attnserve.checks.compare",
 }
 """The module that defines each function."""

@@ -12,8 +12,10 @@ __all__ = [
     "Importance",
     "Measure",
     "Mixing",
+    "Padding",
     "Pooling",
     "Precision",
+    "Similarity",
     "TaskName",
 ]
 
@@ -23,8 +25,18 @@ Exporter = Literal["dynamo", "torchscript"]
 Importance = Literal["energy", "loo", "voting"]
 Measure = Literal["auto", "similarity", "r2", "kl", "top1", "cosine", "score"]
 Mixing = Literal["auto", "dense", "sparse"]
-Pooling = Literal["mean", "cls", "none"]
+Padding = Literal["right", "left"]
+Pooling = Literal["mean", "cls", "last", "none"]
 Precision = Literal["float32", "float16", "bfloat16", "int8", "int8-full", "int4"]
+Similarity = Literal["cosine", "dot"]
 INTEGER: tuple[Precision, ...] = ("int8", "int8-full", "int4")
 """Precisions in which single blocks may stay float32."""
-TaskName = Literal["sts", "classification"]
+TaskName = Literal[
+    "sts",
+    "classification",
+    "retrieval",
+    "rerank",
+    "perplexity",
+    "token-classification",
+    "image-classification",
+]

@@ -9,9 +9,12 @@ one scale per column. Activations:
 - static: constant scales from the smallest and largest values on the calibration data
 - static, clipped: the same, clipped to the 99.99th percentile of absolute values
 - static, smoothed: large channels are divided by a constant first
-- static, smoothed, corrected: the same with bias correction; this is ``attnserve optimize --int8``
+- static, smoothed, corrected: the same with bias correction
+- static, smoothed, corrected, rounded: the same, and weights are rounded such that their errors
+  cancel (GPTQ); this is ``attnserve optimize --int8``
 - per row: the largest absolute value of each token at run time; this is used without calibration
-- MatMulNBits: weights in blocks, and ``accuracy_level`` 4
+- MatMulNBits: weights in blocks, and ``accuracy_level`` 4. 4 bits have blocks of 32 and weights to
+  the nearest, or rounded as above, which is ``attnserve optimize --int4``
 
 The cosine and R^2 (one minus the squared error over the squared distance from the mean) compare the
 normalized embeddings of unseen sentences, one at a time, with those of the float32 model. The batch
@@ -39,8 +42,9 @@ from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs, real_tokens
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.int4 import quantize_to_int4
 from attnserve.models.int8 import quantize
-from attnserve.models.products import Range, collect_ranges
+from attnserve.models.products import Moments, Range, collect_ranges
 from attnserve.models.quantized import Bits
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.lossless_passes import fusion_plan
@@ -101,6 +105,7 @@ def build(study: Study) -> dict[str, Path]:
         node.name = f"{node.op_type}_{index}"
     reference = saved(study, REFERENCE, fused)
     clip = partial(clipped, batches=batches)
+    moments = Moments(fused, batches)
     models = {REFERENCE: reference}
     for bits in (7, 8):
         forms: dict[str, Callable[[], ir.Model]] = {
@@ -111,6 +116,9 @@ def build(study: Study) -> dict[str, Path]:
             ),
             "static, smoothed": partial(static, fused, bits, batches, correct=False),
             "static, smoothed, corrected": partial(static, fused, bits, batches),
+            "static, smoothed, corrected, rounded": partial(
+                static, fused, bits, batches, moments=moments
+            ),
             "per row": partial(static, fused, bits, ()),
         }
         for name, make in forms.items():
@@ -118,6 +126,11 @@ def build(study: Study) -> dict[str, Path]:
     for size in BLOCKS:
         name = f"MatMulNBits, blocks of {size}, 8 bits"
         models[name] = saved(study, name, in_blocks(reference, size))
+    for name, known in (("nearest", None), ("rounded", moments)):
+        model = fused.clone()
+        quantize_to_int4(model, known)
+        name = f"MatMulNBits, {name}, 4 bits"
+        models[name] = saved(study, name, model)
     return models
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from graph_passes.passes.prune_neurons import PruneNeurons
     from graph_passes.passes.reuse_attention import ReuseAttention
     from graph_passes.passes.skip_attention import AffineMap, SkipAttention
+    from graph_passes.passes.strip_cache import StripCache
 
 __all__ = [
     "AffineMap",
@@ -71,6 +72,7 @@ __all__ = [
     "RewritePass",
     "SharedDimensions",
     "SkipAttention",
+    "StripCache",
     "ToBfloat16",
     "Unmatched",
     "find_attention",
@@ -106,6 +108,7 @@ _NAMES = {
     "passes.prune_neurons": ("PruneNeurons",),
     "passes.reuse_attention": ("ReuseAttention",),
     "passes.skip_attention": ("AffineMap", "SkipAttention"),
+    "passes.strip_cache": ("StripCache",),
 }
 """The public names of each module."""
 

@@ -578,20 +578,24 @@ class Operand(NamedTuple):
 class FeedForwardBlock:
     """out = f(x W_1 + b_1) W_2 + b_2, or gated: (f(x W_g + b_g) * (x W_u + b_u)) W_2 + b_2.
 
-    f is element-wise, so column j of each value between the products is neuron j.
+    f is element-wise, so column j of each value between the products is neuron j. W_g and W_u may
+    be packed into one weight [W_g W_u], (D, 2F): then columns j and F + j are neuron j, up to the
+    Split or Slice nodes.
 
     Attributes:
         name: Unique among the feed-forward blocks of the model.
         graph: The graph that owns the nodes: the main graph, or the body of an If or a Loop.
         x: The tokens (..., D), before any flattening.
-        first: The products with W_1, or with W_g and W_u in order of execution.
+        first: The products with W_1, with W_g and W_u in order of execution, or with [W_g W_u].
         hidden: The operand of the second product, (..., F) or flattened.
         second: The product with W_2.
         bias: b_2, if present.
         output: The value after b_2.
         nodes: The nodes between the products, in order of execution.
-        constants_by_neuron: b_1 and all other constants with one element per neuron.
-        widths: Reshape nodes between the products whose constant target shape ends in F.
+        constants_by_neuron: b_1 and all other constants with one element per neuron, or two behind
+            a packed weight.
+        widths: Nodes between the products with constants that name F: the target shape of a
+            Reshape, the sizes of a Split, the bounds of a Slice.
     """
 
     name: str
@@ -626,8 +630,13 @@ class FeedForwardBlock:
         """D."""
         return self.first[0].width
 
-    def matrix(self, index: int = 0) -> Float[np.ndarray, "D F"]:
-        """W_1, or W_g or W_u by index in ``first``."""
+    @property
+    def is_gated(self) -> bool:
+        """Whether a second product multiplies the activations, packed or not."""
+        return sum(part.columns.size for part in self.first) > self.num_neurons
+
+    def matrix(self, index: int = 0) -> Float[np.ndarray, "D N"]:
+        """W_1, or W_g or W_u by index in ``first``, (D, F); [W_g W_u] has 2F columns."""
         return self.first[index].matrix()
 
     def second_matrix(self) -> Float[np.ndarray, "F N"]:

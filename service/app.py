@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.types import Receive, Scope, Send
 
 from attnserve import __version__
-from service.api import open_inference, openai, texts, triton
+from service.api import open_inference, openai, ranking, texts, triton
 from service.api.observe import ObserveRequests
 from service.api.responses import json_response
 from service.auth import GuardControl, RequireKey, read_keys
@@ -23,14 +27,28 @@ from service.settings import Settings, read_settings
 
 __all__ = ["create_app"]
 
+LARGE_BYTES = 262_144
+"""Smaller answers are not compressed: that takes longer than their transfer in a data center."""
+
+REFUSES_GZIP = re.compile(r"\bgzip\s*;\s*q=0(\.0*)?\s*(,|$)", re.IGNORECASE)
+
+
+class CompressLarge(GZipMiddleware):
+    """Compresses large JSON and text, in a thread; raw tensors do not shrink."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        accepted = Headers(raw=scope.get("headers", [])).get("accept-encoding", "")
+        app = self.app if REFUSES_GZIP.search(accepted) else super().__call__
+        await app(scope, receive, send)
+
 
 def create_app(settings: Settings | None = None, repository: Repository | None = None) -> FastAPI:
     """The application that serves ``settings.model``.
 
     Args:
         settings: Model path and limits; None reads the environment.
-        repository: A repository whose models are loaded. Without it, the startup of the application
-            loads them and raises the errors of ``Repository.start``.
+        repository: A repository that the caller starts. Without it, the startup of the application
+            loads the models and raises the errors of ``Repository.start``.
 
     Raises:
         InvalidArgument: A setting is invalid, or the file of API keys cannot be read.
@@ -41,7 +59,8 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        await models.start()
+        if repository is None:
+            await models.start()
         try:
             yield
         finally:
@@ -61,6 +80,12 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     app.state.repository = models
     app.state.metrics = metrics
     # The middleware added last runs first: it also counts refused requests and gives them an id.
+    app.add_middleware(
+        CompressLarge,
+        minimum_size=LARGE_BYTES,
+        compresslevel=1,
+        exclude_content_types=("application/octet-stream",),
+    )
     app.add_middleware(GuardControl, settings=chosen)
     if read_keys(chosen):
         app.add_middleware(RequireKey, settings=chosen)
@@ -76,19 +101,21 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     install_handlers(app, {"/v1": openai.render_error})
     monitoring = APIRouter(tags=["Metrics"])
 
+    # In threads: both read the files of all workers.
     @monitoring.get("/metrics", response_class=Response)
-    async def prometheus(request: Request) -> Response:
+    def prometheus(request: Request) -> Response:
         """All series in the Prometheus text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @monitoring.get("/stats.json")
-    async def stats(request: Request) -> Response:
+    def stats(request: Request) -> Response:
         """The last minute by model and second, and a description of each model."""
         return json_response(report(models))
 
     # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
-    for router in (texts, openai, triton, open_inference):
+    for router in (texts, ranking, openai, triton, open_inference):
         app.include_router(router.router)
+    app.include_router(ranking.cohere)
     app.include_router(dashboard)
     app.include_router(monitoring)
     return app

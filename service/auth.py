@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from time import monotonic
 from urllib.parse import urlsplit
 
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from graph_passes.errors import InvalidArgument
 from service.errors import Forbidden, Unauthorized, explain
+from service.log import REQUEST
 from service.settings import Settings, is_loopback
 
 __all__ = ["GuardControl", "RequireKey", "read_keys"]
@@ -29,14 +30,17 @@ OPEN = ("/v2/health/live", "/v2/health/ready", "/")
 """Paths that need no key: health checks, and the dashboard page, whose data does need one."""
 
 
-def read_keys(settings: Settings) -> tuple[bytes, ...]:
-    """All keys of ``settings`` and of its key file; empty if no key is required.
+def read_keys(settings: Settings) -> dict[bytes, str]:
+    """All keys of ``settings`` and of its key file with their names; empty if no key is required.
+
+    A line of the file may name its key: ``KEY NAME``. The name of another key is the beginning of
+    its SHA-256 checksum.
 
     Raises:
         InvalidArgument: The file cannot be read or holds no key, or a key is empty or not plain
             ASCII.
     """
-    keys = [key.get_secret_value() for key in settings.api_keys]
+    keys = [(key.get_secret_value(), "") for key in settings.api_keys]
     path = settings.api_keys_file
     if path is not None:
         try:
@@ -51,8 +55,8 @@ def read_keys(settings: Settings) -> tuple[bytes, ...]:
             raise InvalidArgument(
                 f"{path}: holds no key", "write one key per line", code="keys.none"
             )
-        keys += found
-    for number, key in enumerate(keys, 1):
+        keys += [(key, name.strip()) for key, _, name in (line.partition(" ") for line in found)]
+    for number, (key, _) in enumerate(keys, 1):
         if not key:  # requests without a key would match it
             raise InvalidArgument(
                 f"key {number} of {len(keys)} is empty", "remove or set it", code="keys.empty"
@@ -63,8 +67,13 @@ def read_keys(settings: Settings) -> tuple[bytes, ...]:
                 "HTTP headers can carry only those",
                 code="keys.characters",
             )
-    admins = [key.get_secret_value() for key in settings.admin_keys] if keys else []
-    return tuple(key.encode() for key in (*keys, *admins))
+    if keys:
+        keys += [(key.get_secret_value(), "") for key in settings.admin_keys]
+    return {key.encode(): name or _fingerprint(key.encode()) for key, name in keys}
+
+
+def _fingerprint(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()[:8]
 
 
 class GuardControl:
@@ -76,7 +85,8 @@ class GuardControl:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
-        self._admins = _checksums(key.get_secret_value().encode() for key in settings.admin_keys)
+        admins = [key.get_secret_value().encode() for key in settings.admin_keys]
+        self._admins = _checksums({key: _fingerprint(key) for key in admins})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
@@ -152,19 +162,21 @@ class RequireKey:
         await explain(scope, error)(scope, receive, send)
 
 
-def _checksums(keys: Iterable[bytes]) -> list[bytes]:
-    return [hashlib.sha256(key).digest() for key in keys]
+def _checksums(keys: Mapping[bytes, str]) -> dict[bytes, str]:
+    return {hashlib.sha256(key).digest(): name for key, name in keys.items()}
 
 
-def is_known(given: bytes, known: Iterable[bytes]) -> bool:
-    """Whether a key has one of these checksums.
+def is_known(given: bytes, known: Mapping[bytes, str]) -> bool:
+    """Whether a key has one of these checksums; its name goes to the log.
 
     All are compared, in constant time, so that the time of a refusal reveals nothing.
     """
-    digest, found = hashlib.sha256(given).digest(), False
-    for each in known:
-        found |= hmac.compare_digest(digest, each)
-    return found
+    digest, found = hashlib.sha256(given).digest(), None
+    for each, name in known.items():
+        found = name if hmac.compare_digest(digest, each) else found
+    if found is not None and (fields := REQUEST.get()) is not None:
+        fields.setdefault("key", found)
+    return found is not None
 
 
 def _given(scope: Scope) -> bytes:

@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
@@ -160,7 +158,7 @@ class HttpError(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
-HTTP_ERRORS: Mapping[type[Exception], HttpError] = {
+HTTP_ERRORS: Mapping[type[AttnserveError], HttpError] = {
     MalformedRequest: HttpError(400),
     Unauthorized: HttpError(401, {"www-authenticate": "Bearer"}),
     Forbidden: HttpError(403),
@@ -172,7 +170,6 @@ HTTP_ERRORS: Mapping[type[Exception], HttpError] = {
     InvalidModel: HttpError(422),  # of a model to load
     Overloaded: HttpError(429, {"retry-after": "1"}),
     ClientGone: HttpError(499),  # nginx's number; it appears only in the log
-    ClientDisconnect: HttpError(499),
     NotReady: HttpError(503, {"retry-after": "5"}),
     DeadlineExceeded: HttpError(504),
     AttnserveError: HttpError(500),
@@ -190,10 +187,8 @@ def install_handlers(app: FastAPI, renderers: Mapping[str, ErrorRenderer]) -> No
         renderers: Renderers of protocols with error bodies of their own, by path prefix ("/v1").
     """
     app.state.error_renderers = renderers
-    for kind in HTTP_ERRORS:
-        app.add_exception_handler(kind, _handle_error)
+    app.add_exception_handler(AttnserveError, _handle_error)
     app.add_exception_handler(HTTPException, _handle_routing_error)
-    app.add_exception_handler(RequestValidationError, _handle_invalid_parameter)
 
 
 def error_response(
@@ -241,8 +236,6 @@ def _folders(served: Path) -> re.Pattern[str]:
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientDisconnect):
-        error = ClientGone("the client disconnected before its request was complete")
     assert isinstance(error, AttnserveError)
     answer = explain(request.scope, error)
     if answer.status_code == 500:
@@ -251,11 +244,13 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 
 
 async def _handle_routing_error(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router."""
+    """404 and 405 of the router, and the answer to OPTIONS."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = set((error.headers or {}).get("Allow", "").split(", "))
+        allowed |= {"OPTIONS"} | ({"HEAD"} if "GET" in allowed else set())
+        error.headers = {"allow": ", ".join(sorted(allowed))}
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=error.headers)
     text = f"{request.method} {request.url.path}: {error.detail}"
     return error_response(request.scope, error.status_code, text, error.headers)
-
-
-async def _handle_invalid_parameter(request: Request, error: Exception) -> Response:
-    return error_response(request.scope, 422, f"{request.url.path}: {error}")

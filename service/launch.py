@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 
+from attnserve.runtime.cpu import available_cores
 from graph_passes.errors import InvalidArgument
 from service.app import create_app
 from service.engine.device import on_device
 from service.engine.repository import Repository, say_operators
+from service.log import configure_log, flush_log
 from service.metrics import Metrics
 from service.server import (
     Server,
     bind_socket,
-    configure_log,
-    flush_log,
+    check_tls,
     log_ready,
     raise_file_limit,
     stop_while_starting,
@@ -52,9 +52,23 @@ def serve(settings: Settings) -> None:
     if not (settings.is_local or settings.api_keys or settings.api_keys_file):
         log.warning("every client that reaches %s is served: no API keys are set", settings.host)
     try:
-        _serve(on_device(settings))
+        check_tls(settings)
+        _serve(share_cores(on_device(settings)))
     finally:
         flush_log()  # before the error is printed
+
+
+def share_cores(settings: Settings) -> Settings:
+    """``settings`` with the threads of a run, if runs share the cores or the CPU quota is smaller.
+
+    ONNX Runtime and the tokenizers would otherwise use all cores of the machine.
+    """
+    threads, cores = settings.threads, available_cores()
+    if not threads and (settings.workers > 1 or cores < (os.cpu_count() or 1)):
+        threads = max(1, cores // (settings.workers * settings.concurrency))
+    if threads:
+        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # tokenizers, also in workers
+    return settings.model_copy(update={"threads": threads})
 
 
 def _serve(settings: Settings) -> None:
@@ -67,12 +81,10 @@ def _serve(settings: Settings) -> None:
         repository = Repository(settings, Metrics())
         app = create_app(settings, repository)
         stop_while_starting()
-        # Load before the server starts: its startup would hide the error behind its own.
-        asyncio.run(repository.start())
 
-        def log_started() -> None:
-            log_ready(listener, (engine.name for engine in repository.engines()))
+        def log_loaded() -> None:
+            log_ready(settings, listener, (engine.name for engine in repository.engines()))
             for engine in repository.engines():
                 say_operators(engine)
 
-        Server(app, repository, log_started).run(sockets=[listener])
+        Server(app, repository, log_loaded).run(sockets=[listener])

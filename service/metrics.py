@@ -8,6 +8,7 @@ counters of the same registry.
 
 from __future__ import annotations
 
+import struct
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -24,15 +25,26 @@ from prometheus_client.registry import Collector
 
 from service.memory import gpu_bytes, rss_bytes
 
-__all__ = ["WINDOW_S", "Metrics", "ModelMetrics", "Second", "VersionState"]
+__all__ = ["WINDOW_S", "Metrics", "ModelMetrics", "Second", "Series", "Version", "VersionState"]
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 OF_MODEL = ("model", "version")
+OF_QUALITY = (*OF_MODEL, "measure")
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
+UNREADABLE = (OSError, RuntimeError, ValueError, struct.error)
+"""What prometheus_client raises for a damaged file."""
+
 WINDOW_S = 60
 """Seconds covered by the window of /stats.json."""
+
+
+Version = tuple[str, str]
+"""(model, version)."""
+
+Series = dict[str, dict[tuple[str, ...], float]]
+"""Name -> labels except model and version -> value."""
 
 
 class VersionState(NamedTuple):
@@ -82,6 +94,17 @@ class Metrics:
             "macs", "Multiply-accumulates at the shapes that ran, for graphs that can be counted."
         )
         self.rejects = self._counter("rejects", "Failed inference requests by reason.", "reason")
+        self.out_of_calibration = self._counter(
+            "out_of_calibration",
+            "Rows that are not like the calibration data, by reason: length or tokens.",
+            "reason",
+        )
+        self.shadow_rows = self._counter(
+            "shadow_rows",
+            "Rows taken for a comparison with the original: compared, failed, skipped, or sent to"
+            " worker 0.",
+            "result",
+        )
         self.counts = self._counter(
             "inferences", "Requests, rows and batches (v2 statistics).", "what"
         )
@@ -100,6 +123,8 @@ class Metrics:
             "Peak memory in use on the GPU, by all its processes, sampled at each answer of this"
             " version; absent before the first answer.",
         )
+        self.quality: Callable[[], Mapping[tuple[str, str], Mapping[str, Any]]] = dict
+        """The measured quality of each version (``LiveReport`` as JSON)."""
         self.watch: Callable[[], list[VersionState]] = list
         """The state of each loaded version."""
         self.rss: Callable[[], int] = rss_bytes
@@ -108,8 +133,8 @@ class Metrics:
         """Number of serving workers; None for a single process."""
         self.delay_s = 0
         """Age in seconds of the newest second in the window."""
-        self.seconds: Callable[[tuple[str, str]], dict[int, Second]] = self._own_seconds
-        """The recent seconds of one version, over all serving processes."""
+        self.seconds: Callable[[], Mapping[Version, Mapping[int, Second]]] = self._own_seconds
+        """The recent seconds of each version, over all serving processes."""
         if folder is None:
             self._exported = self.registry
         else:
@@ -132,38 +157,38 @@ class Metrics:
         """All series, in Prometheus' text format."""
         return generate_latest(self._exported)
 
-    def statistics(self, model: str, version: str) -> dict[str, dict[tuple[str, ...], float]]:
-        """The exact series of one version: name -> other labels -> value."""
-        read: dict[str, dict[tuple[str, ...], float]] = {}
+    def statistics(self) -> dict[Version, Series]:
+        """The exact series of each version; reading them takes milliseconds per version."""
         exact = (
             self.counts, self.nanoseconds, self.sizes, self.size_ns, self.last_inference,
-            self.gpu_peak,
+            self.gpu_peak, self.out_of_calibration,
         )  # fmt: skip
         families = (
             (family for series in exact for family in series.collect())
             if self._folder is None
             else _merged(self._folder, "counter_*.db", "gauge_*.db")
         )
+        read: dict[Version, Series] = {}
         for family in families:
             for sample in family.samples:
-                if sample.name.endswith("_created"):
+                if sample.name.endswith("_created") or "model" not in sample.labels:
                     continue
                 labels = dict(sample.labels)
-                if (labels.pop("model", None), labels.pop("version", None)) != (model, version):
-                    continue
-                key = tuple(
-                    labels[label] for label in sorted(labels)
-                )  # merged files have no label order
+                of = labels.pop("model"), labels.pop("version")
+                key = tuple(labels[label] for label in sorted(labels))  # merged files: any order
                 name = sample.name.removeprefix("attnserve_").removesuffix("_total")
-                read.setdefault(name, {})[key] = sample.value
+                read.setdefault(of, {}).setdefault(name, {})[key] = sample.value
         return read
 
     def recent_seconds(self) -> list[tuple[str, str, list[Second]]]:
         """(model, version, recent seconds) of this process."""
         return [(*of, model.recent_seconds()) for of, model in list(self._models.items())]
 
-    def _own_seconds(self, of: tuple[str, str]) -> dict[int, Second]:
-        return {second.second: second for second in self._models[of].recent_seconds()}
+    def _own_seconds(self) -> dict[Version, dict[int, Second]]:
+        return {
+            of: {second.second: second for second in model.recent_seconds()}
+            for of, model in list(self._models.items())
+        }
 
     # Series of each model version. The gauge of several workers is that of the highest.
 
@@ -188,7 +213,19 @@ def _merged(folder: Path, *patterns: str) -> Iterator[Metric]:
     files = [
         str(path) for pattern in patterns for path in folder.glob(pattern) if path.stat().st_size
     ]
-    return iter(MultiProcessCollector.merge(files))
+    try:
+        return iter(MultiProcessCollector.merge(files))
+    except UNREADABLE:
+        return iter(MultiProcessCollector.merge([path for path in files if _is_readable(path)]))
+
+
+def _is_readable(path: str) -> bool:
+    """Whether a file is complete: a full disk, or a killed worker, may have cut it."""
+    try:
+        MultiProcessCollector.merge([path])
+    except UNREADABLE:
+        return False
+    return True
 
 
 class _WorkerSeries(Collector):
@@ -220,6 +257,7 @@ class _LiveGauges(Collector):
             for gauge, value in zip(gauges, values, strict=True):
                 gauge.add_metric((model, version), value)
         yield from gauges
+        yield from self._quality()
         yield GaugeMetricFamily(
             "process_resident_memory_bytes",
             "Resident memory of all serving processes.",
@@ -233,6 +271,24 @@ class _LiveGauges(Collector):
             yield GaugeMetricFamily(
                 "attnserve_workers", "Serving worker processes.", value=self._metrics.workers()
             )
+
+    def _quality(self) -> Iterator[Metric]:
+        reports = self._metrics.quality()
+        for key, text in (
+            ("value", "Quality against the original on the last compared rows."),
+            ("lower", "Lower end of its 95 % interval."),
+            ("upper", "Upper end of its 95 % interval."),
+            ("promise", "Quality that the artifact promises."),
+            ("rows", "Rows of the estimate."),
+            ("broken", "1 if the promise was found broken."),
+        ):
+            gauge = GaugeMetricFamily(f"attnserve_quality_{key}", text, labels=OF_QUALITY)
+            for of, report in reports.items():
+                lower, upper = report["ci95"] or (None, None)
+                found = {**report, "lower": lower, "upper": upper}[key]
+                if found is not None:
+                    gauge.add_metric((*of, report["measure"]), found)
+            yield gauge
 
 
 @dataclass
@@ -333,6 +389,10 @@ class ModelMetrics:
         self._metrics.rejects.labels(*self._of, reason).inc()
         self._current_second().rejects[reason] += 1
 
+    def record_outside(self, reason: str) -> None:
+        """Record a row that is not like the calibration data."""
+        self._metrics.out_of_calibration.labels(*self._of, reason).inc()
+
     def record_request(self, cost: Mapping[str, int | float]) -> None:
         """Record the cost of one inference answer, with the values of its headers."""
         self._latency.observe(cost["total_ms"] / 1e3)
@@ -344,10 +404,14 @@ class ModelMetrics:
             self._metrics.gpu_peak.labels(*self._of).set(used)  # creates the series at first
         self._current_second().latencies_ms.append(cost["total_ms"])
 
-    def statistics(self) -> dict[str, Any]:
-        """Exact statistics, as the v2 protocol defines them."""
-        metrics, of = self._metrics, self._of
-        read = metrics.statistics(*of)
+    def statistics(self, read: Series | None = None) -> dict[str, Any]:
+        """Exact statistics, as the v2 protocol defines them.
+
+        Args:
+            read: The series of this version in ``Metrics.statistics``; None reads them.
+        """
+        of = self._of
+        read = read or self._metrics.statistics()[of]
         counts, spent = read["inferences"], read["inference_ns"]
         success = int(counts["success",])
 
@@ -381,24 +445,17 @@ class ModelMetrics:
             ],
         }
 
-    @property
-    def gpu_peak_bytes(self) -> int | None:
-        """Peak memory in use on the GPU by all processes, sampled at each answer; None without a
-        GPU."""
-        peak = self._metrics.statistics(*self._of).get("gpu_memory_peak_bytes")
-        return None if peak is None else int(peak[()])
-
     def recent_seconds(self) -> list[Second]:
         """The recorded seconds of the last minute in this process, oldest first."""
         return list(self._seconds)
 
-    def window(self) -> dict[str, Any]:
+    def window(self, recorded: Mapping[int, Second]) -> dict[str, Any]:
         """The last minute by second, oldest first, without the current second.
 
-        Percentiles are exact, and null without answers.
+        ``recorded`` are the seconds of this version in ``Metrics.seconds``. Percentiles are exact,
+        and null without answers.
         """
         end = int(time()) - self._metrics.delay_s
-        recorded = self._metrics.seconds(self._of)
         seconds = [recorded.get(at) or Second(at) for at in range(end - WINDOW_S, end)]
         total = Second(end)
         for second in seconds:

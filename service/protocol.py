@@ -23,10 +23,15 @@ RECEIVE_S = 60.0
 SEND_S = 30.0
 """A connection whose client reads nothing of an answer for this time is closed."""
 
+LINGER_S = 2.0
+"""After an error answer, input is dropped for at most this time: closing a connection with unread
+input resets it, and the client may lose the answer."""
+
 UPGRADE = re.compile(rb"\r\nupgrade:[ \t]*h2c[ \t]*(?=\r\n)", re.IGNORECASE)
 """The JDK's client offers HTTP/2 with every request; httptools would then drop the body
 (github.com/MagicStack/httptools/issues/124)."""
 
+MALFORMED = b"400 Bad Request"
 TOO_LARGE = b"431 Request Header Fields Too Large"
 TOO_SLOW = b"408 Request Timeout"
 
@@ -39,16 +44,24 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes: int | None = 0  # None while a body is read
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
+        self._lingering: asyncio.TimerHandle | None = None
+        self._refused = False
+        self._answering: Any = None  # the request that runs; ``cycle`` is the newest
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_receiving()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_timers()
+        for timer in (self._receiving, self._sending, self._lingering):
+            if timer is not None:
+                timer.cancel()
+        self._disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._receiving is None:
             self._start_receiving()
         if self._head_bytes is not None:
@@ -63,6 +76,8 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_bytes = None
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answering = self.cycle
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
@@ -70,6 +85,14 @@ class Protocol(HttpToolsProtocol):
             self._receiving.cancel()
             self._receiving = None
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._answering = self.pipeline[-1][0]
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(MALFORMED)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -95,16 +118,32 @@ class Protocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, status: bytes) -> None:
-        """Answer with an error, unless a request is being answered, and close the connection."""
-        if self.transport.is_closing():
+        """Answer with an error after the requests before, and close the connection."""
+        if self._refused or self.transport.is_closing():
             return
-        cycle: Any = self.cycle  # None before the first request
-        if cycle is None or cycle.response_complete:
-            head = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-            self.transport.write(head % status)
-        self.transport.close()
+        self._refused = True
+        if self._receiving is not None:
+            self._receiving.cancel()
+        current = self._answering
+        if current is not None and not current.response_complete:
+            is_its_body = current is self.cycle and self._head_bytes is None
+            if current.response_started or not is_its_body:
+                current.keep_alive = False  # uvicorn closes the connection after its answer
+                return
+            self._disconnect()
+        body = b'{"error":"%b"}' % status.partition(b" ")[2]
+        self.transport.write(
+            b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (status, len(body), body)
+        )
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._lingering = self.loop.call_later(LINGER_S, self.transport.close)
 
-    def _cancel_timers(self) -> None:
-        for timer in (self._receiving, self._sending):
-            if timer is not None:
-                timer.cancel()
+    def _disconnect(self) -> None:
+        """End the request that runs; uvicorn does this only for the newest one."""
+        current = self._answering
+        if current is not None and not current.response_complete:
+            current.disconnected = True
+            current.message_event.set()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import gc
 import logging
 import os
-import queue
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from logging.handlers import QueueHandler, QueueListener
-from time import monotonic, sleep
 from types import FrameType
 from typing import Any
 
@@ -24,14 +21,14 @@ from fastapi import FastAPI
 from graph_passes.errors import InvalidArgument
 from service.engine.repository import Repository
 from service.errors import ServiceError
+from service.log import flush_log
 from service.protocol import Protocol
 from service.settings import Settings
 
 __all__ = [
     "Server",
     "bind_socket",
-    "configure_log",
-    "flush_log",
+    "check_tls",
     "log_ready",
     "raise_file_limit",
     "stop_while_starting",
@@ -46,11 +43,6 @@ of many clients, and a request that is sent while the connection closes gets no 
 CUT_S = 2.0
 """Time to send the refusals after the drain timeout."""
 
-LOG_RECORDS = 10_000
-"""Log records that wait for stderr."""
-
-FLUSH_S = 2.0
-
 log = logging.getLogger("attnserve")
 
 
@@ -61,13 +53,14 @@ class Server(uvicorn.Server):
     during the drain, or its timeout, refuses the requests that are not answered yet. A process that
     does not end then, because of a run that does not return, is ended.
 
+    The port opens before the models are loaded, so that a probe can tell a server that loads from
+    one that is dead. Until they are, the server is not ready, and inference is answered with 503.
+
     Args:
-        on_started: Called once connections are accepted.
+        on_loaded: Called once the models are loaded.
     """
 
-    def __init__(
-        self, app: FastAPI, repository: Repository, on_started: Callable[[], None]
-    ) -> None:
+    def __init__(self, app: FastAPI, repository: Repository, on_loaded: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -78,9 +71,12 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=KEEP_ALIVE_S,
                 limit_concurrency=repository.settings.max_connections,
                 http=Protocol,
+                **_tls(repository.settings),
             )
         )
-        self._repository, self._on_started = repository, on_started
+        self._repository, self._on_loaded = repository, on_loaded
+        self._loading: asyncio.Task[None] | None = None
+        self._load_error: BaseException | None = None
         self._interrupted = False
         self._unanswered = 0  # when the time to drain was over
         self._watchdog: threading.Timer | None = None
@@ -90,7 +86,9 @@ class Server(uvicorn.Server):
         """Serve until stopped by a signal.
 
         Raises:
-            KeyboardInterrupt: A SIGINT interrupted the drain.
+            KeyboardInterrupt: A SIGINT interrupted the drain, or came while models were loaded.
+            SystemExit: A SIGTERM came while models were loaded.
+            AttnserveError: ``load`` failed.
             ServiceError: Requests were refused, because they were not answered in time.
         """
         # uvicorn raises the signals that it caught again after the drain: ignore them.
@@ -102,6 +100,8 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
             if self._watchdog is not None:
                 self._watchdog.cancel()
+        if self._load_error is not None:
+            raise self._load_error
         if self._interrupted:
             raise KeyboardInterrupt
         if self._unanswered:
@@ -116,11 +116,23 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
-            # Exempt the objects that exist now (modules, routes, models) from garbage collection:
-            # a full collection over them takes 50 ms between two answers, without them 5 ms.
-            gc.collect()
-            gc.freeze()
-            self._on_started()
+            self._loading = self._loop.create_task(self._load_all())
+
+    async def load(self) -> None:
+        """Load the models, after the port is open."""
+        await self._repository.start()
+
+    async def _load_all(self) -> None:
+        try:
+            await self.load()
+        except Exception as error:
+            self._load_error, self.should_exit = self._load_error or error, True
+            return
+        self._on_loaded()
+        # Exempt the objects that exist now (modules, routes, models) from garbage collection: a
+        # full collection over them takes 50 ms between two answers, without them 5 ms.
+        gc.collect()
+        gc.freeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self._repository.draining and sig == signal.SIGINT and not self._interrupted
@@ -129,6 +141,9 @@ class Server(uvicorn.Server):
             self._interrupted = True
             self._loop.call_soon_threadsafe(self._repository.abandon)
             return
+        if self._loading is not None and not self._loading.done():
+            is_interrupt = sig == signal.SIGINT
+            self._load_error = KeyboardInterrupt() if is_interrupt else SystemExit(128 + sig)
         if self._watchdog is None:
             settings = self._repository.settings
             seconds = settings.drain_delay_s + settings.drain_timeout_s + 2 * CUT_S
@@ -142,7 +157,10 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         settings = self._repository.settings
-        delay = settings.drain_delay_s
+        delay = 0 if self._load_error is not None else settings.drain_delay_s
+        if self._loading is not None:
+            self._loading.cancel()
+            self._repository.stop_loading()
         while delay > 0 and not self._interrupted:  # not ready, but still accepting
             await asyncio.sleep(min(delay, 0.1))
             delay -= 0.1
@@ -194,56 +212,54 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class _QueuedLog(QueueHandler):
-    """Queues log records for a thread; drops them if nobody reads stderr and the queue is full."""
-
-    def __init__(self) -> None:
-        self.records: queue.Queue[logging.LogRecord] = queue.Queue(LOG_RECORDS)
-        super().__init__(self.records)
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        with suppress(queue.Full):
-            self.records.put_nowait(record)
-
-    def flush(self) -> None:
-        """Wait until the queue is written, at most ``FLUSH_S``; ``logging`` calls this at exit."""
-        end = monotonic() + FLUSH_S
-        while self.records.unfinished_tasks and monotonic() < end:
-            sleep(0.005)
+def _tls(settings: Settings) -> dict[str, Any]:
+    """The options of uvicorn for HTTPS; none without a certificate."""
+    if settings.ssl_certfile is None:
+        return {}
+    password = settings.ssl_keyfile_password
+    return {
+        "ssl_certfile": settings.ssl_certfile,
+        "ssl_keyfile": settings.ssl_keyfile,
+        # Without a password OpenSSL would ask the terminal for one.
+        "ssl_keyfile_password": password.get_secret_value() if password else " ",
+        "ssl_ca_certs": settings.ssl_ca_certs,
+        "ssl_cert_reqs": ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+    }
 
 
-class _LogWriter(QueueListener):
-    """Writes to the file descriptor: a blocked stream keeps a lock that the exit needs."""
+def check_tls(settings: Settings) -> None:
+    """Check that the files of ``settings`` make an HTTPS server.
 
-    def handle(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):
-            os.write(2, f"{record.getMessage()}\n".encode(errors="backslashreplace"))
-
-
-def configure_log(settings: Settings) -> None:
-    """Log plain lines to stderr from a thread, and the stacks of a crash.
-
-    A reader of stderr that stops reading must not stop the event loop.
+    Raises:
+        InvalidArgument: They do not.
     """
-    faulthandler.enable(2)
-    handler = _QueuedLog()
-    logging.basicConfig(
-        handlers=[handler], level=settings.log_level.upper(), format="%(message)s", force=True
-    )
-    _LogWriter(handler.records).start()
+    needs = settings.ssl_keyfile or settings.ssl_keyfile_password or settings.ssl_ca_certs
+    try:
+        if needs and settings.ssl_certfile is None:
+            raise ValueError("`ssl_certfile` is missing")
+        if settings.ssl_certfile is not None:
+            options = _tls(settings)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(
+                settings.ssl_certfile, settings.ssl_keyfile, lambda: options["ssl_keyfile_password"]
+            )
+            if settings.ssl_ca_certs is not None:
+                context.load_verify_locations(settings.ssl_ca_certs)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(
+            f"HTTPS is not possible: {error}",
+            "check `ssl_certfile`, `ssl_keyfile`, `ssl_ca_certs` and the password of the key",
+            code="server.tls",
+        ) from error
 
 
-def flush_log() -> None:
-    """Wait until the log is written."""
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-
-
-def log_ready(listener: socket.socket, names: Iterable[str]) -> None:
+def log_ready(settings: Settings, listener: socket.socket, names: Iterable[str]) -> None:
     """Log the served models and the address."""
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
-    log.info("serving %s at http://%s:%d", ", ".join(dict.fromkeys(names)), address, port)
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    served = ", ".join(dict.fromkeys(names))
+    log.info("serving %s at %s://%s:%d", served, scheme, address, port)
 
 
 def bind_socket(settings: Settings) -> socket.socket:

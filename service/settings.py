@@ -9,9 +9,11 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from attnserve.runtime.cpu import available_cores
 from attnserve.runtime.cuda import Cuda
 from graph_passes.errors import InvalidArgument
 
@@ -20,6 +22,8 @@ __all__ = ["LogLevel", "ServedBy", "Settings", "read", "read_settings"]
 Kind = TypeVar("Kind", bound=BaseSettings)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+LogFormat = Literal["text", "json"]
 
 ServedBy = Literal["auto", "cpu", "cuda"]
 """``on_device`` replaces "auto" by one of the others before models are loaded."""
@@ -47,6 +51,22 @@ def _listed_secrets(value: object) -> object:
     return parts
 
 
+def _parsed(value: object) -> object:
+    return orjson.loads(value) if isinstance(value, str) else value
+
+
+class Limits(BaseModel):
+    """Settings of one model that differ from those of the service."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    threads: int | None = Field(default=None, ge=1)
+    concurrency: int | None = Field(default=None, ge=1)
+    max_batch_tokens: int | None = Field(default=None, ge=1)
+    max_queue: int | None = Field(default=None, ge=0)
+
+
+ByModel = Annotated[Mapping[str, Limits], NoDecode, BeforeValidator(_parsed)]
 Listed = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed_secrets)]
 
@@ -114,6 +134,11 @@ class Settings(BaseSettings):
         f" starting a run. By default {RUN_OVERHEAD['cpu']} on a CPU and"
         f" {RUN_OVERHEAD['cuda']} on CUDA.",
     )
+    model_limits: ByModel = Field(
+        default={},
+        description="Own values of threads, concurrency, max_batch_tokens and max_queue of some"
+        ' models, as JSON: {"NAME": {"concurrency": 1, "max_queue": 64}}.',
+    )
     max_wait_ms: float = Field(
         default=0,
         ge=0,
@@ -155,7 +180,27 @@ class Settings(BaseSettings):
         description="Maximum size in bytes of the input tensors of one request, and of its output"
         " tensors.",
     )
+    max_run_bytes: int = Field(
+        default=2_000_000_000,
+        ge=1,
+        description="Maximum size in bytes of what one operator reads and writes in the run of one"
+        " row. Attention that is not fused needs 2 x heads x length^2 numbers.",
+    )
 
+    ssl_certfile: Path | None = Field(
+        default=None, description="PEM file of the server's certificate: serve HTTPS with it."
+    )
+    ssl_keyfile: Path | None = Field(
+        default=None, description="PEM file of its private key, if ssl_certfile does not hold it."
+    )
+    ssl_keyfile_password: SecretStr | None = Field(
+        default=None, description="Password of the private key."
+    )
+    ssl_ca_certs: Path | None = Field(
+        default=None,
+        description="PEM file of certificate authorities: every client, also a health check, needs"
+        " a certificate of one of them.",
+    )
     api_keys: Secrets = Field(
         default=(),
         description="Accepted API keys, separated by commas; none accepts every client.",
@@ -178,12 +223,44 @@ class Settings(BaseSettings):
         default=(), description="Allowed CORS origins, separated by commas; * for all."
     )
 
+    shadow: Path | None = Field(
+        default=None,
+        description="The original of the served model: a share of the requests also runs through"
+        " it, after the answer, to measure the quality and check the promise of the record.",
+    )
+    shadow_rate: float = Field(
+        default=0.005,
+        gt=0,
+        le=1,
+        description="Share of the requests of which one row is compared with the original; at least"
+        " 0.04 for the first 64 rows.",
+    )
+    sample_texts: Path | None = Field(
+        default=None,
+        description="File that collects request texts, one per line, to calibrate on. It holds"
+        " what clients send.",
+    )
+    sample_rate: float = Field(
+        default=0.01,
+        gt=0,
+        le=1,
+        description="Share of the texts that are collected, until the file has 10 MB.",
+    )
+    sample_mask: bool = Field(
+        default=False, description="Replace numbers and mail addresses in collected texts."
+    )
+
     probe: bool = Field(
         default=True,
         description="Load and run each model in a separate process before it is served.",
     )
     probe_timeout_s: float = Field(
         default=300, gt=0, description="Timeout in seconds to load a model and run it once."
+    )
+    probe_cache: bool = Field(
+        default=True,
+        description="Keep the results of these processes in the user's cache folder"
+        " (XDG_CACHE_HOME), and skip the check of a model that passed it on this machine.",
     )
     strict_readiness: bool = Field(
         default=True,
@@ -215,6 +292,23 @@ class Settings(BaseSettings):
     log_level: LogLevel = Field(
         default="info", description="Log level; info and debug log every request."
     )
+    log_format: LogFormat = Field(
+        default="text", description="Format of the log: text or JSON, one line per record."
+    )
+    access_log: bool = Field(default=True, description="Log every request, at the level info.")
+
+    def of(self, model: str) -> Settings:
+        """These settings with the limits of a model."""
+        limits = self.model_limits.get(model)
+        return self if limits is None else self.model_copy(
+            update=limits.model_dump(exclude_none=True)
+        )  # fmt: skip
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether the runs of all workers may need more threads than there are cores."""
+        cores = available_cores()
+        return self.workers * self.concurrency * (self.threads or cores) > cores
 
     @property
     def is_local(self) -> bool:

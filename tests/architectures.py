@@ -37,10 +37,10 @@ GRAPHS = Path(__file__).parent / "fixtures" / "onnx"
 
 VOCABULARY = 61
 POSITIONS = 48
-LENGTHS = {"batch": 2, "sequence": 7, "source": 9, "past": 6}
+LENGTHS = {"batch": 2, "sequence": 7, "source": 9, "past": 6, "samples": 40}
 """Lengths of the traced example. Inputs may have sums of them: "past + sequence"."""
 
-OTHER_LENGTHS = {"batch": 3, "sequence": 5, "source": 8, "past": 4}
+OTHER_LENGTHS = {"batch": 3, "sequence": 5, "source": 8, "past": 4, "samples": 32}
 """Other lengths: a graph that does not run at these does not count as exported."""
 
 TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -106,6 +106,12 @@ def disentangled(config: Any) -> list[Layer]:
     return [replace(layer, scale=(terms * layer.head_size) ** -0.5) for layer in own]
 
 
+def gemma3_layers(config: Any) -> list[Layer]:
+    """The scale is independent of the head size."""
+    scale = config.query_pre_attn_scalar**-0.5
+    return [replace(layer, scale=scale) for layer in rotary_encoder(config)]
+
+
 def speech_encoder(config: Any) -> list[Layer]:
     """The encoder of BART, Marian or Whisper."""
     heads = config.encoder_attention_heads
@@ -133,6 +139,18 @@ def t5_layers(config: Any) -> list[Layer]:
 
     own = layer("self", "bias")
     return [own] * config.num_layers + [own, layer("cross", "none")] * config.num_decoder_layers
+
+
+def mask_decoder(config: Any) -> list[Layer]:
+    """SAM: prompts attend to themselves and to the image, and the image to the prompts."""
+    heads = config.num_attention_heads
+
+    def layer(rate: int, kind: Any) -> Layer:
+        size = config.hidden_size // rate // heads
+        return Layer(heads, heads, size, size**-0.5, kind)
+
+    own, cross = layer(1, "self"), layer(config.attention_downsample_rate, "cross")
+    return [own, cross, cross] * config.num_hidden_layers + [cross]
 
 
 # ---- networks ------------------------------------------------------------------------------------
@@ -195,15 +213,17 @@ TWO_TEXTS: Mapping[str, Shape] = {
 }
 
 
-def hugging_face(name: str, part: str = "", **config: Any) -> Callable[[Attention], Any]:
+def hugging_face(
+    name: str, part: str = "", *, model: str = "Model", **config: Any
+) -> Callable[[Attention], Any]:
     """Return a function that builds ``name``Model from ``name``Config, or one part of it."""
 
     def build(attention: Attention) -> Any:
         import transformers
 
         values = getattr(transformers, f"{name}Config")(attn_implementation=attention, **config)
-        model = getattr(transformers, f"{name}Model")(values)
-        return getattr(model, part) if part else model
+        network = getattr(transformers, f"{name}{model}")(values)
+        return getattr(network, part) if part else network
 
     return build
 
@@ -333,6 +353,133 @@ def torch_encoder(attention: Attention) -> Any:
     return Encoder()
 
 
+def alibi_encoder(attention: Attention) -> Any:
+    """jina-embeddings-v2: distances as biases of the scores, and GeGLU with one packed weight."""
+    import torch
+    from torch import nn
+
+    config = SimpleNamespace(hidden_size=24, num_attention_heads=3, num_hidden_layers=2)
+    heads, width, neurons = config.num_attention_heads, config.hidden_size, 40
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value, self.output = (
+                nn.Linear(width, width) for _ in range(4)
+            )
+            self.gated_layers = nn.Linear(width, 2 * neurons, bias=False)
+            self.wo = nn.Linear(neurons, width)
+            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+
+        def forward(self, x: Any, bias: Any) -> Any:
+            q, k, v = (
+                dense(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+                for dense in (self.query, self.key, self.value)
+            )
+            if attention == "sdpa":
+                context = nn.functional.scaled_dot_product_attention(q, k, v, bias)
+            else:
+                scores = q @ k.transpose(-1, -2) / (width // heads) ** 0.5
+                context = (scores + bias).softmax(-1) @ v
+            x = self.norms[0](x + self.output(context.transpose(1, 2).flatten(2)))
+            both = self.gated_layers(x)
+            gated = nn.functional.gelu(both[..., :neurons]) * both[..., neurons:]
+            return self.norms[1](x + self.wo(gated))
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = config
+            self.embeddings = nn.Embedding(VOCABULARY, width)
+            self.layers = nn.ModuleList(Layer() for _ in range(config.num_hidden_layers))
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            x = self.embeddings(input_ids)
+            places = torch.arange(x.shape[1])
+            distances = (places[:, None] - places).abs()
+            slopes = 2.0 ** -torch.arange(1, 1 + heads)
+            bias = -distances * slopes[:, None, None].to(x.dtype)
+            mask = (1 - attention_mask[:, None, None].to(x.dtype)) * torch.finfo(x.dtype).min
+            for layer in self.layers:
+                x = layer(x, bias + mask)
+            return x
+
+    return Encoder()
+
+
+def mean_pooled(network: Any, **inputs: Any) -> dict[str, Any]:
+    """The normalized mean of the tokens that are not masked."""
+    hidden = network(**inputs, return_dict=True).last_hidden_state
+    kept = inputs["attention_mask"][..., None].to(hidden.dtype)
+    return {"sentence_embedding": unit((hidden * kept).sum(1) / kept.sum(1))}
+
+
+def first_pooled(network: Any, **inputs: Any) -> dict[str, Any]:
+    """The normalized first token."""
+    return {"sentence_embedding": unit(network(**inputs, return_dict=True).last_hidden_state[:, 0])}
+
+
+def last_pooled(network: Any, **inputs: Any) -> dict[str, Any]:
+    """The normalized last token that is not masked."""
+    import torch
+
+    hidden = network(**inputs, return_dict=True).last_hidden_state
+    last = inputs["attention_mask"].sum(1) - 1
+    return {"sentence_embedding": unit(hidden[torch.arange(hidden.shape[0]), last])}
+
+
+def yes_or_no(network: Any, **inputs: Any) -> dict[str, Any]:
+    """The probability of "yes", against "no", after the last token (a reranker)."""
+    import torch
+
+    logits = network(**inputs, return_dict=True).logits
+    last = logits[torch.arange(logits.shape[0]), inputs["attention_mask"].sum(1) - 1]
+    return {"scores": (last[:, 9] - last[:, 5]).sigmoid()}
+
+
+def unit(vectors: Any) -> Any:
+    return vectors / vectors.norm(dim=-1, keepdim=True)
+
+
+def three_heads(attention: Attention) -> Any:
+    """BGE-M3: XLM-R with a weight for each token (sparse) and a vector for each token (ColBERT)."""
+    from torch import nn
+
+    network = hugging_face("XLMRoberta", **SIZES)(attention)
+    network.sparse_linear = nn.Linear(24, 1)
+    network.colbert_linear = nn.Linear(24, 16)
+    return network
+
+
+def three_outputs(network: Any, **inputs: Any) -> dict[str, Any]:
+    """Dense, sparse and ColBERT vectors."""
+    hidden = network(**inputs, return_dict=True).last_hidden_state
+    kept = inputs["attention_mask"][:, 1:, None].to(hidden.dtype)
+    return {
+        "dense_vecs": unit(hidden[:, 0]),
+        "sparse_vecs": network.sparse_linear(hidden).relu(),
+        "colbert_vecs": unit(network.colbert_linear(hidden[:, 1:])) * kept,
+    }
+
+
+def masks(network: Any, **inputs: Any) -> dict[str, Any]:
+    """Masks of SAM and their scores."""
+    found = network(**inputs, multimask_output=True)
+    return dict(zip(("masks", "iou_scores"), found, strict=True))
+
+
+def mask_decoder_network(attention: Attention) -> Any:
+    """SAM's mask decoder, the part of SAM that runs for each prompt."""
+    from transformers import SamMaskDecoderConfig
+    from transformers.models.sam.modeling_sam import SamMaskDecoder
+
+    config = SamMaskDecoderConfig(
+        hidden_size=48, mlp_dim=60, num_attention_heads=3, iou_head_hidden_dim=20,
+        attn_implementation=attention,
+    )  # fmt: skip
+    return SamMaskDecoder(config)
+
+
 def tensor(network: Any, **inputs: Any) -> dict[str, Any]:
     return {"last_hidden_state": network(**inputs)}
 
@@ -382,6 +529,30 @@ T5 = {
 DEBERTA = {
     **SIZES, "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"],
 }  # fmt: skip
+
+MODERN = {
+    **SIZES, "local_attention": 4, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1,
+    "cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attention", "sliding_attention"],
+}  # fmt: skip
+GEMMA3 = {
+    **GROUPED, "sliding_window": 4, "query_pre_attn_scalar": 12,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+DEBERTA_V3 = {
+    **DEBERTA, "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    "type_vocab_size": 0,
+}  # fmt: skip
+SPEECH = {
+    **SIZES, "conv_dim": (8, 8), "conv_stride": (3, 2), "conv_kernel": (5, 3),
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+RAW_AUDIO: Mapping[str, Shape] = {"input_values": ("batch", "samples")}
+PROMPTED: Mapping[str, Shape] = {
+    "image_embeddings": ("batch", 48, 4, 3),
+    "image_positional_embeddings": ("batch", 48, 4, 3),
+    "sparse_prompt_embeddings": ("batch", 1, "sequence", 48),
+    "dense_prompt_embeddings": ("batch", 48, 4, 3),
+}
 
 TABLE = (
     Architecture("BERT", hugging_face("Bert", **SIZES)),
@@ -436,6 +607,37 @@ TABLE = (
         "Gemma", hugging_face("Gemma", **{**GROUPED, "num_key_value_heads": 1}), rotary_encoder
     ),
     Architecture("fixed head size", fixed_head_size, call=tensor),
+    Architecture("ModernBERT", hugging_face("ModernBert", **MODERN), rotary_encoder),
+    Architecture("NomicBERT", hugging_face("NomicBert", **SIZES), rotary_encoder),
+    Architecture("XLM-R", hugging_face("XLMRoberta", **SIZES)),
+    Architecture("BGE-M3", three_heads, call=three_outputs),
+    Architecture("Snowflake Arctic", hugging_face("Bert", **SIZES), call=first_pooled),
+    Architecture(
+        "jina-v2 (ALiBi)", alibi_encoder, partial(encoder, position="bias"), call=tensor
+    ),
+    Architecture(
+        "jina-v3", hugging_face("JinaEmbeddingsV3", **SIZES), rotary_encoder, call=mean_pooled
+    ),
+    Architecture(
+        "DeBERTa-v3", hugging_face("DebertaV2", **DEBERTA_V3), disentangled, attentions=("eager",)
+    ),
+    Architecture(
+        "EmbeddingGemma", hugging_face("Gemma3Text", **GEMMA3, use_bidirectional_attention=True),
+        gemma3_layers, call=mean_pooled,
+    ),
+    Architecture(
+        "Qwen3-Embedding", hugging_face("Qwen3", **GROUPED), rotary_encoder, call=last_pooled
+    ),
+    Architecture(
+        "Qwen3-Reranker", hugging_face("Qwen3", model="ForCausalLM", **GROUPED), rotary_encoder,
+        call=yes_or_no,
+    ),
+    Architecture("Gemma 3", hugging_face("Gemma3Text", **GEMMA3), gemma3_layers),
+    Architecture("GPT-NeoX", hugging_face("GPTNeoX", **SIZES), rotary_encoder),
+    Architecture("SigLIP text", hugging_face("SiglipText", **SIZES)),
+    Architecture("DINOv2", hugging_face("Dinov2", **IMAGE), inputs=PIXELS),
+    Architecture("SAM mask decoder", mask_decoder_network, mask_decoder, PROMPTED, masks),
+    Architecture("Wav2Vec2", hugging_face("Wav2Vec2", **SPEECH), encoder, RAW_AUDIO),
     Architecture("torch.nn", torch_encoder, call=tensor, attentions=("sdpa",)),
     Architecture(
         "torch.nn, fixed length", torch_encoder, encoder,
@@ -478,6 +680,23 @@ COMMITTED = (
     Cell("fixed head size", "sdpa", "dynamo", 18),
     Cell("torch.nn", "sdpa", "dynamo", 18),
     Cell("torch.nn, fixed length", "sdpa", "torchscript", 17),
+    Cell("ModernBERT", "sdpa", "dynamo", 18),
+    Cell("NomicBERT", "sdpa", "torchscript", 17),
+    Cell("XLM-R", "eager", "torchscript", 17),
+    Cell("BGE-M3", "sdpa", "dynamo", 18),
+    Cell("Snowflake Arctic", "sdpa", "torchscript", 17),
+    Cell("jina-v2 (ALiBi)", "sdpa", "torchscript", 17),
+    Cell("jina-v3", "eager", "torchscript", 17),
+    Cell("DeBERTa-v3", "eager", "torchscript", 17),
+    Cell("EmbeddingGemma", "eager", "dynamo", 18),
+    Cell("Qwen3-Embedding", "eager", "torchscript", 17),
+    Cell("Qwen3-Reranker", "sdpa", "torchscript", 17),
+    Cell("Gemma 3", "eager", "torchscript", 17),
+    Cell("GPT-NeoX", "sdpa", "torchscript", 17),
+    Cell("SigLIP text", "eager", "torchscript", 17),
+    Cell("DINOv2", "eager", "torchscript", 17),
+    Cell("SAM mask decoder", "sdpa", "torchscript", 17),
+    Cell("Wav2Vec2", "eager", "torchscript", 17),
     Cell("BERT", "eager", "torchscript", 17, "fp16"),
 )
 """One export per architecture, and one in half precision: ``python -m tests.fixtures.make`` writes

@@ -18,10 +18,17 @@ import pytest
 import attnserve
 from attnserve.cli.app import main
 from docs.hooks import reference, tables
+from service.deploy.ray import RaySettings
+from service.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(
     r"^(?P<indent> *)(?:<!-- (?P<mark>run[^>]*?) -->\n *)?```(?P<language>\w+)\n"
     r"(?P<code>.*?)^(?P=indent)```$",
@@ -153,6 +160,23 @@ def test_python_block_compiles(block: Block):
 @pytest.mark.parametrize("block", of("json"), ids=str)
 def test_json_block_parses(block: Block):
     json.loads(block.code)
+
+
+def test_variables_exist():
+    known = {
+        f"{kind.model_config.get('env_prefix', '')}{name}".upper()
+        for kind in (Settings, RaySettings)
+        for name in kind.model_fields
+    }
+    for page in PAGES:
+        names = set(re.findall(r"\bATTNSERVE_\w+", page.read_text(encoding="utf-8")))
+        names.discard("ATTNSERVE_CACHE")  # of all commands
+        assert names <= known, (page, names - known)
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_yaml_block_parses(block: Block):
+    assert pytest.importorskip("yaml").safe_load(block.code)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,9 @@ FROM_EXTRAS = (
     "transformers",
 )
 
+WITH_TORCH = ("attnserve.nn.", "attnserve.recovery.")
+"""Packages that need the extra [torch]."""
+
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *arguments]
@@ -29,10 +32,11 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def modules_of(package: str) -> list[str]:
-    """Every module below a package but those that run a command when they are imported."""
+    """Modules below a package, except commands (run on import) and those that need torch."""
     files = sorted((ROOT / package).rglob("*.py"))
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
-    return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+    names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+    return [name for name in names if not f"{name}.".startswith(WITH_TORCH)]
 
 
 @pytest.mark.process
@@ -47,3 +51,11 @@ def test_import_without_extras_succeeds(package: str):
     done = python(code, *modules_of(package))
     assert done.returncode == 0, done.stderr
     assert not set(FROM_EXTRAS) & set(json.loads(done.stdout))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("package", WITH_TORCH)
+def test_package_without_torch_names_the_extra(package: str):
+    done = python(f"import sys; sys.modules['torch'] = None; import {package.rstrip('.')}")
+    assert "MissingExtra" in done.stderr
+    assert "attnserve[torch]" in done.stderr

@@ -29,6 +29,7 @@ BASE = {
     "pydantic-settings",
     "rich",
     "scipy",
+    "starlette",
     "tensorly",
     "tokenizers",
     "typer",

@@ -23,7 +23,7 @@ from graph_passes.errors import InvalidArgument
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-__all__ = ["Votes", "voting_to_stay"]
+__all__ = ["Votes", "cosines", "elect_heads", "group_heads", "voting_to_stay"]
 
 RESTARTS = 10
 """Number of k-means runs, of which the best is used."""
@@ -155,20 +155,42 @@ def _elect(
     total = np.sum(grams, axis=0)
     if not np.isfinite(total).all():
         raise not_finite(block.name)
-    likeness = np.mean([_cosines(gram) for gram in total], axis=0)
-    groups = _k_means(_coordinates(likeness), count, seed)
-    members = [np.flatnonzero(groups == group) for group in range(count)]
-    votes = np.zeros(block.num_heads, dtype=np.int64)
+    likeness = np.mean([cosines(gram) for gram in total], axis=0)
+    return elect_heads(grams, group_heads(likeness, count, seed))
+
+
+def group_heads(likeness: Float[np.ndarray, "H H"], count: int, seed: int) -> Int[np.ndarray, " H"]:
+    """The group of each head by k-means (equation 3), numbered in the order of their first heads.
+
+    Args:
+        likeness: Inner products of the heads' feature maps, for example ``cosines``.
+        count: C, the number of groups, from 1 to H. No group is empty.
+    """
+    return _k_means(_coordinates(likeness), count, seed)
+
+
+def elect_heads(
+    grams: Sequence[Float[np.ndarray, "N H H"]], groups: Int[np.ndarray, " H"]
+) -> Votes:
+    """Count the votes of each batch and kind of feature map (algorithm 1).
+
+    Args:
+        grams: For each batch, the inner products of the heads' maps of each kind.
+        groups: The group of each head.
+    """
+    members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
+    votes = np.zeros(len(groups), dtype=np.int64)
     for gram in (gram for batch in grams for gram in batch):
         for group in members:
             votes[group[np.argmax(_typical(gram[np.ix_(group, group)]))]] += 1
-    mask = np.zeros(block.num_heads, dtype=np.int64)
+    mask = np.zeros(len(groups), dtype=np.int64)
     for group in members:
         mask[group[np.argmax(votes[group])]] = 1
     return Votes(groups, votes, mask)
 
 
-def _cosines(gram: Float[np.ndarray, "H H"]) -> Float[np.ndarray, "H H"]:
+def cosines(gram: Float[np.ndarray, "H H"]) -> Float[np.ndarray, "H H"]:
+    """Cosines of vectors from their inner products; those of a zero vector are 0."""
     norms = np.sqrt(np.diag(gram))
     norms = np.where(norms > 0, norms, 1.0)
     return gram / norms[:, None] / norms

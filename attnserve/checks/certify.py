@@ -435,11 +435,23 @@ def _between(
             continue
         if node in nodes:
             continue
-        if any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
+        if info.branch(node) is not None:
+            pending += [node, *_captured(node)]
+        elif any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
             raise _UndecidedError(f"it depends on {node.op_type} {node.name!r} with a subgraph")
-        pending.append(node)
+        else:
+            pending.append(node)
         pending += [parent for parent in node.inputs if parent is not None]
     return list(nodes), list(constants)
+
+
+def _captured(node: ir.Node) -> list[ir.Value]:
+    """The values of outer graphs that the branches of an If read."""
+    branches = [each.as_graph() for each in node.attributes.values()]
+    nodes = [inner for branch in branches for inner in branch.all_nodes()]
+    own = {value for inner in nodes for value in inner.outputs}
+    own |= {value for branch in branches for value in branch.initializers.values()}
+    return [value for inner in nodes for value in inner.inputs if value and value not in own]
 
 
 def _single(dtype: ir.DataType) -> ir.DataType:

@@ -183,10 +183,13 @@ def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
     """Inputs that must be empty for two models to be comparable, and their axis of length 0.
 
     These are the caches that differ in heads or head size, (B, H, P, K) and (B, 1, P, R), because
-    one model cannot read the other's cache, and all other inputs with the same length P.
+    one model cannot read the other's cache, those that only the first model has, and all other
+    inputs with the same length P.
     """
-    pairs = zip(before.graph.inputs, after.graph.inputs, strict=False)
+    others = {value.name: value for value in after.graph.inputs}
+    pairs = ((value, others[value.name]) for value in before.graph.inputs if value.name in others)
     changed = {a.name or "": a.shape[2] for a, b in pairs if _is_cache(a, b) and a.shape}
+    changed |= _stripped(before, after)
     lengths = {str(dim) for dim in changed.values() if not isinstance(dim, int) and dim.value}
     alike = {
         value.name or "": axis
@@ -195,6 +198,17 @@ def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
         if str(dim) in lengths
     }
     return {**dict.fromkeys(changed, 2), **alike}
+
+
+def _stripped(before: ir.Model, after: ir.Model) -> dict[str, ir.SymbolicDim]:
+    """The caches (B, H, P, K) that the other model does not have, and their P (``StripCache``)."""
+    kept = {value.name for value in after.graph.inputs}
+    return {
+        value.name or "": length
+        for value in before.graph.inputs
+        if value.name not in kept and value.shape is not None and len(value.shape) == 4
+        if isinstance(length := value.shape[2], ir.SymbolicDim)
+    }
 
 
 def _is_cache(a: ir.Value, b: ir.Value) -> bool:
@@ -223,8 +237,9 @@ def require_empty(batches: Sequence[Batch], empty: Collection[str]) -> None:
 
 
 def shaped_for(model: ir.Model, batch: Batch, empty: Collection[str]) -> Batch:
-    """The batch with its empty caches reshaped to the shapes of a model."""
-    feed = dict(batch)
+    """The inputs of a model from a batch; empty caches are reshaped, or left out if stripped."""
+    missing = set(empty) - {value.name for value in model.graph.inputs}
+    feed = {name: array for name, array in batch.items() if name not in missing}
     for value in model.graph.inputs:
         name = value.name or ""
         array = batch.get(name)
@@ -257,11 +272,14 @@ def compare(
         InvalidModel: The models do not have the same inputs and outputs.
         InvalidData: A model refuses a batch, or a batch fills a cache of different shape.
     """
+    stripped = _stripped(before, after)
     for what, ours, theirs in (
         ("inputs", before.graph.inputs, after.graph.inputs),
         ("outputs", before.graph.outputs, after.graph.outputs),
     ):
         left, right = ([v.name for v in values] for values in (ours, theirs))
+        if stripped:
+            left = [name for name in left if name in right or not is_cache_name(name or "")]
         if left != right:
             raise InvalidModel(
                 f"the models have different {what}: {', '.join(map(str, left))} against "
@@ -272,9 +290,11 @@ def compare(
     empty = empty_axes(before, after)
     require_empty(batches, empty)
     source += ", empty caches" if empty else ""
-    outputs = zip(before.graph.outputs, after.graph.outputs, strict=True)
+    counterparts = {value.name: value for value in after.graph.outputs}
     tallies = {
-        index: Tally() for index, (a, b) in enumerate(outputs) if not (empty and _is_cache(a, b))
+        index: Tally()
+        for index, a in enumerate(before.graph.outputs)
+        if (b := counterparts.get(a.name)) is not None and not (empty and _is_cache(a, b))
     }
     models = (before, after)
     if context.provider == "cpu" and any(map(is_bfloat16, models)):
@@ -287,7 +307,12 @@ def compare(
     progress = context.stage("verify")
     for done, batch in enumerate(batches, start=1):
         feeds = [shaped_for(model, batch, empty) for model in (before, after)]
-        ours, theirs = (run(session, feed) for session, feed in zip(sessions, feeds, strict=True))
+        ours, found = (run(session, feed) for session, feed in zip(sessions, feeds, strict=True))
+        new = dict(zip(counterparts, found, strict=True))
+        theirs = [
+            new.get(value.name, array)  # a removed cache is not compared
+            for value, array in zip(before.graph.outputs, ours, strict=True)
+        ]
         for index, tally in tallies.items():
             a, b = ours[index], theirs[index]
             if a.shape != b.shape:

@@ -13,7 +13,9 @@ Hall's correction for skewness (Hall 1992, "On the removal of skewness by transf
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,9 +30,21 @@ from attnserve.models.tokenizer import pool
 from attnserve.runtime.session import Batch
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
-__all__ = ["CHOICE", "MIN_ROWS", "TAIL", "Quality", "QualityMeter", "lower_bound"]
+__all__ = [
+    "CHOICE",
+    "MIN_ROWS",
+    "TAIL",
+    "Meter",
+    "Quality",
+    "QualityMeter",
+    "Scores",
+    "interval",
+    "lower_bound",
+    "new_meter",
+    "next_token_nats",
+]
 
 MIN_ROWS = 30
 """The number of texts from which on an interval is given."""
@@ -168,10 +182,11 @@ class QualityMeter:
         self.outputs = [value.name or "" for value in model.graph.outputs]
         self.measure: Measure = "auto" if measure == "score" else measure
         self.pooling: Pooling | None = None if artifact.tokenizer is None else artifact.pooling
+        self.dimensions = artifact.dimensions
         self.vocabularies = _table_sizes(model)
         self.data = data
         self.split = split
-        self._meters: dict[tuple[int, str, str], _Meter] = {}
+        self._meters: dict[tuple[int, str, str], Meter] = {}
 
     def add(self, before: Sequence[np.ndarray], after: Sequence[np.ndarray], batch: Batch) -> None:
         """Add the outputs of the original and of the new model for one batch."""
@@ -210,28 +225,45 @@ class QualityMeter:
                  (f"more than {edge} tokens", counts > edge))  # fmt: skip
         return [(name, kind, np.flatnonzero(chosen)) for kind, chosen in kinds if chosen.any()]
 
-    def _meter(self, name: str, array: np.ndarray) -> _Meter:
+    def _meter(self, name: str, array: np.ndarray) -> Meter:
         width = array.shape[-1] if array.ndim > 1 else 1
         is_logits = "logits" in name.lower() and width > 1
         is_classes = array.ndim == 2 and width > 1 and (is_logits or width < MIN_CLASSES)
         is_vocabulary = array.ndim == 3 and (is_logits or width in self.vocabularies)
         is_embedding = array.ndim == 2 and width > 1 and not is_classes
         is_tokens = array.ndim == 3 and self.pooling not in (None, "none") and not is_vocabulary
-        match self.measure:
-            case "cosine":
-                return _Cosine()
-            case "kl" | "top1" if array.ndim in (2, 3) and width > 1:
-                return _Logits(self.measure)
-            case "similarity" if array.ndim in (2, 3) and width > 1:
-                return _Similarity(self.pooling)
-            case "auto" if is_classes:
-                return _Logits("kl")
-            case "auto" if is_vocabulary:
-                return _Logits("top1")
-            case "auto" if is_embedding or is_tokens:
-                return _Similarity(self.pooling)
-            case _:
-                return _Features()
+        measure: Measure = self.measure
+        if measure == "auto":
+            measure = (
+                "kl" if is_classes else "top1" if is_vocabulary
+                else "similarity" if is_embedding or is_tokens else "r2"
+            )  # fmt: skip
+        has_vectors = array.ndim in (2, 3) and width > 1
+        measure = measure if has_vectors or measure == "cosine" else "r2"
+        return new_meter(measure, self.pooling, dimensions=self.dimensions)
+
+
+def new_meter(
+    measure: Measure,
+    pooling: Pooling | None,
+    window: int | None = None,
+    dimensions: int | None = None,
+) -> Meter:
+    """The meter of one output.
+
+    Args:
+        pooling, dimensions: Of the embeddings.
+        window: Measure the last added batches, this many; None for all.
+    """
+    match measure:
+        case "cosine":
+            return _Cosine(window)
+        case "kl" | "top1":
+            return _Logits(measure, window)
+        case "similarity":
+            return _Similarity(pooling, window, dimensions)
+        case _:
+            return _Features(window)
 
 
 def _table_sizes(model: ir.Model) -> set[int]:
@@ -275,7 +307,8 @@ def lower_bound(values: Float[np.ndarray, " N"], confidence: float = 0.95) -> fl
     return mean - spread * quantile
 
 
-def _interval(values: Float[np.ndarray, " N"]) -> tuple[float, float]:
+def interval(values: Float[np.ndarray, " N"]) -> tuple[float, float]:
+    """The two-sided 95 % interval of the mean; see ``lower_bound``."""
     return lower_bound(values, 0.975), -lower_bound(-values, 0.975)
 
 
@@ -283,7 +316,7 @@ def _interval(values: Float[np.ndarray, " N"]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Scores:
+class Scores:
     """A value, the influence of each text on it (their mean is the value), and single texts.
 
     Attributes:
@@ -296,7 +329,7 @@ class _Scores:
     single: Float[np.ndarray, " N"]
     constant: float
     also: Mapping[str, float]
-    second: _Scores | None = None
+    second: Scores | None = None
 
     def bound(self, confidence: float) -> float:
         """The lower end of a one-sided interval; the value for less than ``MIN_ROWS`` texts."""
@@ -305,7 +338,7 @@ class _Scores:
         return min(lower_bound(self.influence, confidence), self.value)
 
 
-class _Meter(ABC):
+class Meter(ABC):
     """Sums over the batches of one output."""
 
     @abstractmethod
@@ -316,7 +349,7 @@ class _Meter(ABC):
     def additive_loss(self) -> float: ...
 
     @abstractmethod
-    def scores(self) -> _Scores: ...
+    def scores(self) -> Scores: ...
 
     def result(self, name: str, lengths: str, file: str, split: str) -> Quality:
         scores = self.scores()
@@ -326,7 +359,7 @@ class _Meter(ABC):
             scores.value,
             scores.bound(0.95),
             scores.bound(CHOICE),
-            _interval(scores.influence) if rows >= MIN_ROWS else None,
+            interval(scores.influence) if rows >= MIN_ROWS else None,
             float(np.percentile(scores.single, 5)) if rows else 1.0,
             scores.constant,
             rows,
@@ -370,10 +403,10 @@ def _finite(array: np.ndarray) -> Float[np.ndarray, ...]:
 
 
 class _Sums:
-    """Sums per text that grow batch by batch."""
+    """Sums per text that grow batch by batch; with a window, those of the last batches."""
 
-    def __init__(self) -> None:
-        self.columns: list[tuple[np.ndarray, ...]] = []
+    def __init__(self, window: int | None = None) -> None:
+        self.columns: deque[tuple[np.ndarray, ...]] = deque(maxlen=window)
 
     def add(self, *columns: np.ndarray) -> None:
         self.columns.append(columns)
@@ -382,11 +415,11 @@ class _Sums:
         return np.concatenate([part[index] for part in self.columns])
 
 
-class _Features(_Meter):
+class _Features(Meter):
     """R^2 about the mean vector of the original."""
 
-    def __init__(self) -> None:
-        self.sums = _Sums()  # error, |a|^2, tokens and sum a of each text
+    def __init__(self, window: int | None = None) -> None:
+        self.sums = _Sums(window)  # error, |a|^2, tokens and sum a of each text
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         texts = len(a)
@@ -414,18 +447,18 @@ class _Features(_Meter):
         value, influence = _ratio(errors, counts, unit)
         return value, influence, unit
 
-    def scores(self) -> _Scores:
+    def scores(self) -> Scores:
         value, influence, unit = self._ratio()
         errors, counts = self.sums.column(0), self.sums.column(2)
         single = 1 - errors / counts / unit if unit else influence
-        return _Scores("r2", value, influence, single, 0.0, {})
+        return Scores("r2", value, influence, single, 0.0, {})
 
 
-class _Cosine(_Meter):
+class _Cosine(Meter):
     """The mean cosine of vectors."""
 
-    def __init__(self) -> None:
-        self.sums = _Sums()  # 1 - cosine and tokens of each text
+    def __init__(self, window: int | None = None) -> None:
+        self.sums = _Sums(window)  # 1 - cosine and tokens of each text
         self.units: Any = 0.0
         self.vectors: Any = 0.0
 
@@ -446,21 +479,22 @@ class _Cosine(_Meter):
     def additive_loss(self) -> float:
         return 1 - self.scores().value
 
-    def scores(self) -> _Scores:
+    def scores(self) -> Scores:
         losses, counts = self.sums.column(0), self.sums.column(1)
         value, influence = _ratio(losses, counts, 1.0)
         length = float(np.linalg.norm(self.vectors))
         constant = float(self.units @ self.vectors) / (length or 1.0) / max(counts.sum(), 1)
-        return _Scores("cosine", value, influence, 1 - losses / counts, constant, {})
+        return Scores("cosine", value, influence, 1 - losses / counts, constant, {})
 
 
-class _Logits(_Meter):
+class _Logits(Meter):
     """KL divergence and agreement of the most probable class or token."""
 
-    def __init__(self, measure: Measure) -> None:
+    def __init__(self, measure: Measure, window: int | None = None) -> None:
         self.measure: Measure = measure
-        self.sums = _Sums()  # KL in nats, disagreements and tokens of each text
-        self.negative_entropy = 0.0
+        # KL in nats, disagreements, tokens and negative entropy in nats of each text
+        self.sums = _Sums(window)
+        # Not limited by a window: one row of each text would need much memory.
         self.probabilities: Any = 0.0
         self.winners: Any = 0
         self.next = np.zeros(3)  # tokens with a known successor, and both losses of it in nats
@@ -471,14 +505,14 @@ class _Logits(_Meter):
             self._add_perplexity(a, b, batch)
         before, after, text = _tokens(a, b, batch)
         width = before.shape[1]
-        divergence, differs = np.zeros(len(before)), np.zeros(len(before))
+        divergence, differs, negative_entropy = np.zeros((3, len(before)))
         for start in range(0, len(before), max(CHUNK // width, 1)):
             part = slice(start, start + max(CHUNK // width, 1))
             x, y = _log_softmax(before[part]), _log_softmax(after[part])
             p = np.exp(x)
             with np.errstate(invalid="ignore"):
                 apart = np.where(p > 0, p * (x - y), 0.0).sum(1)
-                self.negative_entropy += float(np.where(p > 0, p * x, 0.0).sum())
+                negative_entropy[part] = np.where(p > 0, p * x, 0.0).sum(1)
             divergence[part] = np.clip(np.nan_to_num(apart, nan=MOST_NATS), 0, MOST_NATS)
             best = x.argmax(1)
             differs[part] = best != y.argmax(1)
@@ -490,31 +524,21 @@ class _Logits(_Meter):
             np.bincount(text, divergence, texts)[some],
             np.bincount(text, differs, texts)[some],
             counts[some].astype(float),
+            np.bincount(text, negative_entropy, texts)[some],
         )
 
     def _add_perplexity(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        ids = next((x for x in batch.values() if x.shape == a.shape[:2] and x.dtype.kind == "i"
-                    and not set(np.unique(x)) <= {0, 1}), None)  # fmt: skip
-        if ids is None or int(ids.max()) >= a.shape[-1] or int(ids.min()) < 0:
-            return
-        mask = token_mask(batch, a.shape[:2])
-        known = (mask[:, 1:] & mask[:, :-1]).reshape(-1)
-        following = ids[:, 1:].reshape(-1)[known]
-        width = a.shape[-1]
-        rows = np.arange(len(following))
-        losses = [
-            -float(_log_softmax(x[:, :-1].reshape(-1, width)[known])[rows, following].sum())
-            for x in (a, b)
-        ]
-        self.next += [len(following), *losses]
+        before, after = next_token_nats(a, batch), next_token_nats(b, batch)
+        if before is not None and after is not None:
+            self.next += [before[1].sum(), before[0].sum(), after[0].sum()]
 
     def additive_loss(self) -> float:
         return 1 - self._kl()[0]
 
     def _kl(self) -> tuple[float, np.ndarray, float]:
-        divergence, counts = self.sums.column(0), self.sums.column(2)
+        divergence, _, counts, negative_entropy = (self.sums.column(i) for i in range(4))
         # KL of the constant predictor
-        unit = max(self._constant_nats() + self.negative_entropy / counts.sum(), 0.0)
+        unit = max(self._constant_nats() + negative_entropy.sum() / counts.sum(), 0.0)
         value, influence = _ratio(divergence, counts, unit)
         return value, influence, unit
 
@@ -523,7 +547,7 @@ class _Logits(_Meter):
         mean = self.probabilities / self.probabilities.sum()
         return -float(np.where(mean > 0, mean * np.log(np.maximum(mean, 1e-300)), 0.0).sum())
 
-    def scores(self) -> _Scores:
+    def scores(self) -> Scores:
         divergence, differs, counts = (self.sums.column(i) for i in range(3))
         kl, influence, unit = self._kl()
         agreement, agreed = _ratio(differs, counts, 1.0)
@@ -537,11 +561,35 @@ class _Logits(_Meter):
                 "perplexity": float(np.exp(min(after / tokens, MOST_NATS))),
             }
         if self.measure == "kl":
-            return _Scores("kl", kl, influence, single, 0.0, {"top1": agreement, **also})
-        second = _Scores("kl", kl, influence, single, 0.0, {})
-        constant = float(self.winners.max() / counts.sum())
+            return Scores("kl", kl, influence, single, 0.0, {"top1": agreement, **also})
+        second = Scores("kl", kl, influence, single, 0.0, {})
+        constant = float(self.winners.max() / self.winners.sum())
         also = {"kl": kl, **also}
-        return _Scores("top1", agreement, agreed, single, constant, also, second)
+        return Scores("top1", agreement, agreed, single, constant, also, second)
+
+
+def next_token_nats(
+    logits: Float[np.ndarray, "B T C"], batch: Batch
+) -> tuple[Float[np.ndarray, " B"], Int[np.ndarray, " B"]] | None:
+    """(negative log-likelihood of the next tokens in nats, their number) of each row.
+
+    Returns:
+        None if no input holds token ids below C.
+    """
+    found = [x for name, x in batch.items() if x.shape == logits.shape[:2] and x.dtype.kind == "i"
+             and not re.search("mask|type|position", name)]  # fmt: skip
+    # A mask may have any name.
+    ids = next((x for x in found if not set(np.unique(x)) <= {0, 1}), next(iter(found), None))
+    width = logits.shape[-1]
+    if ids is None or int(ids.max()) >= width or int(ids.min()) < 0:
+        return None
+    mask = token_mask(batch, ids.shape)
+    known = mask[:, 1:] & mask[:, :-1]  # B T-1
+    texts, _ = np.nonzero(known)
+    following = ids[:, 1:][known]
+    chosen = _log_softmax(logits[:, :-1][known])[np.arange(len(following)), following]
+    counts = np.bincount(texts, minlength=len(ids))
+    return -np.bincount(texts, chosen, len(ids)), counts
 
 
 def _log_softmax(logits: np.ndarray) -> Float[np.ndarray, "T C"]:
@@ -550,33 +598,37 @@ def _log_softmax(logits: np.ndarray) -> Float[np.ndarray, "T C"]:
     return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
 
 
-class _Similarity(_Meter):
+class _Similarity(Meter):
     """Rank correlation of pairwise similarities, overlap of neighbors, and R^2 of embeddings."""
 
-    def __init__(self, pooling: Pooling | None) -> None:
-        self.pooling: Pooling = "cls" if pooling == "cls" else "mean"
-        self.features = _Features()
-        self.vectors = _Sums()
+    def __init__(
+        self, pooling: Pooling | None, window: int | None = None, dimensions: int | None = None
+    ) -> None:
+        self.pooling: Pooling = "mean" if pooling in (None, "none") else pooling
+        self.dimensions = dimensions
+        self.features = _Features(window)
+        self.vectors = _Sums(window)
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         mask = token_mask(batch, a.shape[:2]) if a.ndim == 3 else np.ones((len(a), 1), bool)
-        before, after = (pool(_finite(x), mask, self.pooling, True) for x in (a, b))
+        dimensions = min(self.dimensions or a.shape[-1], a.shape[-1])
+        before, after = (pool(_finite(x), mask, self.pooling, True, dimensions) for x in (a, b))
         self.vectors.add(before, after)
         self.features.add(before, after, {})
 
     def additive_loss(self) -> float:
         return self.features.additive_loss()
 
-    def scores(self) -> _Scores:
+    def scores(self) -> Scores:
         before, after = (self.vectors.column(i).astype(np.float64) for i in (0, 1))
         r2 = self.features.scores()
         if len(before) < 4:  # a correlation of three pairs means nothing
-            return _Scores("similarity", r2.value, r2.influence, r2.single, 0.0, {"r2": r2.value})
+            return Scores("similarity", r2.value, r2.influence, r2.single, 0.0, {"r2": r2.value})
         x, y = before @ before.T, after @ after.T
         overlap = _overlap(x, y)
         value, influence, single = _pair_correlation(x, y)
         also = {"overlap": overlap, "r2": r2.value}
-        return _Scores("similarity", value, influence, single, 0.0, also, r2)
+        return Scores("similarity", value, influence, single, 0.0, also, r2)
 
 
 def _pair_correlation(

@@ -187,7 +187,14 @@ def verify(
 def evaluate(
     model: opt.Model,
     task: Annotated[TaskName, typer.Option(help="The score to compute.")],
-    data: Annotated[Path, typer.Option(metavar="FILE", help="A .tsv file with a header line.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="A .tsv file with a header line; a folder (retrieval), text (perplexity), CoNLL"
+            " (token-classification) or .npz (image-classification).",
+        ),
+    ],
     pooling: Annotated[
         Pooling | None,
         typer.Option(help="Pooling of the token outputs (default: the artifact's, else mean)."),
@@ -203,7 +210,7 @@ def evaluate(
     provider: opt.ProviderName = "cpu",
     seed: opt.Seed = 0,
 ) -> None:
-    """Compute a task score: Spearman correlation (sts) or accuracy (classification)."""
+    """Compute a task score, such as a correlation, an accuracy, nDCG or perplexity."""
     set_log_level(quiet, verbose)
     with progress_bars(quiet) as progress:
         score = attnserve.evaluate(

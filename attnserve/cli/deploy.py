@@ -50,7 +50,7 @@ def triton(
     provider: opt.ProviderName = "cpu",
 ) -> None:
     """Write a Triton model repository: config.pbtxt, the model and warm-up requests."""
-    from service.deploy.triton import write_repository
+    from attnserve.models.triton_repository import write_repository
 
     set_log_level(quiet, verbose)
     written = write_repository(

@@ -42,6 +42,14 @@ def export(
     attention: Annotated[
         Attention, typer.Option(help="Attention implementation to trace.")
     ] = "sdpa",
+    dimensions: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Keep the first N dimensions of an embedding (Matryoshka models).",
+        ),
+    ] = None,
     force: opt.Force = False,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -51,8 +59,9 @@ def export(
     """Export a Hugging Face model to ONNX and compare it with PyTorch."""
     set_log_level(quiet, verbose)
     report = attnserve.export(
-        model, output, task=task, exporter=exporter, opset=opset, attention=attention, force=force
-    )
+        model, output, task=task, exporter=exporter, opset=opset, attention=attention,
+        dimensions=dimensions, force=force,
+    )  # fmt: skip
     if json:
         print_json(report.to_json())
         return

@@ -139,6 +139,15 @@ def optimize(
         float | None,
         opt.rewrite_option(metavar="SHARE", help="Share of the feed-forward neurons to remove."),
     ] = None,
+    strip_cache: Annotated[
+        bool,
+        opt.flag(
+            "--strip-cache",
+            panel=opt.REWRITES,
+            help="Remove a decoder's KV cache from the inputs and outputs, for models that only"
+            " take whole sequences.",
+        ),
+    ] = False,
     layers: Annotated[
         str | None,
         opt.rewrite_option(
@@ -223,6 +232,7 @@ def optimize(
             prune_heads=prune_heads,
             skip=opt.parse_names(skip),
             ffn=ffn,
+            strip_cache=strip_cache,
             keep=keep,
             target_speedup=target_speedup,
             eval_data=eval_data,

@@ -17,6 +17,7 @@ app = typer.Typer()
 
 batching_option = partial(typer.Option, rich_help_panel="Batching and limits")
 access_option = partial(typer.Option, rich_help_panel="Access")
+quality_option = partial(typer.Option, rich_help_panel="Quality in production")
 loading_option = partial(typer.Option, rich_help_panel="Loading of models")
 
 
@@ -81,9 +82,49 @@ def serve(
         Path | None,
         access_option(metavar="FILE", help="API keys, one per line (default: no key is required)."),
     ] = None,
+    ssl_certfile: Annotated[
+        Path | None, access_option(metavar="FILE", help="Certificate: serve HTTPS with it.")
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None, access_option(metavar="FILE", help="Private key of the certificate.")
+    ] = None,
+    ssl_ca_certs: Annotated[
+        Path | None,
+        access_option(metavar="FILE", help="Authorities of the certificates that clients need."),
+    ] = None,
     cors_origins: Annotated[
         str | None,
         access_option(metavar="URL,...", help="Allowed CORS origins, separated by commas."),
+    ] = None,
+    shadow: Annotated[
+        Path | None,
+        quality_option(
+            metavar="ORIGINAL",
+            help="The model that MODEL was optimized from. Compare a share of the answers with it.",
+        ),
+    ] = None,
+    shadow_rate: Annotated[
+        float | None,
+        quality_option(metavar="R", help="Share of the compared requests (default: 0.005)."),
+    ] = None,
+    sample_texts: Annotated[
+        Path | None,
+        quality_option(
+            metavar="FILE",
+            help="Collect request texts in a file, to calibrate on. It holds what clients send.",
+        ),
+    ] = None,
+    sample_rate: Annotated[
+        float | None,
+        quality_option(metavar="R", help="Share of the collected texts (default: 0.01)."),
+    ] = None,
+    sample_mask: Annotated[
+        bool | None,
+        quality_option(
+            "--sample-mask/--no-sample-mask",
+            metavar="",
+            help="Replace numbers and mail addresses in collected texts (default: off).",
+        ),
     ] = None,
     probe: Annotated[
         bool | None,
@@ -150,7 +191,15 @@ def serve(
             max_queue=max_queue,
             timeout_ms=timeout_ms,
             api_keys_file=api_keys_file,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
+            ssl_ca_certs=ssl_ca_certs,
             cors_origins=cors_origins,
+            shadow=shadow,
+            shadow_rate=shadow_rate,
+            sample_texts=sample_texts,
+            sample_rate=sample_rate,
+            sample_mask=sample_mask,
             probe=probe,
             probe_timeout_s=probe_timeout_s,
             rewrite=rewrite,

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,12 +24,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from attnserve.choices import Pooling
-from attnserve.models.onnx_reader import read_in_place
+from attnserve.choices import Padding, Pooling, Similarity
 from attnserve.models.onnx_validation import validated
 from attnserve.paths import StrPath
 from attnserve.runtime.external_data import external_files, map_external_data
+from attnserve.runtime.onnx_reader import read_in_place
 from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, weight_bytes
+from graph_passes.emit.editing import capture_weights
 from graph_passes.errors import InvalidModel, InvalidOutput
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "staged",
     "versions",
     "write_record",
+    "write_rewritten",
 ]
 
 
@@ -68,14 +71,19 @@ RECORD = "attnserve.json"
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lineage": (lambda value: isinstance(value, list), "a JSON list"),
     "files": (lambda value: isinstance(value, dict), "a JSON object"),
-    "pooling": (lambda value: value in (None, "mean", "cls", "none"), "mean, cls or none"),
-    "normalize": (lambda value: isinstance(value, bool | None), "true or false"),
-    "max_length": (
-        lambda value: value is None or (type(value) is int and value > 0),
-        "a number of tokens above 0",
+    "pooling": (
+        lambda value: value in (None, "mean", "cls", "last", "none"), "mean, cls, last or none",
     ),
+    "padding": (lambda value: value in (None, "right", "left"), "right or left"),
+    "similarity": (lambda value: value in (None, "cosine", "dot"), "cosine or dot"),
+    "normalize": (lambda value: isinstance(value, bool | None), "true or false"),
+    "max_length": (lambda value: _is_count(value), "a number of tokens above 0"),
+    "dimensions": (lambda value: _is_count(value), "a number of dimensions above 0"),
+    "output": (lambda value: isinstance(value, str | None), "the name of an output"),
+    "prompts": (lambda value: _is_texts(value), "a JSON object of texts"),
+    "default_prompt": (lambda value: isinstance(value, str | None), "a name of prompts"),
     "id2label": (lambda value: isinstance(value, dict | list | None), "a JSON object or list"),
-}
+}  # fmt: skip
 """Fields of the record: what is valid, in code and in words."""
 
 COMPANIONS = (
@@ -93,9 +101,10 @@ class Artifact:
 
     Attributes:
         model: The .onnx file.
-        record: The parsed attnserve.json; empty if there is none. Keys: ``pooling``, ``normalize``,
-            ``max_length`` (tokens) and ``source`` from ``export``; ``lineage`` (one entry per
-            rewrite, oldest first) from ``optimize``.
+        record: The parsed attnserve.json; empty if there is none. Keys: ``source``, ``max_length``
+            (tokens) and those of an embedding (``pooling``, ``normalize``, ``dimensions``,
+            ``prompts``, ``default_prompt``, ``similarity``) from ``export``; ``lineage`` (one
+            entry per rewrite, oldest first) from ``optimize``.
         shared: A folder with companion files for all versions of a model, used for files that are
             not in the model's folder.
     """
@@ -110,9 +119,15 @@ class Artifact:
 
     @property
     def name(self) -> str:
-        """The name of the folder for model.onnx, else the file name without its suffix."""
-        stem = self.model.stem
-        return self.model.resolve().parent.name if stem == "model" else stem
+        """The name of the folder for model.onnx, else the file name without its suffix.
+
+        Of a symbolic link it is the name of the link, so that it stays when the link moves to
+        another release. Hidden folders, such as ``..data`` of Kubernetes, name no model.
+        """
+        if self.model.stem != "model":
+            return self.model.stem
+        names = (folder.name for folder in Path(os.path.abspath(self.model)).parents)  # noqa: PTH100
+        return next((name for name in names if name and not name.startswith(".")), "model")
 
     @property
     def tokenizer(self) -> Path | None:
@@ -133,14 +148,78 @@ class Artifact:
         return bool(self.record.get("normalize", False))
 
     @property
+    def dimensions(self) -> int | None:
+        """The number of dimensions that pooled vectors keep; None for all."""
+        return self.record.get("dimensions")
+
+    @property
+    def output(self) -> str | None:
+        """The output that embeddings and scores are made of; None for the default one."""
+        return self.record.get("output")
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """Texts before an input, by name, for example "query"."""
+        return self.record.get("prompts") or {}
+
+    @property
+    def similarity(self) -> Similarity:
+        """The similarity of two vectors that the model was trained for."""
+        return self.record.get("similarity") or "cosine"
+
+    @property
+    def padding(self) -> Padding:
+        """The side of padding; "left" is for graphs that pool the last position themselves."""
+        return self.record.get("padding") or "right"
+
+    def prompt(self, *names: str) -> str:
+        """The prompt with the first of these names that exists, else the default prompt."""
+        found = (self.prompts[name] for name in names if name in self.prompts)
+        return next(found, self.prompts.get(self.record.get("default_prompt") or "", ""))
+
+    @property
     def max_length(self) -> int | None:
         """Maximum number of tokens of a text, with special tokens; None if unknown."""
         return self.record.get("max_length")
 
     @property
-    def lineage(self) -> list[Any]:
-        """The rewrites of the model, oldest first."""
-        return list(self.record.get("lineage", ()))
+    def lineage(self) -> list[dict[str, Any]]:
+        """The rewrites of the model, oldest first; without entries that are no objects."""
+        return [entry for entry in self.record.get("lineage", ()) if isinstance(entry, dict)]
+
+    @cached_property
+    def plan_id(self) -> str | None:
+        """A checksum of the plan that was applied last; None if there was none."""
+        plan = self.lineage[-1].get("plan") if self.lineage else None
+        if plan is None:
+            return None
+        return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def labels(self) -> dict[int, str]:
+        """Names of the classes: ``id2label`` in the record, else in config.json, else none.
+
+        Raises:
+            InvalidModel: They are not names by number, or config.json is not valid.
+        """
+        labels: Any = self.record.get("id2label")
+        if labels is None:
+            path = self.companion("config.json")
+            config: Any = read_json(path) if path else {}
+            labels = config.get("id2label") if isinstance(config, dict) else None
+        if isinstance(labels, list):
+            labels = dict(enumerate(labels))
+        if not isinstance(labels, dict):
+            return {}
+        try:
+            # JSON text of Python may hold lone surrogates, which have no UTF-8 form.
+            return {int(key): str(label).encode().decode() for key, label in labels.items()}
+        except ValueError as error:
+            raise InvalidModel(
+                f"{self.folder}: id2label: expected numbers and names: {error}",
+                "correct it",
+                code="artifact.labels",
+            ) from error
 
 
 def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
@@ -238,6 +317,7 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
         model = ir.from_proto(proto)
         ir.external_data.set_base_dir(model.graph, path.parent)
         model.graph.sort()  # some converters do not sort nodes
+        capture_weights(model)
     except Exception as error:  # onnx_ir raises ValueError for cycles, and other types
         raise InvalidModel(
             f"{path}: the graph is not well formed: {str(error)[:300]}",
@@ -357,10 +437,15 @@ def check_output(path: Path, *, source: Path | None = None, force: bool = False)
 
 
 @contextmanager
-def staged(folder: Path) -> Generator[Path]:
+def staged(folder: Path, finish: Callable[[Path], None] = lambda _: None) -> Generator[Path]:
     """Yield a temporary folder whose files are moved to ``folder`` when the context succeeds.
 
-    After a failure nothing is moved, and folders that were created are removed.
+    After a failure nothing is moved, and folders that were created are removed. The content of the
+    files is on disk before they appear.
+
+    Args:
+        finish: Writes files that depend on those in ``folder``; no other process moves files into
+            ``folder`` between this call and the move.
 
     Raises:
         InvalidOutput: ``folder`` cannot be created or written.
@@ -379,9 +464,13 @@ def staged(folder: Path) -> Generator[Path]:
             ) from error
         yield stage
         try:
-            # The model is moved last, so that its companion files exist when it appears.
-            for path in sorted(stage.iterdir(), key=lambda path: path.suffix == ".onnx"):
-                path.replace(folder / path.name)
+            with _locked(folder):
+                finish(stage)
+                # The model is moved last, so that its companion files exist when it appears.
+                for path in sorted(stage.iterdir(), key=lambda path: path.suffix == ".onnx"):
+                    _flush(path)
+                    path.replace(folder / path.name)
+            _flush(folder)
         except OSError as error:
             raise InvalidOutput(
                 f"{folder}: writing failed: {error.strerror}",
@@ -402,6 +491,34 @@ def staged(folder: Path) -> Generator[Path]:
                 path.rmdir()
 
 
+@contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    """Lock ``folder`` against the moves of other processes, where the system can."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def copy_companions(artifact: Artifact, folder: Path) -> None:
     """Copy the companion files of a model into ``folder``."""
     for name in COMPANIONS:
@@ -414,6 +531,30 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Write attnserve.json as indented JSON."""
     text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+
+
+def write_rewritten(
+    target: Path, model: ir.Model, source: Artifact, entry: dict[str, Any], *, external: bool
+) -> None:
+    """Write a model that was made from ``source``, its record and companion files, atomically.
+
+    Args:
+        entry: Added to the lineage of the source.
+        external: Write the weights to a file beside the model.
+    """
+
+    def finish(stage: Path) -> None:
+        record = {
+            **source.record,
+            "format": 1,
+            "files": {p.name: sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"},
+            "lineage": [*source.lineage, entry],
+        }
+        write_record(stage, merged_record(target, record))
+
+    with staged(target.parent, finish) as stage:
+        save_model(model, stage / target.name, external=external)
+        copy_companions(source, stage)
 
 
 def merged_record(target: Path, record: dict[str, Any]) -> dict[str, Any]:
@@ -494,6 +635,17 @@ def _parse_record(path: Path) -> dict[str, Any]:
                     code="artifact.record",
                 )
     return record
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and value > 0)
+
+
+def _is_texts(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and all(isinstance(text, str) for text in cast(dict[str, Any], value).values())
+    )
 
 
 def _data_file(model: Path) -> Path:

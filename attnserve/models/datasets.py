@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.lengths import Lengths, length_bounds
-from attnserve.models.tokenizer import Encoding, TextEncoder, load_tokenizer, read_sentences
+from attnserve.models.tokenizer import Encoding, Text, TextEncoder, load_tokenizer, read_sentences
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidArgument, InvalidData
 
@@ -25,9 +25,11 @@ __all__ = [
     "Dataset",
     "check_calibration_files",
     "load_inputs",
+    "read_arrays",
     "real_tokens",
     "thinned",
     "token_mask",
+    "wanted_inputs",
 ]
 
 BATCH_SIZE = 16
@@ -126,6 +128,8 @@ def load_inputs(
     split: bool = True,
 ) -> Dataset:
     """Read a text (one sentence per line), an .npz (named input arrays) or a folder of .npz.
+
+    For a reranker, a line of text is a query and a document with a tab between them.
 
     Args:
         path: The file or folder, or several of them. Each is split by itself, and measured apart.
@@ -241,12 +245,12 @@ def _read_file(
 ) -> _File:
     if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path", code="data.missing")
-    wanted = _wanted(model)
+    wanted = wanted_inputs(model)
     size = _batch_size(model)
     join: Callable[[Sequence[int]], list[Encoding]] | None = None
     rows: Sequence[Encoding | Batch]
     if path.is_dir() or path.suffix.lower() == ".npz":
-        rows = arrays = _read_arrays(path, wanted)
+        rows = arrays = read_arrays(path, wanted)
         lengths = [next((a.shape[1] for a in row.values() if a.ndim > 1), 128) for row in arrays]
         make = partial(_array_batches, size=size)
     else:
@@ -257,11 +261,14 @@ def _read_file(
                 "pass its path as `tokenizer`, or use an .npz of input arrays",
                 code="data.no_tokenizer",
             )
-        encoder = load_tokenizer(encoder_path, max_length=artifact.max_length)
+        encoder = load_tokenizer(
+            encoder_path, max_length=artifact.max_length, padding=artifact.padding
+        )
         texts = read_sentences(path)
-        rows = encoder.encode(texts)
+        are_pairs = artifact.record.get("task") == "rerank"
+        rows = encoder.encode([_pair(line) for line in texts] if are_pairs else texts)
         lengths = [len(encoding) for encoding in rows]
-        if sequence is not None:
+        if sequence is not None and not are_pairs:
             median = float(np.median(lengths))
             shortest, longest = length_bounds(sequence)
             longest = min(longest, artifact.max_length or longest)
@@ -277,6 +284,12 @@ def _read_file(
     places = [[distinct[i] for i in part] for part in parts]
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
     return _File(path, rows, lengths, distinct, places, sequence, join, batches)
+
+
+def _pair(line: str) -> Text:
+    """A query and a document, separated by a tab; a line without a tab is one text."""
+    query, tab, document = line.partition("\t")
+    return (query, document) if tab else line
 
 
 def _drop_held_out(files: Sequence[_File]) -> None:
@@ -461,7 +474,8 @@ def _strata(
     return np.array_split(order, count)
 
 
-def _wanted(model: ir.Model) -> dict[str, np.dtype[Any]]:
+def wanted_inputs(model: ir.Model) -> dict[str, np.dtype[Any]]:
+    """Name and type of the inputs of a model."""
     return {
         value.name: np.dtype(value.dtype.numpy())
         for value in model.graph.inputs
@@ -469,8 +483,12 @@ def _wanted(model: ir.Model) -> dict[str, np.dtype[Any]]:
     }
 
 
-def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
-    """One batch per row, in which each input has a first axis of size 1."""
+def read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
+    """One batch per row of an .npz or a folder of them; each array has a first axis of size 1.
+
+    Raises:
+        InvalidData: A file is not an .npz, or has not exactly the ``wanted`` arrays.
+    """
     files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
     if not files:
         raise InvalidData(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import json
 import logging
 import os
 import shutil
@@ -20,17 +19,16 @@ import tempfile
 import time
 import warnings
 from collections.abc import Generator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.choices import Attention, Exporter
+from attnserve.choices import Attention, Exporter, Pooling
 from attnserve.models.artifact import (
     COMPANIONS,
-    Pooling,
     check_output,
     load_model,
     package_versions,
@@ -38,6 +36,7 @@ from attnserve.models.artifact import (
     staged,
     write_record,
 )
+from attnserve.models.sentence_transformers import Embedding, read_embedding, read_max_length
 from attnserve.models.tokenizer import UNBOUNDED
 from attnserve.paths import StrPath
 from attnserve.runtime.session import open_session
@@ -65,7 +64,9 @@ TASKS = {
     ),
     "token-classification": Task("AutoModelForTokenClassification", ("logits",)),
     "question-answering": Task("AutoModelForQuestionAnswering", ("start_logits", "end_logits")),
+    "rerank": Task("AutoModelForSequenceClassification", ("logits",), per_token=False),
     "fill-mask": Task("AutoModelForMaskedLM", ("logits",)),
+    "text-generation": Task("AutoModelForCausalLM", ("logits",)),
 }
 
 OPSETS = {"dynamo": range(18, 24), "torchscript": range(14, 21)}
@@ -96,15 +97,24 @@ class ExportReport:
     attention: Attention
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    pooling: Pooling
-    normalize: bool
+    embedding: Embedding
     max_length: int | None
     max_abs_error: float
     relative_error: float
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "path": str(self.path)}
+        embedding = _embedding_record(self.embedding)
+        fields = {key: value for key, value in asdict(self).items() if key != "embedding"}
+        return {**fields, **embedding, "path": str(self.path)}
+
+    @property
+    def pooling(self) -> Pooling:
+        return self.embedding.pooling
+
+    @property
+    def normalize(self) -> bool:
+        return self.embedding.normalize
 
 
 def export(
@@ -115,17 +125,24 @@ def export(
     exporter: Exporter = "dynamo",
     opset: int | None = None,
     attention: Attention = "sdpa",
+    dimensions: int | None = None,
     force: bool = False,
 ) -> ExportReport:
     """Export a Hugging Face model with dynamic axes "batch" and "sequence".
 
+    Pooling, normalization, prompts and dense layers of sentence-transformers are read from the
+    model's folder. Dense layers become part of the graph, which then pools itself.
+
     Args:
         model: A folder with config.json, weights and tokenizer, or an id on the Hugging Face hub.
         folder: The folder for model.onnx, the tokenizer files and attnserve.json.
-        task: One of ``TASKS``; None is "feature-extraction" (output last_hidden_state).
+        task: One of ``TASKS``; None is "feature-extraction" (output last_hidden_state). "rerank"
+            is a classifier of pairs with one logit.
         exporter: "dynamo" (torch.export) or "torchscript" (tracing).
         opset: Opset of ai.onnx; by default 18 for dynamo and 17 for torchscript.
         attention: Attention implementation of transformers; each gives a different graph.
+        dimensions: Keep only this many dimensions of an embedding, for models that were trained
+            for it (Matryoshka); None for what the model's files state.
         force: Write into a folder that is not empty.
 
     Raises:
@@ -139,6 +156,13 @@ def export(
     name = task or "feature-extraction"
     opset = DEFAULT_OPSET.get(exporter, 0) if opset is None else opset
     _check_options(name, exporter, opset, attention)
+    if dimensions is not None and (dimensions < 1 or name != "feature-extraction"):
+        raise InvalidArgument(
+            f"`dimensions` is {dimensions} for the task {name}: expected a number above 0, and"
+            " the task feature-extraction",
+            "leave it out",
+            code="export.dimensions",
+        )
     model, folder = os.fspath(model), Path(folder)
     check_output(folder, source=Path(model), force=force)
     kind = TASKS[name]
@@ -147,10 +171,32 @@ def export(
     with _quiet():
         network, tokenizer = _load(transformers, source, kind, attention)
     limit = _position_limit(network)
-    pooling, normalize = _pooling(source) if name == "feature-extraction" else ("none", False)
+    embedding, head = Embedding(pooling="none"), None
+    if name == "feature-extraction":
+        embedding = read_embedding(source)
+        embedding = replace(embedding, dimensions=dimensions or embedding.dimensions)
+        head = _pooled_dense(torch, embedding) if embedding.dense else None
+    elif name == "rerank" and network.config.num_labels != 1:
+        raise InvalidArgument(
+            f"{model}: the model has {network.config.num_labels} classes: a reranker has one score",
+            "set `task` to sequence-classification",
+            code="export.not_reranker",
+        )
+    width = network.config.hidden_size
+    if head is not None:
+        kind = Task(kind.auto_class, ("sentence_embedding",), per_token=False)
+        embedding = replace(embedding, pooling="none", dense=())
+        width = head.layers[-2].out_features
+    if (embedding.dimensions or 0) > width:
+        raise InvalidArgument(
+            f"`dimensions` is {embedding.dimensions}: expected at most {width}, the size of the"
+            " embeddings",
+            "reduce it",
+            code="export.dimensions",
+        )
     max_length = _max_length(source, tokenizer, limit)
     inputs = _input_names(network, tokenizer)
-    wrapper = _wrapper(torch, network, inputs, kind.outputs)
+    wrapper = _wrapper(torch, network, inputs, kind.outputs, head)
     example, *feeds = (
         _example(network, tokenizer, inputs, batch, min(sequence, limit or sequence))
         for batch, sequence in (EXAMPLE, *CHECKED)
@@ -181,8 +227,7 @@ def export(
             attention=attention,
             inputs=inputs,
             outputs=kind.outputs,
-            pooling=pooling,
-            normalize=normalize,
+            embedding=embedding,
             max_length=max_length,
             max_abs_error=absolute,
             relative_error=relative,
@@ -387,16 +432,68 @@ def _input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
     return tuple(n for n in INPUTS if n in accepted and n in tokenizer.model_input_names)
 
 
-def _wrapper(torch: Any, network: Any, names: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
-    """Wrap the network as a module with positional tensors as inputs and a tuple as output."""
+def _pooled_dense(torch: Any, embedding: Embedding) -> Any:
+    """A module from (hidden states B S D, mask B S) to embeddings: pooling and dense layers.
+
+    Raises:
+        InvalidModel: The weights of a layer cannot be read.
+    """
+    from safetensors.torch import load_file
+
+    layers: list[Any] = []
+    for one in embedding.dense:
+        try:
+            weights = load_file(one.weights)
+            weight, bias = weights["linear.weight"], weights.get("linear.bias")
+            linear = torch.nn.Linear(*reversed(weight.shape), bias=bias is not None)
+            linear.load_state_dict(
+                {"weight": weight.float()} | ({} if bias is None else {"bias": bias.float()})
+            )
+        except Exception as error:  # SafetensorError, KeyError, RuntimeError of another shape
+            raise InvalidModel(
+                f"{one.weights}: not the weights of a linear layer: {_first(error)}",
+                "download the model again",
+                code="export.load",
+            ) from error
+        layers += [linear, getattr(torch.nn, one.activation)()]
+
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(*layers)
+
+        def forward(self, hidden: Any, mask: Any) -> Any:
+            weights = mask.to(hidden.dtype)
+            if embedding.pooling != "mean":  # one token: the first or the last one that is real
+                places = torch.arange(mask.shape[1]) + 1
+                order = places if embedding.pooling == "last" else -places + mask.shape[1] + 1
+                found = mask * order  # B S
+                weights = (found == found.max(dim=1, keepdim=True).values).to(hidden.dtype)
+            pooled = (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+            return self.layers(pooled)
+
+    return Head()
+
+
+def _wrapper(
+    torch: Any, network: Any, names: tuple[str, ...], outputs: tuple[str, ...], head: Any
+) -> Any:
+    """Wrap the network as a module with positional tensors as inputs and a tuple as output.
+
+    With a head, the output is that of the head for the hidden states.
+    """
 
     class Wrapper(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.network = network
+            self.head = head
 
         def forward(self, *values: Any) -> Any:
-            result = self.network(**dict(zip(names, values, strict=True)), return_dict=True)
+            inputs = dict(zip(names, values, strict=True))
+            result = self.network(**inputs, return_dict=True)
+            if self.head is not None:
+                return (self.head(result.last_hidden_state, inputs["attention_mask"]),)
             return tuple(getattr(result, output) for output in outputs)
 
     # dynamo uses the mode of the outermost module and exports Dropout nodes in training mode.
@@ -415,10 +512,13 @@ def _example(
     if batch > 1:
         mask[-1, sequence - sequence // 3 :] = 0
     ids[mask == 0] = pad
+    types = max(min(getattr(network.config, "type_vocab_size", 2) or 1, 2), 1)
     values = {
         "input_ids": ids,
         "attention_mask": mask,
-        "token_type_ids": np.zeros_like(ids),
+        "token_type_ids": np.broadcast_to(
+            np.arange(sequence) * types // sequence, ids.shape
+        ).copy(),
     }
     return {name: values[name] for name in names}
 
@@ -509,79 +609,32 @@ def _compare(
     return absolute, relative
 
 
-def _pooling(source: Path) -> tuple[Pooling, bool]:
-    """(pooling, normalize) from the files of sentence-transformers; "mean" without them.
-
-    Raises:
-        InvalidModel: The modules cannot be expressed in an artifact, so its embeddings would
-            differ from those of the model.
-    """
-    listed: Any = _json(source / "modules.json") or []
-    try:
-        modules = {str(entry["type"]).rpartition(".")[2]: str(entry["path"]) for entry in listed}
-    except (TypeError, KeyError) as error:
-        raise InvalidModel(
-            f"{source / 'modules.json'}: expected a list of modules with type and path",
-            "download the model again",
-            code="export.modules",
-        ) from error
-    if other := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize", "Dropout"}):
-        raise InvalidModel(
-            f"{source / 'modules.json'}: the module {other[0]} is not supported",
-            "remove it from modules.json to export the encoder without it",
-            code="export.module",
-        )
-    normalize = "Normalize" in modules
-    if "Pooling" not in modules:
-        return "mean", normalize
-    path = source / modules["Pooling"] / "config.json"
-    config: Any = _json(path) or {}
-    # Before sentence-transformers 5 there is one boolean key per mode, afterwards one key.
-    modes = [key for key in config if key.startswith("pooling_mode_") and config[key] is True]
-    modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in modes]
-    modes = [mode.removesuffix("_token") for mode in modes]
-    if "pooling_mode" in config:
-        value: Any = config["pooling_mode"]
-        modes = [value] if isinstance(value, str) else list(value)
-    if modes not in (["mean"], ["cls"]):
-        raise InvalidModel(
-            f"{path}: pooling is {' + '.join(modes) or 'missing'}: expected mean or cls",
-            "remove modules.json to export the encoder with mean pooling",
-            code="export.pooling",
-        )
-    return cast(Pooling, modes[0]), normalize
-
-
 def _max_length(source: Path, tokenizer: Any, limit: int | None) -> int | None:
     """Maximum tokens of a text, by sentence-transformers, else the tokenizer, within ``limit``."""
-    stated: Any = (_json(source / "sentence_bert_config.json") or {}).get("max_seq_length")
+    stated = read_max_length(source)
     # transformers sets 1e30 for a tokenizer without a limit.
     known = tokenizer.model_max_length if tokenizer.model_max_length <= UNBOUNDED else None
     return min((n for n in (stated or known, limit) if n), default=None)
 
 
-def _json(path: Path) -> Any:
-    """The parsed file; None if it does not exist."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidModel(
-            f"{path}: not valid JSON: {error}", "download the model again", code="export.config"
-        ) from error
-
-
 def _record(report: ExportReport, source: str) -> dict[str, Any]:
     fields = asdict(report)
-    kept = ("pooling", "normalize", "max_length", "task", "exporter", "opset", "attention",
-            "max_abs_error")  # fmt: skip
+    kept = ("max_length", "task", "exporter", "opset", "attention", "max_abs_error")
     packages = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
     return {
+        **_embedding_record(report.embedding),
         **{key: fields[key] for key in kept},
         "source": source,
         "versions": package_versions(packages),
     }
+
+
+def _embedding_record(embedding: Embedding) -> dict[str, Any]:
+    """The keys of an embedding in attnserve.json; those without a value are left out."""
+    fields = {key: value for key, value in asdict(embedding).items() if key != "dense"}
+    always = ("pooling", "normalize")
+    default = asdict(Embedding())
+    return {key: x for key, x in fields.items() if key in always or x != default[key]}
 
 
 def _first(error: Exception) -> str:

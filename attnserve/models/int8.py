@@ -24,6 +24,10 @@ out where it gains little.
 Bias correction (arXiv 1906.04721): the mean of a static activation times the rounding errors of the
 weights is added to the bias.
 
+Rounding: with calibration data, weights of static activations are rounded such that their errors
+cancel (``rounding``), and to the nearest byte otherwise. Weights that several activations share are
+rounded to the nearest.
+
 com.microsoft Attention contains its projections. With static scales it is written as QAttention.
 It stays float32 without calibration data, because QAttention takes no scale per row, and with
 ``attention_bias``, for which QAttention has no input.
@@ -41,8 +45,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.models.products import MICROSOFT, Product, Range, product_of
+from attnserve.models.products import MICROSOFT, Moments, Product, Range, product_of
 from attnserve.models.quantized import LARGEST_7_BIT, Bits
+from attnserve.models.rounding import Rounder
 from attnserve.runtime.session import weight_bytes
 from graph_passes.analysis.constants import constant_array, constant_shape, is_constant
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
@@ -83,6 +88,7 @@ def quantize(
     tables: bool = True,
     smooth: bool = True,
     correct: bool = True,
+    moments: Moments | None = None,
 ) -> None:
     """Quantize matrix products and large embedding tables in place.
 
@@ -93,6 +99,8 @@ def quantize(
         tables: Quantize embedding tables too.
         smooth: Divide large channels of static activations.
         correct: Correct biases after static activations.
+        moments: Second moments of the static activations; without them, weights are rounded to the
+            nearest.
 
     Raises:
         CannotRewrite: There are no products to quantize, or weights are not finite.
@@ -109,7 +117,7 @@ def quantize(
             code="precision.no_weights",
         )
     products = [each for each in able if each.node not in keep]
-    writer = _Writer(model, bits, products, smooth=smooth, correct=correct)
+    writer = _Writer(model, bits, products, smooth=smooth, correct=correct, moments=moments)
     groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Product]] = {}
     for product in products:
         groups.setdefault((product.x, product.node.graph), []).append(product)
@@ -138,10 +146,11 @@ class _Writer:
         *,
         smooth: bool,
         correct: bool,
+        moments: Moments | None,
     ) -> None:
         self.graph, self.opset = model.graph, model.opset_imports.get("", 1)
         self.bits: Bits = bits
-        self.smooth, self.correct = smooth, correct
+        self.smooth, self.correct, self.moments = smooth, correct, moments
         self.inputs: dict[tuple[ir.Value, bool], set[ir.Value]] = {}
         for product in products:
             self.inputs.setdefault(product.key, set()).add(product.x)
@@ -159,9 +168,10 @@ class _Writer:
         step, zero = _byte_step((range_.low / scaled).min(), (range_.high / scaled).max())
         scale, zero_point = make.constant(step, "scale"), make.constant(zero, "zero_point")
         q = make.op("QuantizeLinear", [source, scale, zero_point], "q", dtype=ir.DataType.UINT8)
+        rounder = self._rounder(group[0].x, scaled, float(step))
         for product in group:
             make = _inserter(product)
-            weight, weight_scale = self._weight(product, divisors)
+            weight, weight_scale = self._weight(product, divisors, rounder)
             shift = np.zeros(constant_shape(weight_scale))
             if product.bias is not None:
                 shift += constant_array(product.bias).reshape(-1)
@@ -216,7 +226,7 @@ class _Writer:
         q = make.op("QuantizeLinear", [unit, scale, zero_point], "q", dtype=ir.DataType.UINT8)
         for product in group:
             make = _inserter(product)
-            weight, weight_scale = self._weight(product, None)
+            weight, weight_scale = self._weight(product, None, None)
             y = make.op(
                 "MatMulIntegerToFloat",
                 [q, weight, scale, weight_scale, zero_point],
@@ -264,12 +274,25 @@ class _Writer:
         least = 1.0 if _folds(x, group) else 1 + COST / weights.shape[1]
         return smoothing(range_, weights, self.bits, least)
 
-    def _weight(self, product: Product, divisors: np.ndarray | None) -> tuple[ir.Value, ir.Value]:
+    def _rounder(self, x: ir.Value, divisors: np.ndarray, step: float) -> Rounder | None:
+        """Rounds for the divided and quantized activation."""
+        if self.moments is None:
+            return None
+        moment = self.moments.of(x.name or "", centered=self.correct)
+        if moment is None:
+            return None
+        noise = step**2 / 12  # of the rounding of x
+        return Rounder(moment / np.outer(divisors, divisors) + noise * np.eye(len(moment)))
+
+    def _weight(
+        self, product: Product, divisors: np.ndarray | None, rounder: Rounder | None
+    ) -> tuple[ir.Value, ir.Value]:
         """Bytes (D N) and scales (N); shared weights are never divided."""
         found = self.weights.get(product.key)
         if found is None or divisors is not None:
             matrix = product.matrix() * (1.0 if divisors is None else divisors[:, None])
-            bytes_, scales = quantized_weights(matrix, self.bits)
+            is_shared = len(self.inputs[product.key]) > 1
+            bytes_, scales = quantized_weights(matrix, self.bits, None if is_shared else rounder)
             make = Inserter(self.graph, self.graph[0], f"{product.weight.name}/int8")
             found = make.constant(bytes_, "bytes"), make.constant(scales, "scale")
             self.weights[product.key] = found
@@ -283,7 +306,7 @@ def _inserter(product: Product) -> Inserter:
 
 
 def quantized_weights(
-    matrix: Float[np.ndarray, "D N"], bits: Bits
+    matrix: Float[np.ndarray, "D N"], bits: Bits, rounder: Rounder | None = None
 ) -> tuple[Int8[np.ndarray, "D N"], Float[np.ndarray, " N"]]:
     """Bytes within -64..63 (7 bits) or -127..127 (8 bits), and one scale per column.
 
@@ -298,7 +321,10 @@ def quantized_weights(
     scales = np.maximum(matrix.max(axis=0) / largest, matrix.min(axis=0) / least)
     scales = scales.astype(np.float32)
     scales[scales < np.finfo(np.float32).tiny] = 1  # columns of zeros
-    bytes_ = np.clip(np.round(matrix / scales), least, largest)
+    if rounder is None:
+        bytes_ = np.clip(np.round(matrix / scales), least, largest)
+    else:
+        bytes_ = rounder.round(matrix, scales, least, largest)
     return bytes_.astype(np.int8), scales
 
 

@@ -61,15 +61,18 @@ def validated(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
         _check_tensor(path, tensor)
     if proto.functions:
         proto = _inlined(path, proto)
-    opsets = {each.domain or "ai.onnx": each.version for each in proto.opset_import}
+    for each in (*proto.opset_import, *_nodes(proto.graph)):
+        if each.domain == "ai.onnx":  # the long name of the default domain
+            each.domain = ""
+    opsets = {each.domain: each.version for each in proto.opset_import}
     for node in _nodes(proto.graph):
-        _check_node(path, node, opsets.get("ai.onnx", 1))
+        _check_node(path, node, opsets.get("", 1))
     return proto
 
 
 def _check_node(path: Path, node: onnx.NodeProto, opset: int) -> None:
     """Refuse a node of ONNX whose attributes or numbers of inputs and outputs are invalid."""
-    if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type, opset, ""):
+    if node.domain or not onnx.defs.has(node.op_type, opset, ""):
         return
     schema = onnx.defs.get_schema(node.op_type, opset, "")
     faults = [

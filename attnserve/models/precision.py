@@ -13,9 +13,12 @@ int8: ``int8``. Weights are signed bytes of 7 ("int8") or 8 bits ("int8-full"). 
 static scales from calibration data, or scales per row without it. The model stays a function of
 the text: other rows of a batch have no effect.
 
-int4: ``MatMulNBitsQuantizer`` of ONNX Runtime: signed 4-bit weights with one scale for 32 of them,
-for MatMul with constant matrices. It reads about a seventh of the bytes. It is for decoders that
-run one token at a time, whose speed depends on the bytes read; with many tokens int8 is faster.
+int4: ``int4``. Signed 4-bit weights with one scale for 32 of them, for MatMul with constant
+matrices. It reads about a seventh of the bytes. It is for decoders that run one token at a time,
+whose speed depends on the bytes read; with many tokens int8 is faster.
+
+With calibration data, int8 and int4 weights are rounded such that their errors cancel
+(``rounding``).
 """
 
 from __future__ import annotations
@@ -25,15 +28,16 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import get_args
 
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from attnserve.choices import INTEGER, Precision
+from attnserve.models.int4 import quantize_to_int4
 from attnserve.models.int8 import quantize
-from attnserve.models.products import Range, collect_ranges
+from attnserve.models.products import Moments, Range, collect_ranges
 from attnserve.models.quantized import QUANTIZED, Bits
 from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.external_data import map_external_data
@@ -75,12 +79,6 @@ is -inf and no row of probabilities is NaN."""
 SHARE = 1 / 10
 """Minimum share of the weights for which ``precision_of`` reports a data type."""
 
-INT4_BLOCK = 32
-"""Weights with a common scale. Larger blocks are faster and less accurate."""
-
-INT8_PRODUCTS = 4
-"""``accuracy_level`` of MatMulNBits: activations are rounded to 8 bits in blocks of each row."""
-
 OLDEST_OPSET = 11
 """The first opset that int8 models are written in."""
 
@@ -101,6 +99,7 @@ def convert(
     calibration: Sequence[Batch] = (),
     *,
     float_blocks: Collection[str] = (),
+    to_nearest: bool = False,
 ) -> ir.Model:
     """Convert a copy of the model to another precision, with the same inputs and outputs (lossy).
 
@@ -108,9 +107,12 @@ def convert(
     result was loaded once by ONNX Runtime on the CPU.
 
     Args:
-        calibration: Inputs for the static scales of int8 activations; without them, scales are
-            computed for each row at run time, which is less accurate and slower.
+        calibration: Inputs for the static scales of int8 activations and for the rounding of int8
+            and int4 weights. Without them, int8 scales are computed for each row at run time,
+            which is less accurate and slower.
         float_blocks: Attention and feed-forward blocks that stay float32; for int8 and int4.
+        to_nearest: Round weights to the nearest all the same, which takes less time, for models
+            that are only timed or tried.
 
     Raises:
         InvalidArgument: The precision is unknown, the model is not float32, it has no such block,
@@ -136,7 +138,11 @@ def convert(
         kept = _weight_nodes(copy, float_blocks)
         _prepare(copy)
         ranges = collect_ranges(copy, calibration) if precision in BITS else {}
-        made = MAKE[precision](copy) if precision in MAKE else _small(copy, precision, ranges, kept)
+        if precision in MAKE:
+            made = MAKE[precision](copy)
+        else:
+            moments = None if to_nearest else Moments(copy, calibration)
+            made = _small(copy, precision, ranges, moments, kept)
         _finish(model, made, precision, is_whole=not float_blocks)
     return made
 
@@ -158,15 +164,17 @@ def convert_alone(
         Those of ``convert``.
     """
     ranges: Mapping[str, Range] | None = None
+    moments: Moments | None = None
     for names in parts:
         with _conversion(precision):
             copy = model.clone()
             chosen = _weight_nodes(copy, names)
             _prepare(copy)
-            if ranges is None:
+            if ranges is None or moments is None:
+                moments = Moments(copy, calibration)
                 ranges = collect_ranges(copy, calibration) if precision in BITS else {}
             others = [node for node in _nodes(copy) if node not in chosen]
-            made = _small(copy, precision, ranges, others, tables=False)
+            made = _small(copy, precision, ranges, moments, others, tables=False)
             _finish(model, made, precision, is_whole=False)
         yield made
 
@@ -448,30 +456,18 @@ def _small(
     model: ir.Model,
     precision: Precision,
     ranges: Mapping[str, Range],
+    moments: Moments | None,
     keep: Collection[ir.Node],
     *,
     tables: bool = True,
 ) -> ir.Model:
     """Convert all products but those of ``keep`` to int8 or int4."""
     if precision == "int4":
-        return _in_int4(model, [node.name or "" for node in keep])
+        quantize_to_int4(model, moments, keep=keep)
+        return model
     _require_opset(model, precision, OLDEST_OPSET)
-    quantize(model, BITS[precision], ranges, keep=keep, tables=tables)
+    quantize(model, BITS[precision], ranges, keep=keep, tables=tables, moments=moments)
     return model
-
-
-def _in_int4(model: ir.Model, keep: Sequence[str]) -> ir.Model:
-    from onnxruntime.quantization import matmul_nbits_quantizer as tool
-
-    config = tool.DefaultWeightOnlyQuantConfig(
-        block_size=INT4_BLOCK, is_symmetric=True, accuracy_level=INT8_PRODUCTS, bits=4,
-        op_types_to_quantize=("MatMul",),
-    )  # fmt: skip
-    quantizer: Any = tool.MatMulNBitsQuantizer(
-        ir.to_proto(model), algo_config=config, nodes_to_exclude=list(keep)
-    )
-    quantizer.process()
-    return ir.from_proto(quantizer.model.model)
 
 
 # ---- all -----------------------------------------------------------------------------------------

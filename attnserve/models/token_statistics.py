@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +16,56 @@ from attnserve.runtime.session import Batch
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
-__all__ = ["seen_ids", "token_statistics", "unseen_share"]
+__all__ = ["CalibrationRange", "seen_ids", "token_statistics", "unseen_share"]
 
 INPUT = "input_ids"
+
+MOST_UNSEEN = 0.25
+"""A row is outside of the calibration data if a larger share of its tokens is not seen there, and
+if this is more than twice the share of the held-out calibration rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationRange:
+    """The inputs that an artifact was calibrated on.
+
+    Attributes:
+        longest: The number of tokens of the longest row; None if unknown.
+        seen: Whether each id occurs; the last entry stands for all larger ids. None if unknown.
+        most_unseen: The largest share of ids of a row that are not seen.
+    """
+
+    longest: int | None
+    seen: Bool[np.ndarray, " V"] | None
+    most_unseen: float = MOST_UNSEEN
+
+    @classmethod
+    def read(cls, lineage: Sequence[Any]) -> CalibrationRange | None:
+        """The range in the last calibration of a lineage; None if it is missing or damaged."""
+        records = (entry.get("calibration") for entry in lineage if isinstance(entry, dict))
+        last = next((one for one in reversed([*records]) if isinstance(one, dict)), None)
+        if last is None:
+            return None
+        try:
+            tokens = last.get("token_ids")
+            seen = None if tokens is None else np.append(seen_ids(tokens), False)
+            share = 0.0 if tokens is None else float(tokens["unseen_share"])
+            return cls(int(last["lengths"][-1]), seen, max(MOST_UNSEEN, 2 * share))
+        except (KeyError, IndexError, TypeError, ValueError, zlib.error):
+            return None
+
+    def reasons(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> tuple[str, ...]:
+        """Why a row of token ids is outside: "length", "tokens", both or nothing.
+
+        It takes about 10 us for 16 ids, because the service calls it for every row.
+        """
+        is_long = self.longest is not None and len(ids) > self.longest
+        is_new = False
+        if self.seen is not None and len(ids):
+            places = np.minimum(ids, len(self.seen) - 1)
+            known = int(np.count_nonzero(self.seen[places]))
+            is_new = len(ids) - known > self.most_unseen * len(ids)
+        return ("length",) * is_long + ("tokens",) * is_new
 
 
 def token_statistics(data: Dataset) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from tokenizers import Tokenizer
 
+from attnserve.choices import Padding
 from attnserve.models.artifact import Pooling, read_json
 from graph_passes.errors import (
     AttnserveError,
@@ -33,26 +34,33 @@ if TYPE_CHECKING:
 __all__ = [
     "UNBOUNDED",
     "Encoding",
+    "Text",
     "TextEncoder",
     "embed_texts",
     "load_tokenizer",
     "model_inputs",
+    "output_name",
     "pool",
     "read_sentences",
     "read_text",
     "run_texts",
+    "shorten",
 ]
 
-FILLED = ("input_ids", "attention_mask", "token_type_ids")
+FILLED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 INTEGERS = {"tensor(int64)": np.dtype(np.int64), "tensor(int32)": np.dtype(np.int32)}
 PAD_TOKENS = ("[PAD]", "<pad>")
 UNBOUNDED = 1_000_000
 """Larger values of ``model_max_length`` mean no limit; Hugging Face writes 1e30."""
 
 
+Text = str | tuple[str, str]
+"""A text, or a pair of texts such as a query and a document."""
+
+
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The token ids of a text, with special tokens; ``len()`` is their number."""
+    """The token ids of a text or pair, with special tokens; ``len()`` is their number."""
 
     ids: list[int]
     type_ids: list[int]
@@ -68,20 +76,27 @@ class TextEncoder:
         tokenizer: The tokenizer; its truncation and padding are switched off.
         pad_id: Id of the pad token. RoBERTa derives positions from it.
         max_length: Maximum number of tokens of a text, with special tokens; None for no limit.
+        padding: The side of padding in a batch.
 
     Raises:
         InvalidArgument: ``max_length`` allows only special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, pad_id: int, max_length: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        pad_id: int,
+        max_length: int | None = None,
+        padding: Padding = "right",
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        tokenizer.encode("a")  # a tokenizer that fails is refused when it is loaded
         self._tokenizer = tokenizer
         self.pad_id = pad_id
         self.max_length = max_length
-        # Special tokens at the end ([SEP], </s>) are kept when a text is truncated.
-        mask = tokenizer.encode("a").special_tokens_mask
-        self._tail = next((i for i, special in enumerate(reversed(mask)) if not special), len(mask))
+        self.padding: Padding = padding
         self._check_length(max_length)
 
     @property
@@ -90,13 +105,14 @@ class TextEncoder:
         return self._tokenizer.num_special_tokens_to_add(False)
 
     def encode(
-        self, texts: Sequence[str], *, truncate: bool = True, max_length: int | None = None
+        self, texts: Sequence[Text], *, truncate: bool = True, max_length: int | None = None
     ) -> list[Encoding]:
-        """Tokenize texts.
+        """Tokenize texts or pairs.
 
         Args:
             texts: The texts.
             truncate: Truncate texts that are too long, except special tokens; False refuses them.
+                Of a pair, the longer text is truncated first.
             max_length: Maximum number of tokens, with special tokens; None for the default.
 
         Raises:
@@ -133,13 +149,38 @@ class TextEncoder:
                         "shorten it, or set `truncate`",
                         code="text.too_long",
                     )
-                encodings[index] = self._cut(encoding, limit)
+                encodings[index] = _cut(raws[index], limit)
         return encodings
+
+    def encode_words(self, words: Sequence[str]) -> tuple[Encoding, list[int | None]]:
+        """Tokenize a text that is split into words, and find the first token of each word.
+
+        Returns:
+            The tokens, and a place in them for each word: None if it was truncated, or has none.
+
+        Raises:
+            InvalidData: The tokenizer fails on it.
+        """
+        with _errors_as(
+            InvalidData,
+            "the tokenizer fails on a text",
+            "use another text, or check the tokenizer",
+            "text.tokenizer_failed",
+        ):
+            raw = self._tokenizer.encode(list(words), is_pretokenized=True)
+        kept = _kept(raw, self.max_length or len(raw))
+        places: list[int | None] = [None] * len(words)
+        for place, index in reversed(list(enumerate(kept))):
+            if (word := raw.word_ids[index]) is not None:
+                places[word] = place
+        return _select(raw, kept), places
 
     def batch_inputs(
         self, encodings: Sequence[Encoding], inputs: Mapping[str, np.dtype[Any]]
     ) -> dict[str, Int[np.ndarray, "B S"]]:
-        """The model inputs of one batch, padded on the right to its longest text.
+        """The model inputs of one batch, padded to its longest text.
+
+        Position ids count the real tokens from 0.
 
         Args:
             encodings: At least one.
@@ -155,7 +196,7 @@ class TextEncoder:
                 "pass the inputs as arrays (.npz) instead of text",
                 code="text.unknown_input",
             )
-        mask = _mask(encodings)  # B S
+        mask = self.mask(encodings)
         if "attention_mask" not in inputs and not mask.all():
             raise InvalidData(
                 "texts of different lengths cannot share a batch: the model has no attention_mask",
@@ -169,7 +210,14 @@ class TextEncoder:
         ):
             filled[name] = np.full(mask.shape, pad)
             filled[name][mask] = np.concatenate(rows)
+        filled["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
         return {name: filled[name].astype(dtype) for name, dtype in inputs.items()}
+
+    def mask(self, encodings: Sequence[Encoding]) -> Bool[np.ndarray, "B S"]:
+        """The real tokens of a batch."""
+        lengths = np.array([len(encoding) for encoding in encodings])
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        return mask if self.padding == "right" else mask[:, ::-1]
 
     def batches(
         self,
@@ -208,15 +256,10 @@ class TextEncoder:
                 code="text.max_length",
             )
 
-    def _cut(self, encoding: Encoding, limit: int) -> Encoding:
-        head, tail = limit - self._tail, len(encoding) - self._tail
-        return Encoding(
-            encoding.ids[:head] + encoding.ids[tail:],
-            encoding.type_ids[:head] + encoding.type_ids[tail:],
-        )
 
-
-def load_tokenizer(path: Path, *, max_length: int | None = None) -> TextEncoder:
+def load_tokenizer(
+    path: Path, *, max_length: int | None = None, padding: Padding = "right"
+) -> TextEncoder:
     """Load a tokenizer.json.
 
     Args:
@@ -224,6 +267,7 @@ def load_tokenizer(path: Path, *, max_length: int | None = None) -> TextEncoder:
             tokenizer_config.json in the same folder, if it exists.
         max_length: Maximum number of tokens, with special tokens; None for the value of
             tokenizer_config.json.
+        padding: The side of padding in a batch.
 
     Raises:
         InvalidData: The file does not exist.
@@ -251,7 +295,8 @@ def load_tokenizer(path: Path, *, max_length: int | None = None) -> TextEncoder:
     with _errors_as(
         InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
     ):
-        return TextEncoder(tokenizer, pad_id=_pad_id(tokenizer, config), max_length=max_length)
+        pad_id = _pad_id(tokenizer, config)
+        return TextEncoder(tokenizer, pad_id=pad_id, max_length=max_length, padding=padding)
 
 
 def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, np.dtype[Any]]:
@@ -276,19 +321,23 @@ def run_texts(
     encodings: Sequence[Encoding],
     *,
     batch_size: int = 32,
+    output: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[Int[np.ndarray, " B"], np.ndarray, Bool[np.ndarray, "B S"]]]:
-    """Yield (indices into ``encodings``, first model output, mask of real tokens) of each batch.
+    """Yield (indices into ``encodings``, a model output, mask of real tokens) of each batch.
+
+    Args:
+        output: The name of the output; None for the first one.
 
     Raises:
         InvalidData: The inputs of the model are not tokens, or it refuses a batch.
-        InvalidArgument: ``batch_size`` is below 1.
+        InvalidArgument: ``batch_size`` is below 1, or the model has no such output.
     """
     inputs = model_inputs(session)
-    output = session.get_outputs()[0].name
+    output = output_name(session, output)
     done = 0
     for indices, feed in encoder.batches(encodings, batch_size, inputs):
-        mask = _mask([encodings[i] for i in indices])
+        mask = encoder.mask([encodings[i] for i in indices])
         try:
             (value,) = session.run([output], feed)
         except Exception as error:  # onnxruntime has an exception class for each status
@@ -304,22 +353,43 @@ def run_texts(
             progress(done, len(encodings))
 
 
+def output_name(session: onnxruntime.InferenceSession, name: str | None) -> str:
+    """The name of an output, which must exist; that of the first one for None.
+
+    Raises:
+        InvalidArgument: The model has no such output.
+    """
+    names = [value.name for value in session.get_outputs()]
+    if name is not None and name not in names:
+        raise InvalidArgument(
+            f"`output` is {name!r}: the outputs of the model are {', '.join(names)}",
+            "correct it in attnserve.json",
+            code="text.output",
+        )
+    return name or names[0]
+
+
 def pool(
     hidden: Float[np.ndarray, "B S D"] | Float[np.ndarray, "B D"],
     mask: Bool[np.ndarray, "B S"] | Int[np.ndarray, "B S"],
     pooling: Pooling,
     normalize: bool,
+    dimensions: int | None = None,
 ) -> Float[np.ndarray, "B D"]:
     """Pool hidden states to one vector per text.
 
     Args:
         hidden: One vector per token, or one vector per text (already pooled).
-        mask: Nonzero for real tokens.
-        pooling: "mean" of the tokens, "cls" (first token), or "none" for pooled outputs.
+        mask: Nonzero for real tokens, with padding on either side.
+        pooling: "mean" of the tokens, "cls" (first token), "last" (last token), or "none" for
+            pooled outputs.
         normalize: Scale each vector to length one.
+        dimensions: Keep only the first dimensions (Kusupati et al. 2022, Matryoshka Representation
+            Learning); None for all.
 
     Raises:
-        InvalidArgument: ``pooling`` is "none" for one vector per token, or the rank is invalid.
+        InvalidArgument: ``pooling`` is "none" for one vector per token, ``dimensions`` is not from
+            1 to D, or the rank is invalid.
     """
     if hidden.ndim not in (2, 3):
         raise InvalidArgument(
@@ -331,16 +401,38 @@ def pool(
     if hidden.ndim == 3 and pooling == "none":
         raise InvalidArgument(
             f"`pooling` is none: expected an output [batch, hidden], found {list(hidden.shape)}",
-            "set `pooling` to mean or cls",
+            "set `pooling` to mean, cls or last",
             code="text.pooling",
         )
     vectors = hidden.astype(np.float32, copy=False)  # float16 sums overflow
+    rows, real = np.arange(len(vectors)), mask != 0
     if hidden.ndim == 3 and pooling == "cls":
-        vectors = vectors[:, 0]  # B D
+        vectors = vectors[rows, real.argmax(axis=1)]  # B D
+    elif hidden.ndim == 3 and pooling == "last":
+        vectors = vectors[rows, real.shape[1] - 1 - real[:, ::-1].argmax(axis=1)]  # B D
     elif hidden.ndim == 3:
-        weights = (mask != 0).astype(np.float32)  # B S
+        weights = real.astype(np.float32)  # B S
         vectors = np.einsum("bsd,bs->bd", vectors, weights)
         vectors /= np.maximum(weights.sum(axis=1, keepdims=True), 1)
+    return shorten(vectors, dimensions, normalize)
+
+
+def shorten(
+    vectors: Float[np.ndarray, "N D"], dimensions: int | None, normalize: bool
+) -> Float[np.ndarray, "N d"]:
+    """Keep the first dimensions of vectors, and then scale each to length one if ``normalize``.
+
+    Raises:
+        InvalidArgument: ``dimensions`` is not from 1 to D.
+    """
+    if dimensions is not None and not 1 <= dimensions <= vectors.shape[-1]:
+        raise InvalidArgument(
+            f"`dimensions` is {dimensions}: expected 1 to {vectors.shape[-1]}, the size of the"
+            " vectors",
+            "reduce it, or leave it out",
+            code="text.dimensions",
+        )
+    vectors = vectors[..., :dimensions]
     if normalize:
         length = np.linalg.norm(vectors, axis=-1, keepdims=True)  # B 1
         vectors = vectors / np.maximum(length, np.finfo(np.float32).tiny)
@@ -354,24 +446,28 @@ def embed_texts(
     *,
     pooling: Pooling,
     normalize: bool,
+    dimensions: int | None = None,
     max_length: int | None = None,
     batch_size: int = 32,
+    output: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Float[np.ndarray, "N D"]:
     """The embeddings of ``texts`` in order; texts that are too long are truncated.
 
     Raises:
         InvalidData: ``texts`` is empty or does not fit the model.
-        InvalidArgument: ``pooling``, ``max_length`` or ``batch_size`` is invalid.
+        InvalidArgument: ``pooling``, ``dimensions``, ``max_length`` or ``batch_size`` is invalid.
         CheckFailed: The model returns NaN or infinity.
     """
     if not texts:
         raise InvalidData("`texts` is empty", "pass at least one text", code="text.no_texts")
     encodings = encoder.encode(texts, max_length=max_length)
     vectors: np.ndarray | None = None
-    runs = run_texts(session, encoder, encodings, batch_size=batch_size, progress=progress)
+    runs = run_texts(
+        session, encoder, encodings, batch_size=batch_size, output=output, progress=progress
+    )
     for indices, hidden, mask in runs:
-        pooled = pool(hidden, mask, pooling, normalize)  # B D
+        pooled = pool(hidden, mask, pooling, normalize, dimensions)  # B D
         if not np.isfinite(pooled).all():
             bad = indices[np.flatnonzero(~np.isfinite(pooled).all(axis=1))[0]]
             raise CheckFailed(
@@ -436,9 +532,34 @@ def _errors_as(kind: type[AttnserveError], what: str, fix: str, code: str) -> Ge
         raise kind(f"{what}: {error}", fix, code=code) from error
 
 
-def _mask(encodings: Sequence[Encoding]) -> Bool[np.ndarray, "B S"]:
-    lengths = np.array([len(encoding) for encoding in encodings])
-    return np.arange(lengths.max()) < lengths[:, None]
+def _cut(raw: Any, limit: int) -> Encoding:
+    return _select(raw, _kept(raw, limit))
+
+
+def _kept(raw: Any, limit: int) -> list[int]:
+    """The tokens that stay if an encoding of ``tokenizers`` is truncated to ``limit``.
+
+    Special tokens stay. Of a pair, the longer text loses tokens until both are equally long.
+    """
+    sequences: list[int | None] = raw.sequence_ids
+    sizes = [sequences.count(0), sequences.count(1)]
+    room = max(limit - sequences.count(None), 0)
+    short = min(sizes)
+    if sum(sizes) > room:
+        long = max(room - short, (room + 1) // 2)
+        short = room - long
+        sizes = [short, long] if sizes[0] <= sizes[1] else [long, short]
+    kept: list[int] = []
+    for index, sequence in enumerate(sequences):
+        if sequence is not None:
+            sizes[sequence] -= 1
+        if sequence is None or sizes[sequence] >= 0:
+            kept.append(index)
+    return kept
+
+
+def _select(raw: Any, kept: Sequence[int]) -> Encoding:
+    return Encoding([raw.ids[i] for i in kept], [raw.type_ids[i] for i in kept])
 
 
 def _read_config(path: Path) -> dict[str, Any]:

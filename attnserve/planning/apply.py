@@ -22,6 +22,7 @@ from graph_passes.context import GraphContext
 from graph_passes.emit.collaborative import cache_width
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import InvalidModel
+from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
@@ -279,7 +280,9 @@ def _facts(block: AttentionBlock | FeedForwardBlock | None, params: Any) -> dict
     factors = params.factors if isinstance(params, SharedDimensions) else None
     if block is not None and factors is not None:
         facts |= {"rank": factors.rank, "head_size": params.head_size}
-        facts["cache_width"] = None if block.k.past is None else cache_width(factors)
+        facts["cache_width"] = None
+        if block.k.past is not None and isinstance(factors, CollaborativeFactors):
+            facts["cache_width"] = cache_width(factors)
     return facts
 
 

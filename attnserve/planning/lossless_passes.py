@@ -139,7 +139,7 @@ def fuse_lossless(
         CannotRewrite: Nothing can be fused, or the result differs or is not faster.
         AttnserveError: The model cannot be read, or does not run.
     """
-    model = load_model(source)
+    model = load_model(source, in_place=True)
     plan = fusion_plan(model)
     try:
         return _fuse_and_check(source, model, plan, path, provider, threads)
@@ -147,8 +147,9 @@ def fuse_lossless(
         older = fusion_plan(model, [form for form in FORMS if form not in OPSETS])
         if older.targets(FuseAttention) == plan.targets(FuseAttention):
             raise
-        # Some versions of ONNX Runtime have no fast kernel for the newest operator.
-        return _fuse_and_check(source, model, older, path, provider, threads)
+    # Some versions of ONNX Runtime have no fast kernel for the newest operator. Not in the handler:
+    # its exception keeps the sessions of the first attempt.
+    return _fuse_and_check(source, model, older, path, provider, threads)
 
 
 def _fuse_and_check(
@@ -158,6 +159,7 @@ def _fuse_and_check(
     new = model.clone()
     apply_plan(plan, new, RunContext(), original=model, fit=False)
     save_model(new, path)
+    del new  # only its file is used
     pair = tuple(
         open_session(file, provider=provider, threads=threads) for file in (source.model, path)
     )

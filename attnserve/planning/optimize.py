@@ -27,16 +27,12 @@ from attnserve.models.artifact import (
     Artifact,
     check_output,
     check_target,
-    copy_companions,
     default_output,
     load_model,
-    merged_record,
     open_artifact,
-    save_model,
     sha256,
-    staged,
     versions,
-    write_record,
+    write_rewritten,
 )
 from attnserve.models.datasets import (
     HELD_OUT,
@@ -158,6 +154,7 @@ def optimize(
     prune_heads: StrPath | Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
     ffn: float | None = None,
+    strip_cache: bool = False,
     keep: float | None = None,
     target_speedup: float | None = None,
     eval_data: StrPath | None = None,
@@ -214,6 +211,8 @@ def optimize(
             (``LAYER:constant``); needs ``calib``.
         ffn: The share of all feed-forward neurons to remove, least predicted loss first; needs
             ``calib``.
+        strip_cache: Remove a decoder's cache from inputs and outputs: the model then takes whole
+            sequences. Rewrites that a cache rules out can follow in a second run.
         keep: Search for the fastest model that keeps this quality by ``measure``, and this share of
             a task's score if one is given; needs ``calib``. The original is written if nothing is
             faster.
@@ -262,6 +261,7 @@ def optimize(
         "collab_dk": collab_dk, "collab_cache": collab_cache, "mixing": mixing, "head_dk": head_dk,
         "reuse": reuse, "align": align, "prune": prune, "importance": importance,
         "prune_heads": prune_heads, "skip": tuple(skip), "ffn": ffn, "layers": layers,
+        "strip_cache": strip_cache,
     }  # fmt: skip
     searched: dict[str, Any] = {
         "keep": keep, "target_speedup": target_speedup, "task": task, "eval_data": eval_data,
@@ -565,24 +565,14 @@ def _write(
     external_data: bool,
     seed: int,
 ) -> None:
-    target = report.output
-    with staged(target.parent) as stage:
-        save_model(graph, stage / target.name, external=external_data)
-        copy_companions(artifact, stage)
-        kinds = [step.rewrite for step in report.steps]
-        precision = [] if report.plan.precision == "float32" else [report.plan.precision]
-        entry = {
-            "rewrite": "+".join(dict.fromkeys([*kinds, *precision])) or "none",
-            "source": {"file": artifact.model.name, "sha256": sha256(artifact.model)},
-            "calibration": None if data is None else _calibration(data),
-            "seed": seed,
-            **report.to_json(),
-            "versions": versions(),
-        }
-        record = {
-            **artifact.record,
-            "format": 1,
-            "files": {p.name: sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"},
-            "lineage": [*artifact.lineage, entry],
-        }
-        write_record(stage, merged_record(target, record))
+    kinds = [step.rewrite for step in report.steps]
+    precision = [] if report.plan.precision == "float32" else [report.plan.precision]
+    entry = {
+        "rewrite": "+".join(dict.fromkeys([*kinds, *precision])) or "none",
+        "source": {"file": artifact.model.name, "sha256": sha256(artifact.model)},
+        "calibration": None if data is None else _calibration(data),
+        "seed": seed,
+        **report.to_json(),
+        "versions": versions(),
+    }
+    write_rewritten(report.output, graph, artifact, entry, external=external_data)

@@ -21,6 +21,7 @@ FORMAT = 2
 HOW_TO_PLAN = "make a new plan with `attnserve plan`"
 
 ORDER = (
+    "strip_cache",
     "skip_attention",
     "prune_heads",
     "reuse_attention",

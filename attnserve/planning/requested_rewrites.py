@@ -45,13 +45,14 @@ from graph_passes.context import GraphContext
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import AttentionPass
+from graph_passes.passes.base import AttentionPass, RewritePass
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.passes.decompose_attention import decompose_fused
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention, renumbered, reuse_refusal
 from graph_passes.passes.skip_attention import SkipAttention
+from graph_passes.passes.strip_cache import StripCache
 
 __all__ = ["PlannedRequest", "Ranks", "Request", "plan_request"]
 
@@ -87,6 +88,7 @@ class Request:
     prune_heads: StrPath | Mapping[str, Any] | None = None
     skip: Sequence[str] = ()
     ffn: float | None = None
+    strip_cache: bool = False
     layers: Sequence[str] | None = None
     precision: Precision = "float32"
 
@@ -101,14 +103,16 @@ class Request:
             self.prune_heads,
             self.ffn,
         )
-        return any(value is not None for value in rewrites) or bool(self.skip)
+        given = any(value is not None for value in rewrites)
+        return given or bool(self.skip) or self.strip_cache
 
     def __post_init__(self) -> None:
         if not self.has_rewrites and self.precision == "float32":
             raise InvalidArgument(
                 "no rewrite is requested",
                 "give `keep` or `target_speedup` to have rewrites chosen, or `collab_dk`, "
-                "`head_dk`, `reuse`, `prune`, `prune_heads`, `skip`, `ffn` or `precision`",
+                "`head_dk`, `reuse`, `prune`, `prune_heads`, `skip`, `ffn`, `strip_cache` or "
+                "`precision`",
                 code="request.empty",
             )
         if self.head_dk is not None and self.mixing == "dense":
@@ -212,9 +216,12 @@ class _PlanBuilder:
         self.masks = self._masks()
         self.edges = self._edges()
         shared = self._shared()
-        passes = [SkipAttention(self.skipped), PruneHeads(self.masks),
+        passes: list[RewritePass] = [
+                  SkipAttention(self.skipped), PruneHeads(self.masks),
                   ReuseAttention(renumbered(self.edges, self.masks)),
                   PruneNeurons(self._neurons()), Collaborate(shared)]  # fmt: skip
+        if self.request.strip_cache:
+            passes.append(StripCache())
         plan = Plan.of(passes, self.request.precision)
         if self.request.has_rewrites and not plan.passes:
             raise self._nothing("rewritten as requested")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attnserve.planning.mixing_cost import choose_head_size, widest_head
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
-from graph_passes.passes.collaborate import SharedDimensions, sharing_refusal
+from graph_passes.passes.collaborate import SharedDimensions, collaborate_refusal, exact_rank
 
 if TYPE_CHECKING:
     from attnserve.planning.requested_rewrites import Request
@@ -61,16 +61,18 @@ class SharingChooser:
                 rank = max(own, 1) * request.head_dk  # nothing is shared: each head is truncated
             if refusal is not None and is_named:
                 raise refused(name, refusal, "leave this layer out of `layers`")
-            if refusal is None and own < block.num_heads and rank >= own * block.head_size:
+            left = -(-own * exact_rank(block) // block.num_heads)
+            is_truncated = bool(block.q.rotary_terms) and request.head_dk is not None
+            if refusal is None and own < block.num_heads and rank >= left and not is_truncated:
                 refusal = Refusal(
                     "nothing_shared",
-                    f"R = {rank} >= {own} heads x head size = {own * block.head_size}: nothing to "
+                    f"R = {rank} >= {left}, the size of the keys of {own} heads: nothing to "
                     "compress",
                 )
             if refusal is not None:
                 self.warnings.append(f"{name} is left as it is: {refusal}")
                 continue
-            if name in self.unobserved and rank < block.num_heads * block.head_size:
+            if name in self.unobserved and rank < exact_rank(block):
                 self.warnings.append(
                     f"{name} lies in the body of another node, which calibration cannot observe: "
                     "it is factored by its weights alone"
@@ -83,8 +85,9 @@ class SharingChooser:
 
     def _refusal(self, block: AttentionBlock) -> Refusal | None:
         caches = self.request.collab_cache
-        refusal = sharing_refusal(block, caches=caches)
-        if refusal is not None and not caches and sharing_refusal(block, caches=True) is None:
+        shared = self.request.head_dk is None
+        refusal = collaborate_refusal(block, caches=caches, shared=shared)
+        if refusal is not None and not caches and collaborate_refusal(block, caches=True) is None:
             return Refusal(
                 refusal.code,
                 "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
@@ -93,7 +96,26 @@ class SharingChooser:
 
     def _check_sizes(self, block: AttentionBlock, rank: int) -> None:
         collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
-        size = block.num_heads * block.head_size
+        size = exact_rank(block)
+        if block.q.rotary_terms:
+            for parameter, number in (
+                ("collab_dk", None if collab_dk is None else rank),
+                ("head_dk", head_dk),
+            ):
+                if number is not None and number % 2:
+                    raise InvalidArgument(
+                        f"`{parameter}` is {number}: expected an even number for {block.name}, "
+                        "whose rotary positions turn pairs of elements",
+                        "choose an even number",
+                        code="request.range",
+                    )
+            if collab_dk is not None and head_dk is not None:
+                raise InvalidArgument(
+                    f"`collab_dk` shares the keys of {block.name}, which has rotary positions, and "
+                    "`head_dk` shortens them",
+                    "give one of them",
+                    code="request.conflict",
+                )
         if head_dk is not None and not 1 <= head_dk <= block.head_size:
             raise InvalidArgument(
                 f"`head_dk` is {head_dk}: expected 1 to {block.head_size} for {block.name}",
@@ -107,10 +129,10 @@ class SharingChooser:
                 f"choose `head_dk` from 1 to {rank}, or a larger `collab_dk`",
                 code="request.range",
             )
-        if not 1 <= rank <= size:
+        if collab_dk is not None and not 1 <= rank <= size:
             raise InvalidArgument(
                 f"`collab_dk` is {rank}: expected 1 to {size} for {block.name}, which has "
-                f"{block.num_heads} heads x {block.head_size}",
+                f"{size // block.head_size} heads x {block.head_size}",
                 f"choose R from 1 to {size}; {size} is exact",
                 code="request.range",
             )
@@ -118,6 +140,13 @@ class SharingChooser:
     def _head_size(self, block: AttentionBlock, own: int, rank: int) -> int | None:
         """The mean number of dimensions that a head reads; None for dense mixing."""
         mixing, head_dk = self.request.mixing, self.request.head_dk
+        if block.q.rotary_terms:
+            if head_dk is None and mixing == "sparse":
+                self.warnings.append(
+                    f"{block.name} gets one shared key head: rotary positions rule out sparse "
+                    "mixing"
+                )
+            return head_dk
         if mixing == "dense":
             return None
         if block.k.past is not None:

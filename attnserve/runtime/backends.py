@@ -62,12 +62,13 @@ def open_runner(
     longest: int | None = None,
     concurrency: int = 1,
     copied: Sequence[str] = (),
+    spinning: bool = True,
 ) -> Runner:
     """Open the backend that runs a model in a service.
 
     Args:
-        source, provider, threads, cuda, copied: See ``open_session``; ``cuda.graphs`` follows
-            ``buckets``.
+        source, provider, threads, cuda, copied, spinning: See ``open_session``; ``cuda.graphs``
+            follows ``buckets``.
         buckets: Maximum number of shapes that are captured as CUDA graphs; 0 disables graphs.
         longest: Maximum sequence length of the model, if known.
         concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
@@ -77,9 +78,11 @@ def open_runner(
     Raises:
         As ``open_session``.
     """
+    open_one = partial(
+        open_session, source, provider=provider, threads=threads, copied=copied, spinning=spinning
+    )
     if provider == "cpu":
-        return SessionRunner(open_session(source, threads=threads, copied=copied))
-    open_one = partial(open_session, source, provider=provider, threads=threads, copied=copied)
+        return SessionRunner(open_one())
     if buckets:
         capturing = replace(cuda, graphs=True)
         try:

@@ -1,4 +1,4 @@
-"""CPU instruction-set features that decide whether int8 kernels are exact.
+"""The processor: usable cores, and the features that decide whether int8 kernels are exact.
 
 ONNX Runtime multiplies unsigned 8-bit activations by signed 8-bit weights. On x86 CPUs without
 VNNI its kernels (``vpmaddubsw``) add two products in one signed 16-bit sum that saturates. The sum
@@ -7,15 +7,46 @@ reaches 2 x 255 x 127 = 64,770, above 32,767. VNNI, AMX and the dot products of 
 
 from __future__ import annotations
 
+import math
+import os
 import platform
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["cpu_flags", "has_int8_dot_product", "parse_cpu_flags"]
+__all__ = ["available_cores", "cpu_flags", "has_int8_dot_product", "parse_cpu_flags"]
 
 INT8_DOT_PRODUCT = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})
 """Features (Linux names) with which the int8 kernels of ONNX Runtime add in 32 bits."""
+
+
+def available_cores(root: Path = Path("/")) -> int:
+    """Number of cores that this process may use: its affinity, or its CPU quota if that is less.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are mounted.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS or Windows
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    for quota, period in _cpu_quotas(root):
+        cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
+    return max(1, cores)
+
+
+def _cpu_quotas(root: Path) -> Iterator[tuple[int, int]]:
+    """(quota, period) of the control groups of this process, in microseconds."""
+    groups, own = root / "sys/fs/cgroup", ""
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        own = next((line[4:] for line in lines if line.startswith("0::/")), "")
+    folders = [groups / own, *(groups / own).parents]
+    found = [(folder / "cpu.max",) for folder in folders if folder.is_relative_to(groups)]
+    version_1 = tuple(groups / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+    for files in (*found, version_1):
+        with suppress(OSError, ValueError):  # no such group, or "max": no quota
+            quota, period = " ".join(file.read_text() for file in files).split()
+            yield int(quota), int(period)
 
 
 def cpu_flags() -> frozenset[str]:

@@ -25,7 +25,16 @@ from typing import IO, Any
 from graph_passes import errors
 from graph_passes.errors import AttnserveError
 
-__all__ = ["Worker", "WorkerCrashed", "allowed_environment", "run_isolated", "search_path"]
+__all__ = [
+    "Worker",
+    "WorkerCrashed",
+    "allowed_environment",
+    "describe_exit",
+    "error_from_json",
+    "error_to_json",
+    "run_isolated",
+    "search_path",
+]
 
 EXIT_S = 5.0
 """Time for a child to exit after it has closed its output."""
@@ -95,6 +104,7 @@ class Worker:
             passes those of this process, with ``search_path()`` as PYTHONPATH.
         prepare: Called first in the child, for example
             ``partial(resource.setrlimit, resource.RLIMIT_AS, (size, size))``.
+        on_start: Called with the process, before the object is created; another thread may kill it.
         silent: Whether to drop the stdout and stderr of the child, except for the end, which the
             error of a crash quotes. Otherwise both go to the stderr of this process.
 
@@ -110,10 +120,13 @@ class Worker:
         timeout_s: float | None = None,
         environment: Mapping[str, str] | None = None,
         prepare: Callable[[], object] | None = None,
+        on_start: Callable[[subprocess.Popen[bytes]], object] | None = None,
         silent: bool = False,
     ) -> None:
         self._start(environment, silent)
         try:
+            if on_start is not None:
+                on_start(self.process)
             self._request((prepare, factory, arguments), timeout_s)
         except BaseException:
             self.close()
@@ -185,12 +198,12 @@ class Worker:
         if not answer:
             status = self._exit_status()
             self._reader.join(EXIT_S)
-            what = f"the child process ended with {_describe(status)}"
+            what = f"the child process ended with {describe_exit(status)}"
             if output := bytes(self._output).decode(errors="replace").strip():
                 what += f": {output}"
             raise WorkerCrashed(what, status=status)
         if "error" in answer:
-            raise _to_error(**answer["error"])
+            raise error_from_json(answer["error"], WorkerCrashed)
         return answer["result"]
 
     def _exit_status(self) -> int:
@@ -280,7 +293,8 @@ def _absolute(paths: str) -> list[str]:
     return [path for path in found if Path(path).is_absolute() and os.access(path, os.F_OK)]
 
 
-def _describe(status: int) -> str:
+def describe_exit(status: int) -> str:
+    """An exit status in words; negative ones are signals."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -289,10 +303,17 @@ def _describe(status: int) -> str:
         return f"signal {-status}"
 
 
-def _to_error(kind: str, what: str, fix: str, code: str) -> AttnserveError:
-    found: Any = getattr(errors, kind, None)
-    known = isinstance(found, type) and issubclass(found, AttnserveError)
-    return (found if known else WorkerCrashed)(what, fix, code=code)
+def error_to_json(error: AttnserveError) -> dict[str, str]:
+    """``error`` as JSON for another process."""
+    kind = type(error).__name__
+    return {"kind": kind, "what": error.what, "fix": error.fix, "code": error.code}
+
+
+def error_from_json(told: Mapping[str, str], unknown: type[AttnserveError]) -> AttnserveError:
+    """The error of another process; ``unknown`` if ``graph_passes.errors`` has no such type."""
+    found: Any = getattr(errors, told["kind"], None)
+    is_known = isinstance(found, type) and issubclass(found, AttnserveError)
+    return (found if is_known else unknown)(told["what"], told["fix"], code=told["code"])
 
 
 def serve(parent: int) -> None:
@@ -320,16 +341,12 @@ def serve(parent: int) -> None:
                 result = getattr(held, method)(*arguments)
             answer = json.dumps({"result": result})
         except AttnserveError as error:
-            answer = _error(type(error).__name__, error.what, error.fix, error.code)
+            answer = json.dumps({"error": error_to_json(error)})
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            answer = _error("WorkerCrashed", what, "", WorkerCrashed.default_code)
+            crash = WorkerCrashed(f"{type(error).__name__}: {error}")
+            answer = json.dumps({"error": error_to_json(crash)})
         answers.write(answer + "\n")
         answers.flush()
-
-
-def _error(kind: str, what: str, fix: str, code: str) -> str:
-    return json.dumps({"error": {"kind": kind, "what": what, "fix": fix, "code": code}})
 
 
 def _end_with(parent: int) -> None:

@@ -7,12 +7,8 @@ that masks and shapes are realistic.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +19,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import Provider
+from attnserve.runtime.cache import cache_folder, write_atomically
+from attnserve.runtime.cpu import available_cores
 from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import (
@@ -371,29 +369,15 @@ class LatencyTable:
             return
         content = _read(self.path)
         content[self.setting] = {**content.get(self.setting, {}), **self.times_ms}
-        written: Path | None = None
-        try:
+        with suppress(OSError):  # the cache is optional
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.path.parent, delete=False, suffix=".json"
-            ) as file:
-                written = Path(file.name)
-                json.dump(content, file, indent=1, sort_keys=True)
-            written.replace(self.path)
-            written = None
-        except OSError:  # the cache is optional
-            return
-        finally:
-            if written is not None:
-                with suppress(OSError):
-                    written.unlink()
+            text = json.dumps(content, indent=1, sort_keys=True)
+            write_atomically(self.path, text.encode())
 
 
 def _setting(provider: Provider, threads: int) -> str:
     """The key of everything that affects times, except the part."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS or Windows
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    machine = f"{cpu_name()}, {cores} cores"
+    machine = f"{cpu_name()}, {available_cores()} cores"
     if provider == "cuda":
         gpu = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
         machine += f", {gpu or 'an unknown GPU'}"
@@ -414,26 +398,5 @@ def _read(path: Path | None) -> dict[str, dict[str, float]]:
 
 
 def default_cache() -> Path:
-    """The cache file: in $ATTNSERVE_CACHE, else in the user's cache folder.
-
-    A container may run under a user id that has no home directory: the folder is then a temporary
-    one that is deleted when this process ends.
-    """
-    if given := os.environ.get("ATTNSERVE_CACHE"):
-        return Path(given) / "latency.json"
-    variable, inside = CACHE_FOLDERS.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
-    if folder := os.environ.get(variable):
-        return Path(folder) / "attnserve" / "latency.json"
-    try:
-        return Path.home() / inside / "attnserve" / "latency.json"
-    except RuntimeError:  # no home directory
-        return Path(_temporary_folder().name) / "latency.json"
-
-
-@functools.cache
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="attnserve-")
-
-
-CACHE_FOLDERS = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}
-"""By platform: the variable with the user's cache folder, and the folder in the home directory."""
+    """The cache file of this user."""
+    return cache_folder() / "latency.json"

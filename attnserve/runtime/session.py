@@ -5,7 +5,6 @@ ONNX Runtime is an optional dependency (extra ``[cpu]`` or ``[gpu]``) and is imp
 
 from __future__ import annotations
 
-import mmap
 import platform
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ import onnx_ir as ir
 from attnserve.context import Provider
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.external_data import external_files, map_external_data
+from attnserve.runtime.onnx_reader import read_in_place
 from graph_passes.errors import (
     AttnserveError,
     InvalidArgument,
@@ -198,16 +198,14 @@ def _without(model: ir.Model, names: Collection[str]) -> Generator[None]:
 
 def _patched(path: Path) -> ir.Model | None:
     """The model if it needs a workaround for a crash of ONNX Runtime (``_lacking``), else None."""
-    with path.open("rb") as file:
-        if not file.read(1):
-            return None
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(b"com.microsoft") < 0:
-                return None
     try:
-        model = ir.load(path)
+        proto = read_in_place(path)
+        if all(imported.domain != "com.microsoft" for imported in proto.opset_import):
+            return None
+        model = ir.from_proto(proto)
     except Exception:  # ONNX Runtime reports the error
         return None
+    ir.external_data.set_base_dir(model.graph, path.parent)
     return model if _lacking(model) else None
 
 

@@ -114,7 +114,7 @@ def _wait_for_address(process: subprocess.Popen[bytes], log: IO[str]) -> tuple[s
     for _ in range(10 * START_S):
         log.seek(0)
         text = log.read()
-        match = re.search(r"^serving .* at http://([\d.]+):(\d+)$", text, re.MULTILINE)
+        match = re.search(r"serving .* at http://([\d.]+):(\d+)$", text, re.MULTILINE)
         if match:
             with suppress(ConnectionRefusedError):  # the line is printed just before listening
                 socket.create_connection((match[1], int(match[2]))).close()

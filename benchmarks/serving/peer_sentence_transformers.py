@@ -1,6 +1,6 @@
-"""The ONNX backend of sentence-transformers: encode() in the process, without a server.
+"""A backend of sentence-transformers: encode() in the process, without a server.
 
-    python peer_sentence_transformers.py MODEL_FOLDER THREADS
+    python peer_sentence_transformers.py MODEL_FOLDER THREADS onnx|torch|openvino
 
 Reads lines {"texts": [...], "seconds": S, "batch": 32 or null}. Encodes the texts in order, one
 batch per call (null: all texts in one call, which sorts them by length), repeatedly for S seconds.
@@ -12,23 +12,31 @@ import sys
 from time import perf_counter
 
 import onnxruntime
+import torch
 from sentence_transformers import SentenceTransformer
 
-FOLDER, THREADS = sys.argv[1], int(sys.argv[2])
+FOLDER, THREADS, BACKEND = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
 
-def main() -> None:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = THREADS
-    model = SentenceTransformer(
-        FOLDER,
-        backend="onnx",
-        local_files_only=True,
-        model_kwargs={
+def model_options() -> dict[str, object]:
+    """The options of the backend: one process, ``THREADS`` threads, no downloads."""
+    if BACKEND == "onnx":
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = THREADS
+        return {
             "provider": "CPUExecutionProvider",
             "session_options": options,
             "file_name": "model.onnx",
-        },
+        }
+    if BACKEND == "openvino":
+        return {"ov_config": {"INFERENCE_NUM_THREADS": str(THREADS)}}
+    return {}
+
+
+def main() -> None:
+    torch.set_num_threads(THREADS)
+    model = SentenceTransformer(
+        FOLDER, device="cpu", backend=BACKEND, local_files_only=True, model_kwargs=model_options()
     )
     model.encode(["warm", "up"])
     print(json.dumps({"ready": True}), flush=True)

@@ -29,7 +29,7 @@ SERVER = ("onnxruntime", "tokenizers", "numpy", "uvloop", "httptools")
 PEERS: Mapping[str, tuple[str, ...]] = {
     "plain": ("fastapi", "uvicorn", "orjson", *SERVER),
     "litserve": ("litserve", *SERVER),
-    "sentence-transformers": (TORCH, "sentence-transformers[onnx]"),
+    "sentence-transformers": (TORCH, "sentence-transformers[onnx,openvino]"),
 }
 """Packages of the virtual environment of each peer."""
 
@@ -103,10 +103,10 @@ def _serve(setup: Setup, health: str, *command: object) -> Generator[tuple[int, 
                 child.kill()
 
 
-def attnserve_server(setup: Setup, *options: str) -> Server:
+def attnserve_server(setup: Setup, *options: str, model: Path | None = None) -> Server:
     return _serve(
-        setup, "/v2/health/ready", sys.executable, "-m", "attnserve", "serve", setup.model,
-        "--port", PORT, "--threads", setup.threads, "--quiet", *options,
+        setup, "/v2/health/ready", sys.executable, "-m", "attnserve", "serve",
+        model or setup.model, "--port", PORT, "--threads", setup.threads, "--quiet", *options,
     )  # fmt: skip
 
 
@@ -161,9 +161,10 @@ def bare_session(setup: Setup, *graph: Path) -> Program:
     return Program(setup, sys.executable, program, setup.model, setup.threads, *graph)
 
 
-def sentence_transformers(setup: Setup, folder: Path) -> Program:
+def sentence_transformers(setup: Setup, folder: Path, backend: str = "onnx") -> Program:
     python = peer_python(setup, "sentence-transformers")
-    return Program(setup, python, PROGRAMS / "peer_sentence_transformers.py", folder, setup.threads)
+    program = PROGRAMS / "peer_sentence_transformers.py"
+    return Program(setup, python, program, folder, setup.threads, backend)
 
 
 def fused_graph(setup: Setup) -> tuple[Path, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Markdown reference pages of the command line, the HTTP interface and the settings."""
+"""Markdown reference pages: command line, HTTP interface, settings and metrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import onnx_ir as ir
+from prometheus_client.metrics import MetricWrapperBase
 from pydantic_settings import BaseSettings
 from typer.main import get_command
 
@@ -18,6 +19,7 @@ import graph_passes.passes
 from attnserve.cli.app import app
 from service.app import create_app
 from service.deploy.ray import RaySettings
+from service.metrics import Metrics
 from service.settings import Settings
 
 
@@ -168,6 +170,24 @@ def _settings(kind: type[BaseSettings]) -> str:
 
 def _setting_default(value: Any) -> str:
     return "" if value is None or value == () else f"`{value}`"
+
+
+def metrics() -> str:
+    """Every series of ``/metrics`` on a CPU, with its labels."""
+    series = Metrics()
+    series.workers = lambda: 1
+    labels = {
+        next(iter(collector.describe())).name: getattr(collector, "_labelnames", ())
+        for collector in vars(series).values()
+        if isinstance(collector, MetricWrapperBase)
+    }
+    rows = [
+        f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type}"
+        f" | {', '.join(labels.get(family.name, getattr(family, '_labelnames', ())))}"
+        f" | {_cell(family.documentation)} |"
+        for family in sorted(series.registry.collect(), key=lambda family: family.name)
+    ]
+    return "\n".join(["| series | type | labels | meaning |", "|---|---|---|---|", *rows])
 
 
 def functions() -> str:

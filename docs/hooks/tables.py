@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,29 @@ def serving_throughput() -> str:
                 else "",
             ]
             for system, shown in SYSTEMS.items()
+        ],
+    )
+
+
+def serving_searched() -> str:
+    result = load("serving")["searched"]
+    over_plain, over_fastest = (
+        {name: ratios[peer] for name, ratios in result["median_ratio"].items()}
+        for peer in ("plain", result["fastest_peer"])
+    )
+    scaling = result["two_workers_over_one"]
+    return table(
+        ["system", "texts per second", "plain handler", "fastest peer", "two workers", "overlap"],
+        [
+            [
+                name,
+                f"{statistics.median(rates):.0f}",
+                times(over_plain[name]) if name in over_plain else "",
+                times(over_fastest[name]) if name in over_fastest else "",
+                times(scaling[name]) if name in scaling else "",
+                f"{result['quality'][name]['overlap']:.3f}" if name in result["quality"] else "",
+            ]
+            for name, rates in result["texts_per_s"].items()
         ],
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -36,6 +36,7 @@ POINTS = (2, 3, 4)
 CHECK = 5
 MAX_AXES = 4
 
+UNSIZED = frozenset({ir.DataType.STRING, ir.DataType.UNDEFINED})
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
@@ -79,6 +80,8 @@ class Cost:
         bytes: Size of all initializers.
         uncounted: Nodes whose products could not be counted, with the reason.
         inputs: Inputs of the graph by name.
+        node_bytes: Size of the activations that a node reads and writes; only the polynomials that
+            no other one exceeds. Empty if unknown.
     """
 
     macs: Polynomial | None
@@ -86,11 +89,30 @@ class Cost:
     bytes: int
     uncounted: tuple[str, ...]
     inputs: Mapping[str, ir.Value]
+    node_bytes: tuple[Polynomial, ...] = ()
 
     def macs_of(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
         """MACs of one run with inputs of these shapes; None if unknown."""
         if self.macs is None or self.uncounted:
             return None
+        lengths = self._lengths(shapes, self.macs)
+        return None if lengths is None else self.macs(lengths)
+
+    def largest_node_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        """Largest size of the activations that a node reads and writes in one run; None if unknown.
+
+        A run needs at least this memory. Attention that is not fused reads and writes scores of
+        [batch, heads, length, length].
+        """
+        if not self.node_bytes:
+            return None
+        lengths = self._lengths(shapes, self.node_bytes[0])
+        return None if lengths is None else max(one(lengths) for one in self.node_bytes)
+
+    def _lengths(
+        self, shapes: Mapping[str, tuple[int, ...]], polynomial: Polynomial
+    ) -> dict[str, int] | None:
+        """The length of each axis of ``polynomial``; None if inputs do not have them all."""
         lengths: dict[str, int] = {}
         for name, shape in shapes.items():
             value = self.inputs.get(name)
@@ -99,9 +121,7 @@ class Cost:
             for position, (dim, length) in enumerate(zip(value.shape, shape, strict=True)):
                 if not isinstance(dim, int):
                     lengths.setdefault(str(dim.value or f"{name}[{position}]"), length)
-        if any(axis not in lengths for axis in self.macs.axes):
-            return None
-        return self.macs(lengths)
+        return lengths if lengths.keys() >= set(polynomial.axes) else None
 
 
 def model_cost(model: ir.Model) -> Cost:
@@ -112,16 +132,45 @@ def model_cost(model: ir.Model) -> Cost:
     if len(axes) > MAX_AXES:
         reason = f"the graph has {len(axes)} free axes: expected at most {MAX_AXES}"
         return Cost(None, elements, bytes_, (reason,), inputs)
-    counts: dict[tuple[int, ...], int] = {}
+    points = [*itertools.product(POINTS, repeat=len(axes)), (CHECK,) * len(axes)]
+    counts: list[int] = []
+    node_bytes: list[list[int]] = []
     uncounted: tuple[str, ...] = ()
-    for lengths in [*itertools.product(POINTS, repeat=len(axes)), (CHECK,) * len(axes)]:
-        counts[lengths], uncounted = macs_at(
-            infer_shapes_at(model, dict(zip(axes, lengths, strict=True))), model.graph
-        )
-    polynomial = Polynomial(axes, _interpolate(counts, len(axes)))
-    if polynomial(dict.fromkeys(axes, CHECK)) != counts[(CHECK,) * len(axes)]:
-        return Cost(None, elements, bytes_, ("the count is not a polynomial of the axes",), inputs)
-    return Cost(polynomial, elements, bytes_, uncounted, inputs)
+    for lengths in points:
+        info = infer_shapes_at(model, dict(zip(axes, lengths, strict=True)))
+        count, uncounted = macs_at(info, model.graph)
+        counts.append(count)
+        node_bytes.append([_activation_bytes(node, info) for node in model.graph])
+    sizes = _largest(_fit(axes, points, one) for one in set(zip(*node_bytes, strict=True)))
+    polynomial = _fit(axes, points, counts)
+    if polynomial is None:
+        uncounted = ("the count is not a polynomial of the axes",)
+    return Cost(polynomial, elements, bytes_, uncounted, inputs, sizes)
+
+
+def _activation_bytes(node: ir.Node, info: ShapeInfo) -> int:
+    """Bytes that a node reads and writes, without constants; values of unknown shape count 0."""
+    values = {value for value in (*node.inputs, *node.outputs) if value is not None}
+    known = (info.known[one] for one in values if one in info.known and not is_constant(one))
+    sized = [one for one in known if one.dtype not in UNSIZED]
+    return sum(math.ceil(math.prod(one.shape) * one.dtype.itemsize) for one in sized)
+
+
+def _largest(found: Iterable[Polynomial | None]) -> tuple[Polynomial, ...]:
+    """The polynomials that no other one exceeds in every term."""
+    largest: list[Polynomial] = []
+    for one in filter(None, found):
+        if any(_covers(other, one) for other in largest):
+            continue
+        largest = [other for other in largest if not _covers(one, other)] + [one]
+    return tuple(largest)
+
+
+def _covers(larger: Polynomial, smaller: Polynomial) -> bool:
+    return all(
+        larger.terms.get(powers, 0) >= smaller.terms.get(powers, 0)
+        for powers in larger.terms.keys() | smaller.terms.keys()
+    )
 
 
 def parameters(model: ir.Model) -> int:
@@ -301,6 +350,14 @@ CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     **dict.fromkeys(MATRIX_CONTRIB, _matmul),
     **dict.fromkeys(ATTENTION_CONTRIB, _contributed_attention),
 }
+
+
+def _fit(
+    axes: tuple[str, ...], points: Sequence[tuple[int, ...]], counts: Sequence[int]
+) -> Polynomial | None:
+    """The polynomial through these counts; None if the last one, a check, does not lie on it."""
+    found = Polynomial(axes, _interpolate(dict(zip(points, counts, strict=True)), len(axes)))
+    return found if found(dict.fromkeys(axes, CHECK)) == counts[-1] else None
 
 
 def _interpolate(

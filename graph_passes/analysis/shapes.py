@@ -26,6 +26,7 @@ __all__ = [
     "ShapeInfo",
     "TensorInfo",
     "bind_axes",
+    "cached_axes",
     "drop_length_dependent",
     "infer_shapes_at",
     "infer_shapes_small",
@@ -86,6 +87,13 @@ class ShapeInfo:
         constant = self.constant(value)
         return constant_array(value) if constant is None and is_constant(value) else constant
 
+    def branch(self, node: ir.Node) -> ir.Graph | None:
+        """The branch that an If takes, if its condition depends on shapes only."""
+        condition = self.constant(node.inputs[0]) if node.op_type == "If" else None
+        if node.domain or condition is None or condition.size != 1:
+            return None
+        return node.attributes["then_branch" if condition.item() else "else_branch"].as_graph()
+
     def explain(self, value: ir.Value) -> str:
         """Why a value has no shape: the reason of the first node above it that failed."""
         pending, seen = [value], {value}
@@ -118,22 +126,48 @@ def bind_axes(
 ) -> dict[str, int]:
     """Choose a length for each axis: first axes of inputs are batches, all others sequences.
 
-    Axes of one kind have equal lengths, because graphs may require it. A total length is the sum
-    of past and new tokens.
+    Axes of one kind have equal lengths, because graphs may require it. The mask of a model with a
+    cache covers past and new tokens: its length is their sum.
 
     Args:
         distinct_lengths: Give each sequence axis another length, from ``sequence`` on.
     """
     axes = named_axes(graph)
-    cached = any("past" in name for name in axes)
-    lengths = {
-        name: batch if position == 0 else 2 * sequence if cached and "total" in name else sequence
-        for name, position in axes.items()
-    }
+    lengths = {name: sequence if position else batch for name, position in axes.items()}
+    past, new, totals = cached_axes(graph, axes)
     if distinct_lengths:
-        names = [name for name, position in axes.items() if position > 0]
+        names = [name for name, position in axes.items() if position and name not in totals]
         lengths |= {name: sequence + index for index, name in enumerate(names)}
-    return lengths
+    total = lengths.get(past, sequence) + lengths.get(new, sequence)
+    return lengths | dict.fromkeys(totals, total)
+
+
+def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> tuple[str, str, set[str]]:
+    """The axes of past, of new and of all tokens; empty if there is no cache or no such axis.
+
+    A total length has the word in its name, or is the last axis of a mask and of no other input.
+    Masks of an encoder's tokens do not cover a cache.
+    """
+    past, new, masks = dict[str, None](), dict[str, None](), dict[str, None]()
+    for value in _real_inputs(graph):
+        name = value.name or ""
+        if name.startswith(("encoder", "cross")) or ".encoder." in name:
+            continue
+        symbols = [_symbols(value, position, dim) for position, dim in enumerate(value.shape or ())]
+        used = {axis: None for each in symbols for axis in each if axes[axis] > 0}
+        if "mask" in name:
+            last = symbols[-1] if symbols else ()
+            masks |= {axis: None for axis in last if axis in used}
+        elif "past" in name or any("past" in axis for axis in used):
+            past |= used
+        else:
+            new |= used
+    if not past:
+        return "", "", set()
+    totals = {axis for axis in masks if axis not in past and axis not in new}
+    totals |= {axis for axis in axes if "total" in axis}
+    only_past = [axis for axis in past if axis not in new and axis not in totals]
+    return next(iter(only_past), ""), next(iter(new), ""), totals
 
 
 def infer_shapes_small(
@@ -233,8 +267,24 @@ class _Inference:
 
 
 def _real_inputs(graph: ir.Graph) -> list[ir.Value]:
-    """The inputs without initializers, which old graphs list as inputs too."""
-    return [value for value in graph.inputs if value.name not in graph.initializers]
+    """The inputs without initializers, which old graphs list as inputs too.
+
+    The bodies of a search declare the shapes of their inputs as a graph does, and come last.
+    """
+    bodies = [body for node in graph for body in _search_bodies(node)]
+    own = [value for value in graph.inputs if value.name not in graph.initializers]
+    return [*own, *(value for body in bodies for value in _real_inputs(body))]
+
+
+SEARCHES = frozenset({"BeamSearch", "GreedySearch", "Sampling"})
+"""Operators of ONNX Runtime that run a decoder, and maybe an encoder, to generate text."""
+
+
+def _search_bodies(node: ir.Node) -> list[ir.Graph]:
+    if node.op_type not in SEARCHES or node.domain != "com.microsoft":
+        return []
+    graphs = (each for each in node.attributes.values() if each.type == ir.AttributeType.GRAPH)
+    return [each.as_graph() for each in graphs]
 
 
 EXPRESSION = re.compile(r"(?!.*(\*\*|\d{10}))[\w +*/,()-]{1,100}")
@@ -290,6 +340,8 @@ def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
         if value.const_value is not None:
             inference.known[value] = _of_tensor(value.const_value)
     for node in graph:
+        for searched in _search_bodies(node):
+            _infer_graph(searched, inference)
         body = BODIES.get(node.op_type) if not node.domain else None
         try:
             tensors, reason = (_infer_node if body is None else body)(node, inference)
@@ -319,9 +371,12 @@ def _common(a: TensorInfo | None, b: TensorInfo | None) -> TensorInfo | None:
 
 
 def _infer_if(node: ir.Node, inference: _Inference) -> Outcome:
-    """Infer both branches; an output is known if both give the same shape and type."""
-    branches = (node.attributes[name].as_graph() for name in ("then_branch", "else_branch"))
+    """Infer both branches; an output is known if the condition is, or if both branches agree."""
+    branches = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
     ends = [_infer_body(branch, (), inference) for branch in branches]
+    condition = inference.tensor(node.inputs[0])
+    if condition is not None and condition.constant is not None and condition.constant.size == 1:
+        return ends[0 if condition.constant.item() else 1], ""
     agreed = [_common(a, b) for a, b in zip(*ends, strict=False)]
     return agreed, "" if all(agreed) else "its branches have outputs of different shapes"
 
@@ -577,6 +632,7 @@ MATRIX_PRODUCTS = ("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "MatMulI
 RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
     **{("com.microsoft", name): _like_first for name in SHAPE_PRESERVING},
     **{("com.microsoft", name): _matrix_product for name in MATRIX_PRODUCTS},
+    ("", "GroupNormalization"): _like_first,
     ("", "LayerNormalization"): _like_first,
     ("", "SimplifiedLayerNormalization"): _like_first,
     ("com.microsoft", "Attention"): _attention,

@@ -56,6 +56,7 @@ __all__ = [
     "emit_steps",
     "heads_refusal",
     "in_precision",
+    "num_groups",
     "probabilities_by_head",
     "probabilities_type",
     "type_of",
@@ -213,12 +214,30 @@ def _order(turn: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
     return order[0]
 
 
+def num_groups(block: AttentionBlock) -> int:
+    """G, if each of G key/value heads serves H / G consecutive query heads, else H."""
+    heads = np.arange(block.num_heads)
+    spread = [_terms(part, heads).head_groups for part in (block.k, block.v)]
+    groups = int(spread[0].max()) + 1
+    in_order = heads * groups // len(heads)
+    is_even = len(heads) % groups == 0 and all(np.array_equal(each, in_order) for each in spread)
+    return groups if is_even else len(heads)
+
+
 def emit_heads(
-    make: Inserter, part: Projection, scale: float, heads: Sequence[int] | np.ndarray | None = None
+    make: Inserter,
+    part: Projection,
+    scale: float,
+    heads: Sequence[int] | np.ndarray | None = None,
+    *,
+    distinct: bool = False,
 ) -> ir.Value:
     """Emit ``scale`` times the projection of some heads, (B, H, T, K).
 
     ``emission_refusal`` must be None for the block.
+
+    Args:
+        distinct: Emit grouped heads once, (B, G, T, K), in order of first use.
     """
     chosen = np.arange(part.num_heads) if heads is None else np.asarray(heads)
     terms = _terms(part, chosen)
@@ -248,7 +267,7 @@ def emit_heads(
         value = _apply_norm(make, value, part.norm, size, dtype)
     if not plain:
         value = _apply_rotary_terms(make, value, terms, scale, chosen, dtype)
-    if not np.array_equal(terms.head_groups, np.arange(count)):  # grouped heads
+    if not distinct and not np.array_equal(terms.head_groups, np.arange(count)):  # grouped heads
         groups = make.integers(terms.head_groups, "groups")
         value = make.op("Gather", [value, groups], "spread", axis=1)
     return value
@@ -318,7 +337,8 @@ def _factor_axes(
 ) -> tuple[tuple[str, np.ndarray | None], ...]:
     """The role of each axis of the factor, and the selected elements.
 
-    Roles are "batch", "token", "head", "element", or "" for a single element.
+    Roles are "batch", "token", "head", "element", "both" for elements that differ by head, or ""
+    for a single element.
 
     Raises:
         _UnsupportedError: The layout is not supported.
@@ -339,9 +359,13 @@ def _factor_axes(
         elif ((index == by_head[:, None]) | ~used).all():
             roles.append(("head", np.maximum(by_head, 0)))
         else:
-            raise _UnsupportedError("the layout of its rotary angles is not supported")
+            roles.append(("both", np.maximum(index, 0)))
     names = [role for role, _ in roles if role]
-    if len(names) != len(set(names)) or "token" not in names:
+    if (
+        len(names) != len(set(names))
+        or "token" not in names
+        or ("both" in names and {"head", "element"} & {*names})
+    ):
         raise _UnsupportedError("the layout of its rotary angles is not supported")
     return tuple(roles)
 
@@ -357,16 +381,21 @@ def _emit_angles(
     for axis in reversed(range(len(roles))):  # last first: earlier axes keep their index
         index = roles[axis][1]
         if index is not None:
-            elements = make.integers(index, "elements")
+            elements = make.integers(index.reshape(-1) if index.ndim else index, "elements")
             value = make.op("Gather", [value, elements], "angles", axis=axis)
     kept = [(role, index) for role, index in roles if role]
-    wanted = ["batch", "head", "token", "element"]
+    wanted = ["batch", "head", "token", "element", "both"]
     order = sorted(range(len(kept)), key=lambda i: wanted.index(kept[i][0]))
     if order != list(range(len(kept))):
         value = make.op("Transpose", [value], "angles_in_order", perm=order)
     sizes = {role: 0 if index is None else len(index) for role, index in kept}
     sizes["token"] = -1  # 0 copies the batch, the first axis
-    shape = [sizes.get(role, 1) for role in wanted]
+    by_head = next((index for role, index in kept if role == "both"), None)
+    if by_head is not None and by_head.ndim:  # B T H*K
+        shape = make.integers([sizes.get("batch", 1), -1, *by_head.shape], "angles_shape")
+        apart = make.op("Reshape", [value, shape], "angles_apart")
+        return make.op("Transpose", [apart], "factor", perm=[0, 2, 1, 3])
+    shape = [sizes.get(role, 1) for role in wanted[:4]]
     return make.op("Reshape", [value, make.integers(shape, "angles_shape")], "factor")
 
 

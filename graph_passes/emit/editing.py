@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Inserter",
+    "capture_weights",
     "exposing",
     "redirect_shapes",
     "remove_unused",
@@ -140,6 +142,31 @@ def replace_uses(old: ir.Value, new: ir.Value) -> None:
     if old.is_graph_output():
         old.name, new.name = f"{new.name}/before", old.name
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+
+
+def capture_weights(model: ir.Model) -> None:
+    """Let bodies of Loop and Scan read weights that are their state from the outer graph.
+
+    Some converters hand each weight to the body as a state that no iteration changes. The state
+    stays, but only the body's own copy reads it.
+    """
+    for node in model.graph.all_nodes():
+        if node.domain or node.op_type not in ("Loop", "Scan"):
+            continue
+        body, is_loop = node.attributes["body"].as_graph(), node.op_type == "Loop"
+        states = len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)
+        for index in range(2 if is_loop else 0, states):
+            outer, inner = node.inputs[index], body.inputs[index]
+            last = body.outputs[index - is_loop]
+            maker = last.producer()
+            is_copied = maker is not None and (maker.op_type, *maker.inputs) == ("Identity", inner)
+            if not is_constant(outer) or not (last is inner or is_copied):
+                continue
+            if outer.name in _names(body):  # it would hide the outer value
+                continue
+            for user, place in list(inner.uses()):
+                if user is not maker:
+                    user.replace_input_with(place, outer)
 
 
 def remove_unused(model: ir.Model) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -19,15 +19,17 @@ from graph_passes.blocks import (
     LogitStep,
     Mask,
     PositionBias,
-    Projection,
 )
-from graph_passes.emit.attention import emit_affine, emit_steps
+from graph_passes.emit.attention import (
+    emit_affine,
+    emit_heads,
+    emit_output,
+    emit_steps,
+    num_groups,
+)
 from graph_passes.emit.editing import Inserter
 
-if TYPE_CHECKING:
-    from jaxtyping import Float
-
-__all__ = ["DOMAIN", "LOW", "OPSETS", "FusedOperator", "emit_fused_blocks"]
+__all__ = ["DOMAIN", "LOW", "OPSETS", "FusedOperator", "emit_fused_blocks", "is_plain"]
 
 FusedOperator = Literal["attention", "multi_head", "merged", "onnx"]
 """com.microsoft Attention, which projects inside; MultiHeadAttention, with three projections or
@@ -211,42 +213,74 @@ def _fuse(
     output, dtype = block.output, block.q.dtype
     assert output is not None
     make = Inserter(block.graph, _product(block), f"{block.name}/fused")
-    scaled = ((block.q, 1.0), (block.k, 1.0), (block.v, block.v.scale))
-    weights, offsets = zip(*(_side_by_side(*part) for part in scaled), strict=True)
-    offset = np.concatenate(offsets)
     inputs: list[ir.Value | None]
     attributes: dict[str, Any] = {"scale": float(block.scale)}
+    by_head, groups = not is_plain(block), num_groups(block)
     if form == "onnx":
-        inputs = [*_projected(make, block, weights, offsets), bias]
-        attributes |= {"q_num_heads": block.num_heads, "kv_num_heads": block.num_heads}
-        attributes |= {"is_causal": 1} if _is_causal(block) else {}
         operator, domain = "Attention", ""
+        if by_head:
+            inputs = [*_heads(make, block, distinct=groups < block.num_heads), bias]
+        else:
+            inputs = [*_projected(make, block, *_side_by_side(block)), bias]
+            attributes |= {"q_num_heads": block.num_heads, "kv_num_heads": groups}
+        attributes |= {"is_causal": 1} if _is_causal(block) else {}
     else:
-        # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
-        biased = form == "attention" or offset.any()
-        added = make.constant(offset, "qkv_bias", dtype) if biased else None
+        operator, domain = "MultiHeadAttention", DOMAIN
         attributes |= {"num_heads": block.num_heads}
         attributes |= {"unidirectional": 1} if _is_causal(block) else {}
-        operator, domain = "MultiHeadAttention", DOMAIN
-        sizes = [weight.shape[1] for weight in weights]
-        if form == "multi_head":
-            inputs = [*_projected(make, block, weights), added]
+        if by_head:
+            inputs = [_merged(make, value) for value in _heads(make, block)]
         else:
-            weight = make.constant(np.hstack(weights), "qkv_weight", dtype)
-            if form == "merged":
-                whole = make.op("MatMul", [block.x, weight], "qkv")
-                widths = make.integers(sizes, "qkv_sizes")
-                inputs = [*make.ops("Split", [whole, widths], ROLES, axis=-1), added]
+            weights, offsets = _side_by_side(block)
+            offset, sizes = np.concatenate(offsets), [weight.shape[1] for weight in weights]
+            # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
+            biased = form == "attention" or offset.any()
+            added = make.constant(offset, "qkv_bias", dtype) if biased else None
+            if form == "multi_head":
+                inputs = [*_projected(make, block, weights), added]
             else:
-                operator, attributes["qkv_hidden_sizes"] = "Attention", sizes
-                inputs = [block.x, weight, added]
+                weight = make.constant(np.hstack(weights), "qkv_weight", dtype)
+                if form == "merged":
+                    whole = make.op("MatMul", [block.x, weight], "qkv")
+                    widths = make.integers(sizes, "qkv_sizes")
+                    inputs = [*make.ops("Split", [whole, widths], ROLES, axis=-1), added]
+                else:
+                    operator, attributes["qkv_hidden_sizes"] = "Attention", sizes
+                    inputs = [block.x, weight, added]
         inputs = [*inputs, *([None] * (5 - len(inputs))), bias]
     while inputs[-1] is None:
         inputs.pop()
     context = make.op(operator, inputs, "attention", domain=domain, dtype=dtype, **attributes)
+    if by_head and form == "onnx":
+        emit_output(make, block, context, np.arange(block.num_heads), info)
+        return
     rows = output.matrix()[output.rows]  # H V D
     emit_affine(make, context, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
                 info)  # fmt: skip
+
+
+def is_plain(block: AttentionBlock) -> bool:
+    """Whether queries, keys and values of all heads are products and biases only.
+
+    Rotary embeddings, q/k norm and grouped heads are emitted before the operator.
+    """
+    parts = (block.q, block.k, block.v)
+    return all(not part.rotary_terms and part.norm is None for part in parts) and all(
+        part.num_distinct_heads == block.num_heads for part in parts[1:]
+    )
+
+
+def _heads(make: Inserter, block: AttentionBlock, *, distinct: bool = False) -> list[ir.Value]:
+    """Queries (B, H, S, K), keys (B, H or G, T, K) and values (B, H or G, T, V)."""
+    query = emit_heads(make.part("query"), block.q, 1.0)
+    key = emit_heads(make.part("key"), block.k, 1.0, distinct=distinct)
+    return [query, key, emit_heads(make.part("value"), block.v, block.v.scale, distinct=distinct)]
+
+
+def _merged(make: Inserter, heads: ir.Value) -> ir.Value:
+    """Heads (B, H, T, K) as (B, T, H*K)."""
+    by_token = make.op("Transpose", [heads], "by_token", perm=[0, 2, 1, 3])
+    return make.op("Reshape", [by_token, make.integers([0, 0, -1], "merged")], "merged_heads")
 
 
 def _projected(
@@ -266,9 +300,12 @@ def _projected(
         yield product
 
 
-def _side_by_side(
-    part: Projection, scale: float
-) -> tuple[Float[np.ndarray, "D H*K"], Float[np.ndarray, " H*K"]]:
-    """Weight and bias of all heads of a projection, one after the other."""
-    weight = part.matrix()[:, part.columns] * part.gain  # D H K
-    return scale * weight.reshape(len(weight), -1), scale * part.offset.reshape(-1)
+def _side_by_side(block: AttentionBlock) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Weights (D, H*K) and biases (H*K) of queries, keys and values, head after head."""
+    weights: list[np.ndarray] = []
+    offsets: list[np.ndarray] = []
+    for part, scale in ((block.q, 1.0), (block.k, 1.0), (block.v, block.v.scale)):
+        weight = part.matrix()[:, part.columns] * part.gain  # D H K
+        weights.append(scale * weight.reshape(len(weight), -1))
+        offsets.append(scale * part.offset.reshape(-1))
+    return weights, offsets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -21,7 +21,7 @@ from graph_passes.context import GraphContext
 from graph_passes.matching.naming import assign_names, common_path, pinned_name
 from graph_passes.matching.products import linear
 
-__all__ = ["find_feed_forward", "last_entry"]
+__all__ = ["find_feed_forward", "last_entry", "slice_bounds"]
 
 LINEAR = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Where", "Cast", "CastLike", "Identity",
                     "Dropout"})  # fmt: skip
@@ -65,31 +65,35 @@ def _match(
     if len(second.contracted) != 1 or not _is_plain(second):
         return None
     first: dict[ir.Node, Linear] = {}
-    between: dict[ir.Node, None] = {}
+    between: dict[ir.Node, int] = {}  # how often the values before a node count the neurons
     operands: list[Operand] = []
-    pending = [second.tokens]
+    pending = [(second.tokens, 1)]
     while pending:
-        value = pending.pop()
+        value, parts = pending.pop()
         node = value.producer()
         if node is None or node.graph is not product.graph:
             return None
         if node in first or node in between:
             continue
-        if not _same_size(value, second.tokens, runs):
+        if not _same_size(value, second.tokens, runs, parts):
             return None
-        if (part := _linear(node, runs[0])) is not None:
+        if parts == 1 and _takes_half(node, second.width, runs):
+            between[node] = parts = 2
+            given = [(0, node.inputs[0])]
+        elif (part := _linear(node, runs[0])) is not None:
             first[node] = part
             given = list(enumerate(node.inputs))[2:]
         elif (count := _elementwise(node)) > 0:
-            between[node] = None
+            between[node] = parts
             given = list(enumerate(node.inputs))[:count]
         else:
             return None
         active = [other for _, other in given if other is not None and not is_constant(other)]
-        at = _by_neuron(node, [(i, other) for i, other in given if is_constant(other)], second)
+        constants = [(i, other) for i, other in given if is_constant(other)]
+        at = _by_neuron(node, constants, second.width, parts)
         if at is None or (node in first and not _is_plain(first[node])):
             return None
-        pending += active
+        pending += [(other, parts) for other in active]
         operands += at
     tokens = {_unflattened(part.tokens, runs) for part in first.values()}
     if len(first) > 2 or len(tokens) != 1 or not any(map(_is_nonlinear, (*first, *between))):
@@ -101,7 +105,7 @@ def _match(
         readers = [node for node, _ in value.uses() if node.op_type != "Shape"]
         if value.is_graph_output() or not inner.issuperset(readers):
             return None
-    widths = _widths([*first, *between], second.width, runs[0], opsets)
+    widths = _widths(dict.fromkeys(first, 1) | between, second.width, runs[0], opsets)
     if widths is None:
         return None
     order = [node for node in product.graph if node in inner]
@@ -153,22 +157,61 @@ def _is_nonlinear(node: ir.Node) -> bool:
     return bool(node.domain) or node.op_type in NONLINEAR
 
 
-def _same_size(value: ir.Value, hidden: ir.Value, runs: Sequence[ShapeInfo]) -> bool:
-    """Whether two values have equal last axes and numbers of elements."""
+def _same_size(
+    value: ir.Value, hidden: ir.Value, runs: Sequence[ShapeInfo], parts: int = 1
+) -> bool:
+    """Whether the last axis and the number of elements of a value are ``parts`` times hidden's."""
     shapes = [(run.shape(value), run.shape(hidden)) for run in runs]
-    return all(a and b and a[-1] == b[-1] and math.prod(a) == math.prod(b) for a, b in shapes)
+    return all(
+        a and b and a[-1] == parts * b[-1] and math.prod(a) == parts * math.prod(b)
+        for a, b in shapes
+    )
+
+
+def _takes_half(node: ir.Node, width: int, runs: Sequence[ShapeInfo]) -> bool:
+    """Whether outputs are the first or last F of 2F elements, as of packed gate and up."""
+    if node.domain:
+        return False
+    if node.op_type == "Split":
+        sizes = _split_sizes(node)
+        return len(node.outputs) == 2 and (sizes is None or sizes == [width, width])
+    if node.op_type != "Slice":
+        return False
+    bounds = {slice_bounds(node, width, info) for info in runs}
+    return len(bounds) == 1 and None not in bounds
+
+
+def _split_sizes(node: ir.Node) -> list[int] | None:
+    """The sizes of a Split by opset 13 or older ones; None for equal sizes, [] if unknown."""
+    if (attribute := node.attributes.get_ints("split")) is not None:
+        return list(attribute)
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    if given is None:
+        return None
+    return constant_array(given).reshape(-1).tolist() if is_constant(given) else []
+
+
+def slice_bounds(node: ir.Node, width: int, info: ShapeInfo) -> tuple[int, int] | None:
+    """(0, F) or (F, 2F) if a Slice takes a half of 2F elements of one axis, else None."""
+    given = [info.constant(value) for value in node.inputs[1:]]
+    if len(given) < 3 or any(number is None or number.size != 1 for number in given):
+        return None
+    low, high, _, *step = [number.item() for number in given if number is not None]
+    start, end, _ = slice(low, high).indices(2 * width)
+    is_half = (start, end) in ((0, width), (width, 2 * width))
+    return (start, end) if is_half and step in ([], [1]) else None
 
 
 def _by_neuron(
-    node: ir.Node, constants: Sequence[tuple[int, ir.Value]], second: Linear
+    node: ir.Node, constants: Sequence[tuple[int, ir.Value]], width: int, parts: int
 ) -> list[Operand] | None:
-    """The constants with one element per neuron; None if one has another size (except 1)."""
+    """The constants with an element per neuron and part; None if one has another size except 1."""
     operands: list[Operand] = []
     for index, value in constants:
         shape = constant_shape(value)
         if math.prod(shape) == 1:
             continue
-        if math.prod(shape) != second.width or shape[-1] != second.width:
+        if math.prod(shape) != parts * width or shape[-1] != parts * width:
             return None
         operands.append(Operand(node, index, len(shape) - 1))
     return operands
@@ -184,14 +227,20 @@ def _unflattened(tokens: ir.Value, runs: Sequence[ShapeInfo]) -> ir.Value:
 
 
 def _widths(
-    nodes: Sequence[ir.Node], width: int, info: ShapeInfo, opsets: Mapping[str, int]
+    nodes: Mapping[ir.Node, int], width: int, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[ir.Node, ...] | None:
-    """Reshape nodes with a target shape that ends in F; None if F is used in another way."""
-    marks_by_shape = _shape_marks(nodes, info, opsets)
+    """The nodes with constants that name F; None if F is used in another way.
+
+    Args:
+        nodes: With the number of times that the values before each count the neurons.
+    """
+    marks_by_shape = _shape_marks(list(nodes), info, opsets)
     if marks_by_shape is None:
         return None
     found: list[ir.Node] = []
-    for node in nodes:
+    for node, parts in nodes.items():
+        if node.op_type == "Slice" or (node.op_type == "Split" and _split_sizes(node)):
+            found.append(node)
         if node.op_type != "Reshape" or (shape := node.inputs[1]) is None:
             continue
         if shape in marks_by_shape:
@@ -200,7 +249,7 @@ def _widths(
             continue
         end = last_entry(shape)
         last = constant_array(end).reshape(-1)[-1:].tolist() if is_constant(end) else []
-        if last == [width]:
+        if last == [parts * width]:
             found.append(node)
         elif last != [-1]:
             return None
@@ -219,7 +268,7 @@ def _shape_marks(
 ) -> dict[ir.Value, np.ndarray] | None:
     """Mark the positions of F in shapes computed from values of the nodes.
 
-    Returns None if F is used by anything but Reshape nodes among them.
+    Returns None if F is used by anything but Reshape nodes, and bounds of Slice nodes, among them.
     """
     marks: dict[ir.Value, np.ndarray] = {}
     pending = [user for v in _outputs_of(nodes) for user, _ in v.uses() if user.op_type == "Shape"]
@@ -238,6 +287,8 @@ def _shape_marks(
             if selects_by_mark or any(value is not None for value in unknown):
                 return None
             mark = evaluate(node, operands, opsets)[0].astype(bool)
+        elif _bounds_halves(node, nodes):
+            continue
         else:
             return None
         if mark.any():
@@ -247,6 +298,18 @@ def _shape_marks(
             marks[output] = mark
             pending += [user for user, _ in output.uses()]
     return marks
+
+
+def _bounds_halves(node: ir.Node, nodes: Collection[ir.Node]) -> bool:
+    """Whether only Slice nodes among these read what a node computes, as their bounds."""
+    if any(value.is_graph_output() for value in node.outputs):
+        return False
+    readers = [use for value in node.outputs for use in value.uses()]
+    return all(
+        (user.op_type == "Slice" and index in (1, 2)) if user in nodes
+        else _bounds_halves(user, nodes)
+        for user, index in readers
+    )  # fmt: skip
 
 
 def _mark(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -242,6 +242,10 @@ class LayoutReader:
             return self._source(node, role)
         if reach == 0:
             raise MatchFailure(f"{describe(node)} is too far from any projection of the {role}")
+        if (branch := self.info.branch(node)) is not None:  # Squeeze of TorchScript
+            inner = self.trace(branch.outputs[value.index() or 0], role, reach - 1)
+            outside = tuple(node for node in inner.nodes if node.graph is not branch)
+            return replace(inner, nodes=outside)
         first = node.inputs[0] if node.inputs else None
         if node.op_type in LAYOUT and first is not None:
             inner = self.trace(first, role, reach - 1)

@@ -194,7 +194,9 @@ def broadcast_layout_of(
     batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.factor_index.shape))]
     shape = _looked_up_shape(factor, info, heads.factor_index.shape[2])
     axes: list[Literal["batch", "token"] | np.ndarray] = []
-    for size, where in zip(shape, np.unravel_index(heads.factor_index, shape), strict=True):
+    # NumPy 2.4 reads beyond a broadcast array in unravel_index.
+    index = np.ascontiguousarray(heads.factor_index)
+    for size, where in zip(shape, np.unravel_index(index, shape), strict=True):
         element = where[0, :, 0]
         if size > 1 and ((where == tokens) | ~used).all():
             axes.append("token")

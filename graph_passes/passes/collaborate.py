@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,15 +27,18 @@ from graph_passes.emit.attention import (
     ENTANGLED_BIAS,
     TOKEN_LAYOUT,
     emit_heads,
+    heads_refusal,
     in_precision,
     type_of,
 )
 from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
 from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
 from graph_passes.emit.editing import Inserter, replace_uses
+from graph_passes.emit.rotary import rotary_heads, rotary_logits, rotary_planes
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, fold_mean
 from graph_passes.factorize.moments import TokenMoments, pool_moments
+from graph_passes.factorize.rotary import RotaryFactors, shared_keys, truncated_planes
 from graph_passes.factorize.sparse import sparse_factors
 from graph_passes.matching.layout import only_consumer
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
@@ -42,7 +46,14 @@ from graph_passes.passes.conditions import no_probabilities, rotary_or_norm
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 from graph_passes.passes.invariants import Interface
 
-__all__ = ["Collaborate", "SharedDimensions", "factor", "sharing_refusal"]
+__all__ = [
+    "Collaborate",
+    "SharedDimensions",
+    "collaborate_refusal",
+    "exact_rank",
+    "factor",
+    "sharing_refusal",
+]
 
 WEAK_FILL = -1e3
 """Masked scores must be below this, so that softmax ignores them whatever the key bias is."""
@@ -52,9 +63,11 @@ class SharedDimensions(BaseModel):
     """The parameters of collaborative heads.
 
     Attributes:
-        rank: R, the number of dimensions that the heads share, from 1 to H*K (exact).
+        rank: R, the number of dimensions that the heads share, from 1 to H*K (exact). Under rotary
+            positions, the size of one key head for all groups, from 2 to G*K (exact).
         head_size: The mean number of dimensions that a head reads, for sparse mixing; None for
-            dense mixing, in which every head reads all R.
+            dense mixing, in which every head reads all R. Under rotary positions, the number of
+            elements that each head keeps.
         cache: Rewrite cached keys too, which changes inputs and outputs of the graph.
         factors: The matrices; by default computed from the weights. Not part of plan.json.
     """
@@ -64,7 +77,9 @@ class SharedDimensions(BaseModel):
     rank: int = Field(ge=1)
     head_size: int | None = Field(default=None, ge=1)
     cache: bool = False
-    factors: InstanceOf[CollaborativeFactors] | None = Field(default=None, exclude=True)
+    factors: InstanceOf[CollaborativeFactors] | InstanceOf[RotaryFactors] | None = Field(
+        default=None, exclude=True
+    )
 
     @property
     def is_sparse(self) -> bool:
@@ -92,6 +107,10 @@ class Collaborate(AttentionPass[SharedDimensions]):
     Input and output keep their names, types, batch and length; cached values do not change. The H
     content logits are left out if there are none. A cache of the original model cannot be read by
     the new one.
+
+    With rotary positions, pairs of elements are reduced before they are turned, see
+    ``factorize.rotary``: heads keep the pairs with the largest energy, or all groups share the
+    keys. The result is standard attention with smaller heads, or with one key head.
 
     Attributes:
         targets: R and the mixing of each block. Layers with the same weights share their factors.
@@ -140,7 +159,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         """
         decompose_fused(context, self.targets.keys())
         targets = self._changed(context)
-        factors: dict[str, CollaborativeFactors] = {}
+        factors: dict[str, CollaborativeFactors | RotaryFactors] = {}
         for uses in _equal_weights(targets):
             first, params = uses[0], self.targets[uses[0].name]
             seen = [moments[block.name] for block in uses if block.name in moments]
@@ -151,7 +170,11 @@ class Collaborate(AttentionPass[SharedDimensions]):
             )  # fmt: skip
             for block in uses:
                 factors[block.name] = whole
-                if pool is not None and whole.relative_error > 0:
+                if (
+                    pool is not None
+                    and whole.relative_error > 0
+                    and isinstance(whole, CollaborativeFactors)
+                ):
                     mean = moments[block.name].query_mean
                     factors[block.name] = fold_mean(whole, block.q.heads(), block.k.heads(), mean)
                 if progress is not None:
@@ -166,8 +189,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
         cls, block: AttentionBlock, params: SharedDimensions | None, context: GraphContext
     ) -> Refusal | None:
         if params is None:
-            return sharing_refusal(block)
-        if refusal := sharing_refusal(block, caches=params.cache):
+            return collaborate_refusal(block)
+        if refusal := collaborate_refusal(block, caches=params.cache, shared=not params.is_sparse):
             return refusal
         if block.k.past is not None and block.graph is not context.model.graph:
             return Refusal("cache_scope", "its cached keys stay inside the body of a node")
@@ -175,7 +198,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
             return Refusal(
                 "cache_sparse", "its cache holds what all heads share: only dense mixing reads it"
             )
-        if params.factors is None:
+        if params.factors is None and not (block.q.rotary_terms and params.is_sparse):
             _check_rank(block, params.rank)
         return None
 
@@ -183,7 +206,9 @@ class Collaborate(AttentionPass[SharedDimensions]):
         widths: dict[str, int] = {}
         for block, params in self._changed(context):
             if (cache := cache_of(block.k)) is not None:
-                width = cache_width(_factors(block, params))
+                factors = _factors(block, params)
+                assert isinstance(factors, CollaborativeFactors)
+                width = cache_width(factors)
                 widths |= {value.name or "": width for value in (cache.past[0], cache.present)}
         return before.with_caches(widths)
 
@@ -196,7 +221,9 @@ class Collaborate(AttentionPass[SharedDimensions]):
         uses = Counter(id(factors.key) for _, _, factors in factored)
         for block, params, factors in factored:
             make = Inserter(block.graph, block.product, f"{block.name}/collaborative")
-            if params.is_sparse:
+            if isinstance(factors, RotaryFactors):
+                logits = rotary_logits(make, block, factors)
+            elif params.is_sparse:
                 logits = sparse_logits(make, block, factors, shared=uses[id(factors.key)] > 1)
             else:
                 logits = dense_logits(make, block, factors, cache_of(block.k))
@@ -205,7 +232,9 @@ class Collaborate(AttentionPass[SharedDimensions]):
 
 def _is_lossy(block: AttentionBlock, params: SharedDimensions) -> bool:
     size = params.head_size or block.head_size
-    return params.rank < block.q.num_heads * block.head_size or size < block.head_size
+    if block.q.rotary_terms and params.head_size is not None:
+        return size < block.head_size
+    return params.rank < exact_rank(block) or size < block.head_size
 
 
 def _equal_weights(targets: AttentionTargets[SharedDimensions]) -> list[list[AttentionBlock]]:
@@ -220,20 +249,67 @@ def _equal_weights(targets: AttentionTargets[SharedDimensions]) -> list[list[Att
     return list(groups.values())
 
 
-def _factors(block: AttentionBlock, params: SharedDimensions) -> CollaborativeFactors:
+def _factors(
+    block: AttentionBlock, params: SharedDimensions
+) -> CollaborativeFactors | RotaryFactors:
     """The factors of the parameters, by default those of the weights alone."""
     return params.factors or factor(block, params.rank, head_size=params.head_size)
 
 
+def exact_rank(block: AttentionBlock) -> int:
+    """The least R at which nothing is lost: H*K, or G*K under rotary positions."""
+    heads = block.k.num_distinct_heads if block.q.rotary_terms else block.q.num_heads
+    return heads * block.head_size
+
+
 def _check_rank(block: AttentionBlock, rank: int) -> None:
-    exact = block.q.num_heads * block.head_size
+    exact = exact_rank(block)
     if not 1 <= rank <= exact:
         raise InvalidArgument(
             f"{block.name}: a shared dimension of {rank}: expected 1 to {exact} "
-            f"({block.q.num_heads} heads x {block.head_size})",
+            f"({exact // block.head_size} heads x {block.head_size})",
             f"choose R from 1 to {exact}; {exact} is exact",
             code="collaborate.rank",
         )
+
+
+def collaborate_refusal(
+    block: AttentionBlock, *, caches: bool = False, shared: bool = False
+) -> Refusal | None:
+    """Why the queries and keys of a block cannot be reduced; None if they can.
+
+    Args:
+        caches: Cached keys may be rewritten too; not under rotary positions.
+        shared: Heads share their keys; if not, only what each form needs is checked.
+    """
+    parts = (block.q, block.k)
+    if not any(part.rotary_terms for part in parts) or not block.q.num_heads:
+        return sharing_refusal(block, caches=caches)
+    if any(part.norm is not None for part in parts):
+        return rotary_or_norm(replace(block, q=replace(block.q, rotary_terms=()),
+                                      k=replace(block.k, rotary_terms=())))  # fmt: skip
+    for part in parts:
+        if refusal := heads_refusal(part):
+            return refusal
+    if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
+        return ENTANGLED_BIAS
+    turned = [rotary_planes(part) for part in parts]
+    if turned[0] is None or turned[1] is None:
+        return Refusal("rotary_layout", "its rotary positions do not turn all pairs of elements")
+    if not np.array_equal(turned[0].elements, turned[1].elements):
+        return Refusal("rotary_layout", "its rotary positions pair queries and keys differently")
+    if shared and not (turned[0].is_rotation and turned[1].is_rotation):
+        return Refusal(
+            "rotary_angles", "the elements of a pair are not known to have the same rotary angle"
+        )
+    if block.logits is None:
+        return decomposition_refusal(block)
+    if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
+        return SCORE_LAYOUT
+    return no_probabilities(block)
+
+
+SCORE_LAYOUT = Refusal("score_layout", "its scores are laid out in an order that is not followed")
 
 
 def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal | None:
@@ -277,7 +353,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
     if block.logits is None:
         return decomposition_refusal(block)
     if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
-        return Refusal("score_layout", "its scores are laid out in an order that is not followed")
+        return SCORE_LAYOUT
     if refusal := no_probabilities(block):
         return refusal
     if not _only_softmax_reads(block.logits):
@@ -313,11 +389,11 @@ def factor(
     head_size: int | None = None,
     moments: TokenMoments | None = None,
     progress: Callable[[int, float], None] | None = None,
-) -> CollaborativeFactors:
+) -> CollaborativeFactors | RotaryFactors:
     """Decompose the heads of a block into R shared dimensions.
 
     Args:
-        block: A block without a ``sharing_refusal``.
+        block: A block without a ``collaborate_refusal``.
         rank: R, from 1 to H*K (exact there).
         head_size: For sparse mixing, the dimensions that a head reads on average, from 1 to K. No
             head reads more than K, or than the padded size of the average allows.
@@ -327,6 +403,11 @@ def factor(
     Raises:
         InvalidArgument: R is out of range.
     """
+    if block.q.rotary_terms:
+        heads = rotary_heads(block)
+        if head_size is None:
+            return shared_keys(heads, rank, moments)
+        return truncated_planes(heads, head_size, moments)
     _check_rank(block, rank)
     q, k, bias = block.q.heads(), block.k.heads(), block.q.offset
     if head_size is None:

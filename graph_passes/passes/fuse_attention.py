@@ -19,7 +19,14 @@ from graph_passes.blocks import (
 )
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import TOKEN_LAYOUT, emission_refusal
-from graph_passes.emit.fused_attention import DOMAIN, LOW, OPSETS, FusedOperator, emit_fused_blocks
+from graph_passes.emit.fused_attention import (
+    DOMAIN,
+    LOW,
+    OPSETS,
+    FusedOperator,
+    emit_fused_blocks,
+    is_plain,
+)
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.collaborate import WEAK_FILL
@@ -49,7 +56,9 @@ class FuseAttention(AttentionPass[FusedOperator]):
     with m = max(steps(0), LOW), (B or 1, H or 1, S, T), shared by layers with equal masks. Exact
     for each query with a visible key. A query without one attends to all keys, evenly in single
     precision; the original graph computes zeros, NaN, or the softmax of its finite mask value. The
-    scale s does not change. Sparse heads get their own columns, H*K' instead of R. Blocks that are
+    scale s does not change. Rotary embeddings and q/k norm are computed before ai.onnx Attention or
+    MultiHeadAttention. Grouped key/value heads stay grouped in ai.onnx Attention, and are repeated
+    for MultiHeadAttention. Sparse heads get their own columns, H*K' instead of R. Blocks that are
     this operator already do not change. The model imports com.microsoft if needed; its operators
     support bfloat16 on a GPU only.
 
@@ -100,9 +109,10 @@ def fusion_refusal(
         return Refusal(
             "opset", f"the operator needs opset {OPSETS[form]}, and the model has {opset}"
         )
+    projects_inside = form in ("attention", "merged")
     if refusal := (
         no_output_projection(block)
-        or rotary_or_norm(block)
+        or (rotary_or_norm(block) if projects_inside else None)
         or emission_refusal(block, info, allow_sparse=True)
     ):
         return refusal
@@ -110,7 +120,7 @@ def fusion_refusal(
     assert output is not None
     if output.sequence_first or not all(part.by_sequence for part in parts):
         return TOKEN_LAYOUT
-    if any(part.num_distinct_heads < block.num_heads for part in (block.k, block.v)):
+    if projects_inside and not is_plain(block):
         return Refusal(
             "grouped",
             "its key/value heads are grouped, and the operator wants one for each query head",
@@ -134,7 +144,7 @@ def fusion_refusal(
     weights = (block.q.weight, block.k.weight, block.v.weight, output.weight)
     if any(_is_quantized(weight) for weight in weights):
         return Refusal("quantized", "its weights are quantized, and would be written as floats")
-    if form in ("attention", "merged") and not block.q.input is block.k.input is block.v.input:
+    if projects_inside and not block.q.input is block.k.input is block.v.input:
         return Refusal(
             "tokens_differ", "its queries, keys and values are not projected from the same tokens"
         )

@@ -68,7 +68,7 @@ def gelu_refusal(
     block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> Refusal | None:
     """Why the activation of a block cannot be one GELU operator; None if it can."""
-    if len(block.products) != 1:
+    if block.is_gated:
         return Refusal("gated", "its activation is gated by a second product")
     if any(node.domain == DOMAIN for node in block.nodes):
         return Refusal("fused", "its activation is an operator of ONNX Runtime already")

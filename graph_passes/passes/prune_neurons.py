@@ -13,17 +13,19 @@ from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 
 from graph_passes.analysis.constants import (
     constant_array,
+    constant_shape,
     constant_tensor,
     constant_type,
     is_constant,
     origin,
 )
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
-from graph_passes.matching.feed_forward import last_entry
-from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets
+from graph_passes.matching.feed_forward import last_entry, slice_bounds
+from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets, small_shapes
 from graph_passes.passes.prune_heads import check_mask
 
 __all__ = ["NeuronMask", "PruneNeurons", "mask_from_hex", "mask_to_hex", "neurons_refusal"]
@@ -78,9 +80,10 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
     Before: out = sum over neurons j of f(x W_1 + b_1)_j W_2[j] + b_2
     After:  out = sum over the neurons j with mask_j = 1, of the same
 
-    Columns of W_1 (of W_g and W_u), elements of b_1 and rows of W_2 are deleted; nodes stay. Exact
-    if the removed rows of W_2 are zero. If the removed activations are constant, their output can
-    be added to b_2. Blocks that share weights (ALBERT) need the same mask, and go on sharing.
+    Columns of W_1 (of W_g and W_u, packed or not), elements of b_1 and rows of W_2 are deleted;
+    nodes stay. Exact if the removed rows of W_2 are zero. If the removed activations are constant,
+    their output can be added to b_2. Blocks that share weights (ALBERT) need the same mask, and go
+    on sharing.
 
     Attributes:
         targets: The mask of each block to rewrite.
@@ -122,17 +125,21 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
 
     def rewrite(self, targets: FeedForwardTargets[Sequence[int]], context: GraphContext) -> None:
         kept = self._kept(targets)
+        info = small_shapes(context)
         makers = {
             block: Inserter(block.graph, block.product, f"{block.name}/pruned") for block, _ in kept
         }
         _cut(_cuts(kept), {at[:2]: makers[b] for b, _ in kept for at in b.operands()})
         for block, indices in kept:
             for node in block.widths:
-                _set_width(node, len(indices), Inserter(block.graph, node, f"{block.name}/pruned"))
+                make = Inserter(block.graph, node, f"{block.name}/pruned")
+                _set_width(node, block.num_neurons, len(indices), make, info)
             outputs = [v for node in (*block.products, *block.nodes) for v in node.outputs]
             for value in outputs:
-                if value.shape is not None and value.shape[-1:] == (block.num_neurons,):
-                    value.shape = ir.Shape([*value.shape[:-1], len(indices)])
+                last = None if value.shape is None else value.shape[-1]
+                if value.shape is not None and isinstance(last, int) and last >= block.num_neurons:
+                    width = last // block.num_neurons * len(indices)
+                    value.shape = ir.Shape([*value.shape[:-1], width])
 
     @staticmethod
     def _kept(targets: FeedForwardTargets[Sequence[int]]) -> list[tuple[FeedForwardBlock, _Kept]]:
@@ -160,7 +167,10 @@ def _cuts(chosen: Sequence[tuple[FeedForwardBlock, _Kept]]) -> _Cuts:
     cuts: dict[_Place, dict[int, _Kept]] = {}
     for block, kept in chosen:
         for operand in block.operands():
-            cuts.setdefault(operand[:2], {})[operand.axis] = kept
+            size = constant_shape(operand.value)[operand.axis]
+            starts = np.arange(0, size, block.num_neurons)  # two if gate and up are packed
+            indices = (starts[:, None] + kept).reshape(-1)
+            cuts.setdefault(operand[:2], {})[operand.axis] = indices
     return cuts
 
 
@@ -251,14 +261,32 @@ def _key(axes: Mapping[int, _Kept]) -> object:
     return frozenset((axis, kept.tobytes()) for axis, kept in axes.items())
 
 
-def _set_width(reshape: ir.Node, width: int, make: Inserter) -> None:
-    """Replace the last axis of a Reshape's target shape, which other nodes may share."""
+def _set_width(node: ir.Node, old: int, width: int, make: Inserter, info: ShapeInfo) -> None:
+    """Replace F in the constants of a Reshape, Split or Slice, which other nodes may share."""
+    if node.op_type == "Reshape":
+        _set_last_axis(node, old, width, make)
+    elif node.op_type == "Slice":
+        bounds = slice_bounds(node, old, info)
+        assert bounds is not None
+        for index, name in enumerate(("start", "end")):
+            known = info.constant(node.inputs[1 + index])
+            assert known is not None
+            bound = np.full_like(known, bounds[index] // old * width)
+            node.replace_input_with(1 + index, make.constant(bound, name))
+    elif "split" in node.attributes:
+        node.attributes["split"] = ir.AttrInt64s("split", [width, width])
+    else:
+        node.replace_input_with(1, make.integers([width, width], "sizes"))
+
+
+def _set_last_axis(reshape: ir.Node, old: int, width: int, make: Inserter) -> None:
+    """Replace the last axis of a Reshape's target shape, F or 2F."""
     shape = reshape.inputs[1]
     assert shape is not None
     end, node = last_entry(shape), shape.producer()
     assert end is not None
     array = constant_array(end).copy()
-    array[-1] = width
+    array[-1] = array[-1] // old * width
     new = make.constant(array, "width")
     if end is not shape and node is not None:
         new = make.op("Concat", [*node.inputs[:-1], new], "shape", axis=0)

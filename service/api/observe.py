@@ -7,11 +7,11 @@ import re
 import uuid
 from time import perf_counter
 
-import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.engine import Engine
 from service.errors import error_response
+from service.log import REQUEST
 from service.metrics import Metrics
 from service.tracing import request_span
 
@@ -42,7 +42,7 @@ class ObserveRequests:
         request_id = (
             client_id if VALID_REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex.encode()
         )
-        started, status = perf_counter(), 0
+        started, status, added = perf_counter(), 0, [(b"x-request-id", request_id)]
         engines: list[Engine] = []
         scope["attnserve.engines"] = engines
         # FastAPI's GET routes refuse HEAD. The web server omits the body of the answer.
@@ -52,10 +52,16 @@ class ObserveRequests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                message["headers"] = [*message["headers"], *added]
             await send(message)
 
-        with request_span(scope) as finish:
+        with request_span(scope) as span:
+            client = scope.get("client")
+            fields = {"request_id": request_id.decode(), **span.fields}
+            if client is not None:
+                fields["client"] = f"{client[0]}:{client[1]}"
+            added += span.headers
+            token = REQUEST.set(fields)
             try:
                 await self._app(routed, receive, observed)
             except Exception:
@@ -70,14 +76,14 @@ class ObserveRequests:
                 # The pattern of the route, not the path: the number of series must stay bounded.
                 route = getattr(routed.get("route"), "path", "unknown")
                 self._metrics.count_response(route, status)
-                finish(route, status)
+                span.finish(route, status)
                 if access.isEnabledFor(logging.INFO):
                     line = {
                         "method": scope["method"],
                         "path": scope["path"],
                         "status": status,
                         "ms": round((perf_counter() - started) * 1e3, 3),
-                        "request_id": request_id.decode(),
                         **scope.get("attnserve.cost", {}),
                     }
-                    access.info(orjson.dumps(line).decode())
+                    access.info("request", extra={"fields": line})
+                REQUEST.reset(token)

@@ -17,7 +17,6 @@ from pydantic import ConfigDict, FailFast, Field
 from attnserve import __version__
 from graph_passes.errors import InvalidData
 from service.api.requests import (
-    VERSION,
     Body,
     Extensible,
     JsonRoute,
@@ -26,6 +25,7 @@ from service.api.requests import (
     cancel_on_disconnect,
     deadline,
     get_engine,
+    model_route,
     read_body,
 )
 from service.api.responses import array_json, json_response, respond
@@ -143,22 +143,12 @@ class Ready(Body):
     ready: bool
 
 
-INFER: dict[str, Any] = {
-    "response_model": InferResponse,
-    "responses": {200: {"content": {"application/octet-stream": BINARY}}},
-}
-
 HEADER_PARAMETER = {
     "name": "Inference-Header-Content-Length",
     "in": "header",
     "required": False,
     "schema": {"type": "integer", "minimum": 0},
     "description": "Bytes of JSON at the start of the body, if raw tensors follow it.",
-}
-
-MODEL_READY: dict[str, Any] = {
-    "response_model": ModelReady,
-    "responses": {503: {"model": ModelReady | Error, "description": "The model cannot run."}},
 }
 
 
@@ -197,10 +187,7 @@ async def ready(request: Request) -> Response:
     return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
 
-@router.get("/models/{name}", response_model=ModelMetadata)
-@router.get(
-    "/models/{name}/versions/{version}", response_model=ModelMetadata, openapi_extra=VERSION
-)
+@model_route(router, "", response_model=ModelMetadata)
 async def model_metadata(request: Request, name: str) -> Response:
     engine = get_engine(request, name)
     return json_response(
@@ -214,8 +201,12 @@ async def model_metadata(request: Request, name: str) -> Response:
     )
 
 
-@router.get("/models/{name}/ready", **MODEL_READY)
-@router.get("/models/{name}/versions/{version}/ready", **MODEL_READY, openapi_extra=VERSION)
+@model_route(
+    router,
+    "/ready",
+    response_model=ModelReady,
+    responses={503: {"model": ModelReady | Error, "description": "The model cannot run."}},
+)
 async def model_ready(request: Request, name: str) -> Response:
     engine = get_engine(request, name)
     repository: Repository = request.app.state.repository
@@ -223,6 +214,18 @@ async def model_ready(request: Request, name: str) -> Response:
     return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
 
 
+@model_route(
+    router,
+    "/infer",
+    "POST",
+    response_model=InferResponse,
+    responses={200: {"content": {"application/octet-stream": BINARY}}},
+    route_class_override=InferRoute,
+    openapi_extra={
+        "requestBody": {"content": {"application/octet-stream": BINARY}},
+        "parameters": [HEADER_PARAMETER],
+    },
+)
 async def infer(request: Request, name: str, body: InferRequest) -> Response:
     """Run the model on tensors. The headers and the parameters of the answer hold its cost."""
     _refuse_unserved(body)
@@ -252,23 +255,6 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
         }
 
     return respond(request, engine, answer, envelope, raw_outputs)
-
-
-for path, extra in (
-    ("/models/{name}/infer", {}),
-    ("/models/{name}/versions/{version}/infer", VERSION),
-):
-    router.add_api_route(
-        path,
-        infer,
-        methods=["POST"],
-        route_class_override=InferRoute,
-        openapi_extra={
-            "requestBody": {"content": {"application/octet-stream": BINARY}},
-            "parameters": [HEADER_PARAMETER, *extra.get("parameters", ())],
-        },
-        **INFER,
-    )
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from graph_passes.errors import InvalidArgument, InvalidData
+from service.api.embedding import add_prompt, cut_vectors
 from service.api.requests import (
     Body,
     JsonRoute,
@@ -87,7 +88,12 @@ class EmbeddingsRequest(Body):
         "float", description="base64 encodes little-endian float32."
     )
     dimensions: int | None = Field(
-        None, ge=1, description="Must be the size of the model's vectors."
+        None, ge=1, description="Return only the first dimensions of each vector."
+    )
+    prompt_name: str | None = Field(
+        None,
+        description="The prompt of the model before each text; its default if omitted. Not a field"
+        " of OpenAI.",
     )
     user: str | None = Field(None, description="Ignored.")
 
@@ -161,25 +167,16 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
 
 @router.post("/embeddings", response_model=EmbeddingsResponse)
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
-    """One vector per text or list of token ids.
-
-    ``dimensions`` must be the size of the model's vectors: they are not truncated.
-    """
+    """One vector per text or list of token ids."""
     engine = acquire_engine(request, body.model)
+    texts = add_prompt(engine, body.input, body.prompt_name)
     try:
         answer = await cancel_on_disconnect(
-            request, engine.embed(body.input, truncate=False, deadline=deadline(request))
+            request, engine.embed(texts, truncate=False, deadline=deadline(request))
         )
     except (InvalidData, InvalidArgument) as error:
         raise InvalidField(error.what, error.fix, field="input") from error
-    vectors = answer.outputs["embeddings"]
-    if body.dimensions not in (None, vectors.shape[1]):
-        raise InvalidField(
-            f"dimensions is {body.dimensions}, but vectors of {engine.name} have"
-            f" {vectors.shape[1]}",
-            "leave it out",
-            field="dimensions",
-        )
+    vectors = cut_vectors(engine, answer.outputs["embeddings"], body.dimensions)
     data = serialize(
         [
             {

@@ -10,9 +10,10 @@ from time import perf_counter
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
 
 from graph_passes.errors import InvalidData
 from service.engine.engine import Engine
@@ -27,7 +28,6 @@ from service.errors import (
 from service.settings import Settings
 
 __all__ = [
-    "VERSION",
     "Body",
     "Extensible",
     "JsonRoute",
@@ -36,23 +36,20 @@ __all__ = [
     "cancel_on_disconnect",
     "deadline",
     "get_engine",
+    "model_route",
     "parse_json",
     "read_body",
 ]
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
+F = TypeVar("F", bound=Callable[..., Any])
 
 DISCONNECTED = "the client disconnected"
 
 Name = Annotated[str, Field(max_length=1024)]
 
-VERSION: dict[str, Any] = {
-    "parameters": [
-        {"name": "version", "in": "path", "required": True, "schema": {"type": "string"}}
-    ]
-}
-"""Documents the version in the path of a route whose function also serves a path without it."""
+PATH_VERSION = {"name": "version", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 class Body(BaseModel):
@@ -65,6 +62,30 @@ class Extensible(Body):
     """The supported parameters; others belong to extensions and are ignored."""
 
     model_config = ConfigDict(extra="allow")
+
+
+def model_route(
+    router: APIRouter, path: str, method: str = "GET", **options: Any
+) -> Callable[[F], F]:
+    """Decorator: serve ``path`` below a model, and below one version of it.
+
+    ``options`` are those of ``APIRouter.add_api_route``.
+    """
+    extra = options.pop("openapi_extra", {})
+    known = extra.get("parameters", [])
+
+    def add(function: F) -> F:
+        for version, parameters in (("", known), ("/versions/{version}", [*known, PATH_VERSION])):
+            router.add_api_route(
+                f"/models/{{name}}{version}{path}",
+                function,
+                methods=[method],
+                openapi_extra={**extra, "parameters": parameters},
+                **options,
+            )
+        return function
+
+    return add
 
 
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
@@ -129,6 +150,7 @@ async def read_body(request: Request) -> bytes | bytearray:
         TooLarge: More than ``max_body_bytes``, compressed or decompressed.
         UnsupportedEncoding: The content-encoding is unknown.
         MalformedRequest: The body does not match its content-encoding.
+        ClientGone: The client disconnected.
     """
     settings: Settings = request.app.state.settings
     limit = settings.max_body_bytes
@@ -143,15 +165,18 @@ async def read_body(request: Request) -> bytes | bytearray:
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large
     body: bytes | bytearray = b""
-    async for chunk in request.stream():
-        if not body:
-            body = chunk
-        elif chunk:
-            if isinstance(body, bytes):
-                body = bytearray(body)
-            body += chunk
-        if len(body) > limit:
-            raise too_large
+    try:
+        async for chunk in request.stream():
+            if not body:
+                body = chunk
+            elif chunk:
+                if isinstance(body, bytes):
+                    body = bytearray(body)
+                body += chunk
+            if len(body) > limit:
+                raise too_large
+    except ClientDisconnect as error:
+        raise ClientGone("the client disconnected before its request was complete") from error
     if encoding != "identity":
         body = _decompress(body, encoding, limit)
     request.state.started = perf_counter()

@@ -11,6 +11,7 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 from fastapi import Request, Response
+from starlette.background import BackgroundTask
 
 from service.engine.engine import Answer, Engine
 from service.memory import gpu_bytes, rss_bytes
@@ -24,13 +25,9 @@ SLICE = 32_768
 thread would block the event loop too."""
 
 
-def json_response(
-    content: Any, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
+def json_response(content: Any, status: int = 200) -> Response:
     """A response with ``content`` as JSON; arrays become lists, NaN and infinities null."""
-    return Response(
-        orjson.dumps(content, option=JSON), status, headers, media_type="application/json"
-    )
+    return Response(orjson.dumps(content, option=JSON), status, media_type="application/json")
 
 
 def serialize(value: Any) -> orjson.Fragment:
@@ -52,8 +49,8 @@ def respond(
     request: Request,
     engine: Engine,
     answer: Answer,
-    envelope: Callable[[dict[str, int | float]], dict[str, Any]],
-    raw: Sequence[np.ndarray] = (),
+    envelope: Callable[[dict[str, int | float]], Any],
+    raw: Sequence[memoryview] = (),
 ) -> Response:
     """Stop the clock, and return the answer with its cost in the headers and the metrics.
 
@@ -69,20 +66,21 @@ def respond(
     headers = {f"x-{key.replace('_', '-')}": str(value) for key, value in cost.items()}
     headers["x-model"] = quote(engine.name)  # headers are ASCII; names of models may not be
     headers["x-model-version"] = engine.version
-    if engine.model.plan_id is not None:
-        headers["x-plan"] = engine.model.plan_id
-    if not raw:
-        return json_response(envelope(cost), headers=headers)
-    head = orjson.dumps(envelope(cost), option=JSON)
-    headers["inference-header-content-length"] = str(len(head))
-    body = b"".join([head, *(tensor.data for tensor in raw)])
-    return Response(body, 200, headers, media_type="application/octet-stream")
+    if (plan := engine.model.artifact.plan_id) is not None:
+        headers["x-plan"] = plan
+    body, media_type = orjson.dumps(envelope(cost), option=JSON), "application/json"
+    if raw:
+        headers["inference-header-content-length"] = str(len(body))
+        body, media_type = b"".join([body, *raw]), "application/octet-stream"
+    background = answer.follow_up and BackgroundTask(answer.follow_up)
+    return Response(body, 200, headers, media_type, background)
 
 
 def _cost(answer: Answer, total_ms: float, provider: str) -> dict[str, int | float]:
     """The cost of ``answer``, by the names of the v2 parameters.
 
-    ``macs`` and ``flops`` are absent if the graph cannot be counted, ``gpu_bytes`` without a GPU.
+    ``macs`` and ``flops`` are absent if the graph cannot be counted, ``gpu_bytes`` without a GPU,
+    and ``out_of_calibration`` (rows that are not like the calibration data) if there are none.
     ``rss_bytes`` covers this process, ``gpu_bytes`` the whole device.
     """
     cost: dict[str, int | float] = {
@@ -93,6 +91,8 @@ def _cost(answer: Answer, total_ms: float, provider: str) -> dict[str, int | flo
         "tokens": answer.tokens,
         "padding_waste": round(answer.padding_waste, 4),
     }
+    if answer.out_of_calibration:
+        cost["out_of_calibration"] = answer.out_of_calibration
     if answer.macs is not None:
         cost |= {"macs": answer.macs, "flops": 2 * answer.macs}
     cost["rss_bytes"] = rss_bytes()

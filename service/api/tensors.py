@@ -34,7 +34,6 @@ __all__ = [
     "OutputTensor",
     "decode",
     "decode_all",
-    "encode",
     "encode_all",
     "split",
 ]
@@ -184,32 +183,28 @@ def decode(tensor: InputTensor, raw: memoryview | None = None) -> np.ndarray:
 
 def encode_all(
     arrays: Mapping[str, np.ndarray], binary: Collection[str]
-) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+) -> tuple[list[dict[str, Any]], list[memoryview]]:
     """(output tensors in the JSON, raw tensors after the JSON).
 
     Args:
         binary: Names of the tensors that are sent as raw bytes.
     """
     tensors: list[dict[str, Any]] = []
-    raw: list[np.ndarray] = []
+    raw: list[memoryview] = []
     for name, array in arrays.items():
-        if name not in binary:
-            tensors.append(encode(name, array))
-            continue
-        little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
-        raw.append(little)
-        parameters = {"parameters": {"binary_data_size": little.nbytes}}
-        tensors.append(_describe(name, array) | parameters)
+        tensor: dict[str, Any] = {
+            "name": name,
+            "shape": list(array.shape),
+            "datatype": NAMES[array.dtype],
+        }
+        if name in binary:
+            little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+            raw.append(little.data)
+            tensor["parameters"] = {"binary_data_size": little.nbytes}
+        else:
+            tensor["data"] = np.ascontiguousarray(array).ravel()
+        tensors.append(tensor)
     return tensors, raw
-
-
-def encode(name: str, array: np.ndarray) -> dict[str, Any]:
-    """``array`` as an output tensor with flat row-major data."""
-    return _describe(name, array) | {"data": np.ascontiguousarray(array).ravel()}
-
-
-def _describe(name: str, array: np.ndarray) -> dict[str, Any]:
-    return {"name": name, "shape": list(array.shape), "datatype": NAMES[array.dtype]}
 
 
 def _from_bytes(

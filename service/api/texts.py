@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 
 from graph_passes.errors import InvalidData
+from service.api.embedding import add_prompt, cut_vectors
 from service.api.requests import (
     Body,
     JsonRoute,
@@ -63,6 +64,12 @@ class EmbedRequest(TextBody):
     """Texts to embed."""
 
     inputs: Texts
+    prompt_name: str | None = Field(
+        None, description="The prompt of the model before each text; its default if omitted."
+    )
+    dimensions: int | None = Field(
+        None, ge=1, description="Return only the first dimensions of each vector."
+    )
 
 
 class PredictRequest(TextBody):
@@ -98,34 +105,31 @@ class Prediction(Body):
     score: float
 
 
-class PredictResponse(Body):
+class TextResponse(Body):
+    model: str
+    usage: Usage
+
+
+class PredictResponse(TextResponse):
     predictions: list[list[Prediction]] = Field(
         description="For each text, most likely class first."
     )
-    model: str
-    usage: Usage
 
 
-class SimilarityResponse(Body):
+class SimilarityResponse(TextResponse):
     similarities: list[float] = Field(
         description="Cosine similarities, in the order of the request."
     )
-    model: str
-    usage: Usage
 
 
-class TokenizeResponse(Body):
+class TokenizeResponse(TextResponse):
     tokens: list[list[int]] = Field(description="Token ids of each text, including special tokens.")
-    model: str
-    usage: Usage
 
 
-class EmbedResponse(Body):
+class EmbedResponse(TextResponse):
     embeddings: list[list[float]] = Field(
         description="One vector per text, in the order of the request."
     )
-    model: str
-    usage: Usage
 
 
 @router.post("/embed", response_model=EmbedResponse)
@@ -135,11 +139,13 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
     An empty text is valid: its special tokens have a vector.
     """
     engine = acquire_engine(request, body.model, body.version)
+    texts = add_prompt(engine, body.inputs, body.prompt_name)
     answer = await cancel_on_disconnect(
-        request, engine.embed(body.inputs, truncate=body.truncate, deadline=deadline(request))
+        request, engine.embed(texts, truncate=body.truncate, deadline=deadline(request))
     )
+    vectors = cut_vectors(engine, answer.outputs["embeddings"], body.dimensions)
 
-    return _text_response(request, engine, answer, "embeddings", answer.outputs["embeddings"])
+    return _text_response(request, engine, answer, "embeddings", vectors)
 
 
 @router.post("/predict", response_model=PredictResponse)
@@ -171,7 +177,8 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     engine = acquire_engine(request, body.model, body.version)
     texts, left, right = _pairs(body)
     answer = await cancel_on_disconnect(
-        request, engine.embed(texts, truncate=body.truncate, deadline=deadline(request))
+        request,
+        engine.embed(add_prompt(engine, texts), truncate=body.truncate, deadline=deadline(request)),
     )
     vectors = answer.outputs["embeddings"].astype(np.float64)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from graph_passes.errors import InvalidData
-from service.api.requests import VERSION, Body, JsonRoute, get_engine
+from service.api.requests import Body, Extensible, JsonRoute, get_engine, model_route
 from service.api.responses import json_response
 from service.api.tensors import NAMES
 from service.engine.engine import Engine
@@ -24,10 +24,8 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v2", tags=["Triton's extensions of v2"], route_class=JsonRoute)
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(Extensible):
     """The supported fields of Triton's ModelConfig."""
-
-    model_config = ConfigDict(extra="allow")
 
     name: str
     platform: str
@@ -91,29 +89,26 @@ class RepositoryRequest(Body):
     parameters: dict[str, Any] = Field(default={})
 
 
+# In threads: the series of all workers are files.
 @router.get("/models/stats", response_model=ModelStatistics)
-async def all_statistics(request: Request) -> Response:
+def all_statistics(request: Request) -> Response:
     """Exact statistics of all loaded models, since their first loading."""
-    repository: Repository = request.app.state.repository
-    return _statistics(repository.engines())
+    return _statistics(request, request.app.state.repository.engines())
 
 
 @router.get("/models/{name}/stats", response_model=ModelStatistics)
-async def model_statistics(request: Request, name: str) -> Response:
+def model_statistics(request: Request, name: str) -> Response:
     """Statistics of every version of a model."""
-    repository: Repository = request.app.state.repository
-    return _statistics([get_engine(request, name, one) for one in repository.versions(name)])
+    versions = request.app.state.repository.versions(name)
+    return _statistics(request, [get_engine(request, name, one) for one in versions])
 
 
 @router.get("/models/{name}/versions/{version}/stats", response_model=ModelStatistics)
-async def version_statistics(request: Request, name: str, version: str) -> Response:
-    return _statistics([get_engine(request, name, version)])
+def version_statistics(request: Request, name: str, version: str) -> Response:
+    return _statistics(request, [get_engine(request, name, version)])
 
 
-@router.get("/models/{name}/config", response_model=ModelConfig)
-@router.get(
-    "/models/{name}/versions/{version}/config", response_model=ModelConfig, openapi_extra=VERSION
-)
+@model_route(router, "/config", response_model=ModelConfig)
 async def model_config(request: Request, name: str) -> Response:
     """The supported fields of Triton's ModelConfig.
 
@@ -214,5 +209,8 @@ def _tensor(tensor: Tensor, batches: bool) -> dict[str, Any]:
     }
 
 
-def _statistics(engines: list[Engine]) -> Response:
-    return json_response({"model_stats": [engine.metrics.statistics() for engine in engines]})
+def _statistics(request: Request, engines: list[Engine]) -> Response:
+    metrics = request.app.state.metrics
+    read = metrics.statistics()
+    stats = [engine.metrics.statistics(read[engine.name, engine.version]) for engine in engines]
+    return json_response({"model_stats": stats})

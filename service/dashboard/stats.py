@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -9,28 +10,42 @@ from attnserve.models.artifact import Artifact
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.memory import gpu_bytes
+from service.metrics import Second, Series, VersionState
 
 __all__ = ["report"]
 
 
 def report(repository: Repository) -> dict[str, Any]:
     """The body of GET /stats.json. Milliseconds, bytes, multiply-accumulates."""
+    metrics = repository.metrics
+    states = {state[:2]: state for state in metrics.watch()}
+    series, seconds, quality = metrics.statistics(), metrics.seconds(), metrics.quality()
+    loaded = [(engine, (engine.name, engine.version)) for engine in repository.engines()]
     return {
         "ready": repository.ready,
-        "memory": {"rss_bytes": repository.metrics.rss(), "gpu_bytes": gpu_bytes()},
+        "memory": {"rss_bytes": metrics.rss(), "gpu_bytes": gpu_bytes()},
         "workers": dict(zip(("wanted", "serving"), repository.workers, strict=True)),
-        "models": [_model(repository, engine) for engine in repository.engines()],
+        "models": [
+            _model(engine, states[of], series[of], seconds.get(of, {}), quality.get(of))
+            for engine, of in loaded
+            if of in states and of in series  # not loaded just now
+        ],
     }
 
 
-def _model(repository: Repository, engine: Engine) -> dict[str, Any]:
-    statistics = engine.metrics.statistics()
-    of = (engine.name, engine.version)
-    state = next(one for one in repository.metrics.watch() if one[:2] == of)
+def _model(
+    engine: Engine,
+    state: VersionState,
+    series: Series,
+    seconds: Mapping[int, Second],
+    quality: Any,
+) -> dict[str, Any]:
+    statistics = engine.metrics.statistics(series)
+    peak, outside = series.get("gpu_memory_peak_bytes"), series.get("out_of_calibration", {})
     return {
         "name": engine.name,
         "version": engine.version,
-        "ready": repository.runs(engine),
+        "ready": state.ready,
         "reason": engine.reason,
         "queue_rows": state.waiting,
         "in_flight": state.in_flight,
@@ -38,8 +53,10 @@ def _model(repository: Repository, engine: Engine) -> dict[str, Any]:
         "failures": statistics["inference_stats"]["fail"]["count"],
         "rows": statistics["inference_count"],
         "runs": statistics["execution_count"],
-        "gpu_peak_bytes": engine.metrics.gpu_peak_bytes,
-        "window": engine.metrics.window(),
+        "gpu_peak_bytes": None if peak is None else int(peak[()]),
+        "quality": quality,
+        "out_of_calibration": {reason: int(count) for (reason,), count in sorted(outside.items())},
+        "window": engine.metrics.window(seconds),
         "card": card(engine),
     }
 
@@ -52,11 +69,13 @@ def card(engine: Engine) -> dict[str, Any]:
         "max_length": model.encoder.max_length if model.encoder else None,
         "pooling": artifact.pooling,
         "normalize": artifact.normalize,
+        "dimensions": artifact.dimensions,
+        "prompts": artifact.prompts,
         "takes_text": model.encoder is not None,
         "classifies": model.classifies,
         "provider": model.provider,
         "source": _source(artifact),
-        "plan": model.plan_id,
+        "plan": artifact.plan_id,
         "operators": dict(model.operators),
         "optimization": _optimization(artifact),
     }
@@ -73,7 +92,7 @@ def _source(artifact: Artifact) -> str | None:
 
 def _optimization(artifact: Artifact) -> dict[str, Any] | None:
     """Size before the first rewrite and after the last; None without a rewrite."""
-    entries = [entry for entry in artifact.lineage if isinstance(entry, dict)]
+    entries = artifact.lineage
     if not entries:
         return None
     last = entries[-1]

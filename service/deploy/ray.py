@@ -10,17 +10,23 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from types import FrameType
 from typing import Any
 
+from fastapi import FastAPI
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 from service.app import create_app
-from service.server import configure_log
-from service.settings import Settings
+from service.engine.repository import Repository
+from service.errors import NotReady
+from service.log import configure_log
+from service.server import STOP_SIGNALS
+from service.settings import Settings, read_settings
 
 __all__ = ["RaySettings", "application", "deployment_options", "run"]
 
@@ -102,11 +108,44 @@ def application(settings: Settings, ray: RaySettings | None = None) -> Any:
     """
     serve = _require_serve()
     options = deployment_options(settings, ray or RaySettings())
+    build = partial(_build, settings.model_copy(update=NO_SECRETS), bool(settings.api_keys))
+    return serve.deployment(**options)(serve.ingress(build)(_Replica)).bind()
 
-    def build() -> Any:  # runs in the replica
-        return create_app(settings)
 
-    return serve.deployment(**options)(serve.ingress(build)()).bind()
+NO_SECRETS: Mapping[str, Any] = {"api_keys": (), "admin_keys": (), "ssl_keyfile_password": None}
+"""Ray stores what it sends to the replicas: they read the keys from their own environment."""
+
+_repositories: list[Repository] = []
+"""Of this process, if it is a replica."""
+
+
+def _build(settings: Settings, needs_keys: bool) -> FastAPI:
+    """The application of a replica.
+
+    Raises:
+        InvalidArgument: The service has API keys, and this machine has none.
+    """
+    own = read_settings(model=settings.model)
+    if needs_keys and not own.api_keys:
+        raise InvalidArgument(
+            "this replica has no API keys",
+            "set ATTNSERVE_API_KEYS on every machine before Ray starts, or use a file of keys",
+            code="ray.keys",
+        )
+    keys = {"api_keys": own.api_keys, "admin_keys": own.admin_keys}
+    app = create_app(settings.model_copy(update=keys))
+    _repositories.append(app.state.repository)
+    return app
+
+
+class _Replica:
+    """Ray replaces a replica whose check fails three times in a row, 10 s apart."""
+
+    def check_health(self) -> None:
+        """Raise ``NotReady`` if a model cannot run."""
+        for engine in (one for repository in _repositories for one in repository.engines()):
+            if not engine.ready:
+                raise NotReady(f"{engine.name} is not ready: {engine.reason}")
 
 
 def run(settings: Settings, ray: RaySettings | None = None) -> None:
@@ -139,7 +178,7 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
             "check it with ray status",
             code="ray.address",
         ) from error
-    for number in STOPS:  # replace Ray's handlers
+    for number in STOP_SIGNALS:  # replace Ray's handlers
         signal.signal(number, _stop)
     try:
         serve.start(http_options={"host": settings.host, "port": settings.port})
@@ -155,15 +194,12 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
         while chosen.address is None:
             time.sleep(1)
     except KeyboardInterrupt:
-        for number in STOPS:  # do not interrupt the shutdown
+        for number in STOP_SIGNALS:  # do not interrupt the shutdown
             signal.signal(number, signal.SIG_IGN)
         if chosen.address is None:
             serve.shutdown()
     finally:
         runtime.shutdown()
-
-
-STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -11,19 +11,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 
+from attnserve.models.datasets import token_mask
+from attnserve.models.token_statistics import CalibrationRange
 from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
 from service.engine.model import Model, TextTask
+from service.engine.shadow import FollowUp, Shadow
 from service.errors import (
     DeadlineExceeded,
     NotFound,
@@ -38,8 +41,8 @@ from service.settings import Settings
 
 __all__ = ["Answer", "Engine", "Text"]
 
-Text = str | Sequence[int]
-"""A text, or its token ids including special tokens."""
+Text = str | tuple[str, str] | list[int]
+"""A text, a pair of texts, or token ids including special tokens."""
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Delays before each attempt to reload a broken model; the last one repeats."""
@@ -62,8 +65,6 @@ SHORT_CHARACTERS = 2000
 """Texts of at most this many characters are tokenized in the thread that runs them, if it is
 free (``Batcher.submit_from``). Tokenizing them takes about a millisecond."""
 
-MACS_CACHE_SIZE = 1024
-
 log = logging.getLogger("attnserve")
 
 
@@ -74,6 +75,8 @@ class Answer:
     ``compute_ms`` is the time in which a part of the request ran, ``queue_ms`` the time in which it
     only waited. ``tokens`` excludes padding, ``padded_tokens`` includes it. ``macs`` is the share
     of the request in the MACs of its padded batches, None if they cannot be counted.
+    ``out_of_calibration`` counts the rows that are not like the calibration data. ``follow_up`` is
+    called after the answer was sent.
     """
 
     outputs: dict[str, np.ndarray]
@@ -83,6 +86,8 @@ class Answer:
     tokens: int
     padded_tokens: int
     macs: int | None
+    out_of_calibration: int = 0
+    follow_up: FollowUp | None = None
 
     @property
     def padding_waste(self) -> float:
@@ -98,6 +103,7 @@ class Engine:
         settings: Batching parameters and limits of requests.
         metrics: Receives the measurements.
         reload: Loads the same model again after a failure of its session; called in a thread.
+        shadow: Receives the rows of answered requests.
     """
 
     def __init__(
@@ -106,8 +112,11 @@ class Engine:
         settings: Settings,
         metrics: ModelMetrics | None = None,
         reload: Callable[[], Model] | None = None,
+        shadow: Shadow | None = None,
     ) -> None:
         self.model = model
+        self._range = CalibrationRange.read(model.artifact.lineage)
+        self._shadow = shadow
         self.settings = settings
         self.metrics = metrics or Metrics().of(model.name, model.version)
         self.batcher = Batcher(
@@ -134,7 +143,6 @@ class Engine:
         self._unused: asyncio.Event | None = None
         self._broken: str | None = None
         self._recovering: asyncio.Task[None] | None = None
-        self._macs: OrderedDict[tuple[Any, ...], int | None] = OrderedDict()
 
     @property
     def name(self) -> str:
@@ -195,6 +203,9 @@ class Engine:
                 result,
                 tokens=model.tokens(inputs),
                 padded=math.prod(model.ids(inputs).shape[:2]),
+                outside=self._count_outside(_token_ids(inputs)),
+                follow_up=self._shadow
+                and self._shadow.follow_up(self, None, names, rows, result.results),
             )
             _add_stages(stages, result, output_ns=perf_counter_ns() - started)
         return answer
@@ -233,6 +244,21 @@ class Engine:
                 "use /embed for vectors",
             )
         return await self._texts("classify", "scores", texts, truncate, deadline)
+
+    async def rerank(
+        self, query: str, texts: Sequence[str], *, truncate: bool, deadline: float | None = None
+    ) -> Answer:
+        """Score texts for a query: ``outputs["scores"]`` has the logits, of shape (texts, 1).
+
+        Args, Raises: See ``embed``; NotFound also if the model has not one logit per text.
+        """
+        if not self.model.reranks:
+            raise NotFound(
+                f"{self.name} is no reranker: no output 'logits' of shape [batch, 1]",
+                "export a cross-encoder with the task rerank",
+            )
+        pairs = [(query, text) for text in texts]
+        return await self._texts("rerank", "scores", pairs, truncate, deadline)
 
     async def tokenize(
         self, texts: Sequence[str], *, truncate: bool = False, deadline: float | None = None
@@ -328,25 +354,32 @@ class Engine:
             model = self.model
             model.require_tokenizer()
             self._check_texts(texts)
-            tokens = 0
+            tokens = outside = 0
+            made: list[Row] = []
 
             def rows() -> list[Row]:  # in a thread
-                nonlocal tokens
+                nonlocal tokens, outside
                 encodings = self._encode(texts, truncate)
                 tokens = sum(map(len, encodings))
                 _check_limit(tokens, self.settings.max_tokens, "tokens")
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
                 row = (1, max(map(len, encodings)))
                 shapes = {tensor.name: row for tensor in model.inputs}
+                model.check_memory(shapes, self.settings.max_run_bytes)
                 size = model.output_bytes(shapes, [model.text_output(task)])
                 _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
-                return [
+                outside = self._count_outside(one.ids for one in encodings)
+                made.extend(
                     Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
                     for one in encodings
-                ]
+                )
+                return made
 
             result = await self.batcher.submit_from(
-                rows, len(texts), deadline, is_short=sum(map(len, texts)) <= SHORT_CHARACTERS
+                rows,
+                len(texts),
+                deadline,
+                is_short=sum(map(_characters, texts)) <= SHORT_CHARACTERS,
             )
             started = perf_counter_ns()
             answer = _answer(
@@ -354,17 +387,24 @@ class Engine:
                 result,
                 tokens=tokens,
                 padded=sum(count * batch.longest for batch, count in result.batches),
+                outside=outside,
+                follow_up=self._shadow
+                and self._shadow.follow_up(
+                    self, task, [model.text_output(task)], made, result.results, texts
+                ),
             )
             _add_stages(stages, result, output_ns=perf_counter_ns() - started)
         return answer
 
     def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoding]:
-        if all(isinstance(text, str) for text in texts):
-            return self.model.encode([str(text) for text in texts], truncate=truncate)
-        limit = self.model.encoder.max_length if self.model.encoder else None
+        encoder = self.model.require_tokenizer()
+        plain = [text for text in texts if isinstance(text, str | tuple)]
+        if len(plain) == len(texts):
+            return encoder.encode(plain, truncate=truncate)
+        limit = encoder.max_length
         encodings: list[Encoding] = []
         for index, text in enumerate(texts):
-            if isinstance(text, str):
+            if isinstance(text, str | tuple):
                 raise InvalidData(
                     "texts and token ids in one request", "send them in separate requests"
                 )
@@ -427,17 +467,18 @@ class Engine:
             _check_rows(inputs, [output])
             vectors = model.vectors(key[0], inputs, output)
             results = [vectors[at : at + 1] for at in range(len(payloads))]
-        macs = self._macs_of(inputs)
+        macs = model.macs(inputs)
         ended = perf_counter_ns()
         return BatchResult(results, macs, prepared - started, inferred - prepared, ended - inferred)
 
-    def _macs_of(self, inputs: Mapping[str, np.ndarray]) -> int | None:
-        shapes = tuple((name, array.shape) for name, array in inputs.items())
-        if shapes not in self._macs:
-            self._macs[shapes] = self.model.macs(inputs)
-            if len(self._macs) > MACS_CACHE_SIZE:
-                self._macs.popitem(last=False)
-        return self._macs.get(shapes)
+    def _count_outside(self, rows: Iterable[Sequence[int] | np.ndarray]) -> int:
+        """Count the rows of token ids that are not like the calibration data."""
+        if self._range is None:
+            return 0
+        found = [reasons for ids in rows if (reasons := self._range.reasons(ids))]
+        for reason in chain.from_iterable(found):
+            self.metrics.record_outside(reason)
+        return len(found)
 
     def _check_size(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> None:
         limits = self.settings
@@ -448,14 +489,17 @@ class Engine:
         shapes = {name: array.shape for name, array in inputs.items()}
         size = self.model.output_bytes(shapes, outputs)
         _check_limit(size, limits.max_tensor_bytes, "bytes of output tensors")
+        if self.model.rows_are_independent:  # the batcher bounds the rows of a run
+            shapes = {name: (1, *shape[1:]) for name, shape in shapes.items()}
+        self.model.check_memory(shapes, limits.max_run_bytes)
 
     def _check_texts(self, texts: Sequence[Text]) -> None:
         _check_limit(len(texts), self.settings.max_inputs, "texts")
         limit = self.settings.max_text_chars
         for index, text in enumerate(texts):
-            if len(text) > limit:
+            if (count := _characters(text)) > limit:
                 raise TooLarge(
-                    f"text {index} has {len(text)} characters: at most {limit}", "cut it into parts"
+                    f"text {index} has {count} characters: at most {limit}", "cut it into parts"
                 )
 
     # -- failures ---------------------------------------------------------------------------------
@@ -519,6 +563,10 @@ class Engine:
                 log.error("%s version %s: %s", self.name, self.version, self._broken)
 
 
+def _characters(text: Text) -> int:
+    return sum(map(len, text)) if isinstance(text, tuple) else len(text)
+
+
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
@@ -552,8 +600,22 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
+def _token_ids(inputs: Mapping[str, np.ndarray]) -> Iterable[np.ndarray]:
+    """The ids of each row without padding; nothing if the model has other inputs."""
+    ids = inputs.get("input_ids")
+    if ids is None or ids.ndim != 2:
+        return ()
+    return (row[real] for row, real in zip(ids, token_mask(inputs, ids.shape), strict=True))
+
+
 def _answer(
-    outputs: dict[str, np.ndarray], result: RequestResult, *, tokens: int, padded: int
+    outputs: dict[str, np.ndarray],
+    result: RequestResult,
+    *,
+    tokens: int,
+    padded: int,
+    outside: int,
+    follow_up: FollowUp | None,
 ) -> Answer:
     macs: int | None = 0
     for batch, count in result.batches:
@@ -569,6 +631,8 @@ def _answer(
         tokens=tokens,
         padded_tokens=padded,
         macs=macs,
+        out_of_calibration=outside,
+        follow_up=follow_up,
     )
 
 

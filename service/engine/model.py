@@ -8,32 +8,36 @@ or reloads the model.
 from __future__ import annotations
 
 import ctypes
-import gc
-import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from attnserve.context import Provider
-from attnserve.models.artifact import Artifact, read_json
-from attnserve.models.tokenizer import Encoding, load_tokenizer, model_inputs, pool
+from attnserve.models.artifact import Artifact
+from attnserve.models.graph_facts import WARM_UP_ROWS, GraphFacts
+from attnserve.models.tokenizer import (
+    Encoding,
+    TextEncoder,
+    load_tokenizer,
+    model_inputs,
+    output_name,
+    pool,
+)
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda
 from graph_passes.errors import CheckFailed, InvalidData, InvalidModel
-from service.engine.graph_facts import WARM_UP_ROWS, GraphFacts
-from service.errors import ModelFailed, NotFound, OutOfMemory
+from service.errors import ModelFailed, NotFound, OutOfMemory, TooLarge
 
 __all__ = ["NOT_REWRITTEN", "Model", "Tensor", "TextTask"]
 
-TextTask = Literal["embed", "classify"]
+TextTask = Literal["embed", "classify", "rerank"]
 
 NOT_REWRITTEN: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
 """The operator report of a model that runs as it was exported."""
@@ -50,8 +54,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 }  # fmt: skip
 """Types that can be served, by their names in ONNX Runtime."""
 
-LARGE_BYTES = 10_000_000
-"""Weights above this size justify a full garbage collection (0.1 s) after loading and closing."""
+SHAPES_CACHED = 1024
 
 ROW_TOLERANCE = 0.05
 """Largest relative difference between a row alone and the same row in a batch. Dynamic quantization
@@ -89,6 +92,7 @@ class Model:
         cuda: CUDA settings.
         cuda_graphs: Maximum number of shapes captured as CUDA graphs; 0 for none.
         concurrency: Maximum number of concurrent runs.
+        spinning: Whether idle threads wait actively.
         graph: An equivalent file that is run instead of the artifact's; cost, inputs and lineage
             are still those of the artifact.
         operators: Report of the operator fusion that made ``graph``, or why there was none.
@@ -111,6 +115,7 @@ class Model:
         cuda: Cuda = PARITY,
         cuda_graphs: int = 0,
         concurrency: int = 1,
+        spinning: bool = True,
         graph: Path | None = None,
         operators: Mapping[str, Any] = NOT_REWRITTEN,
         facts: GraphFacts | None = None,
@@ -121,11 +126,15 @@ class Model:
         self.version = version
         self.provider: Provider = provider
         facts = facts or GraphFacts.read(artifact)
-        self.cost = facts.cost
+        self.cost = cost = facts.cost
+
+        @lru_cache(SHAPES_CACHED)
+        def cost_at(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[int | None, ...]:
+            return cost.macs_of(dict(shapes)), cost.largest_node_bytes(dict(shapes))
+
+        self._cost_at = cost_at
         self._id_bounds, self._examples = facts.id_bounds, facts.examples
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
-        self._is_large = facts.weight_bytes > LARGE_BYTES
-        self._release_memory()
         self._captures = cuda_graphs > 0
         self._session: Any = open_runner(
             graph or artifact.model,
@@ -136,12 +145,15 @@ class Model:
             longest=artifact.max_length,
             concurrency=concurrency,
             copied=facts.external if graph is None else (),
+            spinning=spinning,
         )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
         path = artifact.tokenizer
-        self.encoder = load_tokenizer(path, max_length=artifact.max_length) if path else None
-        self.labels = _labels(artifact)
+        self.encoder = path and load_tokenizer(
+            path, max_length=artifact.max_length, padding=artifact.padding
+        )
+        self.labels = artifact.labels
         self.created = int(artifact.model.stat().st_mtime)
         self.rows_are_independent = False
         self.max_rows: int | None = 1
@@ -191,7 +203,7 @@ class Model:
 
     def macs(self, inputs: Mapping[str, np.ndarray]) -> int | None:
         """Multiply-accumulates of one run; None if they cannot be counted."""
-        return self.cost.macs_of({name: array.shape for name, array in inputs.items()})
+        return self._cost_at(tuple((name, array.shape) for name, array in inputs.items()))[0]
 
     def output_bytes(self, shapes: Mapping[str, Sequence[int]], outputs: Sequence[str]) -> int:
         """Size of ``outputs`` for inputs of these shapes; an axis of unknown size counts as 1."""
@@ -205,6 +217,21 @@ class Model:
             for one in self.outputs
             if one.name in outputs
         )
+
+    def check_memory(self, shapes: Mapping[str, tuple[int, ...]], limit: int) -> None:
+        """Refuse inputs of these shapes if a run needs too much memory.
+
+        Attention scores grow with the square of the length.
+
+        Raises:
+            TooLarge: A node of the graph would read and write more than ``limit`` bytes.
+        """
+        found = self._cost_at(tuple(shapes.items()))[1]
+        if found is not None and found > limit:
+            raise TooLarge(
+                f"an operator of {self.name} needs {found} bytes at this length: at most {limit}",
+                "send a shorter input, or raise ATTNSERVE_MAX_RUN_BYTES",
+            )
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -225,24 +252,14 @@ class Model:
             raise _run_failed(error, inputs) from error
         return dict(zip(names, results, strict=True))
 
-    def encode(self, texts: Sequence[str], *, truncate: bool) -> list[Encoding]:
-        """Tokenize texts: one ``Encoding`` per text.
-
-        Raises:
-            NotFound: The model has no tokenizer.
-            InvalidData: A text is too long, or not a text.
-        """
-        self.require_tokenizer()
-        assert self.encoder is not None
-        return self.encoder.encode(texts, truncate=truncate)
-
-    def require_tokenizer(self) -> None:
-        """Raise ``NotFound`` if the model has no tokenizer."""
+    def require_tokenizer(self) -> TextEncoder:
+        """The tokenizer; raises ``NotFound`` if the model has none."""
         if self.encoder is None:
             raise NotFound(
                 f"{self.name} has no tokenizer.json, which texts need",
                 f"send token ids to /v2/models/{self.name}/infer",
             )
+        return self.encoder
 
     def text_inputs(self, encodings: Sequence[Encoding]) -> dict[str, np.ndarray]:
         """The checked inputs of a batch of texts, padded to the longest.
@@ -250,23 +267,28 @@ class Model:
         Raises:
             InvalidData: The model takes no texts, or they do not fit it.
         """
-        assert self.encoder is not None
         missing = (self._fixed_rows or 0) - len(encodings)
-        inputs = self.encoder.batch_inputs(
+        inputs = self.require_tokenizer().batch_inputs(
             [*encodings, *[encodings[-1]] * missing], model_inputs(self._session)
         )
         self.check(inputs)
         return inputs
 
     def text_output(self, task: TextTask) -> str:
-        """The name of the output that ``task`` uses."""
+        """The name of the output that ``task`` uses.
+
+        Raises:
+            InvalidArgument: The artifact names an output that the model does not have.
+        """
+        if self.artifact.output is not None:
+            return output_name(self._session, self.artifact.output)
         names = [tensor.name for tensor in self.outputs]
-        return "logits" if task == "classify" and "logits" in names else names[0]
+        return "logits" if task != "embed" and "logits" in names else names[0]
 
     def vectors(
         self, task: TextTask, inputs: Mapping[str, np.ndarray], output: np.ndarray
     ) -> np.ndarray:  # B D
-        """Pooled embeddings, or class scores that sum to one.
+        """Pooled embeddings, class scores that sum to one, or the logit of each pair.
 
         Raises:
             CheckFailed: The output holds NaN or infinite numbers.
@@ -283,24 +305,20 @@ class Model:
             mask = inputs.get("attention_mask")
             if mask is None:  # without a mask there is no padding
                 mask = np.ones(output.shape[:2], dtype=np.bool_)
-            vectors = pool(output, mask, self.artifact.pooling, self.artifact.normalize)
-        else:
+            artifact = self.artifact
+            vectors = pool(output, mask, artifact.pooling, artifact.normalize, artifact.dimensions)
+        elif task == "classify":
             vectors = _scores(output)
+        elif output.ndim == 2 and output.shape[1] == 1:
+            vectors = output.astype(np.float64)
+        else:
+            raise InvalidData(f"the output has the shape {list(output.shape)}: expected [batch, 1]")
         if not np.isfinite(vectors).all():
             raise CheckFailed(
                 f"the output of {self.name} holds NaN or infinite numbers for these texts",
                 "check its weights, and that it does not overflow in half precision",
             )
         return vectors
-
-    @cached_property
-    def plan_id(self) -> str | None:
-        """A checksum of the plan that was applied to the model; None if there was none."""
-        entry = next(iter(reversed(self.artifact.lineage)), None)
-        plan = entry.get("plan") if isinstance(entry, dict) else None
-        if plan is None:
-            return None
-        return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def _length_axes(self) -> set[int | str | None]:
@@ -321,6 +339,13 @@ class Model:
         """Whether the model is a classifier."""
         output = next((tensor for tensor in self.outputs if tensor.name == "logits"), None)
         return len((output or self.outputs[0]).axes) == 2 and bool(output or self.labels)
+
+    @property
+    def reranks(self) -> bool:
+        """Whether the model has one logit per text, and so may be a cross-encoder."""
+        name = self.text_output("rerank")
+        axes = next(tensor.axes for tensor in self.outputs if tensor.name == name)
+        return self.classifies and (axes[1] == 1 or not isinstance(axes[1], int))
 
     def warm_up(self) -> None:
         """Run the model once, and test whether its rows are independent.
@@ -354,20 +379,10 @@ class Model:
             self.max_rows = self._fixed_rows or (None if self.rows_are_independent else 1)
 
     def close(self) -> None:
-        """Free the session; the model cannot run afterwards."""
+        """Free the session and return its memory to the system; the model cannot run afterwards."""
         self._session = _Closed()
-        self._release_memory()
-
-    def _release_memory(self) -> None:
-        """Return freed memory to the system.
-
-        Graphs hold reference cycles, so their weights stay until a garbage collection. glibc keeps
-        freed memory until malloc_trim.
-        """
-        if self._is_large:
-            gc.collect()
-            with suppress(OSError, AttributeError, TypeError):  # not glibc; Windows: TypeError
-                ctypes.CDLL(None).malloc_trim(0)
+        with suppress(OSError, AttributeError, TypeError):  # not glibc; Windows: TypeError
+            ctypes.CDLL(None).malloc_trim(0)
 
     def _is_independent(
         self,
@@ -469,26 +484,6 @@ def _scores(logits: np.ndarray) -> np.ndarray:
         return 1 / (1 + np.exp(-logits))
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True)
-
-
-def _labels(artifact: Artifact) -> dict[int, str]:
-    """Names of the classes: ``id2label`` in attnserve.json, else in config.json, else none."""
-    labels: Any = artifact.record.get("id2label")
-    if labels is None:
-        path = artifact.companion("config.json")
-        config: Any = read_json(path) if path else {}
-        labels = config.get("id2label") if isinstance(config, dict) else None
-    if isinstance(labels, list):
-        labels = dict(enumerate(labels))
-    if not isinstance(labels, dict):
-        return {}
-    try:
-        # JSON text of Python may hold lone surrogates, which have no UTF-8 form.
-        return {int(key): str(label).encode().decode() for key, label in labels.items()}
-    except ValueError as error:
-        raise InvalidModel(
-            f"{artifact.folder}: id2label: expected numbers and names: {error}", "correct it"
-        ) from error
 
 
 def _tensor(value: Any) -> Tensor:

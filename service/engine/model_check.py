@@ -17,19 +17,24 @@ import math
 import os
 import shutil
 import signal
-import tempfile
+import stat
+import subprocess
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from attnserve import __version__
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, sha256
+from attnserve.models.check_cache import CheckCache
+from attnserve.models.graph_facts import GraphFacts
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
+from attnserve.runtime.temporary import temporary_folder
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -37,7 +42,6 @@ from graph_passes.errors import (
     InvalidModel,
     MissingExtra,
 )
-from service.engine.graph_facts import GraphFacts
 from service.engine.model import NOT_REWRITTEN, Model
 
 __all__ = ["CheckResult", "IsolationChecker"]
@@ -73,6 +77,7 @@ class CheckResult:
         rewritten: The model with fused operators; None if the original is run.
         operators: The fusion report, or why there was no fusion.
         facts: ``GraphFacts`` as JSON.
+        rewritten_checksum: Of the file ``rewritten``.
     """
 
     identity: str
@@ -80,13 +85,18 @@ class CheckResult:
     rewritten: Path | None
     operators: Mapping[str, Any]
     facts: Mapping[str, Any]
+    rewritten_checksum: str = ""
+
+    @property
+    def external_is_current(self) -> bool:
+        """Whether the external data is unchanged."""
+        return _are_current(self.external)
 
     @property
     def is_current(self) -> bool:
         """Whether all files are unchanged."""
-        return all(_sha256(path) == checksum for path, checksum in self.external) and (
-            self.rewritten is None or self.rewritten.is_file()
-        )
+        rewritten = [(self.rewritten, self.rewritten_checksum)] if self.rewritten else []
+        return _are_current((*self.external, *rewritten))
 
 
 class IsolationChecker:
@@ -100,6 +110,7 @@ class IsolationChecker:
             deleted with the checker.
         in_use: Returns the identities of the loaded models, or None while they change. Fused files
             of other models are deleted.
+        cached: Whether to keep results in the user's cache folder, and to use those found there.
     """
 
     def __init__(
@@ -111,12 +122,20 @@ class IsolationChecker:
         rewrite: bool = False,
         folder: Path | None = None,
         in_use: Callable[[], Collection[str] | None] = lambda: None,
+        cached: bool = False,
     ) -> None:
         self._provider, self._threads, self._timeout_s = provider, threads, timeout_s
         self._rewrite, self._folder, self._in_use = rewrite, folder, in_use
         self.results: dict[str, CheckResult] = {}
         """Results by checksum of the content; those of a checker with the same settings are valid
         here too."""
+        self._cache: CheckCache | None = None
+        if cached:
+            self._cache = CheckCache(
+                program=__version__, provider=provider, threads=threads, rewrite=rewrite
+            )
+        self._child: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def check(self, artifact: Artifact) -> CheckResult:
         """Run ``artifact`` in a child process.
@@ -129,8 +148,23 @@ class IsolationChecker:
         result = self.results.get(content)
         if result is None or not result.is_current:
             self._delete_unused()
-            result = self.results[content] = self._try(artifact, content)
+            result = self._recall(artifact, content) or self._try(artifact, content)
+            self.results[content] = result
         return result
+
+    def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
+        """The result of an earlier process; None if there is none that fits the model."""
+        stored = None if self._cache is None else self._cache.read(content)
+        if self._cache is None or stored is None:
+            return None
+        try:
+            operators = stored["operators"]
+            result = _result(artifact, content, stored["facts"], operators)
+            if operators["rewritten"] and (fused := self._cache.file(content)) is not None:
+                result = _with_fused(result, fused)
+        except Exception:  # of another version, or damaged
+            return None
+        return result if result.identity == stored["identity"] else None
 
     def identify(self, artifact: Artifact) -> CheckResult:
         """The result for a trusted model, without a check and without fusion.
@@ -140,14 +174,23 @@ class IsolationChecker:
         """
         content = self._content(artifact)
         facts = GraphFacts.read(artifact).to_json()
-        return _result(
-            artifact, content, facts, None, {"rewritten": False, "why": "it is not probed"}
-        )
+        return _result(artifact, content, facts, {"rewritten": False, "why": "it is not probed"})
+
+    def close(self) -> None:
+        """End the check that is running: it fails, as any later one does."""
+        self._is_closed = True
+        if self._child is not None:
+            self._child.kill()
+
+    def _on_start(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        if self._is_closed:
+            child.kill()
 
     def _delete_unused(self) -> None:
         """Delete the fused files of models that are not loaded."""
         in_use = self._in_use()
-        if in_use is None:  # other models are being loaded
+        if in_use is None or self._cache is not None:  # other models are being loaded
             return
         for result in list(self.results.values()):
             if result.rewritten is not None and result.identity not in in_use:
@@ -162,35 +205,12 @@ class IsolationChecker:
         return digest.hexdigest()
 
     def _try(self, artifact: Artifact, content: str) -> CheckResult:
-        new = self._new_file(content) if self._rewrite else None
-        facts, operators = self._run_child(artifact, new)
-        rewritten = None
-        if new is not None and operators["rewritten"] and new.is_file():
-            rewritten = new.replace(new.with_suffix(".onnx"))
-        elif new is not None:
-            new.unlink(missing_ok=True)
-        return _result(artifact, content, facts, rewritten, operators)
-
-    def _new_file(self, content: str) -> Path | None:
-        """The file for the fused model; None if its folder cannot be written."""
-        try:
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="attnserve-"))
-                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            log.warning("operator fusion is off: no temporary folder: %s", error)
-            return None
-        return self._folder / f"{content}.new"
-
-    def _run_child(
-        self, artifact: Artifact, new: Path | None
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The facts of the graph, and the report of the fusion to ``new``.
+        """The result of a new check.
 
         Raises:
             InvalidModel, InvalidArgument: See ``check``.
         """
+        new = self._new_file(content) if self._rewrite else None
         name, deadline = artifact.model, monotonic() + self._timeout_s
         try:
             with Worker(
@@ -198,10 +218,14 @@ class IsolationChecker:
                 timeout_s=self._timeout_s,
                 environment=allowed_environment(),
                 prepare=partial(_prepare, *self._limits(artifact)),
+                on_start=self._on_start,
                 silent=True,
             ) as child:  # fmt: skip
                 facts = child.call("facts", timeout_s=deadline - monotonic())
-                return facts, self._fuse(child, new, deadline)
+                # Before the run, so that a file that is replaced meanwhile is detected.
+                result = _result(artifact, content, facts, NOT_REWRITTEN)
+                child.call("run", timeout_s=deadline - monotonic())
+                operators, is_final = self._fuse(child, new, deadline)
         except FORWARDED_ERRORS:
             raise
         except WorkerCrashed as error:
@@ -214,6 +238,30 @@ class IsolationChecker:
             raise InvalidModel(f"{name}: {error.what}", FIX, code="model.crash") from error
         except AttnserveError as error:
             raise InvalidModel(error.what, error.fix, code=error.code) from error
+        result = replace(result, operators=operators)
+        if new is not None and operators["rewritten"] and new.is_file():
+            result = _with_fused(result, new.replace(new.with_suffix("").with_suffix(".onnx")))
+        elif new is not None:
+            new.unlink(missing_ok=True)
+        if self._cache is not None and is_final:
+            stored = {"identity": result.identity, "facts": facts, "operators": operators}
+            self._cache.write(content, stored, fused=result.rewritten is not None)
+        return result
+
+    def _new_file(self, content: str) -> Path | None:
+        """The file for the fused model; None if its folder cannot be written."""
+        cached = None if self._cache is None else self._cache.file(content)
+        if cached is not None:
+            return cached.with_suffix(f".{os.getpid()}.new")
+        try:
+            if self._folder is None:
+                self._folder = temporary_folder()
+                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            log.warning("operator fusion is off: no temporary folder: %s", error)
+            return None
+        return self._folder / f"{content}.{os.getpid()}.new"
 
     def _limits(self, artifact: Artifact) -> tuple[int, int]:
         """Limits of the child: bytes of address space (0 for none) and seconds of processor time.
@@ -227,25 +275,26 @@ class IsolationChecker:
             return (0 if self._provider == "cuda" else memory), math.ceil(self._timeout_s) * cores
         raise InvalidModel(f"{artifact.folder}: cannot be read", "check the path")
 
-    def _fuse(self, child: Worker, new: Path | None, deadline: float) -> Mapping[str, Any]:
-        """The report of the fusion: a failure does not fail the check."""
+    def _fuse(
+        self, child: Worker, new: Path | None, deadline: float
+    ) -> tuple[Mapping[str, Any], bool]:
+        """The report of the fusion, and whether it would be the same again.
+
+        A failure does not fail the check.
+        """
         if not self._rewrite:
-            return NOT_REWRITTEN
+            return NOT_REWRITTEN, True
         if new is None:
-            return {"rewritten": False, "why": "there is no folder for it"}
+            return {"rewritten": False, "why": "there is no folder for it"}, False
         timeout_s = round(min(FUSION_TIMEOUT_S, deadline - monotonic()), 1)
         try:
-            return child.call("fuse", new, timeout_s=timeout_s)
+            return child.call("fuse", new, timeout_s=timeout_s), True
         except AttnserveError as error:
-            return {"rewritten": False, "why": error.what}
+            return {"rewritten": False, "why": error.what}, isinstance(error, CannotRewrite)
 
 
 def _result(
-    artifact: Artifact,
-    content: str,
-    facts: Mapping[str, Any],
-    rewritten: Path | None,
-    operators: Mapping[str, Any],
+    artifact: Artifact, content: str, facts: Mapping[str, Any], operators: Mapping[str, Any]
 ) -> CheckResult:
     """The result for a model; ``content`` is its checksum without the external data."""
     folder = artifact.folder
@@ -256,14 +305,33 @@ def _result(
     digest = hashlib.sha256(content.encode())
     for path, checksum in checksums:
         digest.update(f" {path.name} {checksum}".encode())
-    return CheckResult(digest.hexdigest(), checksums, rewritten, operators, facts)
+    return CheckResult(digest.hexdigest(), checksums, None, operators, facts)
+
+
+def _with_fused(result: CheckResult, path: Path) -> CheckResult:
+    return replace(result, rewritten=path, rewritten_checksum=_sha256(path))
 
 
 def _sha256(path: Path) -> str:
+    """The checksum of a file.
+
+    Raises:
+        InvalidModel: It cannot be read, or is no file: a device may have no end.
+    """
+    why = "it is no file"
     try:
-        return sha256(path)
+        if stat.S_ISREG(path.stat().st_mode):
+            return sha256(path)
     except OSError as error:
-        raise InvalidModel(f"{path}: cannot be read: {error.strerror}", "check the path") from error
+        why = error.strerror
+    raise InvalidModel(f"{path}: cannot be read: {why}", "check the path")
+
+
+def _are_current(files: Iterable[tuple[Path, str]]) -> bool:
+    """Whether the files exist and have these checksums."""
+    with suppress(InvalidModel):
+        return all(_sha256(path) == checksum for path, checksum in files)
+    return False
 
 
 def _prepare(memory_bytes: int = 0, cpu_s: int = 0) -> None:
@@ -283,15 +351,22 @@ def _prepare(memory_bytes: int = 0, cpu_s: int = 0) -> None:
 
 
 class _Child:
-    """A model that was loaded and run once (in the child)."""
+    """A model that is loaded and run once (in the child)."""
 
     def __init__(self, artifact: Artifact, provider: Provider, threads: int) -> None:
-        self._artifact, self._provider, self._threads = artifact, provider, threads
+        self._artifact, self._threads = artifact, threads
+        self._provider: Provider = provider
         self._facts = GraphFacts.read(artifact)
-        Model(artifact, provider=provider, threads=threads, facts=self._facts).warm_up()
 
     def facts(self) -> dict[str, Any]:
         return self._facts.to_json()
+
+    def run(self) -> None:
+        model = Model(
+            self._artifact, provider=self._provider, threads=self._threads, facts=self._facts
+        )
+        model.warm_up()
+        model.close()
 
     def fuse(self, new: Path) -> dict[str, Any]:
         """Write the model with fused operators."""

@@ -11,21 +11,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, check_files, open_artifact
+from attnserve.models.graph_facts import GraphFacts
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
-from service.engine.graph_facts import GraphFacts
 from service.engine.model import Model
 from service.engine.model_check import CheckResult, IsolationChecker
-from service.errors import NotFound, NotReady, UnknownModel, hide_folders
+from service.engine.shadow import Shadow
+from service.errors import NotFound, NotReady, Overloaded, UnknownModel, hide_folders
 from service.metrics import Metrics, VersionState
 from service.settings import Settings
 
@@ -38,9 +39,15 @@ NOT_BATCH_INVARIANT = (
     "runs alone; convert the float32 model with `attnserve optimize` to let rows share a run"
 )
 
+MAX_LOADS = 8
+"""Loads that run or wait; more are refused. One runs at a time: each reads all files of its model,
+and holds its weights beside those that are served."""
+
 VERSION = re.compile(r"[1-9]\d{0,17}|0")
 
 log = logging.getLogger("attnserve")
+audit = logging.getLogger("attnserve.audit")
+"""Who loaded and unloaded what: lines of a request name its client and key."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class Repository:
         self.settings = settings = on_device(settings)
         self.metrics = metrics or Metrics()
         self.metrics.watch = self._watch
+        self.shadow = Shadow(settings, self.metrics, self.engines)
         self.draining = False
         self._provider: Provider = "cuda" if settings.provider == "cuda" else "cpu"
         self._checker = IsolationChecker(
@@ -84,14 +92,16 @@ class Repository:
             timeout_s=settings.probe_timeout_s,
             rewrite=settings.rewrite,
             folder=rewritten,
-            in_use=self._in_use,
+            in_use=lambda: set(self._contents.values()),
+            cached=settings.probe_cache,
         )
         self._engines: dict[str, dict[str, Engine]] = {}
         self._contents: dict[Engine, str] = {}
         self._loading: set[tuple[str, str]] = set()
-        self._failures: dict[tuple[str, str], str] = {}
+        self._failures: dict[str, dict[str, str]] = {}  # why, by name and version
         self._missing: set[str] = set()  # that could not be loaded at the start
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._loads = 0
+        self._changing = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._known: frozenset[str] = frozenset()
         self._started = False
@@ -113,6 +123,7 @@ class Repository:
             name = self._only()
         loaded = self._engines.get(name)
         if not loaded:
+            self._require_started()
             if name in self._known:
                 raise NotReady(f"the model {name!r} is not loaded", "load it, or wait until it is")
             known = ", ".join(map(repr, sorted(self._engines))) or "no model"
@@ -143,9 +154,9 @@ class Repository:
     def engines(self) -> list[Engine]:
         """All loaded engines, sorted by name and version."""
         return [
-            self._engines[name][version]
-            for name in sorted(self._engines)
-            for version in sorted(self._engines[name], key=int)
+            versions[version]
+            for _, versions in sorted(self._engines.items())
+            for version in sorted(versions, key=int)
         ]
 
     @property
@@ -176,10 +187,12 @@ class Repository:
         on_disk: Mapping[str, Mapping[str, _Place]] = {}
         with suppress(AttnserveError):
             on_disk = self._find()
-        found = {
-            key: Entry(*key, "UNAVAILABLE", self._failures.get(key, "not loaded"))
-            for key in ((name, version) for name, places in on_disk.items() for version in places)
-        }
+        found: dict[tuple[str, str], Entry] = {}
+        for name, places in on_disk.items():
+            failures = self._failures.get(name, {})
+            for version in places:
+                reason = failures.get(version, "not loaded")
+                found[name, version] = Entry(name, version, "UNAVAILABLE", reason)
         for key in self._loading:
             found[key] = Entry(*key, "LOADING")
         for engine in self.engines():
@@ -194,16 +207,19 @@ class Repository:
         """Load every model.
 
         Raises:
-            AttnserveError: No model could be loaded; the error of the first one.
+            AttnserveError: No model could be loaded; the error of the first one. Or the original
+                of ``settings.shadow`` could not, or fits none of the models.
         """
         if self._started:
             return
         self.draining = False
         names = await asyncio.to_thread(self._find)
+        if unknown := set(self.settings.model_limits) - names.keys():
+            log.warning("model_limits: no model is called %s", ", ".join(sorted(unknown)))
         first: AttnserveError | None = None
         for name in sorted(names):
             try:
-                await self.load(name)
+                await self._replace(name)
             except AttnserveError as error:
                 log.error("%s is not loaded: %s", name, str(error).replace("\n", "; "))
                 self._missing.add(name)
@@ -213,22 +229,46 @@ class Repository:
                 f"{self.settings.model}: holds no model",
                 "expected model.onnx, NAME/model.onnx or NAME/VERSION/model.onnx",
             )
+        await self.shadow.start()
         self._started = True
 
-    async def load(self, name: str, versions: Collection[str] | None = None) -> None:
+    async def load(self, name: str) -> None:
         """Load the versions of ``name`` on disk; they replace the loaded ones.
 
         A version whose files are unchanged is not loaded again. If a version cannot be loaded, the
         loaded one stays in place, and the other versions are loaded nevertheless.
 
-        Args:
-            versions: Only these versions; None for all on disk.
-
         Raises:
             NotFound: The model is not on disk.
             InvalidModel: A version cannot be loaded.
+            Overloaded: Too many loads wait.
+            NotReady: The models are being loaded.
         """
-        async with await self._lock(name):
+        self._require_started()
+        try:
+            with self._counted_load():
+                await self._load_everywhere(name)
+        except AttnserveError as error:
+            audit.warning("load of %s failed: %s", name, error.what)
+            raise
+        audit.info("loaded %s", name, extra={"fields": {"versions": self._contents_of(name)}})
+
+    async def _load_everywhere(self, name: str) -> None:
+        await self._replace(name)
+
+    @contextmanager
+    def _counted_load(self) -> Generator[None]:
+        if self._loads >= MAX_LOADS:
+            raise Overloaded(f"{self._loads} loads of models run or wait", "try again later")
+        self._loads += 1
+        try:
+            yield
+        finally:
+            self._loads -= 1
+
+    async def _replace(self, name: str, versions: Collection[str] | None = None) -> None:
+        """Load ``versions`` of ``name``, None for all; see ``load`` for the rest."""
+        async with self._changing:
             places = (await asyncio.to_thread(self._find)).get(name, {})
             if versions is not None:
                 places = {version: places[version] for version in versions if version in places}
@@ -242,9 +282,10 @@ class Repository:
                 self._loading.add(key)
                 try:
                     engine = await self._prepare(name, version, places[version])
-                    self._failures.pop(key, None)
+                    self._failures.get(name, {}).pop(version, None)
                 except AttnserveError as error:
-                    self._failures[key] = hide_folders(error.what, self.settings.model)
+                    why = hide_folders(error.what, self.settings.model)
+                    self._failures.setdefault(name, {})[version] = why
                     first = first or error
                     if version not in serving:
                         continue
@@ -259,23 +300,34 @@ class Repository:
                     self._retire(engine)
             if first is not None:
                 raise first
-            level = logging.INFO if self._started else logging.DEBUG
-            log.log(level, "loaded %s, versions %s", name, ", ".join(following))
 
     async def unload(self, name: str) -> None:
         """Refuse new requests for ``name``, answer the accepted ones, then free the model.
 
         Raises:
             NotFound: Unknown model.
+            NotReady: The models are being loaded.
         """
-        async with await self._lock(name):
+        self._require_started()
+        await self._unload_everywhere(name)
+        audit.info("unloaded %s", name)
+
+    async def _unload_everywhere(self, name: str) -> None:
+        await self._remove(name)
+
+    async def _remove(self, name: str) -> None:
+        async with self._changing:
+            if name not in self._engines and name not in await asyncio.to_thread(self._find):
+                raise UnknownModel(f"unknown model {name!r}: it is not on disk")
             engines = self._engines.pop(name, None)
             self._missing.discard(name)
             for engine in (engines or {}).values():
                 self._retire(engine)
-            for key in [key for key in self._failures if key[0] == name]:
-                del self._failures[key]
-            log.info("unloaded %s", name)
+            self._failures.pop(name, None)
+
+    def stop_loading(self) -> None:
+        """End the check of a model that is being loaded."""
+        self._checker.close()
 
     async def settled(self) -> None:
         """Wait until all replaced and unloaded engines are freed."""
@@ -289,26 +341,26 @@ class Repository:
             for engine in self._engines.pop(name).values():
                 self._retire(engine)
         await self.settled()
+        self.shadow.close()
         self._started = False
 
     # -- loading ----------------------------------------------------------------------------------
 
-    async def _lock(self, name: str) -> asyncio.Lock:
-        """The lock of loading and unloading ``name``; unknown names create none.
+    def _contents_of(self, name: str) -> dict[str, str]:
+        """The checksum of each loaded version of a model."""
+        loaded = self._engines.get(name, {})
+        return {version: self._contents[engine] for version, engine in loaded.items()}
 
-        Raises:
-            NotFound: The model is neither on disk nor loaded.
-            NotReady: See ``_find``.
-        """
-        if name not in self._engines and name not in await asyncio.to_thread(self._find):
-            raise UnknownModel(f"unknown model {name!r}: it is not on disk")
-        return self._locks.setdefault(name, asyncio.Lock())
+    def _require_started(self) -> None:
+        if not self._started:
+            raise NotReady("the models are being loaded", "wait until /v2/health/ready answers 200")
 
     def _only(self) -> str:
+        self._require_started()
         if len(self._engines) == 1:
             return next(iter(self._engines))
         if not self._engines:
-            raise NotReady("the model is not loaded", "wait until /v2/health/ready answers 200")
+            raise NotReady("no model is loaded", "load one, or wait until one is")
         known = ", ".join(sorted(self._engines))
         raise NotFound(f"this server has several models: {known}", "name one of them")
 
@@ -336,7 +388,9 @@ class Repository:
                 raise NotReady(f"the files of {name} have changed", "load it again")
             return reloaded
 
-        engine = Engine(model, self.settings, self.metrics.of(name, version), reload)
+        engine = Engine(
+            model, self.settings.of(name), self.metrics.of(name, version), reload, self.shadow
+        )
         self._contents[engine] = content
         if self._started:
             say_operators(engine)
@@ -361,7 +415,7 @@ class Repository:
         if current is not None and current.ready and is_served and not force:
             return content, None
         model = self._open(artifact, name, version, checked)
-        if _state(artifact) != before:
+        if _state(artifact) != before or not checked.external_is_current:
             model.close()
             raise InvalidModel(
                 f"{artifact.model}: changed while it was being loaded", "load it again"
@@ -388,15 +442,17 @@ class Repository:
         return model or self._warm(artifact, name, version, checked)
 
     def _warm(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
+        settings = self.settings.of(name)
         model = Model(
             artifact,
             name=name,
             version=version,
             provider=self._provider,
-            threads=self.settings.threads,
-            cuda=self.settings.cuda,
-            cuda_graphs=self.settings.cuda_graphs,
-            concurrency=self.settings.concurrency,
+            threads=settings.threads,
+            cuda=settings.cuda,
+            cuda_graphs=settings.cuda_graphs,
+            concurrency=settings.concurrency,
+            spinning=not settings.shares_cores,
             graph=checked.rewritten,
             operators={
                 key: hide_folders(value, self.settings.model) if key == "why" else value
@@ -406,10 +462,6 @@ class Repository:
         )
         model.warm_up()
         return model
-
-    def _in_use(self) -> Collection[str] | None:
-        """The identities of the loaded models; None while several are being loaded."""
-        return None if len(self._loading) > 1 else set(self._contents.values())
 
     def _retire(self, engine: Engine) -> None:
         self._contents.pop(engine, None)

@@ -12,26 +12,20 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic, time
 
+from attnserve.runtime.isolation import error_from_json, error_to_json
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
-from service.engine.repository import Entry, Repository
+from service.engine.repository import Entry, Repository, say_operators
+from service.engine.shadow import Shadow
 from service.errors import NotFound, NotReady
 from service.memory import rss_bytes
-from service.metrics import Metrics, Second, VersionState
+from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
-from service.workers.shared_state import (
-    SharedState,
-    Status,
-    TargetModel,
-    TargetState,
-    error_from_json,
-    error_to_json,
-)
+from service.workers.shared_state import SharedState, Status, TargetModel, TargetState
 
 __all__ = ["SharedRepository"]
 
@@ -60,6 +54,9 @@ class SharedRepository(Repository):
     ) -> None:
         super().__init__(settings, metrics, rewritten=state.rewritten)
         self._worker, self._state = worker, state
+        self.shadow = Shadow(
+            self.settings, metrics, self.engines, folder=state.shadow, worker=worker
+        )
         self._status = Status(worker, os.getpid())
         self._serving = False
         self._generation = 0
@@ -69,8 +66,6 @@ class SharedRepository(Repository):
         self._following: asyncio.Task[None] | None = None
         # Not the lock of the target state: two tasks of this worker may apply the same state.
         self._applying = asyncio.Lock()
-        self.beat: Callable[[], None] = lambda: None
-        """Called about once a second while this worker's event loop runs."""
         metrics.rss = lambda: rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
         metrics.workers = lambda: self.workers[1]
         metrics.seconds, metrics.delay_s = self._seconds, 1
@@ -121,51 +116,50 @@ class SharedRepository(Repository):
             return
         self.draining = False
         while (target := self._state.target()) is None and self._worker > 0:
-            await asyncio.sleep(TICK_S / 5)
+            await asyncio.sleep(TICK_S)
         if target is None:
             await super().start()
             async with self._state.lock():
-                self._set_target(*self._engines, *(name for name, _ in self._failures))
+                self._set_target(*self._engines, *self._failures)
             return
         await self._apply(target)
         if self._error is not None:
             raise self._error
         self._missing |= {name for name, one in target.models.items() if one.failures}
+        try:
+            await self.shadow.start()  # of worker 0 if it is a replacement
+        except AttnserveError as error:
+            log.warning("the original is not loaded: %s", str(error).replace("\n", "; "))
         self._started = True
 
-    async def load(self, name: str, versions: Collection[str] | None = None) -> None:
-        """Load ``name`` in every worker; see ``Repository.load``.
+    async def _load_everywhere(self, name: str) -> None:
+        """Load ``name`` in every worker.
 
         Raises:
-            NotFound, InvalidModel: See ``Repository.load``.
             NotReady: Another worker hangs, or could not load the model.
         """
-        if not self._started:  # called by ``Repository.start``
-            await super().load(name, versions)
-            return
         failure: AttnserveError | None = None
         async with self._state.lock():
             await self._follow_target()
             try:
-                await super().load(name)
+                await super()._load_everywhere(name)
             except NotFound:
                 raise
-            except AttnserveError as error:  # other versions of the model may have been loaded
+            except AttnserveError as error:  # other versions may have been loaded
                 failure = error
             await self._wait_for_peers(self._set_target(name))
         if failure is not None:
             raise failure
 
-    async def unload(self, name: str) -> None:
-        """Unload ``name`` in every worker; see ``Repository.unload``.
+    async def _unload_everywhere(self, name: str) -> None:
+        """Unload ``name`` in every worker.
 
         Raises:
-            NotFound: There is no such model.
             NotReady: Another worker hangs.
         """
         async with self._state.lock():
             await self._follow_target()
-            await super().unload(name)
+            await super()._unload_everywhere(name)
             await self._wait_for_peers(self._set_target(name))
 
     # -- life cycle -------------------------------------------------------------------------------
@@ -181,10 +175,19 @@ class SharedRepository(Repository):
             raise self._error
         self._following = asyncio.get_running_loop().create_task(self._run())
 
+    @property
+    def serving(self) -> bool:
+        return self._serving
+
     def set_serving(self) -> None:
-        """Report that this worker accepts connections."""
+        """Report that this worker accepts connections and has loaded the target state."""
         self._serving = True
         self._report_status()
+
+    def say_operators(self) -> None:
+        """Log the operator fusion of the models, once for all workers."""
+        for engine in self.engines() if self._worker == 0 else ():
+            say_operators(engine)
 
     async def leave(self) -> None:
         """Stop following the target state and remove the status, after the drain."""
@@ -207,11 +210,11 @@ class SharedRepository(Repository):
     async def _run(self) -> None:
         """Follow the target state and report the status; a load does not delay the reports."""
         applying: asyncio.Task[None] | None = None
-        beaten_at, can_report = 0.0, True
+        collected_at, can_report = 0.0, True
         while True:
-            if monotonic() - beaten_at > REPORT_S:
-                beaten_at = monotonic()
-                self.beat()
+            if monotonic() - collected_at > REPORT_S:
+                collected_at = monotonic()
+                self.shadow.collect()
             try:
                 if (applying is None or applying.done()) and not self.draining:
                     applying = asyncio.get_running_loop().create_task(self._follow_target())
@@ -262,9 +265,9 @@ class SharedRepository(Repository):
         if self._contents_of(name) != target.contents:
             try:
                 if target.contents:
-                    await super().load(name, target.contents)
+                    await self._replace(name, target.contents)
                 else:
-                    await super().unload(name)
+                    await self._remove(name)
             except AttnserveError as error:  # may be a version that failed in every worker
                 failure = error
         if self._contents_of(name) != target.contents:
@@ -273,13 +276,7 @@ class SharedRepository(Repository):
                 "load it again",
                 code="model.changed",
             )
-        for key in [key for key in self._failures if key[0] == name]:
-            del self._failures[key]
-        self._failures |= {(name, version): why for version, why in target.failures.items()}
-
-    def _contents_of(self, name: str) -> dict[str, str]:
-        loaded = self._engines.get(name, {})
-        return {version: self._contents[engine] for version, engine in loaded.items()}
+        self._failures[name] = dict(target.failures)
 
     def _set_target(self, *names: str) -> int:
         """Make what is loaded here under ``names`` the target of all workers.
@@ -291,10 +288,7 @@ class SharedRepository(Repository):
         """
         before = self._state.target() or TargetState(0, {}, {})
         models = before.models | {
-            name: TargetModel(
-                self._contents_of(name),
-                {version: why for (of, version), why in self._failures.items() if of == name},
-            )
+            name: TargetModel(self._contents_of(name), self._failures.get(name, {}))
             for name in names
         }
         generation = before.generation + 1
@@ -322,7 +316,7 @@ class SharedRepository(Repository):
             await asyncio.sleep(TICK_S / 5)
         for peer in self._peers():
             if peer.error is not None:
-                error = error_from_json(peer.error)
+                error = error_from_json(peer.error, NotReady)
                 raise type(error)(f"worker {peer.worker}: {error.what}", error.fix, code=error.code)
 
     def _report_status(self) -> None:
@@ -349,10 +343,12 @@ class SharedRepository(Repository):
             self._reported_second = now
             self._state.set_seconds(self.metrics.recent_seconds())
 
-    def _seconds(self, of: tuple[str, str]) -> dict[int, Second]:
-        merged: dict[int, Second] = {}
-        for second in self._state.seconds(*of):
-            merged.setdefault(second.second, Second(second.second)).add(second)
+    def _seconds(self) -> dict[Version, dict[int, Second]]:
+        merged: dict[Version, dict[int, Second]] = {}
+        for name, version, seconds in self._state.seconds():
+            of = merged.setdefault((name, version), {})
+            for second in seconds:
+                of.setdefault(second.second, Second(second.second)).add(second)
         return merged
 
     def _watch(self) -> list[VersionState]:
@@ -361,12 +357,10 @@ class SharedRepository(Repository):
 
         def merged(state: VersionState) -> VersionState:
             every = [state, *(other for other in theirs if other[:2] == state[:2])]
-            return VersionState(
-                state.model,
-                state.version,
-                sum(one.waiting for one in every),
-                sum(one.in_flight for one in every),
-                all(one.ready for one in every),
+            return state._replace(
+                waiting=sum(one.waiting for one in every),
+                in_flight=sum(one.in_flight for one in every),
+                ready=all(one.ready for one in every),
             )
 
         return [merged(state) for state in super()._watch()]

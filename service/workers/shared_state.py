@@ -5,6 +5,7 @@
     worker-I.json     status of worker I, rewritten at least once a second
     seconds-PID.json  totals of the last minute by second, for /stats.json
     rewritten/        models with fused operators, made by the isolation check
+    shadow/           rows for worker 0 to compare with the original, and the reports of it
     metrics/          Prometheus series of each worker (PROMETHEUS_MULTIPROC_DIR)
     complete          exists once all workers have served
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,19 +29,10 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import TypeAdapter
 
-from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
 from service.engine.model_check import CheckResult
-from service.errors import NotReady
 from service.metrics import Second, VersionState
 
-__all__ = [
-    "SharedState",
-    "Status",
-    "TargetModel",
-    "TargetState",
-    "error_from_json",
-    "error_to_json",
-]
+__all__ = ["SharedState", "Status", "TargetModel", "TargetState"]
 
 HANGING_S = 15
 """A worker without a new status for this time hangs; a busy worker is late by a second or two."""
@@ -51,11 +43,6 @@ ModelSeconds = tuple[str, str, list[Second]]
 """(model, version, recent seconds)."""
 
 T = TypeVar("T")
-
-ERRORS: Mapping[str, type[AttnserveError]] = {
-    kind.__name__: kind for kind in (InvalidModel, InvalidArgument, MissingExtra, NotReady)
-}
-"""Errors that keep their type between processes."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,7 @@ class Status:
     """State of one worker.
 
     Attributes:
-        serving: It accepts connections.
+        serving: It accepts connections and has loaded the target state.
         ready: It has reached the target state, and all its models can run.
         generation: Of the target state that it last tried to reach.
         error: Why it could not reach that state, or could not start.
@@ -129,6 +116,10 @@ class SharedState:
     @property
     def rewritten(self) -> Path:
         return self.path / "rewritten"
+
+    @property
+    def shadow(self) -> Path:
+        return self.path / "shadow"
 
     @property
     def complete(self) -> bool:
@@ -193,12 +184,10 @@ class SharedState:
         """Store (model, version, recent seconds) of this process."""
         self._write(f"seconds-{os.getpid()}.json", seconds)
 
-    def seconds(self, model: str, version: str) -> Iterator[Second]:
-        """The recent seconds of a version in all workers, including those that have exited."""
+    def seconds(self) -> Iterator[ModelSeconds]:
+        """The recent seconds of all workers, including those that have exited."""
         for path in self.path.glob("seconds-*.json"):
-            for name, number, seconds in self._read(path.name, list[ModelSeconds]) or ():
-                if (name, number) == (model, version):
-                    yield from seconds
+            yield from self._read(path.name, list[ModelSeconds]) or ()
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -224,19 +213,3 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def _plain(value: Any) -> Any:
     """Named tuples and paths, for orjson."""
     return tuple(value) if isinstance(value, tuple) else str(value)
-
-
-def error_to_json(error: AttnserveError) -> dict[str, str]:
-    """``error`` as JSON for another process."""
-    return {
-        "kind": type(error).__name__,
-        "what": error.what,
-        "fix": error.fix,
-        "code": error.code,
-    }
-
-
-def error_from_json(payload: Mapping[str, str]) -> AttnserveError:
-    """The error of another process; unknown types become ``NotReady``."""
-    kind = ERRORS.get(payload["kind"], NotReady)
-    return kind(payload["what"], payload["fix"], code=payload["code"])

@@ -21,26 +21,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import pickle
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 from time import monotonic
-from typing import Any
 
-import orjson
-
-from attnserve.runtime.isolation import allowed_environment
+from attnserve.runtime.isolation import allowed_environment, describe_exit, error_from_json
+from attnserve.runtime.temporary import temporary_folder
 from graph_passes.errors import AttnserveError
-from service.errors import ServiceError
+from service.errors import NotReady, ServiceError
 from service.server import STOP_SIGNALS, log_ready
 from service.settings import Settings
-from service.workers.shared_state import SharedState, error_from_json
+from service.workers.shared_state import SharedState
 
 __all__ = ["supervise"]
 
@@ -60,8 +56,11 @@ END_S = 10.0
 """A worker that has not ended this long after the time to drain is killed."""
 
 HANG_S = 60.0
-"""A serving worker that sends no heartbeat for this time is killed. Time is counted in checks, so
-that the sleep of a suspended machine does not count."""
+"""A worker that sends no heartbeat for this time is killed. Time is counted in checks, so that the
+sleep of a suspended machine does not count."""
+
+IMPORT_S = 120.0
+"""So is one that sends no first heartbeat for this time: it imports the program."""
 
 TOUCH_S = 3600.0
 """The files of the shared folder are touched this often: cleaners of temporary folders remove those
@@ -81,22 +80,14 @@ def supervise(settings: Settings, address: socket.socket) -> None:
         ServiceError: No worker can be started, or a worker failed during the drain.
         AttnserveError: A worker reported an invalid model or setting.
     """
-    settings = settings.model_copy(update={"threads": threads_per_worker(settings)})
-    path = Path(tempfile.mkdtemp(prefix="attnserve-"))
+    path = temporary_folder()
     try:
         state = SharedState(path, settings.workers)
         state.metrics.mkdir()
+        state.shadow.mkdir()
         asyncio.run(_Supervisor(settings, address, state).run())
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def threads_per_worker(settings: Settings) -> int:
-    """Threads of one run in each worker: the available cores divided by all concurrent runs."""
-    if settings.threads:
-        return settings.threads
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // (settings.workers * settings.concurrency))
 
 
 class _Supervisor:
@@ -167,7 +158,7 @@ class _Supervisor:
             self._serving.discard(worker)
             status = self._state.status(worker)
             self._state.remove_status(worker)
-            exited = _describe_exit(process.returncode)
+            exited = f"ended with {describe_exit(process.returncode)}"
             if self._stopping.is_set():
                 ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
                 starting = served_s is None and process.returncode in ended
@@ -188,7 +179,7 @@ class _Supervisor:
                         code="worker.exited",
                     )
                     if payload is None
-                    else error_from_json(payload)
+                    else error_from_json(payload, NotReady)
                 )
                 # A restart does not help an invalid model, unless other workers serve it.
                 invalid = payload is not None and not self._state.complete
@@ -204,35 +195,38 @@ class _Supervisor:
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
     async def _wait(self, worker: int, process: subprocess.Popen[bytes]) -> float | None:
-        """Wait until ``process`` exits, and kill it if it hangs.
+        """Wait until ``process`` exits, and kill it if it hangs or never comes to serve.
 
         Returns:
             Seconds for which it served; None if it never did.
         """
         serving_since: float | None = None
-        silent_s = 0.0
+        silent_s, starting_s, is_up = 0.0, 0.0, False
         while process.poll() is None:
             await asyncio.sleep(POLL_S)
             if self._stopping.is_set():
                 if self._must_end_at is not None and monotonic() > self._must_end_at:
-                    log.error("worker %d (process %d) does not stop: it is killed",
-                              worker, process.pid)  # fmt: skip
-                    process.kill()
+                    self._kill(worker, process, "does not stop")
                 continue
-            if serving_since is None:
+            has_beaten = self._has_beaten(worker)
+            is_up, silent_s = is_up or has_beaten, 0.0 if has_beaten else silent_s + POLL_S
+            if silent_s > (HANG_S if is_up else IMPORT_S):
+                self._kill(worker, process, "hangs")
+            elif serving_since is None:
                 status = self._state.status(worker)
                 if status is not None and status.serving and status.pid == process.pid:
                     serving_since = monotonic()
                     self._on_serving(worker)
-            elif self._has_beaten(worker):
-                silent_s = 0.0
-            else:
-                silent_s += POLL_S
-                if silent_s > HANG_S:
-                    log.error("worker %d (process %d) hangs and is killed", worker, process.pid)
-                    process.kill()
-                    process.wait()
+                elif self._state.complete:  # what it must load was loaded before
+                    starting_s += POLL_S
+                    if starting_s > self._settings.probe_timeout_s:
+                        self._kill(worker, process, "does not come to serve")
         return None if serving_since is None else monotonic() - serving_since
+
+    def _kill(self, worker: int, process: subprocess.Popen[bytes], why: str) -> None:
+        log.error("worker %d (process %d) %s: it is killed", worker, process.pid, why)
+        process.kill()
+        process.wait()
 
     def _start(self, worker: int) -> subprocess.Popen[bytes]:
         variables = {"PROMETHEUS_MULTIPROC_DIR": str(self._state.metrics)}
@@ -246,15 +240,10 @@ class _Supervisor:
                 pass_fds=[listener.fileno()],
                 process_group=0,  # signals of the terminal reach the supervisor only
             )
-            task = {
-                "settings": _to_json(self._settings),
-                "listener": listener.fileno(),
-                "worker": worker,
-                "state": str(self._state.path),
-            }
+            task = self._settings, worker, self._state, listener.fileno()
         with suppress(BrokenPipeError, ConnectionResetError):  # it has exited: ``_wait`` notices
             # The pipe stays open: its end tells the worker that this process has exited.
-            ours.sendall(orjson.dumps(task) + b"\n")
+            ours.sendall(pickle.dumps(task))  # not in the environment: it holds the API keys
         ours.setblocking(False)
         return process
 
@@ -284,7 +273,7 @@ class _Supervisor:
         elif len(self._serving) == workers:
             target = self._state.target()
             models = target.models.items() if target else ()
-            log_ready(self._address, (name for name, model in models if model.contents))
+            log_ready(settings, self._address, (name for name, model in models if model.contents))
             self._state.set_complete()
             log.info(
                 "%d workers: %d concurrent runs, %d threads each; statistics, metrics and loading"
@@ -293,19 +282,3 @@ class _Supervisor:
                 settings.concurrency * workers,
                 settings.threads,
             )
-
-
-def _to_json(settings: Settings) -> dict[str, Any]:
-    """``settings`` for a worker, including the keys: they pass through a pipe."""
-    payload = settings.model_dump(mode="json")
-    secrets = {"api_keys": settings.api_keys, "admin_keys": settings.admin_keys}
-    return payload | {n: [key.get_secret_value() for key in v] for n, v in secrets.items()}
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exited with {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"

@@ -1,6 +1,6 @@
 """Entry point of one worker process, started by the supervisor.
 
-Standard input is a socket of the supervisor. The worker reads its task from the first line, and
+Standard input is a socket of the supervisor. The worker reads its task from it, a pickle, and
 sends heartbeats, which need no file, so that a full disk does not count as a hang. At the end of
 the input the supervisor has exited, and the worker drains and exits too.
 """
@@ -9,46 +9,62 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import shutil
 import signal
 import socket
 import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
-import orjson
 from fastapi import FastAPI
 
+from attnserve.runtime.isolation import error_to_json
+from attnserve.runtime.temporary import keep_folder
 from graph_passes.errors import AttnserveError
 from service.app import create_app
-from service.engine.repository import say_operators
+from service.log import configure_log
 from service.metrics import Metrics
-from service.server import Server, configure_log, stop_while_starting
+from service.server import Server, stop_while_starting
 from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
-from service.workers.shared_state import SharedState, Status, error_to_json
+from service.workers.shared_state import SharedState, Status
 
 __all__: list[str] = []
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after an interrupted drain."""
 
+BEAT_S = 1.0
+
 
 class _WorkerServer(Server):
     """A server that reports its start and its end to the other workers."""
 
     def __init__(self, app: FastAPI, repository: SharedRepository, state: SharedState) -> None:
-        super().__init__(app, repository, repository.set_serving)
-        repository.beat = _beat
+        super().__init__(app, repository, repository.say_operators)
         self._shared, self._state = repository, state
+        self._beating: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # With the lock: the target state must not change between reaching it and serving.
+        self._beating = asyncio.create_task(_beat())
+        if not self._state.complete:  # the server starts: open the port, then load
+            await super().startup(sockets)
+            return
+        await self._shared.start()  # the others serve: no connection must come here before
         async with self._state.lock():
             await self._shared.join()
             await super().startup(sockets)
+            self._shared.set_serving()
+
+    async def load(self) -> None:
+        if self._shared.serving:
+            return
+        await self._shared.start()
+        # With the lock: the target state must not change between reaching it and serving.
+        async with self._state.lock():
+            await self._shared.join()
+            self._shared.set_serving()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
@@ -57,21 +73,18 @@ class _WorkerServer(Server):
 
 def main() -> int:
     """Serve until stopped; return the exit code."""
-    task: dict[str, Any] = orjson.loads(sys.stdin.buffer.readline())
-    settings, worker = Settings(**task["settings"]), int(task["worker"])
-    state = SharedState(Path(task["state"]), settings.workers)
+    task: tuple[Settings, int, SharedState, int] = pickle.load(sys.stdin.buffer)
+    settings, worker, state, file = task
     configure_log(settings)
+    keep_folder(state.path)
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
     stop_while_starting()
-    with socket.socket(fileno=task["listener"]) as listener:
+    with socket.socket(fileno=file) as listener:
         try:
             metrics = Metrics(state.metrics)
             repository = SharedRepository(settings, metrics, worker=worker, state=state)
             app = create_app(settings, repository)
-            asyncio.run(repository.start())
-            for engine in repository.engines() if worker == 0 else ():
-                say_operators(engine)
             _WorkerServer(app, repository, state).run(sockets=[listener])
         except KeyboardInterrupt:
             return INTERRUPTED
@@ -83,16 +96,20 @@ def main() -> int:
     return 0
 
 
-def _beat() -> None:
-    with suppress(OSError):  # the supervisor has exited
-        os.write(0, b".")
+async def _beat() -> None:
+    """Send heartbeats while the event loop runs."""
+    while True:
+        with suppress(OSError):  # the supervisor has exited
+            os.write(0, b".")
+        await asyncio.sleep(BEAT_S)
 
 
 def _watch_parent(orphaned: threading.Event) -> None:
     """Stop as after SIGTERM once the supervisor has exited."""
     # Not sys.stdin: at exit the interpreter would wait for its lock.
-    while os.read(0, 1024):
-        pass
+    with suppress(ConnectionResetError):  # it has left heartbeats unread
+        while os.read(0, 1024):
+            pass
     orphaned.set()
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -27,7 +27,7 @@ from graph_passes.analysis.cost import parameters
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, factor
+from graph_passes.passes.collaborate import Collaborate, exact_rank, factor
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention, reuse_refusal
@@ -196,16 +196,14 @@ def layer_of(block: AttentionBlock) -> Layer:
 
 
 def collaborated(model: ir.Model, names: frozenset[str]) -> ir.Model:
-    """The model with R = H*K in these blocks, as ``attnserve.planning.optimize`` does it."""
+    """The model with the exact R in these blocks, as ``attnserve.planning.optimize`` does it."""
     blocks = read_attention(model).blocks
     fused = frozenset(block.name for block in blocks if block.name in names and not block.logits)
     if fused:
         DecomposeAttention(fused)(model)
         blocks = read_attention(model).blocks
     factors = {
-        block.name: factor(block, block.num_heads * block.head_size)
-        for block in blocks
-        if block.name in names
+        block.name: factor(block, exact_rank(block)) for block in blocks if block.name in names
     }
     assert factors.keys() == names
     Collaborate.with_factors(factors)(model)

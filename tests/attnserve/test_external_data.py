@@ -19,11 +19,11 @@ from attnserve.checks.compare import verify
 from attnserve.cli.app import main
 from attnserve.models.artifact import fingerprint, load_model, open_artifact, save_model
 from attnserve.models.opset import raise_opset
+from attnserve.models.triton_repository import write_repository
 from attnserve.planning.lossless_passes import fuse_lossless
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidOutput
-from service.deploy.triton import write_repository
 from tests.attnserve.costs import count_instead_of_timing
 
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -221,7 +221,7 @@ def test_optimize_that_fails_to_write_leaves_the_earlier_output(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attnserve.planning.optimize.write_record", fail)  # after the weights
+    monkeypatch.setattr("attnserve.models.artifact.write_record", fail)  # after the weights
     for external_data in (False, True):
         with pytest.raises(InvalidOutput):
             attnserve.optimize(

@@ -34,7 +34,7 @@ from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import AttnserveError
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, factor, sharing_refusal
+from graph_passes.passes.collaborate import Collaborate, exact_rank, factor, sharing_refusal
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference
 from tests.attnserve.mutation_seeds import SEEDS, TRAPS
@@ -200,7 +200,7 @@ def judge(model: ir.Model) -> Iterator[tuple[str, str]]:
     names = {block.name for block in shared}
     DecomposeAttention(frozenset(b.name for b in shared if b.logits is None))(model)
     blocks = [block for block in find_attention(model)[0] if block.name in names]
-    Collaborate.with_factors({b.name: factor(b, b.num_heads * b.head_size) for b in blocks})(model)
+    Collaborate.with_factors({b.name: factor(b, exact_rank(b)) for b in blocks})(model)
     after = captured(model, list(model.graph.outputs), feeds)
     for old, run in zip(before, after, strict=True):
         for value, want in zip(model.graph.outputs, old, strict=True):

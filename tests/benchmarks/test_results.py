@@ -72,3 +72,12 @@ def test_a_language_model_keeps_tokens_and_perplexity():
     (row,) = [r for r in load("quality")["rows"] if (r["model"], r["keep"]) == ("stories", 0.99)]
     assert row["unseen"]["value"] >= 0.97
     assert row["task"]["new"] <= 1.01 * row["task"]["original"]
+
+
+def test_rotary_forms_are_exact_at_full_size_and_sharing_loses_less():
+    """Logits change by at most 1e-4 at full size; top-1 agreement at equal key elements below."""
+    rows = {(r["form"], r["key_elements"]): r for r in load("rotary")["results"] if r["calibrated"]}
+    for form in ("truncated", "shared"):
+        assert rows[form, 32]["largest_change"] <= 1e-4
+    for elements in (24, 16):
+        assert rows["shared", elements]["top1"] >= rows["truncated", elements]["top1"] + 0.1

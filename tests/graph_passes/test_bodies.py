@@ -9,8 +9,10 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.certify import read_attention
+from graph_passes.emit.editing import capture_weights
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
+from graph_passes.passes.prune_heads import PruneHeads
 from tests.graph_passes.graphs import (
     PARTS,
     PLAIN_INPUT,
@@ -19,9 +21,12 @@ from tests.graph_passes.graphs import (
     D,
     H,
     K,
+    V,
     body_layer,
+    feeds,
     graph,
     if_model,
+    masked,
     only,
     reasons,
     run,
@@ -169,3 +174,112 @@ def test_find_attention_over_growing_loop_output_is_unmatched() -> None:
         }}>{body_layer("h")}"""
     (said,) = reasons(graph(body, inputs=PLAIN_INPUT, constants=TURNS))
     assert "could not be inferred" in said and "the shape of its state is not constant" in said
+
+
+def test_find_attention_weight_in_the_state_of_a_loop_is_captured() -> None:
+    """The body then reads the weight from the outer graph; the outputs stay the same."""
+    weight = f"float[{D}, {H * K}]"
+    body = f"""
+    out, last = Loop (turns, yes_turn, x, Wq) <
+        body = turn (int64 i, bool go_in, {TENSOR} h_in, {weight} w_in)
+            => (bool go_out, {TENSOR} out_turn, {weight} w_out) {{
+        go_out = Identity(go_in)
+        w_out = Identity(w_in){body_layer("h_in", "_turn").replace("Wq)", "w_in)")}
+        }}>"""
+    model = graph(body, inputs=PLAIN_INPUT, constants=TURNS)
+    x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
+    before = run(model, {"x": x})
+    assert reasons(model)
+    capture_weights(model)
+    block = only(model)
+    assert block.q.weight is model.graph.initializers["Wq"]
+    np.testing.assert_array_equal(run(model, {"x": x}), before)
+
+
+def test_capture_weights_keeps_a_state_that_changes() -> None:
+    body = f"""
+    out, last = Loop (turns, yes_turn, x, Wq) <
+        body = turn (int64 i, bool go_in, {TENSOR} h_in, float[{D}, {H * K}] w_in)
+            => (bool go_out, {TENSOR} out_turn, float[{D}, {H * K}] w_out) {{
+        go_out = Identity(go_in)
+        w_out = Neg(w_in){body_layer("h_in", "_turn").replace("Wq)", "w_in)")}
+        }}>"""
+    model = graph(body, inputs=PLAIN_INPUT, constants=TURNS)
+    capture_weights(model)
+    assert reasons(model)
+
+
+@pytest.mark.parametrize("operator", ["BeamSearch", "GreedySearch", "Sampling"])
+def test_find_attention_in_the_decoder_of_a_search(operator: str) -> None:
+    """The decoder declares its inputs: a cache among them, and a mask of old and new tokens."""
+    layer = body_layer("emb", "_turn")
+    for made, old, past in (("kT", "[0, 2, 3, 1]", "key"), ("v", "[0, 2, 1, 3]", "value")):
+        head = f"{made}_turn = Transpose <perm = {old}>"
+        assert head in layer
+        layer = layer.replace(head, f"new_{past} = Transpose <perm = [0, 2, 1, 3]>")
+        turned = "[0, 1, 3, 2]" if made == "kT" else "[0, 1, 2, 3]"
+        at = layer.index("\n", layer.index(f"new_{past} ="))
+        joined = f"""
+        all_{past} = Concat <axis = 2> (past_{past}, new_{past})
+        {made}_turn = Transpose <perm = {turned}> (all_{past})"""
+        layer = layer[:at] + joined + layer[at:]
+    text = f"""
+    out = com.microsoft.{operator} <decoder_start_token_id = 1, eos_token_id = 2,
+        pad_token_id = 0, decoder = step (
+            int64[rows, new] ids, int64[rows, all] attention_mask,
+            float[rows, {H}, past_length, {K}] past_key,
+            float[rows, {H}, past_length, {V}] past_value
+        ) => ({TENSOR} out_turn) {{
+        emb = Gather(table, ids){layer}
+    }}> (input_ids, n24, n1)"""
+    table = np.random.default_rng(0).standard_normal((20, D)).astype(np.float32)
+    model = graph(
+        text,
+        inputs="int32[batch, sequence] input_ids",
+        output="int32[batch, longest] out",
+        constants={"table": table},
+    )
+    reading = read_attention(model)
+    assert [miss.reason for miss in reading.unmatched] == []
+    (block,) = reading.blocks
+    assert (block.num_heads, block.head_size) == (H, K)
+
+
+@pytest.mark.parametrize(("part", "output"), [("q", "q"), ("k", "kT"), ("v", "v")])
+def test_find_attention_squeeze_in_an_if_is_followed(part: str, output: str) -> None:
+    """TorchScript writes Squeeze of an axis of unknown length as an If of two ranks."""
+
+    def model() -> ir.Model:
+        text = PARTS[part].replace(f" {output} = ", " whole = ") + squeezed("whole", output)
+        return graph("".join((PARTS | {part: text}).values()))
+
+    assert only(model()).num_heads == H
+    arrays, rewritten = feeds(model()), model()
+    blocks, _ = find_attention(rewritten)
+    Collaborate.with_factors({block.name: factor(block, H * K) for block in blocks})(rewritten)
+    np.testing.assert_allclose(run(rewritten, arrays), run(model(), arrays), atol=1e-4)
+    pruned, masks = model(), {block.name: [1, 0, 1] for block in blocks}
+    PruneHeads(masks)(pruned)
+    np.testing.assert_allclose(run(pruned, arrays), run(masked(model(), masks), arrays), atol=1e-4)
+
+
+def test_find_attention_mask_squeezed_in_an_if_is_read() -> None:
+    text = "\n wide = Unsqueeze(mask, a0)" + squeezed("wide", "narrow", taken=True)
+    text += "\n m = Add(s, narrow)"
+    assert only(graph("".join((PARTS | {"mask": text}).values()))).num_heads == H
+
+
+def squeezed(value: str, output: str, *, taken: bool = False) -> str:
+    """An If that squeezes the first axis of a value if its length is 1."""
+    ranks = [", ".join(f"{branch}{axis}" for axis in range(4)) for branch in ("yes", "no")]
+    return f"""
+        shape_of = Shape({value})
+        first = Gather(shape_of, i0)
+        is_one = Equal(first, i1)
+        {output} = If (is_one) <
+            then_branch = yes () => (float[{ranks[0]}] narrow_yes) {{
+                narrow_yes = Squeeze({value}, a0)
+            }},
+            else_branch = no () => (float[{ranks[1]}{", more" * taken}] narrow_no) {{
+                narrow_no = Identity({value})
+            }}>"""

@@ -22,12 +22,14 @@ from tests.service.tiny import write_encoder
 
 @pytest.fixture(autouse=True)
 def log_as_it_was() -> Iterator[None]:
-    """Restore the log handlers: a server that a test starts here replaces them."""
-    root = logging.getLogger()
+    """Restore the log, which servers and commands that tests start here replace."""
+    root, ours = logging.getLogger(), logging.getLogger("attnserve")
     handlers, level = root.handlers[:], root.level
+    ours.setLevel(logging.NOTSET)
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+    ours.setLevel(logging.NOTSET)
 
 
 def until(condition: Callable[[], Any], seconds: float = 30) -> Any:

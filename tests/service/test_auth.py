@@ -127,7 +127,7 @@ def test_api_keys_variable_empty_or_misspelled_is_refused(
 def test_settings_repr_hides_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSERVE_API_KEYS", "one-key, other-key")
     settings = Settings(model=tmp_path)
-    assert read_keys(settings) == (b"one-key", b"other-key")
+    assert list(read_keys(settings)) == [b"one-key", b"other-key"]
     assert "one-key" not in repr(settings)
 
 
@@ -137,9 +137,11 @@ def test_cors_allows_only_configured_origins(
     origin = {"origin": "https://a.example"}
     preflight = origin | {"access-control-request-method": "POST"}
     closed = start(encoder)
-    assert closed.options("/embed", headers=preflight).status_code == 405
-    answer = closed.post("/embed", json=EMBED, headers=origin)
-    assert "access-control-allow-origin" not in answer.headers
+    for answer in (
+        closed.options("/embed", headers=preflight),
+        closed.post("/embed", json=EMBED, headers=origin),
+    ):
+        assert "access-control-allow-origin" not in answer.headers
     opened = start(encoder, cors_origins="https://a.example, https://b.example", api_keys="k")
     assert opened.options("/embed", headers=preflight).status_code == 200
     answer = opened.post("/embed", json=EMBED, headers=origin | {"x-api-key": "k"})

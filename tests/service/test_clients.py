@@ -345,7 +345,7 @@ def test_openai_errors_have_its_types(ask: openai.OpenAI) -> None:
         ask.embeddings.create(model="tiny", input="a " * 9)
     assert (too_long.value.type, too_long.value.param) == ("invalid_request_error", "input")
     with pytest.raises(openai.BadRequestError, match="vectors of tiny have 4"):
-        ask.embeddings.create(model="tiny", input="a", dimensions=2)
+        ask.embeddings.create(model="tiny", input="a", dimensions=5)
     with pytest.raises(openai.APIStatusError, match="33 texts in one request") as too_many:
         ask.embeddings.create(model="tiny", input=["a"] * 33)
     assert too_many.value.status_code == 413

@@ -293,7 +293,7 @@ def test_requests_before_loading_are_not_ready(encoder: Path) -> None:
     ready = client.get("/v2/health/ready")
     assert (ready.status_code, ready.json()) == (503, {"ready": False})
     answer = client.post("/embed", json={"inputs": "a"})
-    check(answer, 503, "the model is not loaded")
+    check(answer, 503, "the models are being loaded")
     assert answer.headers["retry-after"] == "5"
 
 

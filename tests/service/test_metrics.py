@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+import service
+from service.metrics import Metrics
 from tests.service.fake_nvml import FakeNvml, use_nvml
 from tests.service.tiny import ids_request, write_encoder
 
@@ -145,3 +153,52 @@ def test_gpu_memory_peak_is_kept_per_model_and_absent_before_first_answer(
     use_nvml(monkeypatch, None)  # the driver is gone
     client.post(INFER, json=ids_request([2, 3]))
     assert peaks()[0] == 51
+
+
+def test_stats_of_many_models_read_the_series_once_and_off_the_event_loop(
+    start: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write_encoder(tmp_path / "m0")
+    for index in range(1, 40):
+        shutil.copytree(first, tmp_path / f"m{index}")
+    client = start(tmp_path)
+    metrics = client.app.state.metrics  # type: ignore[attr-defined]
+    reads: list[bool] = []
+
+    def counted(read: Callable[[], object]) -> object:
+        with pytest.raises(RuntimeError):  # on the event loop there would be one
+            asyncio.get_running_loop()
+        reads.append(True)
+        return read()
+
+    for name in ("statistics", "seconds", "watch"):
+        monkeypatch.setattr(metrics, name, partial(counted, getattr(metrics, name)))
+    assert len(client.get("/stats.json").json()["models"]) == 40
+    assert len(reads) == 3
+
+
+def test_metrics_skip_a_file_that_is_cut(tmp_path: Path) -> None:
+    """A worker that is killed, or a full disk, must not end the metrics of the others."""
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from service.metrics import Metrics\n"
+        "metrics = Metrics(Path(sys.argv[1]))\n"
+        "for index in range(100): metrics.count_response(f'/route-{index}', 200)\n"
+    )
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    root = Path(service.__file__).parents[1]
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], check=True, env=environment, cwd=root
+    )
+    (counters,) = tmp_path.glob("counter_*.db")
+    content = counters.read_bytes()
+    metrics = Metrics(tmp_path)
+    assert b'route="/route-99"' in metrics.render()
+    cut = tmp_path / "counter_9.db"
+    for size in (1, 4, 7, 8, 9, 11, 100, 5001):
+        cut.write_bytes(content[:size])
+        assert b'attnserve_requests_total{route="/route-99",status="200"} 1.0' in metrics.render()
+        metrics.statistics()
+    cut.write_bytes(b"\xff" * 5000)
+    assert b'route="/route-99"' in metrics.render()

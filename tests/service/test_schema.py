@@ -56,7 +56,10 @@ def test_routes_conform_to_openapi_document(
         assert isinstance(result, Ok)
         operation = result.ok()
 
-        @settings(max_examples=CASES, suppress_health_check=list(HealthCheck), deadline=None)
+        # Most bodies that are made up for tensors are malformed.
+        cases = 4 * CASES if operation.path.endswith("/infer") else CASES
+
+        @settings(max_examples=cases, suppress_health_check=list(HealthCheck), deadline=None)
         @given(
             case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes]),
             known=st.booleans(),

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from attnserve.cli import app as cli
 from attnserve.runtime.cuda import Cuda
 from graph_passes.errors import InvalidArgument
 from service.settings import Settings, read_settings
+from tests.service.conftest import HeldRuns
+from tests.service.tiny import write_encoder
 
 
 @pytest.fixture
@@ -105,3 +110,39 @@ def test_invalid_environment_variable_is_named_in_fix(monkeypatch: pytest.Monkey
     with pytest.raises(InvalidArgument, match="valid integer") as caught:
         read_settings(model=Path("model"))
     assert caught.value.fix == "set ATTNSERVE_CUDA_GRAPHS"
+
+
+def test_model_limits_hold_for_their_model_alone(
+    start: Callable[..., TestClient], tmp_path: Path, hold: Callable[[], HeldRuns]
+) -> None:
+    for name in ("busy", "other"):
+        write_encoder(tmp_path / name)
+    limits = {"busy": {"max_queue": 0, "max_batch_tokens": 3, "threads": 1}}
+    client = start(tmp_path, model_limits=limits, max_queue=7)
+    busy, other = (client.app.state.repository.engine(name) for name in ("busy", "other"))  # type: ignore[attr-defined]
+    assert (busy.batcher.max_queue, other.batcher.max_queue) == (0, 7)
+    assert (busy.batcher.queue.budget, other.batcher.queue.budget) == (3, 512)
+    held = hold()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(client.post, "/embed", json={"inputs": "a", "model": "busy"})
+        held.wait()
+        assert client.post("/embed", json={"inputs": "a", "model": "busy"}).status_code == 429
+        second = threads.submit(client.post, "/embed", json={"inputs": "a", "model": "other"})
+        held.wait(2)  # the limits of one model leave the other alone
+        held.go.set()
+        assert first.result().status_code == second.result().status_code == 200
+
+
+def test_model_limits_are_json_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNSERVE_MODEL_LIMITS", '{"one": {"concurrency": 2}}')
+    settings = read_settings(model=tmp_path)
+    assert settings.of("one").concurrency == 2 and settings.of("two") is settings
+    # Workers receive their settings as JSON.
+    assert Settings(**settings.model_dump(mode="json")).of("one") == settings.of("one")
+    for wrong in ('{"one": {"max_quue": 2}}', '{"one": {"max_queue": -1}}', "{", "3"):
+        monkeypatch.setenv("ATTNSERVE_MODEL_LIMITS", wrong)
+        with pytest.raises(InvalidArgument, match="model_limits") as error:
+            read_settings(model=tmp_path)
+        assert "ATTNSERVE_MODEL_LIMITS" in error.value.fix

@@ -264,9 +264,10 @@ class BlockTimer:
         if self.precision == "float32":
             return part
         try:
-            made = Part(convert(part.model, self.precision, part.feeds), part.feeds)
+            model = convert(part.model, self.precision, part.feeds, to_nearest=True)
         except AttnserveError:  # nothing can be converted
             return part
+        made = Part(model, part.feeds)
         # numpy has no bfloat16, so that such a part is timed with its casts.
         return without_casts(made) if self.precision == "float16" else made
 

@@ -11,11 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from attnserve.models.artifact import staged
 from attnserve.planning.search.block_loss import Losses
 from attnserve.planning.search.candidates import LossCurve, ReusePair
-from attnserve.runtime.part_latency import default_cache
-from graph_passes.errors import AttnserveError
+from attnserve.runtime.cache import cache_folder, write_atomically
 
 __all__ = ["Checkpoint", "digest"]
 
@@ -45,7 +43,7 @@ class Checkpoint:
 
     def __init__(self, name: str) -> None:
         """Read the checkpoint with this name; empty if there is none."""
-        self._path = default_cache().parent / "plans" / f"{name}.json"
+        self._path = cache_folder() / "plans" / f"{name}.json"
         self._content = _Content()
         with suppress(OSError, ValidationError):
             self._content = _Content.model_validate_json(self._path.read_bytes())
@@ -84,8 +82,6 @@ class Checkpoint:
             self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        with suppress(OSError, AttnserveError):
+        with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with staged(self._path.parent) as stage:
-                text = self._content.model_dump_json()
-                (stage / self._path.name).write_text(text, encoding="utf-8")
+            write_atomically(self._path, self._content.model_dump_json().encode())

@@ -103,9 +103,14 @@ class FrontSearch:
         return self.judge.build(front[low])
 
     def more_careful(self, built: Built, loss: float, keep: float) -> Built:
-        """A choice with less predicted loss, after a proof measured too much for another one."""
-        front = self.candidates.front
-        index = self._index_of(CAREFUL * built.choice.loss * (1 - keep) / loss)
+        """A choice with less predicted loss, after a proof measured too much for another one.
+
+        Its loss is estimated by the mean of what the proof and the choice measured: a failed proof
+        alone is too pessimistic, as it failed in part by chance.
+        """
+        front, allowed = self.candidates.front, 1 - keep
+        estimate = max((built.loss + loss) / 2, allowed)
+        index = self._index_of(CAREFUL * built.choice.loss * allowed / estimate)
         return self.judge.build(front[max(index, 0)])
 
     def _measure(self, built: Built) -> str:

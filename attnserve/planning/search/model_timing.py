@@ -125,7 +125,8 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
         in_float = replace(timer, precision="float32").time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     saved = timer.residual_fusion_ms()
-    whole = Part(convert(given.model, precision, given.data.fit), tuple(feeds))
+    converted = convert(given.model, precision, given.data.fit, to_nearest=True)
+    whole = Part(converted, tuple(feeds))
     total = timer.mean(table.measure({"model": whole})["model"])
     in_blocks = sum(
         timer.mean(blocks[block].original) for group in groups for block in group.blocks

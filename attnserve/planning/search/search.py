@@ -98,7 +98,8 @@ def search(
     attention = read_attention(newest, seed=context.seed)
     require_attention(attention)
     if goal.precision != "float32":
-        convert(graph, goal.precision, data.fit[:1])  # fails early if the model cannot be converted
+        # Fails early if the model cannot be converted.
+        convert(graph, goal.precision, data.fit[:1], to_nearest=True)
     original_score = None
     if goal.task is not None:
         original_score = score_model(given, graph, context.labeled("original"))
@@ -184,6 +185,10 @@ def _accepted_lengths(
 
 
 def _file_digest(path: Path) -> str:
+    """A checksum of a file, or of all files of a folder."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return digest([(str(file.relative_to(path)), sha256(file)) for file in files])
     if not path.is_file():
         raise InvalidData(f"{path}: no such file", "check the path", code="search.no_file")
     return sha256(path)

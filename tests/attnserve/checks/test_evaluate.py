@@ -178,7 +178,7 @@ def _correlate(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def test_bootstrap_interval_has_its_nominal_coverage() -> None:
     """Normal pairs of correlation 0.5: Spearman's is 6/pi asin(0.25), Pearson 1907."""
-    from attnserve.checks.evaluate import _interval
+    from attnserve.checks.scores import interval
 
     truth = 6 / np.pi * np.arcsin(0.25)
     rng = np.random.default_rng(0)
@@ -186,7 +186,7 @@ def test_bootstrap_interval_has_its_nominal_coverage() -> None:
     for seed in range(60):
         x, noise = rng.standard_normal((2, 120))
         y = 0.5 * x + np.sqrt(0.75) * noise
-        low, high = _interval(len(x), partial(_correlate, x, y), seed)
+        low, high = interval(len(x), partial(_correlate, x, y), seed)
         inside += low <= truth <= high
     assert inside >= 52  # of 60; 57 are expected, and 52 is its lower one-in-a-hundred
 

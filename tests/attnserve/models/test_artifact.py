@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -190,6 +193,18 @@ def test_load_model_truncated_file_is_refused(plain: Path):
         plain.write_bytes(content[:length])
         with pytest.raises(InvalidModel):
             load_model(plain)
+
+
+def test_load_model_long_name_of_the_default_domain_is_the_default(plain: Path):
+    proto = onnx.load(plain)
+    version = proto.opset_import[0].version
+    for each in (*proto.opset_import, *proto.graph.node):
+        assert each.domain == ""
+        each.domain = "ai.onnx"
+    onnx.save(proto, plain)
+    model = load_model(plain)
+    assert model.opset_imports == {"": version}
+    assert {node.domain for node in model.graph} == {""}
 
 
 def test_load_model_without_opset_is_refused(plain: Path):
@@ -535,6 +550,66 @@ def test_staged_failure_changes_nothing(tmp_path: Path, folder: str, error: type
         (stage / "model.onnx").write_text("half")
         raise error
     assert tree(tmp_path) == before
+
+
+def test_staged_finish_of_two_writers_keeps_both_records(tmp_path: Path):
+    """A writer reads the record of the folder only after the other has moved its own."""
+    folder, started = tmp_path / "out", threading.Event()
+
+    def write(name: str) -> None:
+        def finish(stage: Path) -> None:
+            record = merged_record(folder / name, {"files": {name: ""}})
+            if name == "a.onnx":
+                started.set()
+                time.sleep(0.2)
+            write_record(stage, record)
+
+        with staged(folder, finish) as stage:
+            (stage / name).write_text(name)
+
+    first = threading.Thread(target=write, args=("a.onnx",))
+    first.start()
+    assert started.wait(10)
+    write("b.onnx")
+    first.join()
+    record = json.loads((folder / "attnserve.json").read_text())
+    assert list(record["files"]) == ["b.onnx"] and list(record["others"]) == ["a.onnx"]
+
+
+def test_staged_files_are_on_disk_before_they_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
+    with staged(tmp_path / "new") as stage:
+        (stage / "model.onnx").write_text("m")
+    paths = (tmp_path / "new" / "model.onnx", tmp_path / "new")
+    assert flushed == [path.stat().st_ino for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("minilm", "minilm"),
+        ("minilm/model.onnx", "minilm"),
+        ("volume/..data", "volume"),
+        ("volume/model.onnx", "volume"),
+        ("releases/../minilm", "minilm"),
+        ("releases/42", "42"),
+    ],
+)
+def test_name_is_that_of_the_given_path(tmp_path: Path, path: str, name: str):
+    (tmp_path / "releases" / "42").mkdir(parents=True)
+    (tmp_path / "releases" / "42" / "model.onnx").touch()
+    (tmp_path / "minilm").symlink_to("releases/42")
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume" / "..data").symlink_to(tmp_path / "releases" / "42")
+    (tmp_path / "volume" / "model.onnx").symlink_to("..data/model.onnx")
+    assert open_artifact(tmp_path / path).name == name
+
+
+def test_name_of_model_in_root_folder_is_usable():
+    assert Artifact(Path("/model.onnx")).name == "model"
 
 
 def test_staged_full_disk_is_invalid_output(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,17 @@ def test_load_inputs_length_is_the_median(tiny: Path, tmp_path: Path):
 def test_load_inputs_truncates_to_max_length(tiny: Path, tmp_path: Path):
     (tmp_path / "long.txt").write_text("dog " * 500)
     assert read(tmp_path / "long.txt", open_artifact(tiny)).length == 64
+
+
+def test_load_inputs_of_a_reranker_are_pairs(tiny: Path, tmp_path: Path):
+    (tmp_path / "pairs.txt").write_text("the cat\tthe dog cat\nthe dog\n", encoding="utf-8")
+    artifact = open_artifact(tiny)
+    artifact = replace(artifact, record={**artifact.record, "task": "rerank"})
+    data = read(tmp_path / "pairs.txt", artifact, sequence=64, split=False)
+    (batch,) = data.fit
+    assert batch["input_ids"].shape == (2, 8)  # [CLS] the cat [SEP] the dog cat [SEP]
+    assert batch["token_type_ids"].tolist() == [[0] * 4 + [1] * 4, [0] * 8]
+    assert batch["attention_mask"].sum(axis=1).tolist() == [8, 4]
 
 
 def test_load_inputs_tokenizer_path(tiny: Path, sentences: Path, tmp_path: Path):

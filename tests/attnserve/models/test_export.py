@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import onnx
 import pytest
 
 from attnserve.checks.inspect import inspect
+from attnserve.choices import Padding
 from attnserve.models.artifact import open_artifact
 from attnserve.models.export import ExportReport, export
-from attnserve.models.tokenizer import load_tokenizer
+from attnserve.models.tokenizer import embed_texts, load_tokenizer, run_texts
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
     AttnserveError,
@@ -280,6 +282,8 @@ def modules(source: Path, *names: str) -> None:
         ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean", False),
         ({"pooling_mode": "mean"}, "mean", True),
         ({"pooling_mode": ["cls"]}, "cls", False),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last", True),
+        ({"pooling_mode": "lasttoken"}, "last", False),
     ],
 )
 def test_export_reads_pooling(
@@ -296,7 +300,7 @@ def test_export_reads_pooling(
     [
         {"pooling_mode_max_tokens": True},
         {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
-        {"pooling_mode": "lasttoken"},
+        {"pooling_mode": "weightedmean"},
         {"pooling_mode": ["mean", "max"]},
         {},
     ],
@@ -310,8 +314,218 @@ def test_export_other_pooling_is_refused(
 
 
 def test_export_module_after_pooling_is_refused(source: Path, tmp_path: Path) -> None:
-    modules(source, "Pooling", "Dense")
-    refused(source, tmp_path / "out", InvalidModel, "export.module", "Dense")
+    modules(source, "Pooling", "LSTM")
+    write_json(source / "1_Pooling" / "config.json", {"pooling_mode": "mean"})
+    refused(source, tmp_path / "out", InvalidModel, "export.module", "LSTM")
+
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 66, "pad_token_id": 0,
+}  # fmt: skip
+QWEN = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
+TEXTS = ["red cat", "a dog and the big house by the sea", "sea", "the cat sat"]
+
+
+def save_random(config: str, auto: str, sizes: dict[str, Any], source: Path) -> Any:
+    """Replace the weights of ``source`` by a random network; return it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**sizes)
+    network = getattr(transformers, auto).from_config(made).eval()
+    with torch.no_grad():  # initial weights give vectors that are all alike
+        for key, weight in network.named_parameters():
+            if not key.endswith("bias") and weight.ndim == 2:
+                weight.copy_(0.3 * torch.randn(weight.shape))
+    for path in source.glob("*.safetensors"):
+        path.unlink()
+    network.save_pretrained(source)
+    return network
+
+
+def hidden_states(network: Any, folder: Path, text: str) -> Any:
+    """The hidden states (S D) of one text, which needs no padding."""
+    import torch
+    import transformers
+
+    inputs = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
+    accepted = signature(network.forward).parameters
+    with torch.no_grad():
+        return network(**{n: x for n, x in inputs.items() if n in accepted}).last_hidden_state[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "mode", "sides"),
+    [
+        ("BertConfig", SMALL, "mean", ["right"]),
+        ("XLMRobertaConfig", SMALL, "cls", ["right", "left"]),
+        ("ModernBertConfig", {**SMALL, "global_attn_every_n_layers": 2}, "mean", ["right", "left"]),
+        ("Qwen3Config", QWEN, "lasttoken", ["right", "left"]),
+    ],
+    ids=["bert", "xlm-r", "modernbert", "qwen3"],
+)
+def test_export_embedding_equals_pytorch_without_padding(
+    config: str, sizes: dict[str, Any], mode: str, sides: list[Padding], source: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    network = save_random(config, "AutoModel", sizes, source)
+    modules(source, "Pooling", "Normalize")
+    write_json(source / "1_Pooling" / "config.json", {"pooling_mode": mode})
+    write_json(
+        source / "config_sentence_transformers.json",
+        {"prompts": {"query": "the ", "document": ""}, "default_prompt_name": None,
+         "similarity_fn_name": "dot"},
+    )  # fmt: skip
+    fast(source, tmp_path / "out", dimensions=20)
+    artifact = open_artifact(tmp_path / "out")
+    assert artifact.prompts == {"query": "the ", "document": ""}
+    assert (artifact.prompt("query"), artifact.prompt()) == ("the ", "")
+    assert (artifact.dimensions, artifact.similarity) == (20, "dot")
+    expected: list[np.ndarray] = []
+    for text in TEXTS:
+        states = hidden_states(network, source, artifact.prompt("query") + text).numpy()
+        pooled = {"mean": states.mean(0), "cls": states[0], "lasttoken": states[-1]}[mode][:20]
+        expected.append(pooled / np.linalg.norm(pooled))
+    session = open_session(artifact.model)
+    for side in sides:
+        vectors = embed_texts(
+            session, load_tokenizer(tmp_path / "out", padding=side),
+            [artifact.prompt("query") + text for text in TEXTS], pooling=artifact.pooling,
+            normalize=artifact.normalize, dimensions=artifact.dimensions,
+        )  # fmt: skip
+        np.testing.assert_allclose(vectors, expected, atol=2e-5)
+
+
+def test_export_empty_prompts_are_left_out_and_default_prompt_is_kept(
+    source: Path, tmp_path: Path
+) -> None:
+    path = source / "config_sentence_transformers.json"
+    write_json(path, {"prompts": {"query": "", "document": ""}, "default_prompt_name": "query"})
+    fast(source, tmp_path / "plain")
+    assert not open_artifact(tmp_path / "plain").record.keys() & {"prompts", "default_prompt"}
+    write_json(path, {"prompts": {"query": "the ", "document": ""}, "default_prompt_name": "query"})
+    fast(source, tmp_path / "out")
+    artifact = open_artifact(tmp_path / "out")
+    assert (artifact.prompt(), artifact.prompt("document"), artifact.prompt("passage")) == (
+        "the ", "", "the ",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+def test_export_dense_layers_are_part_of_the_graph(
+    mode: str, exporter: Any, source: Path, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    network = save_random("BertConfig", "AutoModel", SMALL, source)
+    modules(source, "Pooling", "Dense", "Dense", "Normalize")
+    write_json(source / "1_Pooling" / "config.json", {"pooling_mode": mode})
+    layers: list[Any] = []
+    for folder, sizes, bias, activation in (
+        ("2_Dense", (32, 24), True, "Tanh"), ("3_Dense", (24, 16), False, "Identity"),
+    ):  # fmt: skip
+        linear = torch.nn.Linear(*sizes, bias=bias)
+        layers += [linear, getattr(torch.nn, activation)()]
+        name = f"torch.nn.modules.activation.{activation}"
+        write_json(source / folder / "config.json", {"activation_function": name})
+        save_file(
+            {f"linear.{key}": value for key, value in linear.state_dict().items()},
+            source / folder / "model.safetensors",
+        )
+    report = fast(source, tmp_path / "out", exporter=exporter)
+    artifact = open_artifact(report.path)
+    assert (artifact.pooling, artifact.normalize, report.outputs) == (
+        "none", True, ("sentence_embedding",),
+    )  # fmt: skip
+    vectors = embed_texts(
+        open_session(report.path), load_tokenizer(tmp_path / "out"), TEXTS,
+        pooling="none", normalize=True,
+    )  # fmt: skip
+    for vector, text in zip(vectors, TEXTS, strict=True):
+        states = hidden_states(network, source, text)
+        pooled = {"mean": states.mean(0), "cls": states[0], "lasttoken": states[-1]}[mode]
+        with torch.no_grad():
+            expected = torch.nn.functional.normalize(torch.nn.Sequential(*layers)(pooled), dim=0)
+        np.testing.assert_allclose(vector, expected.numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"prompts": ["query: "]}, "prompts"),
+        ({"prompts": {"query": 1}}, "prompts"),
+        ({"prompts": {}, "default_prompt_name": "query"}, "default_prompt_name"),
+        ({"truncate_dim": 0}, "truncate_dim"),
+        ({"similarity_fn_name": "euclidean"}, "similarity_fn_name"),
+        ([], "expected a JSON object"),
+    ],
+)
+def test_export_malformed_prompt_file_is_refused(
+    config: Any, name: str, source: Path, tmp_path: Path
+) -> None:
+    write_json(source / "config_sentence_transformers.json", config)
+    refused(source, tmp_path / "out", InvalidModel, "export.config", name)
+
+
+def test_export_dimensions_beyond_the_width_or_of_a_classifier_are_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    for options, value in (({"dimensions": 33}, 32), ({"dimensions": 0}, 0),
+                           ({"dimensions": 8, "task": "rerank"}, "rerank")):  # fmt: skip
+        with raises(InvalidArgument, "export.dimensions", value):
+            fast(source, tmp_path / "out", **options)
+
+
+# --- rerankers and language models --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", ["BertConfig", "XLMRobertaConfig", "ModernBertConfig"])
+def test_export_reranker_scores_pairs_like_pytorch(
+    config: str, source: Path, tmp_path: Path
+) -> None:
+    import torch
+    import transformers
+
+    auto = "AutoModelForSequenceClassification"
+    network = save_random(config, auto, {**SMALL, "num_labels": 1}, source)
+    report = fast(source, tmp_path / "out", task="rerank")
+    assert open_artifact(report.path).record["task"] == "rerank"
+    pairs = [("the red cat", text) for text in TEXTS]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    inputs = tokenizer(*map(list, zip(*pairs, strict=True)), padding=True, return_tensors="pt")
+    accepted = signature(network.forward).parameters
+    with torch.no_grad():
+        logits = network(**{n: x for n, x in inputs.items() if n in accepted}).logits.numpy()
+    encoder = load_tokenizer(tmp_path / "out")
+    scores = np.empty((len(pairs), 1))
+    for indices, output, _ in run_texts(open_session(report.path), encoder, encoder.encode(pairs)):
+        scores[indices] = output
+    np.testing.assert_allclose(scores, logits, atol=2e-5)
+    assert np.ptp(scores) > 1e-3
+
+
+def test_export_classifier_of_several_classes_is_no_reranker(
+    tiny_bert: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tiny_bert("BertForSequenceClassification", num_labels=4)
+    with raises(InvalidArgument, "export.not_reranker", 4):
+        fast(folder, tmp_path / "out", task="rerank")
+
+
+def test_export_language_model_has_logits_like_pytorch(source: Path, tmp_path: Path) -> None:
+    import torch
+
+    network = save_random("Qwen3Config", "AutoModelForCausalLM", QWEN, source)
+    session = open_session(fast(source, tmp_path / "out", task="text-generation").path)
+    ids = np.random.default_rng(0).integers(1, 128, (2, 9))
+    with torch.no_grad():
+        expected = network(torch.from_numpy(ids)).logits.numpy()
+    (computed,) = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})
+    np.testing.assert_allclose(computed, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("content", [{"a": 1}, ["x"], [{"type": "Pooling"}]])

@@ -623,7 +623,7 @@ def encoder(tiny: Path) -> ir.Model:
 @pytest.mark.parametrize(
     ("precision", "calibrated"),
     [("float32", False), ("float16", False), ("bfloat16", False), ("int8", True), ("int8", False),
-     ("int4", False),
+     ("int4", True), ("int4", False),
      pytest.param("int8-full", True, marks=pytest.mark.skipif(not EXACT, reason="saturates"))],
 )  # fmt: skip
 def test_convert_text_alone_equals_text_in_any_batch(

@@ -10,7 +10,12 @@ import pytest
 
 from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import Dataset
-from attnserve.models.token_statistics import seen_ids, token_statistics, unseen_share
+from attnserve.models.token_statistics import (
+    CalibrationRange,
+    seen_ids,
+    token_statistics,
+    unseen_share,
+)
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import Batch
 
@@ -58,3 +63,31 @@ def test_optimize_records_token_ids_of_the_calibration(tiny: Path, sentences: Pa
     found = record["token_ids"]
     assert found["distinct"] == seen_ids(found).sum() > 5
     assert 0 <= found["unseen_share"] < 0.5
+
+
+def calibrated(*batches: Batch, lengths: list[int]) -> CalibrationRange | None:
+    tokens = token_statistics(dataset([*batches], [*batches]))
+    return CalibrationRange.read([{"calibration": {"lengths": lengths, "token_ids": tokens}}, {}])
+
+
+def test_calibration_range_marks_longer_rows_and_rows_of_unknown_tokens():
+    found = calibrated(rows([1, 2, 3, 4]), lengths=[2, 2, 3, 4, 4])
+    assert found is not None
+    assert found.reasons([1, 2, 3, 4]) == found.reasons([]) == ()
+    assert found.reasons(np.array([1, 2, 3, 0])) == (), "a quarter is not too much"
+    assert found.reasons([1, 2, 0]) == found.reasons([1, 2, 10**9]) == ("tokens",)
+    assert found.reasons([1, 2, 3, 4, 1]) == ("length",)
+    assert found.reasons(np.arange(10, 20)) == ("length", "tokens")
+
+
+def test_calibration_range_without_token_ids_knows_lengths_only():
+    found = CalibrationRange.read([{"calibration": {"lengths": [1, 1, 1, 1, 2]}}])
+    assert found is not None and found.reasons([900, 901, 902]) == ("length",)
+
+
+@pytest.mark.parametrize(
+    "calibration",
+    [None, {}, {"lengths": []}, {"lengths": ["?"]}, {"lengths": [1], "token_ids": {"seen": "!"}}],
+)
+def test_calibration_range_of_missing_or_damaged_records_is_none(calibration: object):
+    assert CalibrationRange.read([{"calibration": calibration}, "?"]) is None

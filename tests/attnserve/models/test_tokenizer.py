@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from attnserve.choices import Padding
 from attnserve.models.tokenizer import Encoding, TextEncoder, load_tokenizer, pool, read_sentences
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.errors import raises
@@ -277,6 +278,51 @@ def test_load_tokenizer_missing_or_damaged_is_refused(
         assert len(str(caught.value).splitlines()) == 2
 
 
+# --- pairs, words and padding -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", range(5, 16))
+@pytest.mark.parametrize("sizes", [(2, 9), (9, 2), (5, 5), (6, 5), (1, 1)])
+def test_encode_pair_is_truncated_as_by_tokenizers(
+    length: int, sizes: tuple[int, int], tokenizer: Tokenizer
+) -> None:
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    first, second = (" ".join("abc"[i % 3] for i in range(size)) for size in sizes)
+    encoder = TextEncoder(Tokenizer.from_str(tokenizer.to_str()), pad_id=PAD, max_length=length)
+    (found,) = encoder.encode([(first, second)])
+    tokenizer.enable_truncation(length, strategy="longest_first")
+    expected = tokenizer.encode(first, second)
+    assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids)
+
+
+def test_encode_words_finds_first_tokens(tokenizer: Tokenizer) -> None:
+    encoder = TextEncoder(tokenizer, pad_id=PAD, max_length=5)
+    encoding, places = encoder.encode_words(["a b", "", "c", "a"])
+    assert encoding.ids == [CLS, 5, 6, 7, SEP]
+    assert places == [1, None, 3, None]  # the second word has no token, the last is truncated
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_batch_inputs_padding_side_and_position_ids(padding: Padding, tokenizer: Tokenizer) -> None:
+    encoder = TextEncoder(tokenizer, pad_id=PAD, padding=padding)
+    names = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), np.dtype(np.int64))
+    inputs = encoder.batch_inputs(encoder.encode(["a b", "c"]), names)
+    rows = {name: array[1].tolist() for name, array in inputs.items()}
+    if padding == "right":
+        real = [True, True, True, False]
+        assert rows["input_ids"] == [CLS, 7, SEP, PAD]
+    else:
+        real = [False, True, True, True]
+        assert rows["input_ids"] == [PAD, CLS, 7, SEP]
+    assert rows["attention_mask"] == [int(one) for one in real]
+    assert inputs["position_ids"][0].tolist() == [0, 1, 2, 3]
+    assert inputs["position_ids"][1][real].tolist() == [0, 1, 2]
+
+
 # --- pool ---------------------------------------------------------------------------------------
 
 HIDDEN = np.array([[[1.0, 2.0], [3.0, 6.0], [1e9, np.pi]]], np.float32)  # B S D
@@ -291,8 +337,24 @@ def test_pool_cls_is_the_first_token() -> None:
     assert pool(HIDDEN, MASK, "cls", False).tolist() == [[1.0, 2.0]]
 
 
+def test_pool_padding_side_does_not_matter() -> None:
+    flipped, mask = HIDDEN[:, [2, 0, 1]], MASK[:, [2, 0, 1]]
+    for pooling, expected in (("mean", [2, 4]), ("cls", [1, 2]), ("last", [3, 6])):
+        assert pool(HIDDEN, MASK, pooling, False).tolist() == [expected]
+        assert pool(flipped, mask, pooling, False).tolist() == [expected]
+
+
+def test_pool_dimensions_are_cut_before_vectors_are_normalized() -> None:
+    vectors = np.array([[3.0, 4.0, 12.0]], np.float32)
+    assert pool(vectors, MASK, "none", False, 2).tolist() == [[3, 4]]
+    np.testing.assert_allclose(pool(vectors, MASK, "none", True, 2), [[0.6, 0.8]], atol=1e-7)
+    for dimensions in (0, 4):
+        with raises(InvalidArgument, "text.dimensions", "1 to 3"):
+            pool(vectors, MASK, "none", True, dimensions)
+
+
 def test_pool_pooled_output_is_unchanged() -> None:
-    for pooling in ("mean", "cls", "none"):
+    for pooling in ("mean", "cls", "last", "none"):
         assert pool(HIDDEN[:, 0], MASK, pooling, False).tolist() == [[1.0, 2.0]]
 
 

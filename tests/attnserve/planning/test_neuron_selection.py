@@ -29,6 +29,7 @@ from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_name
 from graph_passes.passes.prune_neurons import PruneNeurons
+from tests.architectures import GRAPHS
 from tests.errors import raises
 
 F = 64
@@ -184,6 +185,22 @@ def test_optimize_ffn_removes_redundant_neurons(
     assert list(masks) == [block.name]
     assert np.flatnonzero(np.equal(masks[block.name], 0)).tolist() == sorted(copies)
     assert report.fidelity.mean_cosine > 0.9999
+
+
+def test_optimize_ffn_removes_neurons_of_packed_gate_and_up(tmp_path: Path):
+    ids = np.random.default_rng(0).integers(3, 40, (48, 12))
+    np.savez(tmp_path / "calib.npz", input_ids=ids, attention_mask=np.ones_like(ids))
+    source = GRAPHS / "modernbert-dynamo18-sdpa.onnx"
+    report = optimize(source, tmp_path / "new", ffn=0.25, calib=tmp_path / "calib.npz", threads=1)
+    masks = report.plan.targets(PruneNeurons)
+    blocks = find_feed_forward(load_model(tmp_path / "new" / "model.onnx"))
+    kept = [sum(masks[b.name]) if b.name in masks else 40 for b in blocks]
+    assert [block.num_neurons for block in blocks] == kept
+    assert sum(kept) == 64
+    assert all(count % 8 == 0 for count in kept)
+    for block in blocks:
+        assert block.matrix().shape == (24, 2 * block.num_neurons)
+    assert report.fidelity.mean_cosine > 0.9
 
 
 def test_plan_request_ffn_of_few_texts(tiny: Path, bert: ir.Model, data: Dataset):

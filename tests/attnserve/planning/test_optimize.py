@@ -14,7 +14,7 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
-from attnserve.checks.certify import require_finite_weights
+from attnserve.checks.certify import read_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity, verify
 from attnserve.checks.inspect import inspect
 from attnserve.checks.quality import Quality
@@ -28,6 +28,7 @@ from graph_passes.errors import (
     InvalidData,
     InvalidModel,
 )
+from tests.architectures import Cell
 from tests.attnserve.cli.commands import tree
 from tests.errors import raises
 
@@ -281,7 +282,7 @@ def test_optimize_interrupted_while_writing_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attnserve.planning.optimize.write_record", interrupt)
+    monkeypatch.setattr("attnserve.models.artifact.write_record", interrupt)
     with pytest.raises(KeyboardInterrupt):
         optimize(tiny, tmp_path / "a" / "new", collab_dk=16)
     assert not any(tmp_path.iterdir())
@@ -480,3 +481,18 @@ def test_optimize_low_quality_is_warned_of(
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
     report = optimize(tiny, tmp_path / "new", collab_dk=16, dry_run=True)
     assert any("0.899 (held out of text.txt)" in each for each in report.warnings) is warned
+
+
+def test_optimize_strip_cache_is_exact_and_allows_a_second_run(tmp_path: Path):
+    """The original runs with an empty cache; heads of the new model can be pruned."""
+    original = Cell("GPT-2, cached", "eager", "torchscript", 17).committed
+    new = tmp_path / "new.onnx"
+    report = optimize(original, new, strip_cache=True)
+    assert (report.fidelity.min_cosine, report.after.parameters) == (1, report.before.parameters)
+    assert [output.name for output in report.fidelity.outputs] == ["last_hidden_state"]
+    inputs = [value.name for value in load_model(new).graph.inputs]
+    assert inputs == ["input_ids", "attention_mask"]
+    assert verify(original, new).outputs[0].max_abs_error == 0
+    masks = {block.name: [1, 0, 1] for block in read_attention(load_model(new)).blocks}
+    pruned = optimize(new, tmp_path / "pruned.onnx", prune_heads=masks)
+    assert pruned.after.parameters < report.after.parameters

@@ -25,6 +25,7 @@ from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import SkipAttention
+from graph_passes.passes.strip_cache import StripCache
 from tests.attnserve.planning.test_requested_rewrites import NAMES, planned, stack
 from tests.errors import raises
 from tests.graph_passes.graphs import H, K, layers
@@ -33,6 +34,7 @@ from tests.graph_passes.graphs import H, K, layers
 def passes() -> list[Any]:
     """One of each pass that a plan can hold."""
     return [
+        StripCache(),
         SkipAttention({NAMES[0]: "constant"}),
         PruneHeads({NAMES[1]: [1, 0, 1]}),
         ReuseAttention({NAMES[3]: {2: (NAMES[1], 0), 0: (NAMES[2], 1)}}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -29,14 +29,12 @@ def patch_open_session(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Cu
     def install(refuse_graphs: bool = False) -> list[Cuda]:
         requested: list[Cuda] = []
 
-        def open_on_cpu(
-            source: Any, *, provider: str, threads: int, cuda: Cuda, copied: Sequence[str]
-        ) -> Any:
+        def open_on_cpu(source: Any, *, provider: str, cuda: Cuda, **options: Any) -> Any:
             assert provider == "cuda"
             requested.append(cuda)
             if refuse_graphs and cuda.graphs:
                 raise InvalidModel("model.onnx: ONNX Runtime refuses the graph: control flow", "")
-            return open_session(source, threads=threads, copied=copied)
+            return open_session(source, **options)
 
         monkeypatch.setattr(backends, "open_session", open_on_cpu)
         return requested

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from pathlib import Path
 
 import pytest
 
-from attnserve.runtime.cpu import cpu_flags, has_int8_dot_product, parse_cpu_flags
+from attnserve.runtime.cpu import available_cores, cpu_flags, has_int8_dot_product, parse_cpu_flags
 
 X86 = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -55,3 +56,46 @@ def test_cpu_flags_without_cpuinfo_are_empty(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Path, "read_text", missing)
     assert cpu_flags() == frozenset()
     assert not has_int8_dot_product()
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
+        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
+        ({"sys/fs/cgroup/cpu.max": "900000 100000\n"}, 8),
+        ({"sys/fs/cgroup/cpu.max": "10000 100000\n"}, 1),
+        ({"sys/fs/cgroup/cpu.max": "nonsense"}, 8),
+        (
+            {
+                "proc/self/cgroup": "0::/system.slice/one.service\n",
+                "sys/fs/cgroup/system.slice/cpu.max": "300000 100000\n",
+                "sys/fs/cgroup/system.slice/one.service/cpu.max": "max 100000\n",
+            },
+            3,
+        ),
+        (
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            4,
+        ),
+        (
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            8,
+        ),
+    ],
+)
+def test_available_cores_is_affinity_or_quota(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_cores(tmp_path) == cores

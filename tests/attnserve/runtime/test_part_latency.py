@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import weakref
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from attnserve.models.artifact import load_model
 from attnserve.models.example_inputs import example_inputs
+from attnserve.runtime import cache
 from attnserve.runtime import part_latency as latency
 from attnserve.runtime.interleaved_timer import QUICK
 from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out, default_cache
@@ -276,13 +276,10 @@ def test_measure_entries_are_separate_per_thread_count(
 
 def test_setting_depends_on_the_number_of_cores(monkeypatch: pytest.MonkeyPatch):
     def setting(cores: int) -> str:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+        monkeypatch.setattr(latency, "available_cores", lambda: cores)
         return LatencyTable(None, threads=1).setting
 
     assert setting(2) != setting(16)
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    assert LatencyTable(None, threads=1).setting == setting(16)
 
 
 def test_setting_depends_on_the_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -367,7 +364,7 @@ def test_measure_failed_write_leaves_no_file(
         (tmp_path / "file").write_text("")
         path = tmp_path / "file" / "t.json"
     else:
-        monkeypatch.setattr(latency.json, "dump", dump)
+        monkeypatch.setattr(cache.Path, "replace", dump)
     before = list(tmp_path.iterdir())
     table = LatencyTable(path)
     if isinstance(failure, KeyboardInterrupt):
@@ -394,7 +391,7 @@ def test_default_cache_without_home_directory_is_temporary(monkeypatch: pytest.M
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(latency.Path, "home", home)
+    monkeypatch.setattr(cache.Path, "home", home)
     monkeypatch.delenv("ATTNSERVE_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert default_cache().parent.is_dir() and default_cache() == default_cache()

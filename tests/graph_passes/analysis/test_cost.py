@@ -297,3 +297,16 @@ def test_break_even_without_crossing_returns_none() -> None:
     assert break_even(before, polynomial(before.axes, {(1, 1): 101, (1, 2): 2})) == 1
     assert break_even(before, polynomial(("n",), {(1,): 1})) is None
     assert break_even(polynomial((), {(): 5}), polynomial((), {(): 6})) is None
+
+
+def test_largest_node_bytes_is_that_of_short_and_of_long_inputs():
+    """The context product dominates short inputs, adding a mask to the scores long ones."""
+    cost = model_cost(attention())
+
+    def largest(length: int) -> int | None:
+        return cost.largest_node_bytes({"x": (2, length, D), "mask": (2, 1, 1, length)})
+
+    scores = 4 * 2 * H * 1000**2
+    assert largest(1000) == 2 * scores + 4 * 2 * 1000
+    assert largest(1) == 2 * (12 + 96)
+    assert cost.largest_node_bytes({}) is None

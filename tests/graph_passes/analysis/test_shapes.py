@@ -17,7 +17,7 @@ from graph_passes.analysis.shapes import (
     named_axes,
 )
 from graph_passes.emit.editing import exposing
-from tests.graph_passes.graphs import attention, feeds, graph
+from tests.graph_passes.graphs import PARTS, D, H, K, V, attention, feeds, graph, only
 from tests.graph_passes.layouts import LAID_OUT, LAYOUTS
 
 
@@ -43,6 +43,55 @@ def test_bind_axes_first_axes_are_batches() -> None:
 def test_bind_axes_keeps_kind_of_first_occurrence() -> None:
     model = graph("\n out = Abs(x)", inputs="float[n, s, 12] x, int64[s] positions")
     assert bind_axes(model.graph, batch=2, sequence=5) == {"n": 2, "s": 5}
+
+
+@pytest.mark.parametrize(
+    ("past", "total"), [("past_len", "total_len"), ("past_len", "mask_len"), ("dim_2", "dim_9")]
+)
+def test_bind_axes_mask_of_a_cache_has_past_and_new_length(past: str, total: str) -> None:
+    """Shapes of the scores and the mask agree, with equal and with distinct lengths."""
+    text = "".join((PARTS | CACHED_PARTS).values())
+    cache = ", ".join(
+        f"float[batch, {H}, {past}, {size}] past_{name}"
+        for name, size in (("key", K), ("value", V))
+    )
+    inputs = f"float[batch, new, {D}] x, int64[batch, {total}] attention_mask, {cache}"
+    model = graph(text, inputs=inputs)
+    for distinct in (False, True):
+        axes = bind_axes(model.graph, batch=2, sequence=5, distinct_lengths=distinct)
+        assert axes[total] == axes[past] + axes["new"] and (axes["new"] != axes[past]) == distinct
+        assert not infer_shapes_at(model, axes).unknown
+    block = only(model)
+    assert block.k.past is not None and block.k.past.value.name == "past_key"
+
+
+def test_bind_axes_mask_of_an_encoder_is_no_total() -> None:
+    inputs = "float[n, s, 12] x, float[n, 3, p, 4] past_key, int64[n, e] encoder_attention_mask"
+    model = graph("\n out = Abs(x)", inputs=inputs)
+    assert bind_axes(model.graph, batch=2, sequence=5) == {"n": 2, "s": 5, "p": 5, "e": 5}
+
+
+CACHED_PARTS = {
+    "k": """
+        k0 = MatMul(x, Wk)
+        k2 = Reshape(k0, heads)
+        new_k = Transpose <perm = [0, 2, 1, 3]> (k2)
+        k = Concat <axis = 2> (past_key, new_k)
+        kT = Transpose <perm = [0, 1, 3, 2]> (k)""",
+    "v": """
+        v0 = MatMul(x, Wv)
+        v2 = Reshape(v0, v_heads)
+        new_v = Transpose <perm = [0, 2, 1, 3]> (v2)
+        v = Concat <axis = 2> (past_value, new_v)""",
+    "mask": """
+        by_key = Unsqueeze(attention_mask, a1)
+        by_head = Unsqueeze(by_key, a1)
+        kept = Cast <to = 1> (by_head)
+        hidden = Sub(one, kept)
+        mask = Mul(hidden, low)
+        m = Add(s, mask)""",
+}
+"""Parts of an attention over cached keys and values."""
 
 
 def test_named_axes_unnamed_axis_is_named_by_input_and_position() -> None:

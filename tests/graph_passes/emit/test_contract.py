@@ -23,7 +23,7 @@ from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.operators import FUSED_OPERATORS
 from graph_passes.passes.base import AttentionPass
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions, exact_rank
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention
 from graph_passes.passes.prune_heads import PruneHeads
@@ -86,7 +86,7 @@ def even_heads(heads: int) -> list[int]:
 
 def share(block: AttentionBlock, *, sparse: bool) -> Collaborate:
     """All dimensions, which is exact."""
-    rank, size = block.num_heads * block.head_size, block.head_size if sparse else None
+    rank, size = exact_rank(block), block.head_size if sparse else None
     return Collaborate({block.name: SharedDimensions(rank=rank, head_size=size)})
 
 
@@ -148,7 +148,7 @@ def assert_form(after: AttentionBlock, before: AttentionBlock, emission: str) ->
     """The block is found as what was emitted; scales, positions and head sizes stay."""
     nodes = {node.op_type for node in ir.traversal.RecursiveGraphIterator(after.graph)}
     if emission == "shared dimensions":
-        assert after.form == "collaborative"
+        assert after.form == ("standard" if before.position == "rope" else "collaborative")
     if emission in ("shared dimensions", "sparse dimensions"):
         return  # a query bias is a dimension more
     assert after.form == "standard" and after.head_size == before.head_size
@@ -163,23 +163,28 @@ def assert_form(after: AttentionBlock, before: AttentionBlock, emission: str) ->
 
 HEADS = {"no_output_projection": 2, "cached": 16, "cache_lengths": 1, "projection_layout": 4}
 SHARING = {
-    "weak_mask": 1, "capped": 4, "grouped": 4, "rotary": 9, "qk_norm": 2, "token_layout": 1,
-    "cached": 14, "external_keys": 1,
+    "weak_mask": 1, "capped": 4, "grouped": 4, "qk_norm": 2, "token_layout": 1, "cached": 15,
+    "external_keys": 1, "projection_layout": 4, "rotary_layout": 2,
 }  # fmt: skip
 FUSION = {
     "no_output_projection": 2, "weak_mask": 1, "capped": 4, "grouped": 3, "rotary": 9, "qk_norm": 2,
     "token_layout": 1, "cached": 11, "cache_lengths": 1,
 }  # fmt: skip
+HEADS_BEFORE = {
+    "no_output_projection": 2, "weak_mask": 1, "capped": 4, "token_layout": 1, "cached": 12,
+    "cache_lengths": 1, "projection_layout": 4,
+}  # fmt: skip
+"""Of the operators that take heads, which may be turned, normalized or grouped before."""
 REFUSED: Mapping[str, Mapping[str, int]] = {
     "odd heads": HEADS,
     "even heads": HEADS,
-    "shared dimensions": SHARING,
+    "shared dimensions": SHARING | {"rotary_angles": 2},
     "sparse dimensions": SHARING,
     "decomposed": {"decomposed": 55, "cached": 19, "operator_rotary": 1},
     "attention": FUSION | {"tokens_differ": 6, "cached": 13},
-    "multi_head": FUSION,
+    "multi_head": HEADS_BEFORE,
     "merged": FUSION | {"tokens_differ": 2},
-    "onnx": FUSION | {"no_output_projection": 1, "capped": 2, "grouped": 1, "cached": 12},
+    "onnx": HEADS_BEFORE | {"no_output_projection": 1, "capped": 2, "cached": 13},
 }
 """The number of graphs that each pass refuses, by code."""
 

@@ -39,7 +39,7 @@ def constants(seed: int = 0, width: int = F) -> dict[str, np.ndarray]:
     shapes = {
         "W1": (D, width), "Wu": (D, width), "W2": (width, D), "b1": (width,), "bu": (width,),
         "b2": (D,), "slopes": (width,), "W3": (D, width), "gains": (width,), "Wn": (width, 5),
-        "W22": (width, width),
+        "W22": (width, width), "Wgu": (D, 2 * width), "bgu": (2 * width,),
     }  # fmt: skip
     arrays = {n: (rng.standard_normal(s) / 2).astype(np.float32) for n, s in shapes.items()}
     arrays |= {f"{name}T": np.ascontiguousarray(arrays[name].T) for name in ("W1", "W2")}
@@ -47,8 +47,10 @@ def constants(seed: int = 0, width: int = F) -> dict[str, np.ndarray]:
                "slope": 0.797884, "lowest": -0.1, "highest": 0.4}  # fmt: skip
     arrays |= {name: np.float32(value) for name, value in scalars.items()}
     integers = {"flat": [-1, D], "wide": [0, -1, width], "whole": [0, -1, D], "i0": 0, "i1": 1,
-                "last": [-1], "n1": [1], "nF": [width], "nD": [D], "end": [9], "a0": [0],
-                "thirds": [0, 0, 4, width // 4], "joined": [0, 0, width]}  # fmt: skip
+                "last": [-1], "n1": [1], "n2": [2], "nF": [width], "nD": [D], "end": [9], "a0": [0],
+                "thirds": [0, 0, 4, width // 4], "joined": [0, 0, width],
+                "halves": [width, width], "n2F": [2 * width], "minus_nF": [-width],
+                "far": [2**62], "wide2": [0, -1, 2 * width]}  # fmt: skip
     return arrays | {name: np.array(value, np.int64) for name, value in integers.items()}
 
 
@@ -88,6 +90,9 @@ DYNAMIC = f"""
  out_shape = Concat <axis = 0> (batch, t, nD)
  out = Reshape(o, out_shape)"""
 
+PACKED = "\n b = MatMul(x, Wgu)\n h = Add(b, bgu)"
+GEGLU = "\n g1 = Gelu(g)\n a = Mul(g1, u)" + DOWN
+
 FORMS: dict[str, str] = {
     "ReLU": RELU,
     "no biases": "\n h = MatMul(x, W1)\n a = Relu(h)\n out = MatMul(a, W2)",
@@ -114,6 +119,20 @@ FORMS: dict[str, str] = {
     "gated, each flattened": "\n x1 = Reshape(x, flat)\n x2 = Reshape(x, flat)"
                              "\n g = Gemm(x1, W1, b1)\n g1 = Sigmoid(g)\n u = Gemm(x2, Wu)"
                              "\n a = Mul(g1, u)\n o = Gemm(a, W2, b2)\n out = Reshape(o, whole)",
+    "packed, equal Split": f"{PACKED}\n g, u = Split <axis = -1, num_outputs = 2> (h){GEGLU}",
+    "packed, Split by sizes": f"{PACKED}\n u, g = Split <axis = 2> (h, halves){GEGLU}",
+    "packed, Slice": f"{PACKED}\n g = Slice(h, a0, nF, last, n1)"
+                     f"\n u = Slice(h, nF, far, last){GEGLU}",
+    "packed, Slice from the end": f"{PACKED}\n g = Slice(h, minus_nF, n2F, last)"
+                                  f"\n u = Slice(h, a0, minus_nF, last){GEGLU}",
+    "packed, computed Slice": f"{PACKED}\n s = Shape(b)\n n = Gather(s, last)\n n1m = Add(n, n1)"
+                              "\n e = Div(n1m, n2)\n e2 = Mul(e, n2)\n g = Slice(h, a0, e, last)"
+                              f"\n u = Slice(h, e, e2, last){GEGLU}",
+    "packed, flattened": "\n f = Reshape(x, flat)\n b = Gemm(f, Wgu, bgu)\n h = Reshape(b, wide2)"
+                         "\n g, u = Split <axis = -1> (h, halves)\n g1 = Relu(g)\n a = Mul(g1, u)"
+                         + DOWN,
+    "packed, gate before the Split": "\n b = MatMul(x, Wgu)\n h = Sigmoid(b)"
+                                     f"\n g, u = Split <axis = -1> (h, halves){GEGLU}",
     "Gemm, transposed, flattened": "\n f = Reshape(x, flat)\n h = Gemm <transB = 1> (f, W1T, b1)"
                                    "\n a = Relu(h)"
                                    "\n o = Gemm <transB = 1, alpha = 0.5> (a, W2T, b2)"
@@ -196,9 +215,11 @@ def test_find_feed_forward_form_matches_and_pruning_equals_masking(form: str) ->
     assert (block.name, block.num_neurons, block.input_size) == (NAME, F, D)
     assert block.x.name == "x"
     assert len(block.first) == len(block.products) == (2 if "gated" in form else 1)
+    packed = "packed" in form
+    assert block.is_gated == (packed or "gated" in form)
     assert neurons_refusal(block) is None
     scale = 0.5 if form == "FusedMatMul" else 1
-    np.testing.assert_allclose(block.matrix(), scale * arrays["W1"])
+    np.testing.assert_allclose(block.matrix(), scale * arrays["Wgu" if packed else "W1"])
     scale = 0.5 if "transposed" in form else 1
     np.testing.assert_allclose(block.second_matrix(), scale * arrays["W2"])
     assert (block.bias is None) == ("b2" not in FORMS[form])
@@ -209,10 +230,10 @@ def test_find_feed_forward_form_matches_and_pruning_equals_masking(form: str) ->
         return ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(build(FORMS[form]))))
 
     model = assert_equals_masked(with_shapes, {NAME: MASK})
-    by_neuron = len(block.first) * D + len(block.constants_by_neuron) + D
+    by_neuron = (len(block.first) * D + len(block.constants_by_neuron)) * (1 + packed) + D
     assert parameters(build(FORMS[form])) - parameters(model) == (F - KEPT) * by_neuron
     values = [*model.graph.initializers.values(), *(v for n in model.graph for v in n.outputs)]
-    assert not any(F in (value.shape or ()) for value in values)
+    assert not any({F, 2 * F} & {*(value.shape or ())} for value in values)
 
 
 def test_feed_forward_block_equation_equals_graph() -> None:
@@ -300,6 +321,14 @@ NEAR_MISSES: dict[str, tuple[str, str]] = {
                               OUT),
     "activations of no product": ("\n a = Relu(x)\n o = MatMul(a, Wsquare)\n out = Add(o, b2)",
                                   OUT),
+    "thirds of a packed weight": (
+        "\n h = MatMul(x, Wgu)\n g = Slice(h, a0, nF, last)\n u = Slice(h, n1, nF1, last)"
+        "\n a = Mul(g, u)" + DOWN, OUT,
+    ),
+    "the packed value has another reader": (
+        f"{PACKED}\n g, u = Split <axis = -1> (h, halves){GEGLU}\n shown = Neg(h)",
+        f"{OUT}, float[batch, sequence, {2 * F}] shown",
+    ),
     "a gated attention": (
         "\n q = MatMul(x, W1)\n k = MatMul(x, Wu)\n kT = Transpose <perm = [0, 2, 1]> (k)"
         "\n s = MatMul(q, kT)\n p = Softmax <axis = -1> (s)\n v = MatMul(x, W3)\n c = MatMul(p, v)"
@@ -333,6 +362,7 @@ NEAR_MISSES: dict[str, tuple[str, str]] = {
 def test_find_feed_forward_near_miss_returns_none(case: str) -> None:
     body, outputs = NEAR_MISSES[case]
     own = {"Wsquare": constants()["W22"][:D, :D], "four": np.array([4], np.int64),
+           "nF1": np.array([F + 1], np.int64),
            "zeros": np.zeros(20, np.int64), "positions": np.ones((4, 1), np.float32)}  # fmt: skip
     tokens = outputs.partition(" out")[0]
     model = build(body, own, output=outputs, inputs=f"{tokens} x, float size")
@@ -356,14 +386,16 @@ def test_find_feed_forward_pooler_bottleneck_returns_none(width: int) -> None:
 # ---- pruning ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["ReLU", "gated by SiLU", "Gemm, transposed, flattened"])
+@pytest.mark.parametrize(
+    "form", ["ReLU", "gated by SiLU", "Gemm, transposed, flattened", "packed, Slice"]
+)
 def test_prune_neurons_reduces_macs_in_proportion(form: str) -> None:
     lengths = {"batch": 2, "sequence": 7}
     model = build(FORMS[form])
     PruneNeurons({NAME: MASK})(model)
     macs = [model_cost(each).macs for each in (build(FORMS[form]), model)]
     assert macs[0] is not None and macs[1] is not None
-    products = 3 if "gated" in form else 2
+    products = 3 if "gated" in form or "packed" in form else 2
     assert macs[0](lengths) - macs[1](lengths) == 2 * 7 * products * D * (F - KEPT)
 
 
@@ -564,6 +596,7 @@ def test_prune_neurons_unsupported_weight_raises(code: str) -> None:
 EXPORTS = {
     "BERT": ("torchscript", 17, 2), "ALBERT": ("torchscript", 17, 3),
     "Llama": ("torchscript", 17, 2), "GPT-2": ("torchscript", 17, 2),
+    "ModernBERT": ("torchscript", 17, 2),
 }  # fmt: skip
 
 

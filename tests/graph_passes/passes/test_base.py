@@ -36,6 +36,7 @@ from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, mask_from_hex, mask_to_hex
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import AffineMap, SkipAttention
+from graph_passes.passes.strip_cache import StripCache
 from tests.errors import raises
 from tests.graph_passes.graphs import (
     PLAIN_INPUT,
@@ -101,6 +102,7 @@ PASSES: dict[str, RewritePass] = {
     "prune_neurons": PruneNeurons({"feed_forward_0": [1, 0, 1, 1, 0]}),
     "reuse_attention": ReuseAttention({SECOND: {0: (FIRST, 2), 2: (FIRST, 1)}}),
     "skip_attention": SkipAttention({FIRST: "affine", SECOND: "constant"}),
+    "strip_cache": StripCache(),
 }  # fmt: skip
 """One pass of each name."""
 

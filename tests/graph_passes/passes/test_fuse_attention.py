@@ -693,3 +693,64 @@ def test_fuse_attention_sequence_of_padding_is_finite(
     (expected,) = outputs(path, arrays)
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got[[0, 2]], expected[[0, 2]], atol=EXACT, rtol=EXACT)
+
+
+# ---- rotary positions and grouped heads ---------------------------------------------------------
+
+ROTARY_EXPORTS = {
+    Cell("Llama", "eager", "dynamo", 18): (6, 3),
+    Cell("Qwen3", "eager", "dynamo", 18): (6, 3),
+    Cell("ModernBERT", "sdpa", "dynamo", 18): (3, 3),
+    Cell("NomicBERT", "sdpa", "torchscript", 17): (3, 3),
+}
+"""The numbers of query heads and of key/value heads."""
+
+
+@pytest.mark.parametrize("form", ["onnx", "multi_head"])
+@pytest.mark.parametrize("cell", ROTARY_EXPORTS, ids=str)
+def test_fuse_attention_pruned_rotary_model_keeps_the_output(
+    cell: Cell, form: FusedOperator
+) -> None:
+    """A key/value head and its query heads are removed, then the rest becomes one operator."""
+    heads, groups = ROTARY_EXPORTS[cell]
+    model = load_model(cell.committed)
+    raise_opset(model, 23)
+    blocks = find_attention(model)[0]
+    assert {(block.num_heads, block.num_kv_heads) for block in blocks} == {(heads, groups)}
+    share = heads // groups
+    PruneHeads({b.name: [1] * (heads - share) + [0] * share for b in blocks})(model)
+    pruned, names = model.clone(), [block.name for block in blocks]
+    assert codes(model, form) == [""] * len(names)
+    FuseAttention(dict.fromkeys(names, form))(model)
+    for lengths in (architectures.LENGTHS, architectures.OTHER_LENGTHS):
+        arrays = architectures.feeds(ARCHITECTURES[cell.architecture], lengths)
+        for got, expected in zip(outputs(model, arrays), outputs(pruned, arrays), strict=True):
+            np.testing.assert_allclose(got, expected, atol=EXACT, rtol=EXACT)
+    reading = read_attention(model)
+    assert reading.unmatched == ()
+    for block in reading.blocks:
+        assert (block.idiom, block.position) == (IDIOMS[form], "rope")
+        assert (block.num_heads, block.num_kv_heads) == (heads - share, groups - 1)
+    gathers = [n for n in model.graph if n.op_type == "Gather" and "spread" in (n.name or "")]
+    assert bool(gathers) == (form == "multi_head" and share > 1)
+
+
+@pytest.mark.parametrize("form", ["onnx", "multi_head"])
+def test_fuse_attention_groups_of_unequal_size_are_repeated(form: FusedOperator) -> None:
+    """5 query heads of 3 groups: the operators cannot divide them evenly."""
+    cell = next(iter(ROTARY_EXPORTS))
+    model = load_model(cell.committed)
+    raise_opset(model, 23)
+    names = [block.name for block in find_attention(model)[0]]
+    PruneHeads({name: [1, 1, 1, 1, 1, 0] for name in names})(model)
+    pruned = model.clone()
+    FuseAttention(dict.fromkeys(names, form))(model)
+    arrays = architectures.feeds(ARCHITECTURES[cell.architecture], architectures.LENGTHS)
+    for got, expected in zip(outputs(model, arrays), outputs(pruned, arrays), strict=True):
+        np.testing.assert_allclose(got, expected, atol=EXACT, rtol=EXACT)
+
+
+@pytest.mark.parametrize("form", ["attention", "merged"])
+def test_fuse_attention_rotary_is_refused_by_operators_that_project(form: FusedOperator) -> None:
+    model = load_model(next(iter(ROTARY_EXPORTS)).committed)
+    assert set(codes(model, form)) == {"rotary"}

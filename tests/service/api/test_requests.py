@@ -15,9 +15,9 @@ import orjson
 import pytest
 from starlette.testclient import TestClient
 
+from attnserve.models.tokenizer import TextEncoder
 from service.api.requests import cancel_on_disconnect
 from service.api.responses import array_json
-from service.engine.model import Model
 from service.errors import ClientGone
 from tests.service.conftest import HeldRuns, until
 from tests.service.tiny import hidden_states, ids_request, make_tokenizer, write_model
@@ -113,6 +113,45 @@ def test_outputs_above_limit_are_refused_before_the_run_if_their_size_is_known(
     # A run of a text of 4 tokens makes the same output.
     assert post("/embed", {"inputs": "a"}) == (200, 1)
     assert post("/embed", {"inputs": ["a", "a b"]}) == (413, 0)
+
+
+SCORES = """
+<ir_version: 10, opset_import: ["": 18]>
+scores (int64[batch, sequence] input_ids) => (float[batch, sequence] sums)
+{
+    numbers = Cast<to = 1>(input_ids)
+    two = Constant<value = int64[1] {2}>()
+    one = Constant<value = int64[1] {1}>()
+    column = Unsqueeze(numbers, two)
+    row = Unsqueeze(numbers, one)
+    products = Mul(column, row)
+    weights = Softmax(products)
+    sums = ReduceSum<keepdims = 0>(weights, one)
+}
+"""
+
+
+def test_runs_above_memory_limit_are_refused_before_the_run(
+    start: Callable[..., TestClient], tmp_path: Path, hold: Callable[[], HeldRuns]
+) -> None:
+    """The scores of n tokens take 4 x n^2 bytes, and Softmax reads and writes them."""
+    write_model(tmp_path / "scores.onnx", SCORES)
+    client = start(tmp_path / "scores.onnx", max_run_bytes=8 * 10**2)
+    held = hold()
+    held.go.set()
+
+    def post(*rows: list[int]) -> tuple[int, int]:
+        before = held.started
+        body = {"inputs": ids_request(*rows)["inputs"][:1]}
+        answer = client.post("/v2/models/scores/infer", json=body)
+        if answer.status_code == 413:
+            assert "at most 800" in answer.json()["error"]
+            assert "ATTNSERVE_MAX_RUN_BYTES" in answer.json()["error"]
+        return answer.status_code, held.started - before
+
+    assert post([1] * 10) == (200, 1)
+    assert post([1] * 11) == (413, 0)
+    assert post([1] * 10, [1] * 10)[0] == 200  # the budget of a batch bounds its rows
 
 
 def test_array_json_serializes_in_slices_between_which_others_run() -> None:
@@ -229,7 +268,54 @@ def test_routes_accept_exactly_the_documented_methods(client: TestClient) -> Non
             status = client.request(method, url).status_code
             is_documented = method.lower().replace("head", "get") in documented
             assert (status == 405) == (not is_documented), (method, url, status)
+        allowed = {"get": "GET, HEAD, OPTIONS", "post": "OPTIONS, POST"}[next(iter(documented))]
+        refused = client.delete(url)
+        assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
+        options = client.options(url)
+        assert (options.status_code, options.headers["allow"]) == (204, allowed)
+        assert options.content == b""
     assert client.head("/v2/health/live").status_code == 200
+    assert client.options("/made-up").status_code == 404
+
+
+# -- compression ----------------------------------------------------------------------------------
+
+ROUTE = "/v2/models/large/infer"
+
+
+@pytest.mark.parametrize(
+    ("accepted", "length", "binary", "is_compressed"),
+    [
+        ("gzip", 100, False, True),
+        ("deflate, GZIP;q=0.5", 100, False, False),
+        ("br, gzip;q=0.5", 100, False, True),
+        ("gzip;q=0", 100, False, False),
+        ("gzip; q=0.00, br", 100, False, False),
+        ("identity", 100, False, False),
+        ("gzip", 4, False, False),
+        ("gzip", 100, True, False),
+    ],
+)
+def test_large_json_is_compressed_if_the_client_accepts_it(
+    start: Callable[..., TestClient],
+    tmp_path: Path,
+    accepted: str,
+    length: int,
+    binary: bool,
+    is_compressed: bool,
+) -> None:
+    write_model(tmp_path / "large.onnx", LARGE)
+    client = start(tmp_path / "large.onnx")
+    request = large_request([1] * length, "logits") | {"parameters": {"binary_data_output": binary}}
+    found = client.post(ROUTE, json=request, headers={"accept-encoding": accepted})
+    plain = client.post(ROUTE, json=request, headers={"accept-encoding": "identity"})
+    assert (found.headers.get("content-encoding") == "gzip") is is_compressed
+    assert is_compressed or found.headers["content-length"] == str(len(found.content))
+    if is_compressed:
+        assert int(found.headers["content-length"]) < len(plain.content) / 2
+        assert "Accept-Encoding" in plain.headers["vary"]
+    if not binary:
+        assert found.json()["outputs"] == plain.json()["outputs"]
 
 
 # -- disconnects ----------------------------------------------------------------------------------
@@ -311,15 +397,15 @@ class HeldTokenizer:
     """Holds the tokenization of "held" until ``go`` and counts its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.started, self.go, encode = 0, threading.Event(), Model.encode
+        self.started, self.go, encode = 0, threading.Event(), TextEncoder.encode
 
-        def wait_and_encode(model: Model, texts: Any, **options: Any) -> Any:
+        def wait_and_encode(encoder: TextEncoder, texts: Any, **options: Any) -> Any:
             if "held" in texts:
                 self.started += 1
                 assert self.go.wait(20)
-            return encode(model, texts, **options)
+            return encode(encoder, texts, **options)
 
-        monkeypatch.setattr(Model, "encode", wait_and_encode)
+        monkeypatch.setattr(TextEncoder, "encode", wait_and_encode)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from service.api.tensors import (
     InputTensor,
     decode,
     decode_all,
-    encode,
     encode_all,
     split,
 )
@@ -53,7 +52,8 @@ def binary(datatype: str, shape: list[int], size: Any) -> InputTensor:
 
 @given(array=any_array(finite=True), nested=st.booleans())
 def test_decode_json_restores_encoded_array(array: np.ndarray, nested: bool) -> None:
-    tensor = orjson.loads(orjson.dumps(encode("x", array), option=orjson.OPT_SERIALIZE_NUMPY))
+    (encoded,), _ = encode_all({"x": array}, ())
+    tensor = orjson.loads(orjson.dumps(encoded, option=orjson.OPT_SERIALIZE_NUMPY))
     if nested and array.ndim and array.size:
         tensor["data"] = array.tolist()
     decoded = decode(InputTensor.model_validate(tensor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -11,14 +12,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+from starlette.testclient import TestClient
 
 from attnserve.cli.app import main
 from graph_passes.errors import InvalidArgument
+from service.deploy import ray
 from service.deploy.ray import RaySettings, deployment_options
+from service.errors import NotReady
 from service.settings import Settings
 from tests.service.conftest import until
 
@@ -69,6 +75,54 @@ def test_deploy_ray_invalid_value_names_option_and_variable(
 def test_deploy_ray_without_ray_names_the_extra(encoder: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["deploy", "ray", str(encoder)]) == 2
     assert "pip install 'attnserve[ray]'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What Ray Serve is given: the builder of the application, and the class of the replica."""
+    given: dict[str, Any] = {}
+
+    class Serve:
+        @staticmethod
+        def ingress(build: Any) -> Any:
+            given["build"] = build
+            return lambda replica: given.setdefault("replica", replica)
+
+        @staticmethod
+        def deployment(**options: Any) -> Any:
+            return lambda _: SimpleNamespace(bind=lambda: None)
+
+    monkeypatch.setattr(ray, "_require_serve", Serve)
+    monkeypatch.setattr(ray, "_repositories", [])
+    return given
+
+
+def test_application_sends_no_keys_to_replicas(
+    encoder: Path, bound: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ATTNSERVE_API_KEYS", "first-key")
+    monkeypatch.setenv("ATTNSERVE_ADMIN_KEYS", "boss-key")
+    ray.application(Settings(model=encoder, probe=False))
+    sent = pickle.dumps(bound["build"])
+    assert b"first-key" not in sent and b"boss-key" not in sent
+    build = pickle.loads(sent)  # on another machine
+    with TestClient(build()) as client:
+        assert client.get("/v2").status_code == 401
+        assert client.get("/v2", headers={"x-api-key": "first-key"}).status_code == 200
+    monkeypatch.delenv("ATTNSERVE_API_KEYS")
+    with pytest.raises(InvalidArgument) as error:  # it must not serve everybody
+        build()
+    assert error.value.code == "ray.keys"
+
+
+def test_replica_check_fails_while_a_model_cannot_run(encoder: Path, bound: dict[str, Any]):
+    ray.application(Settings(model=encoder, probe=False))
+    app, replica = bound["build"](), bound["replica"]()
+    with TestClient(app):
+        replica.check_health()
+        app.state.repository.engine()._broken = "its device is gone"
+        with pytest.raises(NotReady, match="its device is gone"):
+            replica.check_health()
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from onnx import numpy_helper, parser
 from attnserve.cli.app import main
 from attnserve.models.artifact import open_artifact, save_model, sha256
 from attnserve.models.precision import convert
+from attnserve.models.triton_repository import write_repository
 from benchmarks.gpu.encoder import random_encoder
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
-from service.deploy.triton import write_repository
 from tests.service.tiny import ECHO, write_model
 
 NUMPY = {"TYPE_INT64": np.int64, "TYPE_FP32": np.float32, "TYPE_BOOL": np.bool_}
@@ -293,7 +293,7 @@ def test_write_repository_disk_full_keeps_old_model(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("service.deploy.triton.shutil.copyfile", full)
+    monkeypatch.setattr("attnserve.models.triton_repository.shutil.copyfile", full)
     with pytest.raises(InvalidOutput, match="No space left"):
         write_repository(encoder, tmp_path, max_batch=2, force=True)
     assert (tmp_path / "tiny" / "config.pbtxt").read_text() == before

@@ -128,10 +128,10 @@ def test_plan_id_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A plan may have megabytes, and every answer has the checksum in its headers."""
     plan = {"layers": [1, 2]}
     model = Model(open_artifact(write_encoder(tmp_path / "m", lineage=[{"plan": plan}])))
-    first = model.plan_id
+    first = model.artifact.plan_id
     assert first is not None
     monkeypatch.setattr(json, "dumps", lambda *_, **__: 1 / 0)
-    assert model.plan_id == first
+    assert model.artifact.plan_id == first
     model.close()
 
 
@@ -149,15 +149,12 @@ def test_output_bytes_counts_axes_of_unknown_size_as_one(encoder: Path) -> None:
     model.close()
 
 
-def test_model_large_without_glibc_is_loaded(
-    encoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_without_glibc_is_closed(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ctypes.CDLL(None) raises TypeError on Windows."""
 
     def refuse(name: object) -> None:
         raise TypeError("argument of type 'NoneType' is not iterable")
 
-    monkeypatch.setattr("service.engine.model.LARGE_BYTES", -1)
     monkeypatch.setattr("service.engine.model.ctypes.CDLL", refuse)
     Model(open_artifact(encoder)).close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import sys
@@ -14,17 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import attnserve
 from attnserve.models import artifact as artifact_module
+from attnserve.models import check_cache, graph_facts
 from attnserve.models.artifact import open_artifact
+from attnserve.models.check_cache import CheckCache
+from attnserve.models.graph_facts import GraphFacts
 from attnserve.runtime.isolation import WorkerCrashed, run_isolated
 from graph_passes.errors import InvalidArgument, InvalidModel
 from service.api.triton import configuration
 from service.dashboard.stats import card
-from service.engine import graph_facts, model_check
-from service.engine.graph_facts import GraphFacts
+from service.engine import model_check
 from service.engine.model_check import CheckResult, IsolationChecker
 from service.engine.repository import Repository, say_operators
 from service.settings import Settings
@@ -95,7 +99,7 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
                 **told,
                 "vectors": found.outputs["embeddings"],
                 "macs": found.macs,
-                "plan": engine.model.plan_id,
+                "plan": engine.model.artifact.plan_id,
                 "config": {name: config[name] for name in ("input", "output", "max_batch_size")},
                 "file": config["default_model_filename"],
             }
@@ -164,12 +168,15 @@ def test_checker_temporary_folder_is_deleted_with_it(bert: Path) -> None:
 
 
 @pytest.mark.usefixtures("child")
-def test_check_deleted_fused_file_is_written_again(bert: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"other")])
+def test_check_changed_fused_file_is_written_again(
+    bert: Path, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
     one = checker(tmp_path / "rewritten")
     first = one.check(open_artifact(bert)).rewritten
     assert first is not None
-    first.unlink()
-    assert one.check(open_artifact(bert)).rewritten == first and first.is_file()
+    damage(first)
+    assert one.check(open_artifact(bert)).rewritten == first and first.stat().st_size > 100
 
 
 @pytest.mark.parametrize("used", [True, False])
@@ -177,17 +184,13 @@ def test_check_deleted_fused_file_is_written_again(bert: Path, tmp_path: Path) -
 def test_check_deletes_fused_files_of_unloaded_models(
     bert: Path, tmp_path: Path, used: bool
 ) -> None:
-    loaded: set[str] | None = set()
+    loaded: set[str] = set()
     one = checker(tmp_path / "rewritten", in_use=lambda: loaded)
     first = one.check(open_artifact(bert))
     assert first.rewritten is not None
     if used:
         loaded.add(first.identity)
     one.check(open_artifact(write_encoder(tmp_path / "other")))
-    assert first.rewritten.exists() is used
-    loaded = None  # others are on their way
-    write_encoder(tmp_path / "third", max_length=7)
-    one.check(open_artifact(tmp_path / "third"))
     assert first.rewritten.exists() is used
 
 
@@ -363,6 +366,7 @@ def test_graph_facts_json_round_trip_is_equal(bert: Path) -> None:
     facts = GraphFacts.read(open_artifact(bert))
     again = GraphFacts.from_json(json.loads(json.dumps(facts.to_json())))
     assert again.cost.macs == facts.cost.macs
+    assert again.cost.node_bytes == facts.cost.node_bytes != ()
     assert {n: v.shape for n, v in again.cost.inputs.items()} == {
         n: v.shape for n, v in facts.cost.inputs.items()
     }
@@ -382,3 +386,140 @@ def test_check_external_data_outside_the_folder_is_refused(bert: Path, child: Ch
     )
     with pytest.raises(InvalidModel, match="outside"):
         checker(rewrite=False).check(open_artifact(bert))
+
+
+def test_check_external_data_that_is_no_file_is_refused(tmp_path: Path, child: Child) -> None:
+    """Reading a device or a pipe may never end."""
+    folder = write_encoder(tmp_path / "tiny")
+    os.mkfifo(folder / "pipe")
+    child(
+        "def facts(self):\n"
+        "    return {**self._facts.to_json(), 'external': ['pipe']}\n"
+        "service.engine.model_check._Child.facts = facts"
+    )
+    with pytest.raises(InvalidModel, match="it is no file"):
+        checker(rewrite=False).check(open_artifact(folder))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the results that are kept between processes."""
+    monkeypatch.delenv("ATTNSERVE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "attnserve" / "checks"
+
+
+def test_check_cached_result_needs_no_child_in_the_next_process(
+    bert: Path, child: Child, cache: Path
+) -> None:
+    found = checker(cached=True).check(open_artifact(bert))
+    assert found.rewritten is not None and found.rewritten.parent == cache
+    assert cache.stat().st_mode & 0o077 == 0
+    assert {path.suffix for path in cache.iterdir()} == {".json", ".onnx"}
+    child("raise SystemExit(5)")
+    assert checker(cached=True).check(open_artifact(bert)) == found
+    for other in (checker(), checker(cached=True, threads=2)):
+        with pytest.raises(InvalidModel, match="exit status 5"):
+            other.check(open_artifact(bert))
+
+
+def spoil_json(cache: Path) -> None:
+    (path,) = cache.glob("*.json")
+    path.write_bytes(path.read_bytes().replace(b"macs", b"mcas"))
+
+
+def spoil_fused(cache: Path) -> None:
+    (path,) = cache.glob("*.onnx")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def cut_json(cache: Path) -> None:
+    (path,) = cache.glob("*.json")
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def open_to_others(cache: Path) -> None:
+    (path,) = cache.glob("*.json")
+    path.chmod(0o666)
+
+
+def open_folder(cache: Path) -> None:
+    cache.chmod(0o777)
+
+
+def delete_fused(cache: Path) -> None:
+    (path,) = cache.glob("*.onnx")
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_json, spoil_fused, cut_json, open_to_others, open_folder, delete_fused]
+)
+def test_check_damaged_or_foreign_cache_entry_is_ignored(
+    bert: Path, child: Child, cache: Path, spoil: Callable[[Path], None]
+) -> None:
+    checker(cached=True).check(open_artifact(bert))
+    spoil(cache)
+    child("raise SystemExit(5)")
+    with pytest.raises(InvalidModel, match="exit status 5"):
+        checker(cached=True).check(open_artifact(bert))
+    if spoil is not open_folder:  # a new check mends it
+        child("")
+        found = checker(cached=True).check(open_artifact(bert))
+        child("raise SystemExit(5)")
+        assert checker(cached=True).check(open_artifact(bert)) == found
+
+
+def test_check_cached_result_of_other_external_data_is_ignored(
+    child: Child, tmp_path: Path, cache: Path
+) -> None:
+    folder = write_encoder(tmp_path / "tiny")
+    model = onnx.load(folder / "model.onnx")
+    onnx.save(
+        model, folder / "model.onnx", save_as_external_data=True, location="weights.bin",
+        size_threshold=0,
+    )  # fmt: skip
+    first = checker(cached=True).check(open_artifact(folder))
+    child("raise SystemExit(5)")
+    assert checker(cached=True).check(open_artifact(folder)) == first
+    content = bytearray((folder / "weights.bin").read_bytes())
+    content[0] ^= 1
+    (folder / "weights.bin").write_bytes(content)
+    with pytest.raises(InvalidModel, match="exit status 5"):
+        checker(cached=True).check(open_artifact(folder))
+
+
+def test_check_timeout_of_fusion_is_not_cached(
+    bert: Path, child: Child, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine must not turn off fusion for good."""
+    monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 1)
+    child("import time; lossless_passes.fuse_lossless = lambda *a, **k: time.sleep(60)")
+    assert checker(cached=True).check(open_artifact(bert)).rewritten is None
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.usefixtures("cache")
+def test_cache_keeps_the_last_used_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_cache, "MOST_ENTRIES", 2)
+    cache = CheckCache()
+    for number, name in enumerate(["a", "b", "a", "c"]):
+        file = cache.file(name)
+        assert file is not None
+        file.write_bytes(name.encode())
+        if cache.read(name) is None:
+            cache.write(name, {"of": name}, fused=True)
+        os.utime(file.with_suffix(".json"), (number, number))
+    assert cache.read("a") == {"of": "a"} and cache.read("c") == {"of": "c"}
+    assert cache.read("b") is None
+    assert cache.folder is not None and len(list(cache.folder.iterdir())) == 4
+
+
+def test_check_without_a_cache_folder_succeeds(
+    child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("ATTNSERVE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    folder = write_encoder(tmp_path / "tiny")
+    assert checker(cached=True).check(open_artifact(folder)).identity

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from starlette.testclient import TestClient
 
 from graph_passes.errors import InvalidModel
 from service.engine.model import Model
-from service.engine.repository import Entry, Repository
+from service.engine.repository import MAX_LOADS, Entry, Repository
 from service.errors import NotFound, NotReady, hide_folders
 from service.metrics import Metrics
 from service.settings import Settings
@@ -372,6 +373,74 @@ def test_load_returns_memory_of_weights_to_the_system(tmp_path: Path) -> None:
     play(folder, script, threads=1)
 
 
+@pytest.mark.timing
+def test_load_of_a_large_model_does_not_block_the_event_loop(tmp_path: Path) -> None:
+    """Processor time of this process, which unlike wall time ignores others on a busy machine."""
+    folder = write_encoder(tmp_path / "large")
+    model = onnx.load(folder / "model.onnx")
+    (words,) = [value for value in model.graph.initializer if value.name == "words_table"]
+    words.CopyFrom(onnx.numpy_helper.from_array(np.ones((6_500_000, 4), np.float32), words.name))
+    onnx.save(model, folder / "model.onnx")  # 104 MB
+    del model, words
+
+    async def script(repository: Repository) -> None:
+        longest_s = 0.0
+        for change in range(3):
+            record = {"max_length": change + 3}
+            (folder / "attnserve.json").write_text(json.dumps(record))
+            load = asyncio.ensure_future(repository.load("large"))
+            while not load.done():
+                started = time.process_time()
+                await asyncio.sleep(0.005)
+                longest_s = max(longest_s, time.process_time() - started)
+            await load
+            assert repository.engine().model.encoder.max_length == change + 3
+        print(f"the loop was blocked for {longest_s * 1e3:.0f} ms")
+        assert longest_s < 0.3
+
+    play(folder, script)
+
+
+def test_loads_run_one_at_a_time_and_too_many_are_refused(
+    start: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"m{index}" for index in range(MAX_LOADS + 2)]
+    for name in names:
+        write_scale(tmp_path / name, 1)
+    client = start(tmp_path)
+    go, running, most = threading.Event(), 0, 0
+    load = Repository._load
+
+    def held(*args: Any, **options: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        assert go.wait(20)
+        running -= 1
+        return load(*args, **options)
+
+    monkeypatch.setattr(Repository, "_load", held)
+    answers: list[Any] = []
+    threads = [
+        threading.Thread(
+            target=lambda name=name: answers.append(
+                client.post(f"/v2/repository/models/{name}/load")
+            )
+        )
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(answers) == 2)
+    assert {answer.status_code for answer in answers} == {429}
+    assert all(int(answer.headers["retry-after"]) > 0 for answer in answers)
+    assert client.get("/v2/health/live").status_code == 200
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in answers[2:]] == [200] * MAX_LOADS and most == 1
+
+
 # -- untrusted models -----------------------------------------------------------------------------
 
 
@@ -423,6 +492,24 @@ def test_load_external_data_outside_folder_is_refused(tmp_path: Path, location: 
     (folder / "link").symlink_to(secret)
 
     assert "expected a file inside the model's folder" in load_error(folder).what
+
+
+@pytest.mark.parametrize("location", ["weights.bin", "parts/weights"])
+def test_load_external_data_changed_while_loading_is_refused(
+    tmp_path: Path, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_external_data(tmp_path / "model", location)
+    weights = folder / location
+    weights.parent.mkdir(exist_ok=True)
+    weights.write_bytes(np.full(4, 3, np.float32).tobytes())
+    warm_up = Model.warm_up
+
+    def replace_weights(model: Model) -> None:
+        weights.write_bytes(np.full(4, 5, np.float32).tobytes())
+        warm_up(model)
+
+    monkeypatch.setattr(Model, "warm_up", replace_weights)
+    assert "changed while it was being loaded" in load_error(folder).what
 
 
 @pytest.mark.process

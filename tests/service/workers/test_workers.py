@@ -26,14 +26,19 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import service
+from attnserve.runtime import backends
+from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
+from service import launch
+from service import settings as settings_module
+from service.engine.repository import Repository
 from service.errors import NotReady
+from service.launch import share_cores
 from service.metrics import Metrics
 from service.settings import Settings
 from service.workers import shared_repository
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState, Status
-from service.workers.supervisor import threads_per_worker
 from tests.service.conftest import until
 from tests.service.tiny import write_encoder
 
@@ -241,6 +246,28 @@ def test_statistics_of_every_worker_cover_all_workers(clients: list[Client]) -> 
         assert client.get("/stats.json")["workers"] == {"wanted": 2, "serving": 2}
 
 
+def test_answers_of_all_workers_are_compared_with_one_original(tmp_path: Path) -> None:
+    original, served = write_encoder(tmp_path / "original"), write_encoder(tmp_path / "tiny")
+    with serving(served, tmp_path / "run", shadow=original, shadow_rate=1) as server:
+        server.wait()
+        second = server.client(server.pids()[1])
+        first = server.client(server.pids()[0])
+        for _ in range(6):
+            for worker in (first, second):
+                assert worker.post("/embed", EMBED) == 200
+            until(lambda: not list(server.temporary.glob("*/shadow/*.row")))
+        for client in (first, second):
+
+            def rows(client: Client = client) -> int:
+                (model,) = client.get("/stats.json")["models"]
+                return (model["quality"] or {"rows": 0})["rows"]
+
+            until(lambda: rows() >= 8)
+            series = client.ask("GET", "/metrics")[1]
+            assert b'attnserve_quality_value{measure="similarity",model="tiny"' in series
+            assert b'result="compared"' in series and b'result="sent"' in series
+
+
 def test_load_and_unload_apply_to_all_workers(server: Server, clients: list[Client]) -> None:
     one, two = clients
     body = EMBED | {"model": "other"}
@@ -315,7 +342,7 @@ def test_killed_worker_is_replaced_while_others_serve(server: Server) -> None:
     # Nothing that was answered is forgotten; what the dead worker computed may not have been seen.
     well = first + asked + seen.count(200)
     assert well <= answered() <= well + len(lost)
-    assert "was killed by SIGKILL; restart in 0 s" in server.log
+    assert "ended with signal SIGKILL; restart in 0 s" in server.log
     # It has what the others have, not what is on disk.
     for client in (new, other):
         assert ("counted", "1", "UNAVAILABLE") in client.index()
@@ -397,11 +424,11 @@ def test_hanging_worker_is_killed_and_replaced(
         silent, other = server.pids()
         client = server.client(other)
         os.kill(silent, number)
-        until(lambda: f"(process {silent}) hangs and is killed" in server.log)
+        until(lambda: f"(process {silent}) hangs: it is killed" in server.log)
         until(lambda: "serves again" in server.log)
         assert other in server.pids() and silent not in server.pids()
         assert client.post("/embed", EMBED) == 200
-        assert server.log.count("hangs and is killed") == 1  # who speaks is left alone
+        assert server.log.count("hangs: it is killed") == 1  # who speaks is left alone
 
 
 def test_ready_log_omits_models_that_failed_to_load(tmp_path: Path) -> None:
@@ -409,7 +436,7 @@ def test_ready_log_omits_models_that_failed_to_load(tmp_path: Path) -> None:
     (models / "broken" / "1" / "model.onnx").write_bytes(b"no model")
     with serving(models, tmp_path) as server:
         server.wait()
-        assert re.search(r"^serving tiny at http", server.log, re.MULTILINE), server.log
+        assert re.search(r"attnserve: serving tiny at http", server.log), server.log
 
 
 def test_invalid_model_is_reported_once(tmp_path: Path) -> None:
@@ -431,7 +458,7 @@ def test_worker_crashing_at_startup_is_retried_then_given_up(
     with serving(write_encoder(tmp_path / "tiny"), tmp_path) as server:
         assert server.process.wait(30) == 2
         assert server.log.count("restart in") >= 2
-        assert re.search(r"error: worker \d exited with 7 before it served", server.log)
+        assert re.search(r"error: worker \d ended with exit status 7 before it served", server.log)
         assert server.left == []
 
 
@@ -622,19 +649,55 @@ def test_load_with_hanging_worker_names_it(tmp_path: Path) -> None:
     together(write_encoder(tmp_path / "tiny"), _folder(tmp_path), play)
 
 
-def test_threads_per_worker_divides_available_cores(
+def test_share_cores_divides_available_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
 
-    def threads(**given: int) -> int:
-        return threads_per_worker(Settings(model=tmp_path, **given))  # type: ignore[arg-type]
+    def threads(cores: int = 8, **given: int) -> int:
+        monkeypatch.setattr(launch, "available_cores", lambda: cores)
+        return share_cores(Settings(model=tmp_path, **given)).threads  # type: ignore[arg-type]
 
+    assert threads() == 0 and "RAYON_NUM_THREADS" not in os.environ
     assert threads(workers=2) == 4
+    assert os.environ["RAYON_NUM_THREADS"] == "4"
     assert threads(workers=2, concurrency=2) == 2
     assert threads(workers=16) == 1
     assert threads(workers=2, threads=3) == 3
+    assert threads(cores=3) == 3  # by a quota
+    assert threads(cores=3, concurrency=2) == 1
+
+
+def test_sessions_that_share_cores_do_not_spin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_module, "available_cores", lambda: 4)
+
+    def shares(**given: int) -> bool:
+        return Settings(model=tmp_path, **given).shares_cores  # type: ignore[arg-type]
+
+    assert not shares() and not shares(workers=4, threads=1) and not shares(threads=4)
+    assert shares(concurrency=2) and shares(workers=4, threads=2)
+
+    seen: list[bool] = []
+
+    def opened(*args: Any, spinning: bool, **given: Any) -> Any:
+        seen.append(spinning)
+        return open_session(*args, spinning=spinning, **given)
+
+    monkeypatch.setattr(backends, "open_session", opened)
+    model = write_encoder(tmp_path / "tiny")
+
+    async def load(**given: int) -> None:
+        settings = Settings.model_validate({"model": model, "probe": False, **given})
+        repository = Repository(settings)
+        await repository.start()
+        await repository.close()
+
+    asyncio.run(load())
+    asyncio.run(load(concurrency=2))
+    assert seen == [True, False]
 
 
 def _status(state: SharedState, worker: int) -> Status:

@@ -37,15 +37,21 @@ from attnserve.models.quantized import batch_invariant
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
-from service.api.tensors import NAMES
-from service.engine.model import DTYPES
 
 __all__ = ["TritonModel", "Value", "write_repository"]
 
 DATATYPES: Mapping[str, str] = {
-    **{kind: f"TYPE_{NAMES[dtype]}" for kind, dtype in DTYPES.items()},
+    **{
+        f"tensor({name})": f"TYPE_{name.upper()}"
+        for name in (
+            "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+        )
+    },
+    "tensor(float16)": "TYPE_FP16",
     "tensor(bfloat16)": "TYPE_BF16",
-}
+    "tensor(float)": "TYPE_FP32",
+    "tensor(double)": "TYPE_FP64",
+}  # fmt: skip
 """Triton's name of each tensor type of ONNX Runtime."""
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from attnserve.checks.inspect import inspect, inspect_graph
 from attnserve.models.artifact import load_model
-from attnserve.models.onnx_reader import LARGE, read_in_place
+from attnserve.runtime.onnx_reader import LARGE, read_in_place
 
 
 def model_of(path: Path, *arrays: np.ndarray) -> Path:

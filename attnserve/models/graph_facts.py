@@ -1,7 +1,7 @@
-"""What the server needs to know of a model's graph, computed in the process that checks the model.
+"""What serving a model needs to know of its graph, as JSON for another process.
 
-Reading a graph takes seconds and several times the memory of its weights, and the file is
-untrusted. The child process of ``model_check`` computes the facts and hands them over as JSON.
+Reading a graph takes seconds, and the file may be untrusted: the service reads the facts in a child
+process.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ class GraphFacts:
         Raises:
             InvalidModel: It cannot be read.
         """
-        graph = load_model(artifact)
+        graph = load_model(artifact, in_place=True)
         cost = model_cost(graph)
         shapes = {name: ir.Value(name=name, shape=v.shape) for name, v in cost.inputs.items()}
         bounds = ((value.name or "", id_bound(value)) for value in graph.graph.inputs)
         files = (path.relative_to(artifact.folder) for path in external_files(graph))
+        files = (path for path in files if path.name != artifact.model.name)  # read in place
         return cls(
             replace(cost, inputs=shapes),
             {name: bound for name, bound in bounds if bound},
@@ -77,12 +78,9 @@ class GraphFacts:
     def to_json(self) -> dict[str, Any]:
         """The facts as JSON values; arrays are base64 of the npz format."""
         macs = self.cost.macs
-        terms = {} if macs is None else macs.terms
         return {
-            "macs": None if macs is None else {
-                "axes": list(macs.axes),
-                "terms": [[list(p), c.numerator, c.denominator] for p, c in terms.items()],
-            },
+            "macs": None if macs is None else _polynomial_to_json(macs),
+            "node_bytes": [_polynomial_to_json(one) for one in self.cost.node_bytes],
             "parameters": self.cost.parameters,
             "bytes": self.cost.bytes,
             "uncounted": list(self.cost.uncounted),
@@ -96,21 +94,24 @@ class GraphFacts:
             "batch_invariant": self.batch_invariant,
             "weight_bytes": self.weight_bytes,
             "external": list(self.external),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> GraphFacts:
         """The inverse of ``to_json``."""
-        macs = told["macs"] and Polynomial(
-            tuple(told["macs"]["axes"]),
-            {tuple(powers): Fraction(n, d) for powers, n, d in told["macs"]["terms"]},
-        )
         inputs = {
             name: ir.Value(name=name, shape=None if dims is None else ir.Shape(dims))
             for name, dims in told["inputs"].items()
         }
         return cls(
-            Cost(macs, told["parameters"], told["bytes"], tuple(told["uncounted"]), inputs),
+            Cost(
+                told["macs"] and _polynomial_from_json(told["macs"]),
+                told["parameters"],
+                told["bytes"],
+                tuple(told["uncounted"]),
+                inputs,
+                tuple(map(_polynomial_from_json, told["node_bytes"])),
+            ),
             told["id_bounds"],
             [_decoded(text) for text in told["examples"]],
             told["int8_warning"],
@@ -118,6 +119,19 @@ class GraphFacts:
             told["weight_bytes"],
             tuple(told["external"]),
         )
+
+
+def _polynomial_to_json(polynomial: Polynomial) -> dict[str, Any]:
+    terms = polynomial.terms.items()
+    return {
+        "axes": list(polynomial.axes),
+        "terms": [[list(powers), c.numerator, c.denominator] for powers, c in terms],
+    }
+
+
+def _polynomial_from_json(told: Mapping[str, Any]) -> Polynomial:
+    terms = {tuple(powers): Fraction(n, d) for powers, n, d in told["terms"]}
+    return Polynomial(tuple(told["axes"]), terms)
 
 
 def _encoded(arrays: Mapping[str, np.ndarray]) -> str:

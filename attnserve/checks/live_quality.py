@@ -1,0 +1,183 @@
+"""Quality of a served artifact against its original, measured on live rows, and its promise.
+
+The promise is checked at ever larger numbers of rows ("looks"): 16, then 1.5 times as many up to
+the window, then each ``LOOK_STEP`` rows. At look k the upper end of a one-sided interval of the
+quality is compared with the promise, with the error probability
+
+    alpha_k = ALPHA / (k (k + 1)),    k = 1, 2, ...
+
+These sum to ALPHA. By the union bound, an artifact that keeps its promise raises a false alarm at
+any of infinitely many looks with a probability of at most ALPHA. The interval is that of
+``quality.lower_bound`` on the losses; it is asymptotic. The tests simulate it: at most 4 % of long
+runs have a false alarm, for exponential, gamma, log-normal, normal and uniform losses and for
+correlations of similarities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from attnserve.checks.quality import MIN_ROWS, interval, lower_bound, new_meter
+from attnserve.choices import Measure, Pooling
+from attnserve.models.artifact import Artifact, sha256
+from attnserve.runtime.session import Batch
+from graph_passes.errors import InvalidModel
+
+__all__ = ["ALPHA", "WINDOW", "LiveQuality", "LiveReport", "Promise", "read_promise"]
+
+WINDOW = 256
+"""The number of last rows that are measured."""
+
+FIRST_LOOK, LOOK_GROWTH, LOOK_STEP = 16, 1.5, 64
+
+ALPHA = 0.05
+"""The largest probability that an artifact that keeps its promise ever raises an alarm."""
+
+REFRESH = 8
+"""The estimate is computed again after a growth by one in this many rows, at most ``LOOK_STEP``."""
+
+ROUNDING = 1e-4
+"""No promise is closer to 1: a loss below this comes from rounding."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What the record of an artifact says about its quality.
+
+    Attributes:
+        measure: The measure, "auto" if the record has none.
+        value: The quality; None if the record promises none.
+        output: The name of the measured output; empty if the record has none.
+    """
+
+    measure: Measure = "auto"
+    value: float | None = None
+    output: str = ""
+
+
+def read_promise(artifact: Artifact, original: Artifact) -> Promise:
+    """Read the quality that an artifact promises against the model that it was made from.
+
+    A rewrite promises the goal of its search, else the lower end of its interval (the value if it
+    has none). Several rewrites promise 1 minus the sum of their losses. Rewrites that were measured
+    on random inputs, or by different measures, promise nothing.
+
+    Raises:
+        InvalidModel: The artifact was made from another model.
+    """
+    entries = artifact.lineage
+    sources = [_mapping(entry.get("source")).get("sha256") for entry in entries]
+    if not any(sources):
+        return Promise()
+    checksum = sha256(original.model)
+    if checksum not in sources:
+        raise InvalidModel(
+            f"{original.model}: its sha256 is {checksum[:12]}.., but {artifact.name} was made from "
+            f"{str(sources[0])[:12]}..",
+            "give the model that the artifact was optimized from",
+            code="quality.other_original",
+        )
+    entries = entries[len(sources) - 1 - sources[::-1].index(checksum) :]
+    found = [_mapping(entry.get("quality")) for entry in entries]
+    measure: Any = found[-1].get("measure")
+    if measure not in get_args(Measure):
+        return Promise()
+    losses = [1 - value for value in map(_promised, entries) if value is not None]
+    known = len(losses) == len(entries) and len({one.get("measure") for one in found}) == 1
+    value = min(1 - sum(losses), 1 - ROUNDING) if known else None
+    return Promise(measure, value, str(found[-1].get("output", "")))
+
+
+def _promised(entry: Mapping[str, Any]) -> float | None:
+    """The promise of one rewrite; None if it has none."""
+    quality, search = _mapping(entry.get("quality")), _mapping(entry.get("search"))
+    asked, ci95 = _mapping(search.get("asked")), quality.get("ci95")
+    promised: Any = ci95[0] if isinstance(ci95, list) and ci95 else quality.get("value")
+    if search.get("gain") and asked.get("keep") is not None and asked.get("measure") != "score":
+        promised = asked["keep"]
+    if quality.get("split") == "random" or not isinstance(promised, int | float):
+        return None
+    return float(promised)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast(Mapping[str, Any], value) if isinstance(value, dict) else {}
+
+
+@dataclass(frozen=True)
+class LiveReport:
+    """The quality of the last rows.
+
+    Attributes:
+        value: None before the first four rows.
+        ci95: The two-sided interval; None for less than ``MIN_ROWS`` rows.
+        promise: What the artifact promises; None if nothing.
+        broken: Whether the promise was found broken, and not kept since.
+        rows: The number of measured rows, at most ``WINDOW``.
+    """
+
+    measure: Measure
+    value: float | None
+    ci95: tuple[float, float] | None
+    promise: float | None
+    broken: bool
+    rows: int
+
+
+class LiveQuality:
+    """Measures the quality of the last ``WINDOW`` rows, and checks a promise.
+
+    Args:
+        measure: See ``checks.quality``; not "auto".
+        pooling, dimensions: Of embeddings.
+        promise: The promised quality; None checks nothing.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        pooling: Pooling | None,
+        promise: float | None,
+        dimensions: int | None = None,
+    ) -> None:
+        self._meter = new_meter(measure, pooling, WINDOW, dimensions)
+        self._rows = self._looks = self._measured_at = 0
+        self._next_look = FIRST_LOOK
+        self.report = LiveReport(measure, None, None, promise, False, 0)
+        """The last estimate."""
+
+    def add(self, original: np.ndarray, served: np.ndarray, inputs: Batch) -> bool:
+        """Add the outputs (1, ...) of both models for one row.
+
+        Returns:
+            Whether ``report.broken`` has changed: the promise is found broken, or is kept again by
+            the value of the window.
+        """
+        self._meter.add(original, served, inputs)
+        self._rows += 1
+        is_look = self._rows == self._next_look
+        wait = min(max(self._rows // REFRESH, 1), LOOK_STEP)
+        if self._rows < 4 or not (is_look or self._rows - self._measured_at >= wait):
+            return False
+        self._measured_at = self._rows
+        scores, before = self._meter.scores(), self.report
+        rows, promise, broken = len(scores.influence), before.promise, before.broken
+        if is_look:
+            self._looks += 1
+            grown = min(int(self._rows * LOOK_GROWTH), WINDOW)
+            self._next_look = grown if grown > self._rows else self._rows + LOOK_STEP
+            if promise is not None:
+                broken = self._is_broken(scores.influence, promise, broken)
+        ci95 = interval(scores.influence) if rows >= MIN_ROWS else None
+        self.report = LiveReport(before.measure, scores.value, ci95, promise, broken, rows)
+        return broken != before.broken
+
+    def _is_broken(self, influence: np.ndarray, promise: float, was_broken: bool) -> bool:
+        if was_broken:
+            return float(influence.mean()) < promise
+        confidence = 1 - ALPHA / (self._looks * (self._looks + 1))
+        return -lower_bound(-influence, confidence) < promise

@@ -1,0 +1,309 @@
+"""Scores of a task with bootstrap confidence intervals, and the share of a score that is kept.
+
+Intervals are percentile bootstraps over the rows (Efron 1979). A larger ``value`` is better.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graph_passes.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+__all__ = [
+    "ClassificationScore",
+    "PerplexityScore",
+    "RatioScore",
+    "Score",
+    "Share",
+    "StsScore",
+    "interval",
+    "pearson",
+    "share_kept",
+    "spearman",
+]
+
+RESAMPLES = 1000
+BATCH_ELEMENTS = 2**21
+"""Elements of a temporary array of the bootstrap: 16 MiB of float64."""
+
+BLOCKS = 120
+"""Number of blocks of rows in the comparison of two models."""
+
+PARTS = (0, 1, 0, 2)
+"""The part of every four blocks: half of them to choose, the others for two proofs."""
+
+INTERVAL = (2.5, 97.5)
+"""Percentiles: a 95 % interval."""
+
+
+@dataclass(frozen=True, eq=False)
+class StsScore:
+    """Correlation of the model's cosines with human scores, -1 to 1.
+
+    ``cosines`` are the model's outputs and ``gold`` the human scores, one per row of the file.
+    """
+
+    rows: int
+    spearman: float
+    pearson: float
+    spearman_ci95: tuple[float, float]
+    cosines: Float[np.ndarray, " N"] = field(repr=False)
+    gold: Float[np.ndarray, " N"] = field(repr=False)
+
+    @property
+    def value(self) -> float:
+        return self.spearman
+
+    def value_on(self, rows: Int[np.ndarray, "*M N"]) -> Any:
+        """Spearman's correlation on a sample of the rows; NaN if one side is constant."""
+        return spearman(self.cosines[rows], self.gold[rows])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "task": "sts",
+            "rows": self.rows,
+            "spearman": self.spearman,
+            "pearson": self.pearson,
+            "spearman_ci95": list(self.spearman_ci95),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class ClassificationScore:
+    """The share of rows whose largest logit is that of the label, 0 to 1.
+
+    ``predictions`` are the predicted classes and ``gold`` the labels, one per row of the file.
+    """
+
+    rows: int
+    accuracy: float
+    accuracy_ci95: tuple[float, float]
+    predictions: Int[np.ndarray, " N"] = field(repr=False)
+    gold: Int[np.ndarray, " N"] = field(repr=False)
+    task: str = "classification"
+
+    @property
+    def value(self) -> float:
+        return self.accuracy
+
+    def value_on(self, rows: Int[np.ndarray, "*M N"]) -> Any:
+        """The accuracy on a sample of the rows."""
+        return (self.predictions[rows] == self.gold[rows]).mean(axis=-1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "task": self.task,
+            "rows": self.rows,
+            "accuracy": self.accuracy,
+            "accuracy_ci95": list(self.accuracy_ci95),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class RatioScore:
+    """A ratio of two sums over the rows, 0 to 1: a mean if each row has the weight one, or an F1.
+
+    ``gains`` and ``weights`` have one number per row. ``others`` are further results by name.
+    """
+
+    task: str
+    metric: str
+    ci95: tuple[float, float]
+    gains: Float[np.ndarray, " N"] = field(repr=False)
+    weights: Float[np.ndarray, " N"] = field(repr=False)
+    others: dict[str, float] = field(default_factory=dict[str, float])
+
+    @classmethod
+    def of(
+        cls,
+        task: str,
+        metric: str,
+        gains: Float[np.ndarray, " N"],
+        weights: Float[np.ndarray, " N"],
+        seed: int,
+        **others: float,
+    ) -> RatioScore:
+        """The score with its interval."""
+        made = cls(task, metric, (0.0, 0.0), gains, weights, others)
+        return replace(made, ci95=interval(len(gains), made.value_on, seed))
+
+    @property
+    def rows(self) -> int:
+        return len(self.gains)
+
+    @property
+    def value(self) -> float:
+        return float(self.value_on(np.arange(self.rows)))
+
+    def value_on(self, rows: Int[np.ndarray, "*M N"]) -> Any:
+        """The score of a sample of the rows; NaN if all weights are zero."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.gains[rows].sum(axis=-1) / self.weights[rows].sum(axis=-1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "task": self.task,
+            "rows": self.rows,
+            self.metric: self.value,
+            f"{self.metric}_ci95": list(self.ci95),
+            **self.others,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class PerplexityScore:
+    """The perplexity of the next token: the exponential of its mean negative log-likelihood.
+
+    ``nats`` is the sum over a row, of ``tokens`` predicted tokens. ``value`` is 1 / perplexity.
+    """
+
+    nats: Float[np.ndarray, " N"] = field(repr=False)
+    tokens: Float[np.ndarray, " N"] = field(repr=False)
+    perplexity_ci95: tuple[float, float]
+
+    @property
+    def rows(self) -> int:
+        return len(self.nats)
+
+    @property
+    def value(self) -> float:
+        return float(self.value_on(np.arange(self.rows)))
+
+    def value_on(self, rows: Int[np.ndarray, "*M N"]) -> Any:
+        return np.exp(-self.nats[rows].sum(axis=-1) / self.tokens[rows].sum(axis=-1))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "task": "perplexity",
+            "rows": self.rows,
+            "perplexity": 1 / self.value,
+            "perplexity_ci95": list(self.perplexity_ci95),
+            "tokens": int(self.tokens.sum()),
+        }
+
+
+Score = StsScore | ClassificationScore | RatioScore | PerplexityScore
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of a score that is kept on some rows, with its standard error.
+
+    The bootstrap draws the same rows for both models, so that common errors cancel. It draws
+    ``BLOCKS`` blocks of consecutive rows (Kuensch 1989), because files are often sorted by source.
+    """
+
+    value: float
+    standard_error: float
+    rows: int
+    blocks: int
+
+    def bound(self, confidence: float) -> float:
+        """The lower end of a one-sided interval, with Student's t over the blocks."""
+        from scipy.stats import t as student
+
+        quantile = float(student.ppf(confidence, max(self.blocks - 1, 1)))
+        return self.value - quantile * self.standard_error
+
+    def to_json(self) -> dict[str, float]:
+        return {"value": self.value, "standard_error": self.standard_error, "rows": self.rows}
+
+
+def share_kept(
+    before: Score,
+    after: Score,
+    *,
+    part: int | None = None,
+    seed: int = 0,
+) -> Share:
+    """The score of a rewritten model divided by the original's, on the same rows.
+
+    Args:
+        part: Only the rows of one part: 0 to choose, 1 or 2 for a proof. All parts come from the
+            whole file; files of a few rows are not split.
+
+    Raises:
+        CheckFailed: The score of the original is not positive.
+    """
+    blocks = np.array_split(np.arange(before.rows), min(BLOCKS, before.rows))
+    if part is not None and len(blocks) >= 2 * len(PARTS):
+        blocks = [b for i, b in enumerate(blocks) if PARTS[i % len(PARTS)] == min(part, max(PARTS))]
+    rows = np.concatenate(blocks)
+    reference = float(before.value_on(rows))
+    if not reference > 0:
+        raise CheckFailed(
+            f"the original's score is {reference:.4f}: expected a positive score",
+            "check that the data, the task and the pooling fit the model",
+            code="evaluate.score_not_positive",
+        )
+
+    def ratio(drawn: Int[np.ndarray, " N"]) -> float:
+        rows = np.concatenate([blocks[i] for i in drawn])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return float(np.divide(after.value_on(rows), before.value_on(rows)))
+
+    ratios = _resample(len(blocks), lambda drawn: np.apply_along_axis(ratio, -1, drawn), seed)
+    spread = float(np.std(ratios)) if len(ratios) > 1 else 0.0
+    value = float(np.nan_to_num(after.value_on(rows) / reference))
+    return Share(
+        value, spread * (len(blocks) / max(len(blocks) - 1, 1)) ** 0.5, len(rows), len(blocks)
+    )
+
+
+def pearson(x: Float[np.ndarray, "*M N"], y: Float[np.ndarray, "*M N"]) -> Any:
+    """Pearson's correlation over the last axis; NaN if one of the samples is constant."""
+    x = x - x.mean(axis=-1, keepdims=True)
+    y = y - y.mean(axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        return (x * y).sum(axis=-1) / np.sqrt((x * x).sum(axis=-1) * (y * y).sum(axis=-1))
+
+
+def spearman(x: Float[np.ndarray, "*M N"], y: Float[np.ndarray, "*M N"]) -> Any:
+    """Spearman's rank correlation over the last axis; ties get the mean of their ranks."""
+    from scipy.stats import rankdata
+
+    return pearson(rankdata(x, axis=-1), rankdata(y, axis=-1))
+
+
+def _resample(
+    count: int, statistic: Callable[[Int[np.ndarray, "M N"]], np.ndarray], seed: int
+) -> Float[np.ndarray, " M"]:
+    """The finite values of a statistic on ``RESAMPLES`` bootstrap samples of 0 .. count - 1."""
+    from scipy.stats import DegenerateDataWarning, bootstrap
+
+    if count < 2:
+        return statistic(np.zeros((1, count), int))
+
+    def resampled(rows: Int[np.ndarray, "M N"], axis: int) -> np.ndarray:
+        return statistic(rows)
+
+    with np.errstate(invalid="ignore"), warnings.catch_warnings():
+        # Constant samples have no correlation: they are removed below.
+        warnings.simplefilter("ignore", DegenerateDataWarning)
+        result = bootstrap(
+            (np.arange(count),),
+            resampled,
+            n_resamples=RESAMPLES,
+            batch=max(1, BATCH_ELEMENTS // count),
+            vectorized=True,
+            method="percentile",
+            rng=seed,
+        )
+    values = result.bootstrap_distribution
+    return values[np.isfinite(values)]
+
+
+def interval(
+    count: int, statistic: Callable[[Int[np.ndarray, "M N"]], np.ndarray], seed: int
+) -> tuple[float, float]:
+    """The 95 % interval of a statistic of ``count`` rows, by the bootstrap."""
+    low, high = np.percentile(_resample(count, statistic, seed), INTERVAL)
+    return float(low), float(high)

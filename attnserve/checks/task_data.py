@@ -1,0 +1,235 @@
+"""Files of the tasks: tables, queries with documents and judgments, and labeled words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from attnserve.models.artifact import Artifact
+from attnserve.models.tokenizer import read_text
+from graph_passes.errors import InvalidData, InvalidModel
+
+__all__ = [
+    "label_names",
+    "read_judgments",
+    "read_label",
+    "read_number",
+    "read_table",
+    "read_texts",
+    "read_words",
+]
+
+
+def read_table(path: Path, *columns: tuple[str, ...]) -> list[tuple[int, tuple[str, ...]]]:
+    """Read (line number from 1, requested columns) of each row of a tab-separated file.
+
+    Each of ``columns`` lists the possible names of a column, in order of preference.
+
+    Raises:
+        InvalidData: A column or a field is missing or empty, or there is no row.
+    """
+    lines = read_text(path).split("\n")
+    header = [name.strip().lower() for name in lines[0].split("\t")]
+    places: list[int] = []
+    for names in columns:
+        found = next((name for name in names if name in header), None)
+        if found is None:
+            raise InvalidData(
+                f"{path}, line 1: no column {' or '.join(names)} in {header[:8]}",
+                f"begin with a line of tab-separated names: {', '.join(c[0] for c in columns)}",
+                code="evaluate.no_column",
+            )
+        places.append(header.index(found))
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        fields = line.split("\t")
+        if len(fields) != len(header):
+            raise InvalidData(
+                f"{path}, line {number}: {len(fields)} tab-separated fields, the header has"
+                f" {len(header)}",
+                "write the columns of the header in each row, and no tab in a text",
+                code="evaluate.field_count",
+            )
+        row = tuple(fields[place].strip() for place in places)
+        if not all(row):
+            name = columns[row.index("")][0]
+            raise InvalidData(
+                f"{path}, line {number}: {name} is empty",
+                "fill or remove the row",
+                code="evaluate.empty_field",
+            )
+        rows.append((number, row))
+    if not rows:
+        raise InvalidData(
+            f"{path}: no rows after the header line",
+            "add one row per line",
+            code="evaluate.no_rows",
+        )
+    return rows
+
+
+def read_number(path: Path, line: int, text: str, name: str = "score") -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InvalidData(
+            f"{path}, line {line}: {name} {text!r} is not a finite number",
+            "correct the row",
+            code="evaluate.score_not_number",
+        )
+    return value
+
+
+def read_label(path: Path, line: int, text: str, names: Mapping[str, int]) -> int:
+    if text in names:
+        return names[text]
+    if text.isascii() and text.isdigit():
+        return int(text)
+    known = ", ".join(sorted(names, key=lambda name: names[name])[:8]) or "none"
+    raise InvalidData(
+        f"{path}, line {line}: label {text!r}: expected an integer from 0, or a name of the"
+        f" model's config.json ({known})",
+        "correct the row, or put the model's config.json into its folder",
+        code="evaluate.unknown_label",
+    )
+
+
+def label_names(artifact: Artifact) -> dict[str, int]:
+    """The numbers of the classes by name; empty if there are no valid names."""
+    with suppress(InvalidModel):  # integers need no names
+        return {name: index for index, name in artifact.labels.items()}
+    return {}
+
+
+def read_texts(folder: Path, *names: str) -> dict[str, str]:
+    """The texts of a folder by id, from the first of these files that exists.
+
+    A .tsv file has the columns id and text. A .jsonl file (BEIR) has an object per line with _id,
+    text and maybe title, which is put before the text.
+
+    Raises:
+        InvalidData: There is no such file, a line of it is malformed, or an id is repeated.
+    """
+    path = next((file for name in names if (file := folder / name).is_file()), None)
+    if path is None:
+        raise InvalidData(
+            f"{folder}: expected a folder with {' or '.join(names)}",
+            "see the formats in the documentation of evaluate",
+            code="evaluate.no_file",
+        )
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    if path.suffix == ".tsv":
+        rows = read_table(path, ("id", "_id"), ("text",))
+    else:
+        for line, text in enumerate(read_text(path).split("\n"), start=1):
+            if text.strip():
+                rows.append((line, _beir_row(path, line, text)))
+    texts: dict[str, str] = {}
+    for line, (key, text) in rows:
+        if key in texts:
+            raise InvalidData(
+                f"{path}, line {line}: the id {key!r} is repeated",
+                "give each text its own id",
+                code="evaluate.repeated_id",
+            )
+        texts[key] = text
+    if not texts:
+        raise InvalidData(f"{path}: no texts", "add one per line", code="evaluate.no_rows")
+    return texts
+
+
+def _beir_row(path: Path, line: int, text: str) -> tuple[str, str]:
+    try:
+        row: Any = json.loads(text)
+        key, body, title = row["_id"], row["text"], row.get("title") or ""
+        if not all(isinstance(one, str) for one in (key, body, title)):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidData(
+            f"{path}, line {line}: expected an object with the texts _id and text",
+            "correct the line",
+            code="evaluate.json_line",
+        ) from error
+    return key, f"{title} {body}".strip()
+
+
+def read_judgments(
+    folder: Path, queries: Mapping[str, str], documents: Mapping[str, str]
+) -> dict[str, dict[str, float]]:
+    """The relevance of documents by query, from qrels.tsv or qrels/test.tsv (BEIR).
+
+    Queries without a relevant document are left out.
+
+    Raises:
+        InvalidData: The file is missing or malformed, or names an unknown query or document.
+    """
+    names = ("qrels.tsv", "qrels/test.tsv")
+    path = next((file for name in names if (file := folder / name).is_file()), None)
+    if path is None:
+        raise InvalidData(
+            f"{folder}: expected a folder with {' or '.join(names)}",
+            "see the formats in the documentation of evaluate",
+            code="evaluate.no_file",
+        )
+    columns = ("query", "query-id"), ("document", "corpus-id"), ("relevance", "score")
+    found: dict[str, dict[str, float]] = {}
+    for line, (query, document, relevance) in read_table(path, *columns):
+        for kind, key, texts in (("query", query, queries), ("document", document, documents)):
+            if key not in texts:
+                raise InvalidData(
+                    f"{path}, line {line}: unknown {kind} {key!r}",
+                    "add it to the file of the texts, or remove the line",
+                    code="evaluate.unknown_id",
+                )
+        value = read_number(path, line, relevance, "relevance")
+        found.setdefault(query, {})[document] = value
+    judged = {query: one for query, one in found.items() if max(one.values()) > 0}
+    if not judged:
+        raise InvalidData(
+            f"{path}: no document has a relevance above 0",
+            "add relevant documents",
+            code="evaluate.no_relevant",
+        )
+    return judged
+
+
+def read_words(path: Path) -> list[tuple[int, list[str], list[str]]]:
+    """(first line, words, labels) of each sentence of a CoNLL file.
+
+    A line has a word and, as its last column, the label, separated by tabs or spaces. An empty line
+    ends a sentence; lines of -DOCSTART- are skipped.
+
+    Raises:
+        InvalidData: The file cannot be read, has no words, or a line has no label.
+    """
+    sentences: list[tuple[int, list[str], list[str]]] = []
+    is_new = True
+    for line, text in enumerate(read_text(path).split("\n"), start=1):
+        fields = text.split()
+        if not fields or fields[0] == "-DOCSTART-":
+            is_new = True
+            continue
+        if len(fields) < 2:
+            raise InvalidData(
+                f"{path}, line {line}: expected a word and its label, found {text.strip()[:40]!r}",
+                "write both, separated by a tab",
+                code="evaluate.no_label",
+            )
+        if is_new:
+            sentences.append((line, [], []))
+            is_new = False
+        sentences[-1][1].append(fields[0])
+        sentences[-1][2].append(fields[-1])
+    if not sentences:
+        raise InvalidData(
+            f"{path}: no words", "write a word and its label per line", code="evaluate.no_rows"
+        )
+    return sentences

@@ -1,0 +1,389 @@
+"""The tasks of ``attnserve evaluate``: each runs a model on a file and returns its score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnserve.checks.quality import next_token_nats
+from attnserve.checks.scores import (
+    ClassificationScore,
+    PerplexityScore,
+    RatioScore,
+    Score,
+    StsScore,
+    interval,
+    pearson,
+    spearman,
+)
+from attnserve.checks.task_data import (
+    label_names,
+    read_judgments,
+    read_label,
+    read_number,
+    read_table,
+    read_texts,
+    read_words,
+)
+from attnserve.choices import Pooling, TaskName
+from attnserve.context import RunContext
+from attnserve.models.artifact import Artifact, load_model
+from attnserve.models.datasets import load_inputs, read_arrays, wanted_inputs
+from attnserve.models.tokenizer import (
+    Encoding,
+    Text,
+    TextEncoder,
+    embed_texts,
+    load_tokenizer,
+    output_name,
+    run_texts,
+)
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
+
+if TYPE_CHECKING:
+    import onnxruntime
+    from jaxtyping import Float
+
+__all__ = ["TASKS", "Run"]
+
+NDCG = 10
+RECALL = 100
+"""The numbers of documents that nDCG and recall look at, as in BEIR (Thakur et al. 2021)."""
+
+QUERIES_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Run:
+    """An open session with its artifact and the options of ``evaluate``."""
+
+    session: onnxruntime.InferenceSession
+    artifact: Artifact
+    pooling: Pooling
+    tokenizer: Path | None
+    batch_size: int
+    context: RunContext
+
+    @cached_property
+    def encoder(self) -> TextEncoder:
+        artifact = self.artifact
+        return load_tokenizer(
+            self.tokenizer or artifact.folder,
+            max_length=artifact.max_length,
+            padding=artifact.padding,
+        )
+
+    @cached_property
+    def output(self) -> str:
+        return output_name(self.session, self.artifact.output)
+
+    @cached_property
+    def progress(self) -> Callable[[int, int], None]:
+        return self.context.stage("evaluate")
+
+    def embed(self, texts: Sequence[str], normalize: bool) -> Float[np.ndarray, "N D"]:
+        """The embeddings of texts with their prompts, in float64."""
+        vectors = embed_texts(
+            self.session, self.encoder, texts, pooling=self.pooling, normalize=normalize,
+            dimensions=self.artifact.dimensions, batch_size=self.batch_size, output=self.output,
+            progress=self.progress,
+        )  # fmt: skip
+        return vectors.astype(np.float64)
+
+    def logits(
+        self, encodings: Sequence[Encoding], axes: str
+    ) -> Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """(indices, finite logits, mask) of batches; ``axes`` describes the logits to a reader."""
+        runs = run_texts(
+            self.session, self.encoder, encodings, batch_size=self.batch_size, output=self.output,
+            progress=self.progress,
+        )  # fmt: skip
+        for indices, logits, mask in runs:
+            check_logits(logits, axes)
+            yield indices, logits, mask
+
+
+def check_logits(logits: np.ndarray, axes: str) -> None:
+    """Check the number of axes, a last axis of size 1 if ``axes`` says so, and finite numbers."""
+    names = axes.split(", ")
+    if logits.ndim != len(names) or (names[-1] == "1" and logits.shape[-1] != 1):
+        raise InvalidArgument(
+            f"`task` expects logits [{axes}], the model returns {list(logits.shape)}",
+            "export the model with the task of this score",
+            code="evaluate.no_logits",
+        )
+    if not np.isfinite(logits).all():
+        raise CheckFailed(
+            "the model returns NaN or infinite logits",
+            "check its weights",
+            code="evaluate.not_finite",
+        )
+
+
+def _sts(run: Run, data: Path) -> StsScore:
+    rows = read_table(data, ("score",), ("sentence1",), ("sentence2",))
+    scores = np.array([read_number(data, line, score) for line, (score, _, _) in rows])  # N
+    if len(set(scores)) < 2:
+        raise InvalidData(
+            f"{data}: all {len(rows)} rows have the same score: the correlation is undefined",
+            "provide at least two rows with different scores",
+            code="evaluate.constant_scores",
+        )
+    prompt = run.artifact.prompt()
+    texts = [prompt + row[1] for _, row in rows] + [prompt + row[2] for _, row in rows]
+    first, second = np.split(run.embed(texts, normalize=True), 2)  # N D
+    cosines = np.einsum("nd,nd->n", first, second)  # N
+    if np.ptp(cosines) == 0:
+        raise CheckFailed(
+            "the model returns the same cosine for every pair: the correlation is undefined",
+            "check the model's weights and the pooling",
+            code="evaluate.constant_cosines",
+        )
+    return StsScore(
+        len(rows),
+        float(spearman(cosines, scores)),
+        float(pearson(cosines, scores)),
+        interval(len(rows), lambda at: spearman(cosines[at], scores[at]), run.context.seed),
+        cosines,
+        scores,
+    )
+
+
+def _check_range(data: Path, lines: Sequence[int], labels: np.ndarray, classes: int) -> None:
+    if labels.max() >= classes:
+        at = int(labels.argmax())
+        raise InvalidData(
+            f"{data}, line {lines[at]}: label {str(labels[at])!r}, but the model has {classes}"
+            " classes",
+            f"use labels 0 to {classes - 1}",
+            code="evaluate.label_range",
+        )
+
+
+def _accuracy(
+    task: TaskName, predictions: np.ndarray, labels: np.ndarray, seed: int
+) -> ClassificationScore:
+    correct = predictions == labels
+    found = interval(len(labels), lambda at: correct[at].mean(axis=-1), seed)
+    return ClassificationScore(len(labels), float(correct.mean()), found, predictions, labels, task)
+
+
+def _classification(run: Run, data: Path) -> ClassificationScore:
+    rows = read_table(data, ("label",), ("text", "sentence"))
+    names = label_names(run.artifact)
+    labels = np.array([read_label(data, line, label, names) for line, (label, _) in rows])  # N
+    encodings = run.encoder.encode([text for _, (_, text) in rows])
+    predictions = np.empty(len(rows), np.int64)
+    for indices, logits, _ in run.logits(encodings, "batch, classes"):
+        _check_range(data, [line for line, _ in rows], labels, logits.shape[1])
+        predictions[indices] = logits.argmax(axis=1)
+    return _accuracy("classification", predictions, labels, run.context.seed)
+
+
+def _image_classification(run: Run, data: Path) -> ClassificationScore:
+    wanted = wanted_inputs(load_model(run.artifact))
+    rows = read_arrays(data, {**wanted, "label": np.dtype(np.int64)})
+    labels = np.array([row["label"].item() for row in rows])  # N
+    predictions = np.empty(len(rows), np.int64)
+    for start in range(0, len(rows), run.batch_size):
+        chosen = rows[start : start + run.batch_size]
+        feed = {name: np.concatenate([row[name] for row in chosen]) for name in wanted}
+        try:
+            logits = np.asarray(run.session.run([run.output], feed)[0])
+        except Exception as error:  # onnxruntime has an exception class for each status
+            raise InvalidData(
+                f"{data}: the model refuses a batch: {str(error)[:300]}",
+                "write arrays of the shapes that the model takes",
+                code="evaluate.batch_refused",
+            ) from error
+        check_logits(logits, "batch, classes")
+        _check_range(data, range(1, len(rows) + 1), labels, logits.shape[1])
+        predictions[start : start + len(chosen)] = logits.argmax(axis=1)
+        run.progress(start + len(chosen), len(rows))
+    return _accuracy("image-classification", predictions, labels, run.context.seed)
+
+
+def _retrieval(run: Run, data: Path) -> RatioScore:
+    queries = read_texts(data, "queries.tsv", "queries.jsonl")
+    documents = read_texts(data, "documents.tsv", "corpus.jsonl")
+    judged = read_judgments(data, queries, documents)
+    artifact = run.artifact
+    ask, answer = artifact.prompt("query"), artifact.prompt("document", "passage", "corpus")
+    texts = [ask + queries[key] for key in judged] + [answer + x for x in documents.values()]
+    vectors = run.embed(texts, normalize=artifact.similarity == "cosine")
+    asked, found = vectors[: len(judged)], vectors[len(judged) :]  # N D
+    keys = list(documents)
+    ndcg: list[float] = []
+    recall: list[float] = []
+    relevances = list(judged.values())
+    for start in range(0, len(asked), QUERIES_AT_ONCE):
+        similarities = asked[start : start + QUERIES_AT_ONCE] @ found.T
+        order = np.argsort(-similarities, axis=1, kind="stable")[:, :RECALL]
+        for ranking, relevance in zip(order, relevances[start:], strict=False):
+            ranked = np.array([relevance.get(keys[at], 0.0) for at in ranking])
+            ndcg.append(_ndcg(ranked, list(relevance.values())))
+            relevant = sum(value > 0 for value in relevance.values())
+            recall.append(float((ranked > 0).sum() / relevant))
+    return _mean("retrieval", ndcg, run, recall_at_100=float(np.mean(recall)))
+
+
+def _rerank(run: Run, data: Path) -> RatioScore:
+    columns = ("query",), ("document", "passage", "text"), ("relevance", "label", "score")
+    groups: dict[str, list[tuple[str, float]]] = {}
+    for line, (query, document, relevance) in read_table(data, *columns):
+        value = read_number(data, line, relevance, "relevance")
+        groups.setdefault(query, []).append((document, value))
+    groups = {query: rows for query, rows in groups.items() if max(x for _, x in rows) > 0}
+    if not groups:
+        raise InvalidData(
+            f"{data}: no document has a relevance above 0",
+            "add relevant documents",
+            code="evaluate.no_relevant",
+        )
+    pairs: list[Text] = [(query, text) for query, rows in groups.items() for text, _ in rows]
+    scores = np.empty(len(pairs))
+    for indices, logits, _ in run.logits(run.encoder.encode(pairs), "batch, 1"):
+        scores[indices] = logits[:, 0]
+    ndcg: list[float] = []
+    reciprocal: list[float] = []
+    start = 0
+    for rows in groups.values():
+        relevance = np.array([value for _, value in rows])
+        ranked = relevance[np.argsort(-scores[start : start + len(rows)], kind="stable")]
+        start += len(rows)
+        ndcg.append(_ndcg(ranked, relevance.tolist()))
+        first = int(np.argmax(ranked > 0))
+        reciprocal.append(1 / (first + 1) if first < NDCG else 0.0)
+    return _mean("rerank", ndcg, run, mrr_at_10=float(np.mean(reciprocal)))
+
+
+def _ndcg(ranked: Float[np.ndarray, " N"], relevance: Sequence[float]) -> float:
+    """nDCG@10 with linear gains (Jarvelin and Kekalainen 2002, as in trec_eval).
+
+    Args:
+        ranked: The relevance of the documents in the order of the model.
+        relevance: That of all judged documents.
+    """
+    discounts = 1 / np.log2(np.arange(NDCG) + 2)
+    best = np.sort(np.maximum(relevance, 0))[::-1][:NDCG]
+    gains = np.maximum(ranked[:NDCG], 0)
+    return float(gains @ discounts[: len(gains)] / (best @ discounts[: len(best)]))
+
+
+def _mean(task: TaskName, ndcg: Sequence[float], run: Run, **others: float) -> RatioScore:
+    gains = np.array(ndcg)
+    seed = run.context.seed
+    return RatioScore.of(task, "ndcg_at_10", gains, np.ones(len(gains)), seed, **others)
+
+
+def _perplexity(run: Run, data: Path) -> PerplexityScore:
+    inputs = load_inputs(
+        data, load_model(run.artifact), run.artifact, tokenizer=run.tokenizer, split=False
+    )
+    nats: list[float] = []
+    tokens: list[float] = []
+    rows = sum(len(next(iter(batch.values()))) for batch in inputs.fit)
+    for batch in inputs.fit:
+        for at in range(len(next(iter(batch.values())))):
+            # Logits of a whole batch may need gigabytes.
+            row = {name: array[at : at + 1] for name, array in batch.items()}
+            try:
+                logits = np.asarray(run.session.run([run.output], row)[0])
+            except Exception as error:  # onnxruntime has an exception class for each status
+                raise InvalidData(
+                    f"{data}: the model refuses a row: {str(error)[:300]}",
+                    "reduce `max_length` to the number of positions of the model",
+                    code="evaluate.batch_refused",
+                ) from error
+            check_logits(logits, "batch, sequence, vocabulary")
+            found = next_token_nats(logits, row)
+            if found is None:
+                raise InvalidArgument(
+                    "`task` perplexity expects one logit per token id of the vocabulary, the model"
+                    f" returns {list(logits.shape)}",
+                    "export a language model with the task text-generation",
+                    code="evaluate.no_logits",
+                )
+            nats.append(float(found[0].sum()))
+            tokens.append(float(found[1].sum()))
+        run.progress(len(nats), rows)
+    if not sum(tokens):
+        raise InvalidData(
+            f"{data}: no row has two tokens", "use longer texts", code="evaluate.no_tokens"
+        )
+    made = PerplexityScore(np.array(nats), np.array(tokens), (0.0, 0.0))
+    low, high = interval(made.rows, made.value_on, run.context.seed)
+    return PerplexityScore(made.nats, made.tokens, (1 / high, 1 / low))
+
+
+def _token_classification(run: Run, data: Path) -> RatioScore:
+    sentences = read_words(data)
+    names = {index: name for name, index in label_names(run.artifact).items()}
+    known = set(names.values())
+    for line, _, labels in sentences:
+        if unknown := sorted(set(labels) - known):
+            raise InvalidData(
+                f"{data}, sentence of line {line}: label {unknown[0]!r}: expected a name of the"
+                f" model's config.json ({', '.join(sorted(known)[:8]) or 'none'})",
+                "correct the row, or put the model's config.json into its folder",
+                code="evaluate.unknown_label",
+            )
+    made = [run.encoder.encode_words(words) for _, words, _ in sentences]
+    right, expected, predicted = np.zeros((3, len(sentences)))
+    for indices, logits, mask in run.logits([one for one, _ in made], "batch, sequence, classes"):
+        for index, row, real in zip(indices, logits, mask, strict=True):
+            classes, places = row[real].argmax(axis=-1), made[index][1]
+            # Truncated words have no prediction.
+            guess = ["O" if at is None else names.get(int(classes[at]), "O") for at in places]
+            gold = _entities(sentences[index][2])
+            ours = _entities(guess)
+            right[index], expected[index] = len(gold & ours), len(gold)
+            predicted[index] = len(ours)
+    if not expected.sum():
+        raise InvalidData(
+            f"{data}: every word has the label O",
+            "add sentences with entities",
+            code="evaluate.no_entities",
+        )
+    return RatioScore.of(
+        "token-classification", "f1", 2 * right, expected + predicted, run.context.seed,
+        precision=float(right.sum() / max(predicted.sum(), 1)),
+        recall=float(right.sum() / expected.sum()),
+    )  # fmt: skip
+
+
+def _entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
+    """(first word, end, type) of the entities of labels in the scheme IOB (conlleval).
+
+    An entity begins with B-, or with I- after another type. Labels without a prefix are entities of
+    one word each.
+    """
+    found: set[tuple[int, int, str]] = set()
+    start, kind = 0, ""
+    for at, label in enumerate([*labels, "O"]):
+        prefix, _, name = label.partition("-")
+        continues = bool(kind) and prefix == "I" and name == kind
+        if kind and not continues:
+            found.add((start, at, kind))
+            kind = ""
+        if prefix in ("B", "I") and name:
+            start, kind = (start, kind) if continues else (at, name)
+        elif label != "O":
+            found.add((at, at + 1, label))
+    return found
+
+
+TASKS: Mapping[TaskName, Callable[[Run, Path], Score]] = {
+    "sts": _sts,
+    "classification": _classification,
+    "retrieval": _retrieval,
+    "rerank": _rerank,
+    "perplexity": _perplexity,
+    "token-classification": _token_classification,
+    "image-classification": _image_classification,
+}

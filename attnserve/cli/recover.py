@@ -1,0 +1,108 @@
+"""``attnserve recover``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import attnserve
+from attnserve.cli import options as opt
+from attnserve.cli.display import (
+    option_names,
+    print_json,
+    print_line,
+    print_message,
+    print_qualities,
+    progress_bars,
+    set_log_level,
+    with_options,
+)
+
+if TYPE_CHECKING:
+    from attnserve.recovery.recover import RecoverReport
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: attnserve recover new --teacher model --data texts.txt -o out",
+    rich_help_panel=opt.COMPRESS,
+)
+def recover(
+    command: typer.Context,
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="REWRITTEN", help="The rewritten .onnx file or artifact folder."),
+    ],
+    teacher: Annotated[
+        Path,
+        typer.Option(metavar="ORIGINAL", help="The model that it was made from."),
+    ],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="FILE",
+            help="Unlabelled text like that to be served, one per line, an .npz of input arrays, or"
+            " a folder of .npz; can be repeated.",
+        ),
+    ],
+    output: Annotated[Path, opt.output_option("PATH", "Output .onnx file or folder.")],
+    minutes: Annotated[
+        float, typer.Option(min=0, metavar="N", help="Time of the training.")
+    ] = 20.0,
+    measure: opt.CheckMeasure = "auto",
+    tokenizer: opt.DataTokenizer = None,
+    force: opt.Force = False,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    threads: opt.Threads = 0,
+    provider: opt.ProviderName = "cpu",
+    seed: opt.Seed = 0,
+) -> None:
+    """Train a rewritten model to give the outputs of its original again (distillation).
+
+    The graph stays as it is; only its weights change. An interrupted training continues
+    when the command is repeated. Needs PyTorch (extra torch).
+    """
+    set_log_level(quiet, verbose)
+    with progress_bars(quiet) as progress:
+        report = attnserve.recover(
+            model,
+            output,
+            teacher=teacher,
+            data=data,
+            minutes=minutes,
+            measure=measure,
+            tokenizer=tokenizer,
+            provider=provider,
+            threads=threads,
+            seed=seed,
+            force=force,
+            progress=progress,
+        )
+    options = option_names(command.command)
+    warnings = [with_options(warning, options) for warning in report.warnings]
+    if not quiet:
+        for warning in warnings:
+            print_message(f"warning: {warning}")
+    if json:
+        print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
+    else:
+        _show(report)
+
+
+def _show(report: RecoverReport) -> None:
+    print_line(f"wrote {report.output}")
+    print_qualities("quality before", report.before)
+    print_qualities("quality", report.after)
+    print_line(
+        f"cosine to the original: mean {report.before.mean_cosine:.4f} -> "
+        f"{report.after.mean_cosine:.4f}, minimum {report.before.min_cosine:.4f} -> "
+        f"{report.after.min_cosine:.4f}"
+    )
+    print_line(report.verdict)

@@ -1,0 +1,99 @@
+"""Results of the isolation check, kept between starts in the user's cache folder.
+
+A result is that of one content on one machine: the key covers the files, the versions of the
+packages that run them, and the processor. Only this user can write the folder, and an entry that
+does not fit its model counts as missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import time
+from typing import Any
+
+import orjson
+
+from attnserve.models.artifact import sha256
+from attnserve.runtime.cache import cache_folder, private_folder, read_private, write_atomically
+from attnserve.runtime.cpu import available_cores, cpu_flags
+
+__all__ = ["CheckCache"]
+
+PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tokenizers", "onnx-ir")
+
+MOST_ENTRIES = 16
+"""Entries that are kept, the last used ones: each may hold a copy of the weights."""
+
+ABANDONED_S = 86_400
+"""Age of a file without an entry that no process writes any more."""
+
+
+class CheckCache:
+    """Entries of checks with the same settings, and their files.
+
+    Args:
+        settings: What else the results depend on, for example the provider and this program's
+            version.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.folder = private_folder(cache_folder() / "checks")
+        """None if there is no folder that only this user can write."""
+        self._setting = orjson.dumps(
+            [
+                *map(_version, PACKAGES),
+                sorted(cpu_flags()),
+                available_cores(),
+                settings,
+            ],
+            option=orjson.OPT_SORT_KEYS,
+        )
+
+    def file(self, content: str) -> Path | None:
+        """Where the fused model of a content is kept; None without a folder."""
+        key = hashlib.sha256(self._setting + content.encode()).hexdigest()
+        return self.folder and self.folder / f"{key}.onnx"
+
+    def read(self, content: str) -> Mapping[str, Any] | None:
+        """What ``write`` stored for a content, if its fused model is unchanged; else None."""
+        file = self.file(content)
+        text = None if file is None else read_private(file.with_suffix(".json"))
+        if file is None or text is None:
+            return None
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            entry = orjson.loads(text)
+            if entry["fused"] is None or entry["fused"] == sha256(file):
+                os.utime(file.with_suffix(".json"))
+                return entry["result"]
+        return None
+
+    def write(self, content: str, result: Mapping[str, Any], *, fused: bool) -> None:
+        """Store a result, and the checksum of the fused model if there is one."""
+        file = self.file(content)
+        if file is None:
+            return
+        with suppress(OSError):  # the cache is optional
+            entry = {"fused": sha256(file) if fused else None, "result": result}
+            write_atomically(file.with_suffix(".json"), orjson.dumps(entry))
+            self._delete_old(file.parent)
+
+    def _delete_old(self, folder: Path) -> None:
+        ages = {path: path.stat().st_mtime for path in folder.iterdir()}
+        entries = sorted((p for p in ages if p.suffix == ".json"), key=ages.__getitem__)
+        kept = {path.stem for path in entries[-MOST_ENTRIES:]}
+        for path, age in ages.items():
+            if path.stem not in kept and (path in entries or age < time() - ABANDONED_S):
+                path.unlink(missing_ok=True)
+                path.with_suffix(".onnx").unlink(missing_ok=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

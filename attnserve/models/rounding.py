@@ -1,0 +1,93 @@
+"""Round weights so that their errors cancel on the activations.
+
+To the nearest number, every weight has the least error; the product need not. GPTQ (arXiv
+2210.17323) rounds one row of the weights after the other and moves the error of each to the rows
+that are still to be rounded, such that E[|x (W - Wq)|^2] grows least. It depends on the activations
+by their second moments alone. Rows with large activations come first, while there are still many
+rows to correct them.
+
+Rounding does not move scales: the model has the same operators and speed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.linalg import cho_factor, solve_triangular
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+__all__ = ["Rounder"]
+
+DAMPING = 0.01
+"""Share of the mean second moment that is added to all of them: calibration data is finite, and a
+moment may have no inverse. A tenth and ten times of it change the KL of stories260K in int4 by less
+than a twentieth."""
+
+ROWS, COLUMNS = 128, 4096
+"""Rows whose errors are moved together, and columns that are in memory together."""
+
+
+class Rounder:
+    """Rounds the weights of all products of one activation.
+
+    Args:
+        moment: Second moments E[x x^T], or covariances if the mean error is added to a bias.
+    """
+
+    def __init__(self, moment: Float[np.ndarray, "D D"]) -> None:
+        self.moment = np.asarray(moment, np.float64)
+        self.order = np.argsort(-np.diag(self.moment), kind="stable")
+        self.root = _inverse_root(self.moment[np.ix_(self.order, self.order)])
+
+    def round(
+        self, matrix: Float[np.ndarray, "D N"], steps: Float[np.ndarray, "D N"], low: int, high: int
+    ) -> Float[np.ndarray, "D N"]:
+        """Integers within ``low`` and ``high`` that times ``steps`` approximate the matrix.
+
+        No column has more error on the activations than with the nearest integers.
+
+        Args:
+            steps: Of this shape, or one row of them.
+        """
+        steps = np.broadcast_to(steps, matrix.shape)
+        slices = [slice(start, start + COLUMNS) for start in range(0, matrix.shape[1], COLUMNS)]
+        found = [self._rounded(matrix[:, part], steps[:, part], low, high) for part in slices]
+        return np.concatenate(found, axis=1)
+
+    def _rounded(self, matrix: np.ndarray, steps: np.ndarray, low: int, high: int) -> np.ndarray:
+        nearest = np.clip(np.round(matrix / steps), low, high)
+        if self.root is None:
+            return nearest
+        left, widths, moved = matrix[self.order], steps[self.order], np.empty_like(nearest)
+        for start in range(0, len(left), ROWS):
+            stop = min(start + ROWS, len(left))
+            errors = np.empty((stop - start, left.shape[1]))
+            for row in range(start, stop):
+                done = row - start
+                wanted = left[row] - self.root[start:row, row] @ errors[:done]
+                q = np.clip(np.round(wanted / widths[row]), low, high)
+                errors[done] = (wanted - q * widths[row]) / self.root[row, row]
+                moved[self.order[row]] = q
+            left[stop:] -= self.root[start:stop, stop:].T @ errors
+        is_better = self._losses(matrix - moved * steps) < self._losses(matrix - nearest * steps)
+        return np.where(is_better, moved, nearest)
+
+    def _losses(self, error: Float[np.ndarray, "D N"]) -> Float[np.ndarray, " N"]:
+        return np.einsum("dn,dn->n", error, self.moment @ error)
+
+
+def _inverse_root(moment: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"] | None:
+    """The upper triangular U of U^T U = (damped moment)^-1; None if there is none."""
+    damping = DAMPING * np.trace(moment) / max(len(moment), 1)
+    if not damping > 0:
+        return None
+    # With rows and columns reversed, C C^T = moment for a lower C is R R^T for an upper R = U^-1.
+    damped = moment + damping * np.eye(len(moment))
+    try:
+        lower = cho_factor(damped[::-1, ::-1], lower=True)[0]
+    except np.linalg.LinAlgError:  # a covariance of little but rounding errors
+        return None
+    return solve_triangular(np.tril(lower)[::-1, ::-1], np.eye(len(moment)))

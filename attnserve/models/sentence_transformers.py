@@ -1,0 +1,179 @@
+"""Read how a model folder of sentence-transformers turns hidden states into embeddings.
+
+The files are modules.json, the config.json of each module, and config_sentence_transformers.json.
+Nothing of sentence-transformers is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from attnserve.choices import Pooling, Similarity
+from attnserve.models.artifact import read_json
+from graph_passes.errors import InvalidModel
+
+__all__ = ["Dense", "Embedding", "read_embedding", "read_max_length"]
+
+POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+"""The names of sentence-transformers."""
+
+
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
+"""Supported activations of a dense layer, by their names in ``torch.nn``."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer after the pooling: its weights file and its activation in ``torch.nn``."""
+
+    weights: Path
+    activation: str
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """How hidden states become an embedding, by the keys of attnserve.json.
+
+    ``dimensions`` is the number of dimensions to keep, None for all; ``prompts`` are texts before
+    an input by name, and ``default_prompt`` the name of the one that is used without a name.
+    ``dense`` are layers between the pooling and the normalization.
+    """
+
+    pooling: Pooling = "mean"
+    normalize: bool = False
+    dimensions: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict[str, str])
+    default_prompt: str | None = None
+    similarity: Similarity = "cosine"
+    dense: tuple[Dense, ...] = ()
+
+
+def read_embedding(folder: Path) -> Embedding:
+    """The embedding of a model folder; mean pooling without files of sentence-transformers.
+
+    Raises:
+        InvalidModel: A file is malformed, or an artifact cannot express the modules, so that its
+            embeddings would differ from those of the model.
+    """
+    modules = _modules(folder)
+    kinds = [kind for kind, _ in modules]
+    supported = {"Transformer", "Pooling", "Dense", "Normalize", "Dropout"}
+    if other := next((kind for kind in kinds if kind not in supported), None):
+        raise InvalidModel(
+            f"{folder / 'modules.json'}: the module {other} is not supported",
+            "remove it from modules.json to export the encoder without it",
+            code="export.module",
+        )
+    path = folder / "config_sentence_transformers.json"
+    config = _object(path)
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    dimensions, similarity = config.get("truncate_dim"), config.get("similarity_fn_name")
+    if not isinstance(prompts, dict) or not all(
+        isinstance(text, str) for text in cast(dict[str, Any], prompts).values()
+    ):
+        raise _malformed(path, "prompts", "an object of texts")
+    if default is not None and (not isinstance(default, str) or default not in prompts):
+        raise _malformed(path, "default_prompt_name", "a name of prompts")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise _malformed(path, "truncate_dim", "a number above 0")
+    if similarity not in (None, "cosine", "dot"):
+        raise _malformed(path, "similarity_fn_name", "cosine or dot")
+    if not any(cast(dict[str, str], prompts).values()):
+        prompts, default = {}, None  # sentence-transformers saves empty prompts by default
+    poolings: list[Pooling] = [
+        _pooling(folder / path, prompts) for kind, path in modules if kind == "Pooling"
+    ]
+    return Embedding(
+        pooling=poolings[-1] if poolings else "mean",
+        normalize="Normalize" in kinds,
+        dimensions=dimensions,
+        prompts=prompts,
+        default_prompt=default,
+        similarity=similarity or "cosine",
+        dense=tuple(_dense(folder / path) for kind, path in modules if kind == "Dense"),
+    )
+
+
+def read_max_length(folder: Path) -> int | None:
+    """The maximum number of tokens of a text; None if no file states it."""
+    return _object(folder / "sentence_bert_config.json").get("max_seq_length")
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """The class name and the folder of each module, in order."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return []
+    listed: Any = read_json(path)
+    try:
+        return [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in listed]
+    except (TypeError, KeyError) as error:
+        raise InvalidModel(
+            f"{path}: expected a list of modules with type and path",
+            "download the model again",
+            code="export.modules",
+        ) from error
+
+
+def _pooling(folder: Path, prompts: dict[str, str]) -> Pooling:
+    path = folder / "config.json"
+    config = _object(path)
+    # Before sentence-transformers 5 there is one boolean key per mode, afterwards one key.
+    modes = [key for key in config if key.startswith("pooling_mode_") and config[key] is True]
+    modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in modes]
+    modes = [mode.removesuffix("_token") for mode in modes]
+    if "pooling_mode" in config:
+        value: Any = config["pooling_mode"]
+        modes = [value] if isinstance(value, str) else list(value)
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        raise InvalidModel(
+            f"{path}: pooling is {' + '.join(modes) or 'missing'}: expected one of"
+            f" {', '.join(POOLINGS)}",
+            "remove modules.json to export the encoder with mean pooling",
+            code="export.pooling",
+        )
+    if prompts and config.get("include_prompt") is False:
+        raise InvalidModel(
+            f"{path}: the pooling leaves out the prompt, which is not supported",
+            "set include_prompt to true, if the embeddings may differ",
+            code="export.include_prompt",
+        )
+    return POOLINGS[modes[0]]
+
+
+def _dense(folder: Path) -> Dense:
+    path = folder / "config.json"
+    config, weights = _object(path), folder / "model.safetensors"
+    activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
+    is_plain = config.get("module_input_name", "sentence_embedding") == "sentence_embedding"
+    if activation not in ACTIVATIONS or not is_plain or config.get("use_residual"):
+        raise _malformed(
+            path,
+            "activation_function, module_input_name and use_residual",
+            f"one of {', '.join(ACTIVATIONS)} of sentence_embedding, without a residual",
+        )
+    if not weights.is_file():
+        raise InvalidModel(
+            f"{weights}: no such file; pickled weights are never loaded",
+            "save the model with sentence-transformers 2.3 or later",
+            code="export.no_weights",
+        )
+    return Dense(weights, activation)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file does not exist."""
+    content: Any = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise InvalidModel(
+            f"{path}: expected a JSON object", "download the model again", code="export.config"
+        )
+    return cast(dict[str, Any], content)
+
+
+def _malformed(path: Path, key: str, expected: str) -> InvalidModel:
+    return InvalidModel(
+        f"{path}: {key}: expected {expected}", "correct the file", code="export.config"
+    )

@@ -1,0 +1,340 @@
+"""Multi-head attention with the call signature of PyTorch, and a head size of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from attnserve.nn.trained import TrainedAttention
+from graph_passes.errors import InvalidArgument
+
+__all__ = ["AttentionLayer", "FeatureMaps", "FixedHeadAttention", "Latest", "check_size"]
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureMaps:
+    """What the heads of a layer computed in one call (arXiv 2305.14380, section 3.1).
+
+    Attributes:
+        values: V^, (B, H, T, V).
+        probabilities: A, (B, H, S, T), before dropout.
+        outputs: O, the contexts before W_O, (B, H, S, V).
+        queries: Which queries are real tokens, (B, S).
+        keys: Which keys are real tokens: those that any query attends to, (B, T).
+    """
+
+    values: Tensor
+    probabilities: Tensor
+    outputs: Tensor
+    queries: Tensor
+    keys: Tensor
+
+
+class Latest:
+    """The feature maps of the latest call; None before it.
+
+    A copy of the model starts empty. As an object of its own it does not make ``torch.export``
+    treat the maps as state of the model.
+    """
+
+    def __init__(self) -> None:
+        self.maps: FeatureMaps | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Latest:
+        return memo.setdefault(id(self), Latest())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"maps": None}
+
+    def required(self) -> FeatureMaps:
+        if self.maps is None:
+            raise InvalidArgument(
+                "the layer has no feature maps: it was not called, or does not keep them",
+                "set `keep_maps` of the layer and call it first",
+                code="nn.no_maps",
+            )
+        return self.maps
+
+
+class AttentionLayer(nn.Module):
+    """Base class: values, output projection, masks and PyTorch's call signature.
+
+    Subclasses define ``logits``.
+
+        out = concat_h [ softmax(logits_h + mask) (y W_V^h + b_V^h) ] W_O + b_O
+
+    Args:
+        embed_dim: D, the width of queries and of the output.
+        num_heads: H. It need not divide D.
+        value_head_size: V, the size of the values of a head.
+        scale: The factor of the logits.
+        dropout: Of the probabilities, in training.
+        bias: Whether projections have biases.
+        kdim, vdim: E and F, the widths of keys and values (default: D).
+        batch_first: Whether tokens are (B, S, D); the default of PyTorch is (S, B, D).
+
+    Attributes:
+        keep_maps: Keep the feature maps of each call in ``latest``, with their gradients.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        value_head_size: int,
+        scale: float,
+        dropout: float = 0.0,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "head_size": value_head_size}
+        for name, size in sizes.items():
+            check_size(name, size)
+        self.embed_dim, self.num_heads, self.value_head_size = (
+            embed_dim, num_heads, value_head_size,
+        )  # fmt: skip
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.scale, self.dropout, self.batch_first = scale, dropout, batch_first
+        self.keep_maps, self.latest = False, Latest()
+        self.v_proj = projection(self.vdim, num_heads * value_head_size, bias=bias)
+        self.out_proj = projection(num_heads * value_head_size, embed_dim, bias=bias)
+
+    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E)."""
+        raise NotImplementedError
+
+    def probabilities(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention probabilities (B, H, S, T); ``mask`` as in ``attend``."""
+        logits = self.logits(query, key)
+        if mask is not None and mask.dtype == torch.bool:
+            # A finite value: rows without any key become uniform instead of NaN.
+            logits = logits.masked_fill(mask, torch.finfo(logits.dtype).min)
+        elif mask is not None:
+            logits = logits + mask
+        return logits.softmax(-1)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The output (B, S, D) and the probabilities (B, H, S, T), batch first.
+
+        Args:
+            mask: Broadcasts to (B, H, S, T). Boolean: True where attention is not allowed.
+                Otherwise added to the logits.
+        """
+        apart = self.probabilities(query, key, mask)
+        values = by_head(self.v_proj(value), self.num_heads)
+        context = nn.functional.dropout(apart, self.dropout, self.training) @ values  # B H S V
+        if self.keep_maps:
+            self.latest.maps = FeatureMaps(values, apart, context, *_real_tokens(mask, apart))
+        return self.out_proj(context.transpose(1, 2).flatten(2)), apart
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``torch.nn.MultiheadAttention.forward``, with the same shapes and masks.
+
+        Differences: a query without any allowed key attends to all instead of returning NaN, and
+        ``is_causal`` without ``attn_mask`` masks later keys.
+
+        Args:
+            query: x, (S, B, D), (B, S, D) if ``batch_first``, or (S, D).
+            key: (T, B, E), (B, T, E) or (T, E).
+            value: (T, B, F), (B, T, F) or (T, F).
+            key_padding_mask: (B, T) or (T,). Boolean: True for padding. Else added to the logits.
+            need_weights: Return the probabilities.
+            attn_mask: (S, T) or (B*H, S, T), in the same two kinds.
+            average_attn_weights: Return the mean of the probabilities over heads.
+            is_causal: Query s attends to keys t <= s.
+
+        Returns:
+            The output, in the shape of ``query``, and the probabilities: (B, S, T), (B, H, S, T) if
+            not averaged, without B for unbatched tokens, None if not needed.
+        """
+        unbatched = query.ndim == 2
+        tokens = [query, key, value]
+        if unbatched:
+            tokens = [part.unsqueeze(0) for part in tokens]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            tokens = [part.transpose(0, 1) for part in tokens]
+        mask = self._mask(tokens[0], tokens[1], key_padding_mask, attn_mask, is_causal)
+        out, apart = self.attend(*tokens, mask=mask)
+        weights = (apart.mean(1) if average_attn_weights else apart) if need_weights else None
+        if unbatched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _mask(
+        self,
+        query: Tensor,
+        key: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor | None:
+        masks: list[Tensor] = []
+        if is_causal and attn_mask is None:
+            ones = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
+            masks.append(ones.triu(1))
+        if attn_mask is not None:
+            apart = attn_mask.ndim == 3
+            masks.append(attn_mask.unflatten(0, (-1, self.num_heads)) if apart else attn_mask)
+        if key_padding_mask is not None:
+            masks.append(key_padding_mask[:, None, None])
+        if not masks:
+            return None
+        if all(mask.dtype == torch.bool for mask in masks):
+            return masks[0] if len(masks) == 1 else masks[0] | masks[1]
+        return sum((_additive(mask, query.dtype) for mask in masks[1:]),
+                   _additive(masks[0], query.dtype))  # fmt: skip
+
+
+class FixedHeadAttention(AttentionLayer):
+    """Standard multi-head attention whose head size is independent of H and D (arXiv 2002.07028).
+
+        logits_h = scale (x W_Q^h + b_Q^h)(y W_K^h + b_K^h)^T,    W_Q^h of shape (D, K)
+
+    A head size of at least the sequence length removes the low-rank bottleneck (theorem 1).
+
+    Args:
+        embed_dim: D.
+        num_heads: H; it need not divide D.
+        head_size: K, and V unless ``value_head_size`` is given.
+        scale: Default: 1/sqrt(K).
+        others: See ``AttentionLayer``.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_size: int,
+        *,
+        value_head_size: int | None = None,
+        scale: float | None = None,
+        bias: bool = True,
+        **others: Any,
+    ) -> None:
+        check_size("head_size", head_size)
+        super().__init__(
+            embed_dim, num_heads, value_head_size=value_head_size or head_size,
+            scale=head_size**-0.5 if scale is None else scale, bias=bias, **others,
+        )  # fmt: skip
+        self.head_size = head_size
+        self.q_proj = projection(embed_dim, num_heads * head_size, bias=bias)
+        self.k_proj = projection(self.kdim, num_heads * head_size, bias=bias)
+
+    @classmethod
+    def from_trained(
+        cls, layer: TrainedAttention, *, head_size: int | None = None, **options: Any
+    ) -> Self:
+        """The same function as ``layer``, with heads of a larger size (default: the same).
+
+        New columns of W_Q and rows of W_O are zero, so outputs do not change. New columns of W_K
+        and W_V are random: were they zero too, no gradient would reach either side. The scale is
+        that of ``layer``.
+
+        Raises:
+            InvalidArgument: ``head_size`` is below that of the layer.
+        """
+        K, V = layer.head_size, layer.value_head_size
+        size = max(K, V) if head_size is None else head_size
+        if size < max(K, V):
+            raise InvalidArgument(
+                f"`head_size` is {size}: expected at least {max(K, V)}, the layer's",
+                "heads can only be widened; CollaborativeAttention narrows them",
+                code="nn.head_size",
+            )
+        D, E, F = layer.sizes
+        k, v = (K, V) if head_size is None else (size, size)
+        made = cls(
+            D, layer.num_heads, k, value_head_size=v, scale=layer.scale, dropout=layer.dropout,
+            kdim=E, vdim=F, batch_first=layer.batch_first, **options,
+        ).to(layer.query)  # fmt: skip
+        with torch.no_grad():
+            for linear, weight, bias, new in (
+                (made.q_proj, layer.query, layer.query_bias, 0.0),
+                (made.k_proj, layer.key, layer.key_bias, 1.0),
+                (made.v_proj, layer.value, layer.value_bias, 1.0),
+            ):
+                columns = linear.weight.T.unflatten(1, (layer.num_heads, -1))  # D H K
+                columns[:, :, weight.shape[2] :] *= new
+                columns[:, :, : weight.shape[2]] = weight.transpose(0, 1)
+                linear.bias.zero_()
+                linear.bias.unflatten(0, (layer.num_heads, -1))[:, : bias.shape[1]] = bias
+            rows = made.out_proj.weight.T.unflatten(0, (layer.num_heads, -1))  # H V D
+            rows[:, V:] = 0.0
+            rows[:, :V] = layer.output
+            made.out_proj.bias.copy_(layer.output_bias)
+        return made
+
+    def trained(self) -> TrainedAttention:
+        """The weights, as a copy."""
+        return TrainedAttention.of_linears(
+            self.q_proj, self.k_proj, self.v_proj, self.out_proj, num_heads=self.num_heads,
+            scale=self.scale, dropout=self.dropout, batch_first=self.batch_first,
+        )  # fmt: skip
+
+    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+        q = by_head(self.q_proj(query), self.q_proj.out_features // self.head_size)
+        k = by_head(self.k_proj(key), self.k_proj.out_features // self.head_size)
+        return (q * self.scale) @ k.transpose(-1, -2)
+
+
+def check_size(name: str, size: int) -> None:
+    if size < 1:
+        raise InvalidArgument(
+            f"`{name}` is {size}: expected at least 1", "choose a positive size", code="nn.size"
+        )
+
+
+def projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
+    """A linear map initialized as in PyTorch's attention: Xavier-uniform weights, zero biases."""
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    nn.init.xavier_uniform_(linear.weight)
+    if bias:
+        nn.init.zeros_(linear.bias)
+    return linear
+
+
+def by_head(tokens: Tensor, heads: int) -> Tensor:
+    """Split (B, T, H*K) into heads (B, H, T, K)."""
+    return tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    # Half of the least value: the sum of two masks stays finite.
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, torch.finfo(dtype).min / 2)
+
+
+def _real_tokens(mask: Tensor | None, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """Masks of real queries (B, S) and keys (B, T).
+
+    A key is padding if no query attends to it. In self-attention, so is its query.
+    """
+    B, _, S, T = probabilities.shape
+    if mask is None:
+        queries, keys = (probabilities.new_ones(B, n, dtype=torch.bool) for n in (S, T))
+        return queries, keys
+    allowed = ~mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
+    allowed = allowed[(None,) * (4 - allowed.ndim)]
+    keys = allowed.expand(B, -1, -1, T).flatten(1, 2).any(1)
+    return (keys if S == T else keys.new_ones(B, S)), keys

@@ -1,0 +1,180 @@
+"""Collaborative heads: shared query and key dimensions (arXiv 2006.16362)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attnserve.nn.attention import AttentionLayer, check_size, projection
+from attnserve.nn.trained import TrainedAttention
+from graph_passes.errors import InvalidArgument
+from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors
+from graph_passes.factorize.moments import TokenMoments
+from graph_passes.factorize.sparse import sparse_factors
+
+__all__ = ["CollaborativeAttention"]
+
+
+class CollaborativeAttention(AttentionLayer):
+    """Heads that share query and key dimensions (equations 6, 7 and 13 of arXiv 2006.16362).
+
+        logits_h = scale [ (x W~Q) diag(m_h) (y W~K)^T + v_h^T y^T ]
+
+    With a support, head h reads only the dimensions of its support, at the cost of ordinary heads
+    of that size; elsewhere m_h stays 0.
+
+    Args:
+        embed_dim: D.
+        num_heads: H.
+        rank: R, the number of shared dimensions.
+        mixing: The initial M. "concatenation" is the block-of-ones structure of equation 8, which
+            equals standard attention with heads of R/H (blocks differ by one if H does not divide
+            R). "random" is normal with variance 1/H, so that logits have the same variance.
+        support: The entries of M that are learned, (H, R), boolean; None for all (dense mixing).
+        value_head_size: V; default: D/H.
+        scale: Default: 1/sqrt(R/H), that of the concatenated heads.
+        bias: Whether there are content vectors v_h (the query biases of standard attention, eq. 12)
+            and biases of the value and output projections. The key bias does not change the
+            softmax.
+        others: See ``AttentionLayer``.
+
+    Attributes:
+        q_proj: W~Q, a linear map from D to R.
+        k_proj: W~K, a linear map from E to R.
+        mixing: M, (H, R).
+        content: v, a linear map from E to H; None without.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        rank: int,
+        *,
+        mixing: Literal["concatenation", "random"] = "concatenation",
+        support: Tensor | None = None,
+        value_head_size: int | None = None,
+        scale: float | None = None,
+        bias: bool = True,
+        **others: Any,
+    ) -> None:
+        check_size("rank", rank)
+        check_size("num_heads", num_heads)
+        if value_head_size is None and embed_dim % num_heads:
+            raise InvalidArgument(
+                f"`embed_dim` is {embed_dim}: not a multiple of `num_heads` = {num_heads}",
+                "pass `value_head_size`",
+                code="nn.value_head_size",
+            )
+        super().__init__(
+            embed_dim, num_heads, value_head_size=value_head_size or embed_dim // num_heads,
+            scale=(rank / num_heads) ** -0.5 if scale is None else scale, bias=bias, **others,
+        )  # fmt: skip
+        self.rank = rank
+        self.q_proj = projection(embed_dim, rank, bias=False)
+        self.k_proj = projection(self.kdim, rank, bias=False)
+        self.content = nn.Linear(self.kdim, num_heads, bias=False) if bias else None
+        if self.content is not None:
+            nn.init.zeros_(self.content.weight)
+        if mixing == "random":
+            start = torch.randn(num_heads, rank) * num_heads**-0.5
+        else:
+            owner = torch.arange(rank) * num_heads // rank
+            start = (owner == torch.arange(num_heads)[:, None]).to(torch.get_default_dtype())
+        self.mixing = nn.Parameter(start)
+        self.columns: Tensor | None
+        self.reads: Tensor | None
+        columns, reads = (None, None) if support is None else _columns(support, (num_heads, rank))
+        self.register_buffer("columns", columns)
+        self.register_buffer("reads", reads)
+
+    @classmethod
+    def from_trained(
+        cls,
+        layer: TrainedAttention,
+        *,
+        rank: int,
+        head_size: int | None = None,
+        moments: TokenMoments | None = None,
+    ) -> CollaborativeAttention:
+        """Factorize the queries and keys of a trained layer, keeping its scale.
+
+        Args:
+            rank: R, from 1 to H*K, where the result is exact.
+            head_size: Mean number of dimensions a head reads, for sparse mixing (default: dense).
+            moments: Moments of the layer's tokens, for a calibrated decomposition.
+
+        Raises:
+            InvalidArgument: ``rank`` or ``head_size`` is out of range.
+            InvalidModel: Weights are not finite.
+        """
+        q, k, bias = (_array(part) for part in (layer.query, layer.key, layer.query_bias))
+        if head_size is None:
+            factors = collaborative_factors(q, k, rank, query_bias=bias, moments=moments)
+        else:
+            factors = sparse_factors(q, k, rank, head_size, query_bias=bias, moments=moments)
+        return cls.from_factors(layer, factors, sparse=head_size is not None)
+
+    @classmethod
+    def from_factors(
+        cls, layer: TrainedAttention, factors: CollaborativeFactors, *, sparse: bool = False
+    ) -> CollaborativeAttention:
+        """A layer with these factors, and the values, output projection and scale of ``layer``.
+
+        Args:
+            sparse: Learn the entries of M that are not zero only.
+        """
+        D, E, F = layer.sizes
+        made = cls(
+            D, layer.num_heads, factors.rank, value_head_size=layer.value_head_size,
+            support=torch.from_numpy(factors.mixing != 0) if sparse else None, scale=layer.scale,
+            dropout=layer.dropout, kdim=E, vdim=F, batch_first=layer.batch_first,
+        ).to(layer.query)  # fmt: skip
+        if not np.any(factors.content):
+            made.content = None
+        with torch.no_grad():
+            made.q_proj.weight.copy_(torch.from_numpy(factors.query.T))
+            made.k_proj.weight.copy_(torch.from_numpy(factors.key.T))
+            made.mixing.copy_(torch.from_numpy(factors.mixing))
+            if made.content is not None:
+                made.content.weight.copy_(torch.from_numpy(factors.content))
+            made.v_proj.weight.copy_(layer.value.transpose(1, 2).flatten(0, 1))
+            made.v_proj.bias.copy_(layer.value_bias.flatten())
+            made.out_proj.weight.copy_(layer.output.flatten(0, 1).T)
+            made.out_proj.bias.copy_(layer.output_bias)
+        return made
+
+    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+        q, k = self.q_proj(query) * self.scale, self.k_proj(key)
+        if self.columns is None or self.reads is None:
+            q, k = q.unsqueeze(1) * self.mixing.unsqueeze(1), k.unsqueeze(1)
+        else:  # heads of the size of their support: B H S W and B H T W
+            heads = self.columns.shape
+            q, k = (part[..., self.columns.flatten()].unflatten(-1, heads) for part in (q, k))
+            q = q * (self.mixing.gather(1, self.columns) * self.reads)
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        logits = q @ k.transpose(-1, -2)
+        if self.content is not None:
+            logits = logits + (self.content(key) * self.scale).transpose(1, 2).unsqueeze(2)
+        return logits
+
+
+def _array(weight: Tensor) -> np.ndarray:
+    return weight.double().cpu().numpy()
+
+
+def _columns(support: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The columns that each head reads (H, W), padded with 0, and which of them are not padding."""
+    if tuple(support.shape) != shape or not support.any(1).all():
+        raise InvalidArgument(
+            f"`support` has shape {tuple(support.shape)}: expected {shape} without empty rows",
+            "let each head read at least one dimension",
+            code="nn.support",
+        )
+    width = int(support.sum(1).max())
+    reads = torch.arange(width) < support.sum(1, keepdim=True)
+    columns = support.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]
+    return columns * reads, reads

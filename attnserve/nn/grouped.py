@@ -1,0 +1,259 @@
+"""Grouped Head Attention: group-constrained training and Voting-to-Stay (arXiv 2305.14380)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attnserve.calibration.voting import Votes, cosines, elect_heads, group_heads
+from attnserve.nn.attention import FeatureMaps, FixedHeadAttention
+from attnserve.nn.trained import TrainedAttention
+from graph_passes.errors import InvalidArgument
+
+Batch = TypeVar("Batch")
+
+__all__ = ["Compactness", "GroupedHeadAttention", "group_loss", "keep_pillars", "voting_to_stay"]
+
+
+@dataclass(frozen=True)
+class Compactness:
+    """How compact the groups of heads are: larger is more compact (section 5.1, figure 2).
+
+    Attributes:
+        silhouette: Mean silhouette coefficient, from -1 to 1; heads alone in a group count 0.
+        dunn: Least distance between groups relative to the largest within one; infinite if equal
+            heads make up each group, 0 for a single group.
+    """
+
+    silhouette: float
+    dunn: float
+
+
+class GroupedHeadAttention(FixedHeadAttention):
+    """Attention whose heads are trained to form C groups (arXiv 2305.14380, equations 3 and 4).
+
+    phi_ij = sum over maps of tau cos(e_i, z_j) is the similarity of head i to unit j, where e_i is
+    its value, attention or output map in a batch, and the unit z_j is the mean map of group j, as a
+    constant. With g(i) the group of head i, and means over heads i and other groups j:
+
+        "metric" (4B)       L = - alpha mean_i phi_ig(i)     + beta mean_ij phi_ij
+        "categorical" (4A)  L = - alpha mean_i log p_ig(i)   - beta mean_ij log(1 - p_ij)
+
+    This follows the paper's description of equation 4, a homogenization and a diversification term.
+    Normalization (means) and the second term of (4A), which is bounded, are choices made here.
+
+    p is the softmax of a linear classifier of phi_i: attention maps have no fixed size that it
+    could read. The first term makes the heads of a group alike, the second drives groups apart.
+    (4B) is at least -(alpha + beta) sum(tau); its first term has its minimum exactly where all
+    heads of a group are parallel. (4A) is at least 0.
+
+    Groups are found by k-means on the cosines between heads (equation 3). ``reassign`` finds them
+    again from the batches since; training has converged when it moves no head.
+
+    Args:
+        embed_dim, num_heads, head_size, others: See ``FixedHeadAttention``.
+        num_groups: C, from 1 to H.
+        alpha: Weight of homogenization within groups.
+        beta: Weight of diversification between groups.
+        tau: Weights of the value, attention and output maps. The paper uses one map at a time.
+        objective: "metric" (equation 4B) or "categorical" (4A).
+        seed: Selects the starts of k-means.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_size: int,
+        *,
+        num_groups: int,
+        alpha: float = 0.5,
+        beta: float = 0.5,
+        tau: tuple[float, float, float] = (1.0, 0.0, 0.0),
+        objective: Literal["metric", "categorical"] = "metric",
+        seed: int = 0,
+        **others: Any,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, head_size, **others)
+        if not 1 <= num_groups <= num_heads:
+            raise InvalidArgument(
+                f"`num_groups` is {num_groups}: expected 1 to {num_heads} (its heads)",
+                "choose a number in this range",
+                code="nn.num_groups",
+            )
+        self.num_groups, self.alpha, self.beta, self.tau = num_groups, alpha, beta, tau
+        self.seed, self.keep_maps = seed, True
+        self.classifier = nn.Linear(num_groups, num_groups) if objective == "categorical" else None
+        if self.classifier is not None:
+            nn.init.eye_(self.classifier.weight)
+            nn.init.zeros_(self.classifier.bias)
+        self.groups: Tensor
+        self.register_buffer("groups", torch.full((num_heads,), -1))
+        self._seen: np.ndarray | None = None
+
+    def group_loss(self) -> Tensor:
+        """Equation 4 of the latest call, a scalar with gradients; the first call finds groups."""
+        maps = [_flat(part) for part in _maps(self.latest.required())]
+        seen = np.stack([_gram(part) for part in maps])
+        self._seen = seen if self._seen is None else self._seen + seen
+        if self.groups[0] < 0:
+            self.reassign()
+        alike = self._similarity(maps)  # H C
+        own = nn.functional.one_hot(self.groups, self.num_groups).bool()
+        if self.classifier is None:
+            loss = -self.alpha * alike[own].mean()
+            return loss + self.beta * alike[~own].mean() if self.num_groups > 1 else loss
+        logits = self.classifier(alike)
+        loss = -self.alpha * logits.log_softmax(1)[own].mean()
+        if self.num_groups == 1:
+            return loss
+        # log(1 - p_j) from the other logits, which does not cancel for p_j near 1.
+        itself = torch.eye(self.num_groups, dtype=torch.bool, device=logits.device)
+        others = logits[:, None].masked_fill(itself, -torch.inf)  # H C C
+        rest = others.logsumexp(2) - logits.logsumexp(1, keepdim=True)
+        return loss - self.beta * rest[~own].mean()
+
+    def reassign(self) -> int:
+        """Group the heads by the batches since the last call; returns the number that moved.
+
+        Groups are numbered by their first heads. 0 means that training has converged (rho of
+        algorithm 1).
+        """
+        if self._seen is None:
+            self._seen = np.stack([_gram(_flat(part)) for part in _maps(self.latest.required())])
+        likeness = sum(
+            (tau * cosines(gram) for tau, gram in zip(self.tau, self._seen, strict=True)),
+            np.zeros((self.num_heads, self.num_heads)),
+        )
+        found = torch.from_numpy(group_heads(likeness, self.num_groups, self.seed))
+        moved = int((found != self.groups.cpu()).sum())
+        self.groups.copy_(found)
+        self._seen = None
+        return moved
+
+    def compactness(self) -> Compactness:
+        """Silhouette coefficient and Dunn index of the groups in the latest call."""
+        maps = _maps(self.latest.required())
+        likeness = np.zeros((self.num_heads, self.num_heads))
+        for tau, part in zip(self.tau, maps, strict=True):
+            likeness += tau / sum(self.tau) * cosines(_gram(_flat(part)))
+        return _compactness(np.sqrt(np.maximum(2 - 2 * likeness, 0)), self.groups.cpu().numpy())
+
+    def pruned(self, mask: Iterable[int]) -> FixedHeadAttention:
+        """A standard layer of the heads whose mask is 1, with the scale of this one."""
+        kept = torch.tensor([bool(stays) for stays in mask], device=self.groups.device)
+        whole = self.trained()
+        return FixedHeadAttention.from_trained(
+            TrainedAttention(
+                whole.query[kept], whole.key[kept], whole.value[kept], whole.output[kept],
+                whole.query_bias[kept], whole.key_bias[kept], whole.value_bias[kept],
+                whole.output_bias, whole.scale, whole.dropout, whole.batch_first,
+            )
+        )  # fmt: skip
+
+    def _similarity(self, maps: list[Tensor]) -> Tensor:
+        own = nn.functional.one_hot(self.groups, self.num_groups)
+        share = own.T / own.sum(0)[:, None]  # C H
+        phi = [
+            tau * nn.functional.normalize(part, dim=1)
+            @ nn.functional.normalize(share.to(part) @ part.detach(), dim=1).T
+            for tau, part in zip(self.tau, maps, strict=True)
+            if tau
+        ]  # fmt: skip
+        return torch.stack(phi).sum(0)
+
+
+def group_loss(model: nn.Module) -> Tensor:
+    """The mean of equation 4 over the grouped layers of a model, for the latest forward pass."""
+    return torch.stack([layer.group_loss() for _, layer in _grouped(model)]).mean()
+
+
+@torch.no_grad()
+def voting_to_stay(
+    model: nn.Module, batches: Iterable[Batch], run: Callable[[Batch], object]
+) -> dict[str, Votes]:
+    """Elect one head per group in each grouped layer (V2S, algorithm 1), by module name.
+
+    Each batch votes with each kind of map, in each group, for the head most similar to the unit.
+
+    Args:
+        batches: One epoch of the training data.
+        run: Calls the model with a batch. The model is in evaluation mode meanwhile.
+    """
+    layers, training = _grouped(model), model.training
+    grams: dict[str, list[np.ndarray]] = {name: [] for name, _ in layers}
+    model.eval()
+    try:
+        for batch in batches:
+            run(batch)
+            for name, layer in layers:
+                maps = _maps(layer.latest.required())
+                grams[name].append(np.stack([_gram(_flat(part)) for part in maps]))
+                if layer.groups[0] < 0:
+                    layer.reassign()
+    finally:
+        model.train(training)
+    return {name: elect_heads(grams[name], layer.groups.cpu().numpy()) for name, layer in layers}
+
+
+def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
+    """Replace grouped layers by standard layers of their elected heads, in place (GHT-PS)."""
+    for name, layer in _grouped(model):
+        if name in votes:
+            model.set_submodule(name, layer.pruned(votes[name].mask.tolist()))
+
+
+def _grouped(model: nn.Module) -> list[tuple[str, GroupedHeadAttention]]:
+    found = [(name, each) for name, each in model.named_modules()
+             if isinstance(each, GroupedHeadAttention)]  # fmt: skip
+    if not found:
+        raise InvalidArgument(
+            "`model` has no GroupedHeadAttention",
+            "create its layers with GroupedHeadAttention, or use `swap`",
+            code="nn.no_groups",
+        )
+    return found
+
+
+def _maps(maps: FeatureMaps) -> list[Tensor]:
+    """Values, probabilities and outputs (B, H, T, X), zero at padding."""
+    queries, keys = maps.queries[:, None, :, None], maps.keys[:, None, :, None]
+    return [maps.values * keys, maps.probabilities * queries, maps.outputs * queries]
+
+
+def _flat(part: Tensor) -> Tensor:
+    """(B, H, T, X) to (H, B*T*X)."""
+    return part.transpose(0, 1).flatten(1)
+
+
+def _gram(part: Tensor) -> np.ndarray:
+    part = part.detach().float()
+    return (part @ part.T).double().cpu().numpy()
+
+
+def _compactness(distance: np.ndarray, groups: np.ndarray) -> Compactness:
+    """From distances (H, H) between heads."""
+    distance = distance - np.diag(np.diag(distance))  # rounding leaves the diagonal above 0
+    same = groups[:, None] == groups
+    if same.all():
+        return Compactness(0.0, 0.0)
+    labels = np.unique(groups)
+    to_group = np.stack([distance[:, groups == label].sum(1) for label in labels])  # C H
+    sizes = np.array([(groups == label).sum() for label in labels])[:, None]
+    own = np.searchsorted(labels, groups)
+    heads = np.arange(len(groups))
+    mates = sizes[own, 0] - 1
+    within = to_group[own, heads] / np.maximum(mates, 1)
+    means = to_group / sizes
+    means[own, heads] = np.inf
+    between = means.min(0)
+    largest = np.maximum(np.maximum(within, between), np.finfo(float).tiny)
+    scores = np.where(mates > 0, (between - within) / largest, 0.0)
+    diameter = float(distance[same].max())
+    apart = float(distance[~same].min())
+    return Compactness(float(scores.mean()), apart / diameter if diameter > 0 else np.inf)

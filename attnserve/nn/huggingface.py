@@ -1,0 +1,197 @@
+"""Exchange the attention layers of Hugging Face models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnserve.nn.attention import AttentionLayer
+from attnserve.nn.trained import TrainedAttention
+from graph_passes.errors import InvalidArgument
+
+__all__ = ["HuggingFaceAttention", "swap"]
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Attributes of an attention class of transformers.
+
+    Attributes:
+        projections: Queries, keys, values and output. Without the last, the output projection is
+            ``output.dense`` of the parent.
+        heads: The number of heads.
+        dropout: The dropout of the probabilities.
+        normalizes: Whether it adds the residual and normalizes itself (ALBERT).
+    """
+
+    projections: tuple[str, ...]
+    heads: str
+    dropout: str
+    normalizes: bool = False
+
+
+_BERT = _Names(("query", "key", "value"), "num_attention_heads", "dropout")
+_BART = _Names(("q_proj", "k_proj", "v_proj", "out_proj"), "num_heads", "dropout")
+_CLASSES = {
+    "BertSelfAttention": _BERT,
+    "BertCrossAttention": _BERT,
+    "RobertaSelfAttention": _BERT,
+    "RobertaCrossAttention": _BERT,
+    "DistilBertSelfAttention": _Names(("q_lin", "k_lin", "v_lin", "out_lin"), "n_heads", "dropout"),
+    "ViTAttention": _Names(
+        ("q_proj", "k_proj", "v_proj", "o_proj"), "num_attention_heads", "attention_dropout"
+    ),
+    "AlbertAttention": _Names(
+        ("query", "key", "value", "dense"), "num_attention_heads", "attention_dropout",
+        normalizes=True,
+    ),
+    "BartAttention": _BART,
+    "MarianAttention": _BART,
+}  # fmt: skip
+SUPPORTED = "BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART and Marian"
+
+
+class HuggingFaceAttention(nn.Module):
+    """An attention layer behind the interface of the attention modules of transformers 5.
+
+    Attributes:
+        layer: The attention, batch first.
+        is_causal: Mask later keys if no mask is passed, as transformers does.
+        is_cross: Keys and values are the hidden states of the encoder.
+        dropout, norm: Applied to the residual sum (ALBERT); else None.
+    """
+
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        *,
+        is_causal: bool = False,
+        is_cross: bool = False,
+        dropout: nn.Module | None = None,
+        norm: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.is_causal, self.is_cross = layer, is_causal, is_cross
+        self.dropout, self.norm = dropout, norm
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        encoder_hidden_states: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        past_key_values: object = None,
+        **_: object,
+    ) -> tuple[Tensor, Tensor]:
+        """The output (B, S, D) and the probabilities (B, H, S, T).
+
+        Args:
+            attention_mask: Broadcasts to (B, H, S, T): True where attention is allowed, or added to
+                the logits.
+        """
+        if past_key_values is not None:
+            raise InvalidArgument(
+                "the model caches keys and values, which the layers of attnserve.nn do not",
+                "call it with use_cache=False",
+                code="nn.cache",
+            )
+        other = encoder_hidden_states if key_value_states is None else key_value_states
+        tokens = other if self.is_cross and other is not None else hidden_states
+        mask = attention_mask
+        if mask is None and self.is_causal and not self.is_cross:
+            S = hidden_states.shape[1]
+            mask = torch.ones(S, S, dtype=torch.bool, device=hidden_states.device).triu(1)
+        elif mask is not None and mask.dtype == torch.bool:
+            mask = ~mask
+        out, apart = self.layer.attend(hidden_states, tokens, tokens, mask)
+        if self.norm is not None and self.dropout is not None:
+            out = self.norm(hidden_states + self.dropout(out))
+        return out, apart
+
+
+def swap(
+    model: nn.Module,
+    convert: Callable[[Sequence[TrainedAttention]], Sequence[AttentionLayer]],
+) -> list[str]:
+    """Replace the attention layers of a Hugging Face model, in place.
+
+    Swapped layers do not cache keys: call decoders with ``use_cache=False``. The model cannot
+    return ``output_attentions`` of swapped layers; its state dict has other names.
+
+    Args:
+        model: BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART or Marian, with eager or sdpa attention.
+        convert: Makes new layers, in order, from the weights of the old ones. It is called once for
+            each stack of equal modules: encoder, decoder, and the cross-attention of the decoder.
+
+    Returns:
+        The names of the modules that were replaced.
+
+    Raises:
+        InvalidArgument: The model, its attention implementation, or what ``convert`` returned is
+            not supported. The model is then unchanged.
+    """
+    stacks: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ in _CLASSES:
+            stacks.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    if not stacks:
+        raise InvalidArgument(
+            f"`model` is {type(model).__name__}: expected {SUPPORTED}",
+            "pass one of these, or build the model with the layers of attnserve.nn",
+            code="nn.unsupported_model",
+        )
+    config: Any = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", "eager")
+    if implementation not in ("eager", "sdpa"):
+        raise InvalidArgument(
+            f"`model` uses {implementation} attention: expected eager or sdpa",
+            "load it with attn_implementation='sdpa'",
+            code="nn.attention_implementation",
+        )
+    made: dict[str, AttentionLayer] = {}
+    for names in stacks.values():
+        layers = convert([_read(model, name) for name in names])
+        if len(layers) != len(names):
+            raise InvalidArgument(
+                f"`convert` returned {len(layers)} layers: expected {len(names)}",
+                "return one layer for each layer of the model",
+                code="nn.layer_count",
+            )
+        made |= zip(names, layers, strict=True)
+    for name, layer in made.items():
+        _install(model, name, layer.train(model.training))
+    return list(made)
+
+
+def _read(model: nn.Module, name: str) -> TrainedAttention:
+    module: Any = model.get_submodule(name)
+    names = _CLASSES[type(module).__name__]
+    linears = [getattr(module, each) for each in names.projections]
+    if len(linears) == 3:
+        linears.append(_output_of(model, name).dense)
+    dropout = getattr(module, names.dropout)
+    return TrainedAttention.of_linears(
+        *linears, num_heads=getattr(module, names.heads), scale=module.scaling,
+        dropout=dropout.p if isinstance(dropout, nn.Dropout) else dropout,
+    )  # fmt: skip
+
+
+def _install(model: nn.Module, name: str, layer: AttentionLayer) -> None:
+    old: Any = model.get_submodule(name)
+    names = _CLASSES[type(old).__name__]
+    is_cross = "Cross" in type(old).__name__ or name.endswith("encoder_attn")
+    extra = {"dropout": old.output_dropout, "norm": old.LayerNorm} if names.normalizes else {}
+    new = HuggingFaceAttention(layer, is_causal=old.is_causal, is_cross=is_cross, **extra)
+    model.set_submodule(name, new)
+    if len(names.projections) == 3:  # the layer has the output projection
+        _output_of(model, name).dense = nn.Identity()
+
+
+def _output_of(model: nn.Module, name: str) -> Any:
+    return model.get_submodule(f"{name.rpartition('.')[0]}.output")

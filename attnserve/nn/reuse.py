@@ -1,0 +1,155 @@
+"""Reuse Transformer: layers that take attention probabilities of an earlier layer (2110.06821)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnserve.nn.attention import AttentionLayer, FixedHeadAttention
+from attnserve.nn.trained import TrainedAttention
+from attnserve.planning.head_selection import parse_reuse, reused_layers
+from graph_passes.errors import InvalidArgument
+
+__all__ = ["ReuseAttention", "SkipAttention", "reuse_transformer"]
+
+
+class ReuseAttention(AttentionLayer):
+    """Attention whose last K of H heads reuse probabilities (algorithm 1 of arXiv 2110.06821).
+
+        A_l = [A_l,1 ... A_l,H-K computed, R_(l-1),1 ... R_(l-1),K reused],    R_l = A_l
+
+    Values and output projection are its own.
+
+    Args:
+        embed_dim, num_heads, others: See ``AttentionLayer``.
+        head_size: K of queries and keys, and V unless ``value_head_size`` is given.
+        reused_heads: The number of reused heads, 1 to H.
+        source: The layer before. It must be called first, on the same tokens and masks.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_size: int,
+        *,
+        reused_heads: int,
+        source: AttentionLayer,
+        value_head_size: int | None = None,
+        scale: float | None = None,
+        bias: bool = True,
+        **others: Any,
+    ) -> None:
+        most = min(num_heads, source.num_heads)
+        if not 1 <= reused_heads <= most:
+            raise InvalidArgument(
+                f"`reused_heads` is {reused_heads}: expected 1 to {most}",
+                "reuse at most all heads of the layer before",
+                code="nn.reused_heads",
+            )
+        super().__init__(
+            embed_dim, num_heads, value_head_size=value_head_size or head_size,
+            scale=head_size**-0.5 if scale is None else scale, bias=bias, **others,
+        )  # fmt: skip
+        self.reused_heads = reused_heads
+        self.keep_maps = source.keep_maps = True
+        self.source = source.latest  # not the layer: it would become a part of this one
+        own = num_heads - reused_heads
+        self.own: FixedHeadAttention | None = None
+        if own:
+            self.own = FixedHeadAttention(
+                embed_dim, own, head_size, value_head_size=1, scale=self.scale, bias=bias,
+                kdim=self.kdim,
+            )  # fmt: skip
+            # Only its queries and keys are used.
+            del self.own.v_proj, self.own.out_proj
+
+    @classmethod
+    def from_trained(
+        cls, layer: TrainedAttention, *, reused_heads: int, source: AttentionLayer
+    ) -> ReuseAttention:
+        """The layer without queries and keys of its last ``reused_heads`` heads."""
+        D, E, F = layer.sizes
+        whole = FixedHeadAttention.from_trained(layer)
+        made = cls(
+            D, layer.num_heads, layer.head_size, reused_heads=reused_heads, source=source,
+            value_head_size=layer.value_head_size, scale=layer.scale, dropout=layer.dropout,
+            kdim=E, vdim=F, batch_first=layer.batch_first,
+        ).to(layer.query)  # fmt: skip
+        made.v_proj, made.out_proj = whole.v_proj, whole.out_proj
+        if made.own is not None:
+            rows = made.own.q_proj.out_features
+            with torch.no_grad():
+                for mine, old in ((made.own.q_proj, whole.q_proj), (made.own.k_proj, whole.k_proj)):
+                    mine.weight.copy_(old.weight[:rows])
+                    mine.bias.copy_(old.bias[:rows])
+        return made
+
+    def probabilities(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        reused = self.source.required().probabilities[:, : self.reused_heads]
+        if self.own is None:
+            return reused
+        if mask is not None and mask.ndim == 4 and mask.shape[1] == self.num_heads:
+            mask = mask[:, : self.own.num_heads]
+        return torch.cat([self.own.probabilities(query, key, mask), reused], 1)
+
+
+class SkipAttention(AttentionLayer):
+    """A removed attention layer: its output is zero (Skip, appendix B.1 of arXiv 2110.06821)."""
+
+    def __init__(self, embed_dim: int, num_heads: int = 1, *, batch_first: bool = False) -> None:
+        super().__init__(
+            embed_dim, num_heads, value_head_size=1, scale=1.0, bias=False, batch_first=batch_first
+        )
+        del self.v_proj, self.out_proj
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        B, S, _ = query.shape
+        return torch.zeros_like(query), query.new_zeros(B, self.num_heads, S, key.shape[1])
+
+
+def reuse_transformer(
+    layers: Sequence[TrainedAttention],
+    configuration: str,
+    *,
+    exact: Callable[[TrainedAttention], AttentionLayer] = FixedHeadAttention.from_trained,
+) -> list[AttentionLayer]:
+    """Wire the attention layers of a model, in execution order, by algorithm 1.
+
+    Args:
+        configuration: "partial:K" (K heads of all layers but the first and last), "partial:K:P" (of
+            the P layers after the first), "full:P" (all heads of these), "alternate" (every second
+            layer), "all-end" or "all-end:P" (the P layers before the last), or "skip:P" (no
+            attention in the P layers after the first).
+        exact: Makes the layers that compute all their heads.
+
+    Raises:
+        InvalidArgument: The configuration is invalid, or there are too few layers or heads.
+    """
+    skips = configuration.startswith("skip:")
+    reuse = parse_reuse(configuration.replace("skip", "full", 1) if skips else configuration)
+    if reuse.kind == "auto":
+        raise InvalidArgument(
+            "`configuration` is 'auto', which needs measured similarities",
+            "choose partial:K[:P], full:P, alternate, all-end[:P] or skip:P",
+            code="nn.reuse_auto",
+        )
+    chosen = reused_layers(reuse, len(layers))
+    made: list[AttentionLayer] = []
+    source: AttentionLayer | None = None
+    for index, layer in enumerate(layers):
+        if index in chosen and skips:
+            made.append(SkipAttention(layer.sizes[0], batch_first=layer.batch_first))
+            continue
+        if index in chosen and source is not None:
+            heads = layer.num_heads if reuse.heads is None else reuse.heads
+            source = ReuseAttention.from_trained(layer, reused_heads=heads, source=source)
+        else:
+            source = exact(layer)
+        made.append(source)
+    return made

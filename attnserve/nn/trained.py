@@ -1,0 +1,133 @@
+"""Weights of a trained multi-head attention layer, by head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graph_passes.errors import InvalidArgument
+
+__all__ = ["TrainedAttention", "read_attention"]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedAttention:
+    """Weights of a standard layer: softmax(scale * (x W_Q^h + b_Q^h)(y W_K^h + b_K^h)^T) v W_O + b.
+
+    Attributes:
+        query: W_Q^h, (H, D, K).
+        key: W_K^h, (H, E, K).
+        value: W_V^h, (H, F, V).
+        output: The rows of W_O of each head, (H, V, D).
+        query_bias, key_bias: (H, K).
+        value_bias: (H, V).
+        output_bias: (D,).
+        scale: The factor of the logits.
+        dropout: Of the probabilities, in training.
+        batch_first: Whether tokens are (B, S, D), not (S, B, D).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    query_bias: Tensor
+    key_bias: Tensor
+    value_bias: Tensor
+    output_bias: Tensor
+    scale: float
+    dropout: float = 0.0
+    batch_first: bool = True
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.query.shape[0]
+
+    @property
+    def head_size(self) -> int:
+        """K, the size of queries and keys."""
+        return self.query.shape[2]
+
+    @property
+    def value_head_size(self) -> int:
+        """V, the size of values."""
+        return self.value.shape[2]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """D, E and F: the widths of queries, keys and values."""
+        return self.query.shape[1], self.key.shape[1], self.value.shape[1]
+
+    @staticmethod
+    def of_linears(
+        query: nn.Linear,
+        key: nn.Linear,
+        value: nn.Linear,
+        output: nn.Linear,
+        *,
+        num_heads: int,
+        scale: float,
+        dropout: float = 0.0,
+        batch_first: bool = True,
+    ) -> TrainedAttention:
+        """Read the four projections of a layer; copies the weights."""
+        (q, q_bias), (k, k_bias), (v, v_bias) = (
+            _heads(linear, num_heads) for linear in (query, key, value)
+        )
+        out = output.weight.detach().clone().T.unflatten(0, (num_heads, -1))  # H V D
+        return TrainedAttention(
+            q, k, v, out, q_bias, k_bias, v_bias, _bias(output),
+            scale=scale, dropout=dropout, batch_first=batch_first,
+        )  # fmt: skip
+
+
+def read_attention(layer: nn.MultiheadAttention) -> TrainedAttention:
+    """Read the weights of PyTorch's attention layer, as a copy.
+
+    Raises:
+        InvalidArgument: The layer appends learned or zero keys (``add_bias_kv``,
+            ``add_zero_attn``).
+    """
+    if layer.bias_k is not None or layer.add_zero_attn:
+        raise InvalidArgument(
+            "`layer` appends keys (add_bias_kv or add_zero_attn), which is not supported",
+            "pass a layer without them",
+            code="nn.appended_keys",
+        )
+    # Not packed: the widths of keys and values differ from that of the queries.
+    unpacked: list[Any] = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
+    packed: Any = layer.in_proj_weight
+    weights: list[Tensor] = unpacked if packed is None else list(packed.chunk(3))
+    bias: Any = layer.in_proj_bias
+    biases: list[Tensor | None] = [None] * 3 if bias is None else list(bias.chunk(3))
+    query, key, value = (_linear(w, b) for w, b in zip(weights, biases, strict=True))
+    return TrainedAttention.of_linears(
+        query, key, value, layer.out_proj, num_heads=layer.num_heads, scale=layer.head_dim**-0.5,
+        dropout=layer.dropout, batch_first=layer.batch_first,
+    )  # fmt: skip
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach())
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach())
+    return linear
+
+
+def _heads(linear: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor]:
+    """W^h (H, D, K) and b^h (H, K)."""
+    weight = linear.weight.detach().clone().unflatten(0, (num_heads, -1)).transpose(1, 2)
+    return weight, _bias(linear).unflatten(0, (num_heads, -1))
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    """The bias, or zeros."""
+    bias: Any = linear.bias
+    if bias is None:
+        return torch.zeros_like(linear.weight[:, 0]).detach()
+    return bias.detach().clone()

@@ -1,0 +1,208 @@
+"""Fused attention and rotary operators in PyTorch; they complete the table ``OPERATORS``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from attnserve.recovery.operators import OPERATORS, Call, operator
+
+__all__ = ["OPERATORS"]
+
+MASK_FILTER = -10000.0
+"""The default of ``mask_filter_value``."""
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    cap: float = 0.0,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    ends_together: bool = False,
+) -> Tensor:
+    """softmax(cap(scale q k^T) + bias) v for (B, H, S, K), (B, G, T, K) and (B, G, T, V).
+
+    Args:
+        cap: A soft cap of the scores, if not 0.
+        bias: Added to the scores; False of a boolean bias hides a key.
+        causal: Query s reads keys t <= s, or t <= s + T - S if ``ends_together``.
+    """
+    if k.shape[1] != q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = torch.matmul(q * scale, k.transpose(-1, -2))
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            scores = scores.masked_fill(~bias, -torch.inf)
+        else:
+            scores = scores + bias
+    if causal:
+        queries, keys = scores.shape[-2:]
+        shown = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        shown = shown.tril(keys - queries if ends_together else 0)
+        scores = scores.masked_fill(~shown, -torch.inf)
+    scores = scores.float()
+    if bias is not None:  # a query without keys has the context 0
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        probabilities = F.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+    else:
+        probabilities = F.softmax(scores, -1)
+    return torch.matmul(probabilities.to(v.dtype), v)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, H*K) -> (B, H, T, K); four axes are left as they are."""
+    return x if x.ndim == 4 else x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _merged(x: Tensor) -> Tensor:
+    """(B, H, T, K) -> (B, T, H*K)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _with_past(past: Tensor | None, x: Tensor) -> Tensor:
+    return x if past is None else torch.cat((past.to(x.dtype), x), 2)
+
+
+@operator("Attention")
+def _attention(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Any, ...]:
+    if lengths is not None:
+        raise call.unsupported("it reads the lengths of its caches")
+    if len(call.node.outputs) > 3 and call.node.outputs[3].uses():
+        raise call.unsupported("it returns its scores")
+    heads, groups = call.integer("q_num_heads", 0), call.integer("kv_num_heads", 0)
+    query = _heads(q, heads)
+    key, value = _with_past(past_key, _heads(k, groups)), _with_past(past_value, _heads(v, groups))
+    context = _attend(
+        query, key, value, call.number("scale", 0.0) or query.shape[-1] ** -0.5,
+        cap=call.number("softcap", 0.0), bias=mask, causal=bool(call.integer("is_causal", 0)),
+        ends_together=past_key is not None,
+    )  # fmt: skip
+    return (context if q.ndim == 4 else _merged(context)), key, value, key.new_empty(0)
+
+
+def _microsoft(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, added: Tensor | None
+) -> Tensor:
+    """The context of (B, H, S, K), (B, H, T, K) and (B, H, T, V), as (B, S, H*V)."""
+    bias = added
+    if mask is not None:
+        if mask.ndim not in (2, 3):
+            raise call.unsupported(f"its mask has {mask.ndim} axes")
+        fill = call.number("mask_filter_value", MASK_FILTER)
+        shown = mask[:, None, None, :] if mask.ndim == 2 else mask[:, None]
+        hidden = torch.where(shown > 0, 0.0, fill).to(q.dtype)
+        bias = hidden if bias is None else bias + hidden
+    scale = call.number("scale", 0.0) or q.shape[-1] ** -0.5
+    causal = bool(call.integer("unidirectional", 0))
+    return _merged(_attend(q, k, v, scale, bias=bias, causal=causal, ends_together=True))
+
+
+@operator("MultiHeadAttention", domain="com.microsoft")
+def _multi_head_attention(
+    call: Call,
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    added: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    *rest: Tensor | None,
+) -> tuple[Any, ...]:
+    if k is None or v is None or q.ndim != 3 or any(x is not None for x in rest):
+        raise call.unsupported("its operands are packed, or its cache is shared")
+    heads = call.integer("num_heads", 0)
+    if bias is not None:
+        width = q.shape[-1]
+        q = q + bias[:width]
+        if k.ndim == 3:
+            k, v = k + bias[width : 2 * width], v + bias[2 * width :]
+    key = _with_past(past_key, _heads(k, heads))
+    value = _with_past(past_value, _heads(v, heads))
+    return _microsoft(call, _heads(q, heads), key, value, mask, added), key, value
+
+
+@operator("Attention", domain="com.microsoft")
+def _packed_attention(
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    past: Tensor | None = None,
+    added: Tensor | None = None,
+    length: Tensor | None = None,
+) -> Tensor:
+    if past is not None or length is not None or call.integer("do_rotary", 0):
+        raise call.unsupported("it has a cache or rotary positions")
+    whole = torch.matmul(x, weight)
+    whole = whole if bias is None else whole + bias
+    sizes = call.integers("qkv_hidden_sizes") or [whole.shape[-1] // 3] * 3
+    heads = call.integer("num_heads", 0)
+    q, k, v = (_heads(part, heads) for part in torch.split(whole, sizes, -1))
+    return _microsoft(call, q, k, v, mask, added)
+
+
+def _rotate(call: Call, x: Tensor, cos: Tensor, sin: Tensor, size: int) -> Tensor:
+    """Rotate the first ``size`` elements of (B, T, H, K) by angles (B or 1, T, 1, size / 2)."""
+    rotated, rest = x[..., :size], x[..., size:]
+    if call.integer("interleaved", 0):
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        a, b = rotated.chunk(2, -1)
+    real, imaginary = cos * a - sin * b, sin * a + cos * b
+    if call.integer("interleaved", 0):
+        rotated = torch.stack((real, imaginary), -1).flatten(-2)
+    else:
+        rotated = torch.cat((real, imaginary), -1)
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
+
+
+def _rotary(
+    call: Call, x: Tensor, cos: Tensor, sin: Tensor, heads: int, positions: Tensor | None
+) -> Tensor:
+    size = call.integer("rotary_embedding_dim", 0)
+    if x.ndim == 4:
+        tokens = x.transpose(1, 2)  # B T H K
+    else:
+        tokens = x.unflatten(-1, (heads, -1) if heads else (-1, size or 2 * cos.shape[-1]))
+    size = size or tokens.shape[-1]
+    if positions is not None:
+        if positions.ndim == 1:  # the first position of all sequences
+            steps = torch.arange(tokens.shape[1], device=positions.device)
+            positions = positions.reshape(1, 1) + steps
+        cos, sin = cos[positions.long()], sin[positions.long()]
+    cos, sin = (t.reshape(-1, *t.shape[-2:])[:, :, None, : size // 2] for t in (cos, sin))
+    rotated = _rotate(call, tokens, cos, sin, size)
+    return rotated.transpose(1, 2) if x.ndim == 4 else rotated.flatten(2)
+
+
+@operator("RotaryEmbedding")
+def _rotary_embedding(
+    call: Call, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None
+) -> Tensor:
+    return _rotary(call, x, cos, sin, call.integer("num_heads", 0), positions)
+
+
+@operator("RotaryEmbedding", domain="com.microsoft")
+def _microsoft_rotary(call: Call, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _rotary(call, x, cos, sin, call.integer("num_heads", 0), positions)

@@ -1,0 +1,128 @@
+"""Training batches of rows of like length, with about the same number of tokens each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from attnserve.runtime.session import Batch
+
+__all__ = ["TOKENS", "count_tokens", "regroup"]
+
+TOKENS = 1000
+"""Tokens of a training batch."""
+
+ROWS = 16
+"""Rows of a batch whose rows are no texts."""
+
+
+def regroup(
+    batches: Sequence[Batch], seed: int, *, fixed_rows: bool = False, fixed_length: bool = False
+) -> list[list[Batch]]:
+    """Put the rows of batches into steps of about ``TOKENS`` tokens.
+
+    A step is one batch: texts of like length, padded, or other rows of equal shape. A text is a row
+    whose inputs are all (B, T), one of them a mask.
+
+    Args:
+        fixed_rows: The model fixes B: a step is several of the given batches.
+        fixed_length: The model fixes T: texts keep their padding.
+    """
+    if fixed_rows:
+        return _steps([batches[i] for i in np.random.default_rng(seed).permutation(len(batches))])
+    return [[batch] for batch in _regrouped(batches, seed, fixed_length)]
+
+
+def _steps(batches: Sequence[Batch]) -> list[list[Batch]]:
+    steps: list[list[Batch]] = []
+    tokens = TOKENS
+    for batch in batches:
+        if tokens >= TOKENS:
+            steps.append([])
+            tokens = 0
+        steps[-1].append(batch)
+        tokens += count_tokens(batch)
+    return steps
+
+
+def _regrouped(batches: Sequence[Batch], seed: int, fixed_length: bool) -> list[Batch]:
+    texts: list[Batch] = []
+    others: dict[tuple[tuple[int, ...], ...], list[Batch]] = {}
+    for batch in batches:
+        for row in _rows(batch):
+            if fixed_length or _mask(row) is None:
+                others.setdefault(tuple(a.shape for a in row.values()), []).append(row)
+            else:
+                texts.append(_trimmed(row))
+    random = np.random.default_rng(seed)
+    texts = [texts[i] for i in random.permutation(len(texts))]
+    texts.sort(key=_length)
+    groups: list[list[Batch]] = []
+    for row in texts:
+        if not groups or (len(groups[-1]) + 1) * _length(row) > TOKENS:
+            groups.append([])
+        groups[-1].append(row)
+    found = [_joined(group) for group in groups]
+    for rows in others.values():
+        rows = [rows[i] for i in random.permutation(len(rows))]
+        size = max(TOKENS // _length(rows[0]), 1) if _is_sequence(rows[0]) else ROWS
+        found += [_joined(rows[start : start + size]) for start in range(0, len(rows), size)]
+    return found
+
+
+def count_tokens(batch: Batch) -> int:
+    """The number of real tokens of a batch; a row that is no sequence counts like 1 of ``ROWS``."""
+    mask = _mask(batch)
+    if mask is not None:
+        return int(mask.astype(bool).sum())
+    first = next(iter(batch.values()))
+    is_ids = first.ndim == 2 and first.dtype.kind in "iu"
+    return int(first.size) if is_ids else len(first) * TOKENS // ROWS
+
+
+def _rows(batch: Batch) -> list[Batch]:
+    """Single rows; the whole batch if not all inputs have the same first axis."""
+    sizes = {len(array) if array.ndim else 0 for array in batch.values()}
+    if len(sizes) != 1 or 0 in sizes:
+        return [batch]
+    return [{n: a[i : i + 1] for n, a in batch.items()} for i in range(sizes.pop())]
+
+
+def _is_sequence(batch: Batch) -> bool:
+    shapes = {array.shape for array in batch.values()}
+    return len(shapes) == 1 and len(next(iter(shapes))) == 2
+
+
+def _mask(batch: Batch) -> np.ndarray | None:
+    """The mask of texts; None if the rows are no texts that can be padded."""
+    if not _is_sequence(batch):
+        return None
+    return next((a for n, a in batch.items() if "mask" in n and a.dtype.kind in "iub"), None)
+
+
+def _length(batch: Batch) -> int:
+    return max(next(iter(batch.values())).shape[1], 1)
+
+
+def _trimmed(row: Batch) -> Batch:
+    """A row without the padding behind its text."""
+    mask = _mask(row)
+    assert mask is not None
+    used = np.flatnonzero(mask[0])
+    length = int(used[-1]) + 1 if len(used) else mask.shape[1]
+    return {name: array[:, :length] for name, array in row.items()}
+
+
+def _joined(rows: Sequence[Batch]) -> Batch:
+    """One batch; shorter rows are padded with zeros, which their mask hides."""
+    if len(rows) == 1:
+        return dict(rows[0])
+    joined: Batch = {}
+    for name in rows[0]:
+        arrays = [row[name] for row in rows]
+        if _is_sequence(rows[0]):
+            longest = max(a.shape[1] for a in arrays)
+            arrays = [np.pad(a, ((0, 0), (0, longest - a.shape[1]))) for a in arrays]
+        joined[name] = np.concatenate(arrays)
+    return joined

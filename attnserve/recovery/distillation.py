@@ -1,0 +1,243 @@
+"""What a student learns from its teacher: outputs as they are served, and hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from attnserve.checks.quality import Quality
+from attnserve.choices import Pooling
+from attnserve.context import RunContext
+from attnserve.models.datasets import token_mask
+from attnserve.runtime.session import Batch, open_session, run
+from graph_passes.blocks import AttentionBlock
+from graph_passes.errors import InvalidData
+from graph_passes.matching.find import find_attention
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
+
+__all__ = ["Objective", "Teacher", "matching_states", "rotary_constants", "value_named"]
+
+HIDDEN_WEIGHT = 0.5
+LAST_WEIGHT = 2.0
+SERVED_WEIGHT = 3.0
+"""Weights of the hidden states, of the last one, and of embeddings or logits. Each loss is divided
+by that of a constant predictor first, so that no weight depends on the model."""
+
+Kind = Literal["vectors", "pooled", "logits"]
+
+
+def matching_states(teacher: ir.Model, student: ir.Model) -> list[tuple[ir.Value, ir.Value]]:
+    """Pairs of the same hidden state in both graphs: the inputs of each attention block.
+
+    Behind the first layer this is the residual stream, or its normalization if that comes first.
+    Blocks are paired in order, or by name if a graph has fewer of them. Without pairs, the outputs
+    alone are learned.
+    """
+    ours, theirs = (_blocks(model) for model in (student, teacher))
+    if len(ours) == len(theirs):
+        pairs = [*zip(theirs, ours, strict=True)]
+    else:
+        by_name = {block.name: block for block in theirs}
+        pairs = [(by_name[block.name], block) for block in ours if block.name in by_name]
+    states = dict.fromkeys(
+        (a.x, b.x) for a, b in pairs if _is_inside(teacher, a.x) and _is_inside(student, b.x)
+    )
+    return [*states]
+
+
+def rotary_constants(model: ir.Model) -> set[str]:
+    """The names of initializers that hold rotary angles, which are not trained."""
+    found: set[str] = set()
+    pending = [
+        turn.factor.value
+        for block in _blocks(model)
+        for part in (block.q, block.k)
+        for turn in part.rotary_terms
+        if turn.factor is not None
+    ]
+    seen: set[ir.Value] = set()
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value.is_initializer():
+            found.add(value.name or "")
+        elif (node := value.producer()) is not None:
+            pending += [each for each in node.inputs if each is not None]
+    return found
+
+
+def _blocks(model: ir.Model) -> list[AttentionBlock]:
+    return [block for block in find_attention(model)[0] if block.graph is model.graph]
+
+
+def _is_inside(model: ir.Model, value: ir.Value) -> bool:
+    node = value.producer()
+    return node is not None and node.graph is model.graph and not value.is_graph_output()
+
+
+def value_named(model: ir.Model, name: str | None) -> ir.Value:
+    """The value of the main graph with this name."""
+    return next(value for node in model.graph for value in node.outputs if value.name == name)
+
+
+class Teacher:
+    """Outputs and hidden states of the original, by ONNX Runtime.
+
+    Args:
+        states: Values that are returned after the outputs.
+    """
+
+    def __init__(self, model: ir.Model, states: Sequence[ir.Value], context: RunContext) -> None:
+        model = model.clone()
+        for state in states:
+            value = value_named(model, state.name)
+            value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
+            model.graph.outputs.append(value)
+        self._session = open_session(
+            model, provider=context.provider, threads=context.threads, spinning=False
+        )
+
+    def __call__(self, batch: Batch) -> list[np.ndarray]:
+        """Raises: InvalidData: The model refuses the batch."""
+        return run(self._session, batch)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """The loss of one output or state.
+
+    Attributes:
+        index: Its place among the outputs and states.
+        unit: The loss of a constant predictor.
+    """
+
+    index: int
+    kind: Kind
+    weight: float
+    unit: float
+
+
+class Objective:
+    """The distillation loss: 0 if both models give the same, and about 1 per weight for a constant.
+
+        vectors  |a - b|^2 over real tokens
+        pooled   |a - b|^2 of pooled vectors of length one
+        logits   KL(a, b)
+
+    Args:
+        qualities: The measured outputs: a measure of similarity asks for pooled vectors, one of
+            logits for KL, any other for the vectors.
+        outputs: The names of the teacher's outputs, in order.
+        pairs: The number of states behind the outputs.
+        pooling: How tokens are pooled.
+        examples: Outputs and states of the teacher on some batches, for the units.
+
+    Raises:
+        InvalidData: No output or state depends on the data.
+    """
+
+    def __init__(
+        self,
+        qualities: Sequence[Quality],
+        outputs: Sequence[str],
+        pairs: int,
+        pooling: Pooling,
+        examples: Sequence[tuple[Batch, list[np.ndarray]]],
+    ) -> None:
+        self.pooling = pooling
+        measured = {quality.output: quality.measure for quality in qualities}
+        wanted: list[tuple[int, Kind, float]] = []
+        for index, name in enumerate(outputs):
+            measure = measured.get(name)
+            if measure is None:
+                continue
+            if measure in ("kl", "top1"):
+                wanted.append((index, "logits", SERVED_WEIGHT))
+                continue
+            is_tokens = examples[0][1][index].ndim > 2
+            if measure != "similarity" or is_tokens:
+                wanted.append((index, "vectors", LAST_WEIGHT))
+            if measure == "similarity":
+                wanted.append((index, "pooled", SERVED_WEIGHT))
+        for index in range(len(outputs), len(outputs) + pairs):
+            wanted.append((index, "vectors", HIDDEN_WEIGHT))
+        units = [self._unit(index, kind, examples) for index, kind, _ in wanted]
+        self.terms = [
+            _Term(*each, unit) for each, unit in zip(wanted, units, strict=True) if unit > 0
+        ]
+        if not self.terms:
+            raise InvalidData(
+                "no output of the teacher depends on the data, or all are not finite",
+                "check `data` and `teacher` with `attnserve verify`",
+                code="recovery.constant_teacher",
+            )
+
+    def __call__(
+        self, student: Sequence[Tensor], teacher: Sequence[np.ndarray], batch: Batch
+    ) -> Tensor:
+        """The loss of one batch."""
+        losses: list[Tensor] = []
+        for term in self.terms:
+            found = student[term.index].float()
+            target = torch.from_numpy(teacher[term.index]).to(found.device).float()
+            a, b = (self._rows(x, term.kind, batch) for x in (target, found))
+            losses.append(term.weight / term.unit * _distance(a, b, term.kind).mean())
+        return torch.stack(losses).sum()
+
+    def _rows(self, x: Tensor, kind: Kind, batch: Mapping[str, np.ndarray]) -> Tensor:
+        """The vectors that are compared, (rows, D)."""
+        mask = torch.from_numpy(_real(tuple(x.shape), batch)).to(x.device)
+        if kind != "pooled":
+            return x[mask] if x.ndim > 1 else x[:, None]
+        if x.ndim == 3:
+            if self.pooling == "cls":
+                x = x[:, 0]
+            else:
+                weights = mask[..., None].to(x.dtype)
+                x = (x * weights).sum(1) / weights.sum(1).clamp(min=1)
+        return F.normalize(x, dim=-1)
+
+    def _unit(
+        self, index: int, kind: Kind, examples: Sequence[tuple[Batch, list[np.ndarray]]]
+    ) -> float:
+        """The loss of the best constant prediction on the examples; 0 if it is not a number."""
+        rows = [
+            self._rows(torch.from_numpy(arrays[index]).float(), kind, b) for b, arrays in examples
+        ]
+        a = torch.cat(rows)
+        if kind == "logits":
+            constant = F.softmax(a, -1).mean(0, keepdim=True).clamp(min=1e-30).log()
+        else:
+            constant = a.mean(0, keepdim=True)
+        unit = float(_distance(a, constant.expand_as(a), kind).mean())
+        scale = 1.0 if kind == "logits" else max(float((a * a).sum(-1).mean()), 1e-30)
+        return unit if np.isfinite(unit) and unit > 1e-9 * scale else 0.0
+
+
+def _distance(a: Tensor, b: Tensor, kind: Kind) -> Any:
+    """The loss of each row."""
+    if kind == "logits":
+        p, q = F.log_softmax(a, -1), F.log_softmax(b, -1)
+        return torch.where(p > -torch.inf, p.exp() * (p - q), torch.zeros_like(p)).sum(-1)
+    return ((a - b) ** 2).sum(-1)
+
+
+def _real(shape: tuple[int, ...], batch: Mapping[str, np.ndarray]) -> Bool[np.ndarray, ...]:
+    """Which vectors of an output (B, T, ..., D), (B*T, D) or (B, D) belong to real tokens."""
+    if len(shape) == 2:
+        flat = [a for n, a in batch.items() if "mask" in n and a.ndim == 2 and a.size == shape[0]]
+        is_flat = bool(flat) and len(flat[0]) != shape[0]
+        return flat[0].reshape(-1).astype(bool) if is_flat else np.ones(shape[:1], bool)
+    mask = token_mask(batch, shape[:2])
+    return np.broadcast_to(mask.reshape(*mask.shape, *(1,) * (len(shape) - 3)), shape[:-1]).copy()

@@ -1,0 +1,277 @@
+"""An ONNX graph as a PyTorch module with trainable weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from attnserve.recovery.attention_operators import OPERATORS
+from attnserve.recovery.operators import (
+    HALF,
+    HOST_INPUTS,
+    Call,
+    Operator,
+    operator_key,
+    tensor_of,
+)
+from graph_passes.errors import AttnserveError, InvalidModel
+
+__all__ = ["GraphModule", "trainable_weights"]
+
+LARGEST_WEIGHT = 1000.0
+"""Constants with larger elements are masks."""
+
+WEIGHTED = frozenset({
+    "Add", "Attention", "BiasGelu", "Conv", "ConvTranspose", "Div", "Einsum", "FastGelu",
+    "FusedMatMul", "Gemm", "InstanceNormalization", "LayerNormalization", "MatMul", "Mul",
+    "MultiHeadAttention", "RMSNormalization", "SimplifiedLayerNormalization",
+    "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Sub", "Sum",
+})  # fmt: skip
+"""Operators whose constant inputs are weights, if another input is an activation."""
+
+NO_ACTIVATION = frozenset({"Shape", "Size", "IsNaN", "IsInf", "ArgMax", "Cast", "Equal", "Less",
+                           "Greater", "LessOrEqual", "GreaterOrEqual", "Not"})  # fmt: skip
+"""Operators whose output is no activation; Cast is one if its result is a float number."""
+
+FLOATS = (*HALF, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One node: its function, its inputs and outputs, and the values that nothing reads later."""
+
+    call: Call
+    function: Operator
+    inputs: tuple[ir.Value | None, ...]
+    outputs: tuple[ir.Value, ...]
+    on_host: tuple[int, ...]
+    dropped: tuple[ir.Value, ...] = ()
+
+
+class GraphModule(torch.nn.Module):
+    """Compute an ONNX graph, in float32, with gradients for its weights.
+
+    An initializer is one parameter wherever it is read, so that shared weights stay shared. What
+    depends on constants alone is computed once.
+
+    Args:
+        model: It is read, and changed by ``write_weights`` only.
+        states: Values inside the graph that are returned after its outputs.
+        frozen: Names of initializers that are not trained, besides tables whose rows are gathered,
+            masks, and single numbers.
+        device: The device of the weights.
+
+    Raises:
+        InvalidModel: An operator is not supported.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        states: Sequence[ir.Value] = (),
+        *,
+        frozen: Collection[str] = (),
+        device: str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.device = torch.device(device)
+        self.outputs = [*model.graph.outputs, *states]
+        self.names = [name for name in trainable_weights(model) if name not in frozen]
+        weights = [tensor_of(_tensor(model.graph.initializers[name])) for name in self.names]
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(weight.to(self.device)) for weight in weights
+        )
+        self._trained = [model.graph.initializers[name] for name in self.names]
+        trained = set(self.names)
+        self._constants: dict[ir.Value, Tensor] = {
+            value: self._placed(tensor_of(_tensor(value)))
+            for name, value in model.graph.initializers.items()
+            if name not in trained
+        }
+        self._steps = self._planned(_steps(model))
+
+    def forward(self, batch: Mapping[str, np.ndarray]) -> list[Tensor]:
+        """The outputs and states for one batch of inputs.
+
+        Raises:
+            InvalidModel: A node has a form that is not supported, or does not fit its inputs.
+        """
+        values: dict[ir.Value, Tensor] = dict(self._constants)
+        values |= zip(self._trained, self.weights, strict=True)
+        for value in self.model.graph.inputs:
+            if (array := batch.get(value.name or "")) is not None:
+                tensor = torch.from_numpy(np.array(array, order="C")).to(self.device)
+                values[value] = tensor.float() if tensor.dtype == torch.float16 else tensor
+        for step in self._steps:
+            self._run(step, values)
+        return [values[value] for value in self.outputs]
+
+    def write_weights(self, weights: Sequence[Tensor] | None = None) -> None:
+        """Write weights, by default the parameters, into the initializers of the model."""
+        for value, weight in zip(self._trained, weights or list(self.weights), strict=True):
+            tensor = _tensor(value)
+            array = weight.detach().cpu().numpy().astype(tensor.dtype.numpy())
+            value.const_value = ir.Tensor(array, tensor.dtype, name=tensor.name)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """Floats on the device; small integers, which are mostly shapes, on the host."""
+        is_host = not tensor.is_floating_point() and tensor.numel() <= 64
+        return tensor if is_host else tensor.to(self.device)
+
+    def _run(self, step: _Step, values: dict[ir.Value, Tensor]) -> None:
+        inputs = [None if value is None else values[value] for value in step.inputs]
+        if self.device.type != "cpu":
+            inputs = _on_one_device(step, inputs, self.device)
+        try:
+            results = step.function(step.call, *inputs)
+        except AttnserveError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            node = step.call.node
+            raise InvalidModel(
+                f"operator {node.op_type} of node {node.name!r} fails in PyTorch: "
+                f"{str(error).splitlines()[0][:200]}",
+                "check that ONNX Runtime runs the model, and report the operator",
+                code="recovery.node",
+            ) from error
+        results = results if isinstance(results, tuple) else (results,)
+        values.update(zip(step.outputs, results, strict=False))
+        for value in step.dropped:
+            values.pop(value, None)
+
+    def _planned(self, steps: Sequence[_Step]) -> list[_Step]:
+        """Compute what depends on constants alone, and plan the rest."""
+        remaining: list[_Step] = []
+        known = self._constants
+        with torch.no_grad():
+            for step in steps:
+                if all(value is None or value in known for value in step.inputs):
+                    self._run(step, known)
+                else:
+                    remaining.append(step)
+        last: dict[ir.Value, int] = {}
+        for index, step in enumerate(remaining):
+            last |= {value: index for value in (*step.inputs, *step.outputs) if value is not None}
+        kept = {*self.outputs, *known, *self._trained}
+        dropped: dict[int, list[ir.Value]] = {}
+        for value, index in last.items():
+            if value not in kept:
+                dropped.setdefault(index, []).append(value)
+        read = {value for step in remaining for value in step.inputs} | set(self.outputs)
+        self._constants = {value: tensor for value, tensor in known.items() if value in read}
+        return [
+            _Step(s.call, s.function, s.inputs, s.outputs, s.on_host, tuple(dropped.get(i, ())))
+            for i, s in enumerate(remaining)
+        ]
+
+
+def _on_one_device(
+    step: _Step, inputs: list[Tensor | None], device: torch.device
+) -> list[Tensor | None]:
+    """Move inputs that an operator reads on the host there, and others to the device.
+
+    An operator of host values alone, such as a sum of lengths, stays on the host.
+    """
+    data = [x for i, x in enumerate(inputs) if x is not None and i not in step.on_host]
+    target = device if any(x.device.type != "cpu" for x in data) else torch.device("cpu")
+    return [
+        None if x is None else x.cpu() if i in step.on_host else x.to(target)
+        for i, x in enumerate(inputs)
+    ]
+
+
+def _steps(model: ir.Model) -> list[_Step]:
+    """One step per node that the outputs depend on.
+
+    Raises:
+        InvalidModel: An operator is not supported.
+    """
+    steps: list[_Step] = []
+    for node in model.graph:
+        function = OPERATORS.get(operator_key(node))
+        if function is None:
+            name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+            quantized = "Quantize" in name or name.endswith(("Integer", "NBits"))
+            raise InvalidModel(
+                f"operator {name} of node {node.name!r} cannot be trained",
+                "recover the float model, and quantize the result"
+                if quantized
+                else "recover the model before this rewrite, or report the operator",
+                code="recovery.operator",
+            )
+        version = model.opset_imports.get(node.domain, 1)
+        on_host = () if node.domain else HOST_INPUTS.get(node.op_type, ())
+        steps.append(_Step(Call(node, version), function, tuple(node.inputs),
+                           tuple(node.outputs), on_host))  # fmt: skip
+    return steps
+
+
+def _tensor(value: ir.Value) -> ir.TensorProtocol:
+    tensor = value.const_value
+    if tensor is None:
+        raise InvalidModel(
+            f"the initializer {value.name!r} has no content",
+            "export the model again",
+            code="recovery.initializer",
+        )
+    return tensor
+
+
+# ---- which constants are weights ----------------------------------------------------------------
+
+
+def trainable_weights(model: ir.Model) -> list[str]:
+    """The names of the initializers that are trained, in order.
+
+    These are float constants that an operator such as MatMul, Add or LayerNormalization combines
+    with an activation, directly or behind operators on constants. An activation is computed from
+    float inputs, or from rows that are gathered from a table. The tables themselves (embeddings)
+    are no weights here: a rewrite leaves them as they were.
+    """
+    sources: dict[ir.Value, frozenset[str]] = {
+        value: frozenset([name]) if _may_be_weight(value) else frozenset()
+        for name, value in model.graph.initializers.items()
+        if not value.is_graph_input()
+    }
+    active = {
+        value for value in model.graph.inputs if value.dtype in FLOATS and value not in sources
+    }
+    found: set[str] = set()
+    for node in model.graph:
+        inputs = [value for value in node.inputs if value is not None]
+        if all(value in sources for value in inputs):
+            behind = frozenset[str]().union(*(sources[value] for value in inputs))
+            hidden = node.op_type in ("Shape", "Size")
+            sources |= {value: frozenset[str]() if hidden else behind for value in node.outputs}
+            continue
+        is_active = any(value in active for value in inputs)
+        if is_active and node.op_type in WEIGHTED:
+            found.update(*(sources[value] for value in inputs if value in sources))
+        if _makes_activation(node, is_active, sources):
+            active.update(node.outputs)
+    return [name for name in model.graph.initializers if name in found]
+
+
+def _makes_activation(
+    node: ir.Node, is_active: bool, sources: Mapping[ir.Value, frozenset[str]]
+) -> bool:
+    table = node.inputs[0] if node.op_type in ("Gather", "GatherND") else None
+    if table is not None and table in sources:
+        return bool(sources[table])
+    if node.op_type == "Cast":
+        return is_active and ir.DataType(node.attributes.get_int("to", 1)) in FLOATS
+    return is_active and node.op_type not in NO_ACTIVATION
+
+
+def _may_be_weight(value: ir.Value) -> bool:
+    tensor = value.const_value
+    if tensor is None or tensor.dtype not in FLOATS or tensor.size < 2:
+        return False
+    array = np.asarray(tensor.numpy(), np.float32)
+    return bool(np.isfinite(array).all() and np.abs(array).max() < LARGEST_WEIGHT)

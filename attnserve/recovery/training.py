@@ -1,0 +1,307 @@
+"""Training within a time budget: AdamW, warm-up, cosine decay, averaged weights, checkpoints."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnserve.context import RunContext
+from attnserve.recovery.batches import count_tokens
+from attnserve.recovery.distillation import Objective
+from attnserve.recovery.module import GraphModule
+from attnserve.runtime.cache import private_folder, read_private, write_atomically
+from attnserve.runtime.session import Batch
+from graph_passes.errors import CheckFailed
+
+__all__ = ["Checkpoint", "Lesson", "Training", "is_stuck", "train"]
+
+LEARNING_RATE = 2e-4
+WARM_UP = 20
+"""Steps with a growing learning rate."""
+
+AVERAGE = 0.99
+"""The share of the averaged weights that a step keeps, once many steps are done."""
+
+MEASURED_EVERY_S = 60.0
+MEASUREMENTS = 8
+"""The held-out rows are measured once a minute, or this many times in a short run."""
+
+PATIENCE = 6
+"""Training ends if this many measurements in a row are no better (``is_stuck``)."""
+
+CACHE_BYTES = 2**30
+"""Memory for outputs of the teacher, which each further epoch needs again."""
+
+
+@dataclass
+class Training:
+    """The course of a training.
+
+    Attributes:
+        steps: Optimizer steps.
+        tokens: Real tokens of all steps.
+        seconds: Time of the training, its measurements included.
+        stopped: Why it ended: "time", "no gain" or "not finite".
+        loss: The loss on the rows to choose, of the best weights (``Quality.loss``).
+        first_loss: The same before the training.
+        history: (seconds, training loss, loss on the rows to choose) of each measurement.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    stopped: str = "time"
+    loss: float = math.inf
+    first_loss: float = math.inf
+    history: list[tuple[float, float, float]] = field(
+        default_factory=list[tuple[float, float, float]]
+    )
+
+    @property
+    def is_better(self) -> bool:
+        return self.loss < self.first_loss
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Checkpoint:
+    """The state of a training in a private file, from which an interrupted one continues.
+
+    A file that cannot be read counts as missing. A folder that cannot be written is ignored.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._path = folder, folder / f"{name}.pt"
+
+    def load(self) -> dict[str, Any] | None:
+        content = read_private(self._path)
+        if content is None:
+            return None
+        try:
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception:  # torch raises exceptions of many types for a damaged file
+            return None
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        content = io.BytesIO()
+        torch.save(dict(state), content)
+        with suppress(OSError):
+            if private_folder(self._folder) is not None:
+                write_atomically(self._path, content.getvalue())
+
+    def remove(self) -> None:
+        """Delete the file, once the result is written."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """What a module learns, and how it is measured.
+
+    Attributes:
+        steps: The batches of each step, inputs of the teacher.
+        teacher: Its outputs and states.
+        feed: Converts a batch to the inputs that the module takes.
+        objective: The loss of a batch.
+        measure: The loss of weights on held-out rows.
+    """
+
+    steps: Sequence[Sequence[Batch]]
+    teacher: Callable[[Batch], list[np.ndarray]]
+    feed: Callable[[Batch], Batch]
+    objective: Objective
+    measure: Callable[[Sequence[Tensor]], float]
+
+
+def train(
+    module: GraphModule,
+    lesson: Lesson,
+    seconds: float,
+    checkpoint: Checkpoint,
+    context: RunContext,
+) -> tuple[Training, list[Tensor]]:
+    """Train until the time is used up; returns the course and the best weights.
+
+    The best weights are those with the smallest loss on the held-out rows, the initial ones
+    included. Measured are averages of the last steps' weights.
+
+    Args:
+        seconds: The time of the training, that before an interruption included.
+
+    Raises:
+        CheckFailed: The loss is not finite, and no weights are better than the initial ones.
+    """
+    return _Run(module, lesson, seconds, checkpoint, context).run()
+
+
+def is_stuck(losses: Sequence[float], seconds: float, budget: float) -> bool:
+    """Whether the last ``PATIENCE`` measurements are no better than those before, after half time.
+
+    The loss before the training does not count: the first steps may raise it.
+    """
+    if seconds < budget / 2 or len(losses) <= PATIENCE:
+        return False
+    return min(losses[-PATIENCE:]) >= min(losses[:-PATIENCE])
+
+
+class _Run:
+    def __init__(
+        self,
+        module: GraphModule,
+        lesson: Lesson,
+        budget: float,
+        checkpoint: Checkpoint,
+        context: RunContext,
+    ) -> None:
+        self.module, self.lesson = module, lesson
+        self.budget, self.checkpoint, self.context = budget, checkpoint, context
+        self.weights = list(module.weights)
+        self.average = [weight.detach().clone() for weight in self.weights]
+        self.best = [weight.detach().clone() for weight in self.weights]
+        self.optimizer = torch.optim.AdamW(self.weights, LEARNING_RATE)
+        self.course = Training()
+        self._known: dict[int, list[list[np.ndarray]]] = {}
+        self._known_bytes = 0
+        self._order = np.zeros(0, int)
+        is_cuda = module.device.type == "cuda"
+        self._is_half = is_cuda and torch.cuda.is_bf16_supported()
+
+    def run(self) -> tuple[Training, list[Tensor]]:
+        self._resume()
+        course = self.course
+        start = time.monotonic() - course.seconds
+        if not course.history:
+            course.loss = course.first_loss = self.lesson.measure(self.average)
+        interval = min(MEASURED_EVERY_S, self.budget / MEASUREMENTS)
+        progress = self.context.stage("train (s)")
+        measured, losses = time.monotonic(), list[float]()
+        while (elapsed := time.monotonic() - start) < self.budget:
+            loss = self._step(elapsed / self.budget)
+            if not math.isfinite(loss):
+                if self._is_half:  # masks may overflow in bfloat16
+                    self._is_half = False
+                    continue
+                self._not_finite()
+                break
+            losses.append(loss)
+            progress(min(int(elapsed), int(self.budget)), math.ceil(self.budget))
+            if time.monotonic() - measured < interval:
+                continue
+            began = time.monotonic()
+            self._measure(began - start, losses)
+            measured, losses = time.monotonic(), []
+            interval = max(interval, 5 * (measured - began))  # measuring takes a sixth at most
+            if is_stuck([loss for _, _, loss in course.history], began - start, self.budget):
+                course.stopped = "no gain"
+                break
+        else:
+            if losses:
+                self._measure(time.monotonic() - start, losses)
+        course.seconds = time.monotonic() - start
+        return course, self.best
+
+    def _step(self, share: float) -> float:
+        """One step of the optimizer, at a share of the time; returns the loss."""
+        step = self.course.steps
+        rate = LEARNING_RATE * min((step + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        index = self._index(step)
+        batches = self.lesson.steps[index]
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for batch, target in zip(batches, self._targets(index), strict=True):
+            half = torch.autocast("cuda", torch.bfloat16) if self._is_half else nullcontext()
+            with half:
+                found = self.module(self.lesson.feed(batch))
+            loss = self.lesson.objective(found, target, batch) / len(batches)
+            total += float(loss.detach())
+            if not math.isfinite(total):
+                return total
+            loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
+        if not math.isfinite(norm):
+            return norm
+        self.optimizer.step()
+        self.course.steps += 1
+        self.course.tokens += sum(map(count_tokens, batches))
+        kept = min(AVERAGE, (1 + step) / (10 + step))
+        with torch.no_grad():
+            for average, weight in zip(self.average, self.weights, strict=True):
+                average.lerp_(weight, 1 - kept)
+        return total
+
+    def _index(self, step: int) -> int:
+        """The place of a step; each epoch has its own random order."""
+        epoch, place = divmod(step, len(self.lesson.steps))
+        if place == 0 or not len(self._order):
+            random = np.random.default_rng((self.context.seed, epoch))
+            self._order = random.permutation(len(self.lesson.steps))
+        return int(self._order[place])
+
+    def _targets(self, index: int) -> list[list[np.ndarray]]:
+        """What the teacher gives for the batches of a step."""
+        if index in self._known:
+            return self._known[index]
+        targets = [self.lesson.teacher(batch) for batch in self.lesson.steps[index]]
+        size = sum(array.nbytes for arrays in targets for array in arrays)
+        if self._known_bytes + size <= CACHE_BYTES:
+            self._known[index] = targets
+            self._known_bytes += size
+        return targets
+
+    def _measure(self, elapsed: float, losses: Sequence[float]) -> None:
+        """Measure the averaged weights, keep them if they are the best, and save the state."""
+        course = self.course
+        loss = self.lesson.measure(self.average)
+        course.history.append((elapsed, float(np.mean(losses or [math.nan])), loss))
+        if loss < course.loss:
+            course.loss = loss
+            self.best = [weight.clone() for weight in self.average]
+        course.seconds = elapsed
+        self.checkpoint.save({
+            "weights": [weight.detach() for weight in self.weights],
+            "average": self.average,
+            "best": self.best,
+            "optimizer": self.optimizer.state_dict(),
+            "course": course.to_json(),
+        })  # fmt: skip
+
+    def _resume(self) -> None:
+        """Continue from the checkpoint, if it fits."""
+        state = self.checkpoint.load()
+        if state is None:
+            return
+        shapes = [weight.shape for weight in self.weights]
+        if [weight.shape for weight in state["weights"]] != shapes:
+            return
+        with torch.no_grad():
+            for key, values in (("weights", self.weights), ("average", self.average),
+                                ("best", self.best)):  # fmt: skip
+                for value, stored in zip(values, state[key], strict=True):
+                    value.copy_(stored)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.course = Training(**state["course"])
+        self.course.stopped = "time"
+
+    def _not_finite(self) -> None:
+        """Raises: CheckFailed: No weights are better than the initial ones."""
+        self.course.stopped = "not finite"
+        if not self.course.is_better:
+            raise CheckFailed(
+                f"the loss is not finite at step {self.course.steps}: nothing was written",
+                "check that the outputs of `teacher` on `data` are finite, or try another `seed`",
+                code="recovery.not_finite",
+            )

@@ -1,0 +1,91 @@
+"""The user's cache folder, and private folders in it whose files can be trusted."""
+
+from __future__ import annotations
+
+import functools
+import os
+import stat
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["cache_folder", "private_folder", "read_private", "write_atomically"]
+
+CACHE_FOLDERS = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}
+"""By platform: the variable with the user's cache folder, and the folder in the home directory."""
+
+
+def cache_folder() -> Path:
+    """$ATTNSERVE_CACHE, else a folder in the user's cache folder; it may not exist.
+
+    A container may run under a user id that has no home directory: the folder is then a temporary
+    one that is deleted when this process ends.
+    """
+    if given := os.environ.get("ATTNSERVE_CACHE"):
+        return Path(given)
+    variable, inside = CACHE_FOLDERS.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
+    if folder := os.environ.get(variable):
+        return Path(folder) / "attnserve"
+    try:
+        return Path.home() / inside / "attnserve"
+    except RuntimeError:  # no home directory
+        return Path(_temporary_folder().name)
+
+
+@functools.cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="attnserve-")
+
+
+def private_folder(path: Path) -> Path | None:
+    """``path``, created if missing; None if another user could write to it, or nobody can."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        info = path.lstat()
+    except OSError:
+        return None
+    usable = stat.S_ISDIR(info.st_mode) and _is_own(info) and os.access(path, os.W_OK)
+    return path if usable else None
+
+
+def read_private(path: Path) -> bytes | None:
+    """The content of a file that only this user could have written; None if there is none."""
+    try:
+        with open(path, "rb", opener=_without_following) as file:
+            info = os.fstat(file.fileno())
+            return file.read() if stat.S_ISREG(info.st_mode) and _is_own(info) else None
+    except OSError:
+        return None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path``, which only this user can read; its folder must exist.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    written = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False, suffix=".new") as file:
+            written = Path(file.name)
+            file.write(content)
+        written.replace(path)
+    except BaseException:
+        if written is not None:
+            with suppress(OSError):
+                written.unlink()
+        raise
+
+
+def _is_own(info: os.stat_result) -> bool:
+    """Whether a file is this user's, and no other user may write to it."""
+    if sys.platform == "win32":  # folders of a user profile are private
+        return True
+    return info.st_uid == os.geteuid() and not info.st_mode & 0o022
+
+
+def _without_following(path: str, flags: int) -> int:
+    # Without blocking: another user may have left a named pipe.
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))

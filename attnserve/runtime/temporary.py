@@ -1,0 +1,61 @@
+"""Temporary folders that outlive a killed process only until the next one starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from time import time
+
+__all__ = ["keep_folder", "temporary_folder"]
+
+PREFIX = "attnserve-run-"
+
+NEW_S = 60.0
+"""A folder without a lock that is younger than this may belong to a process that is starting."""
+
+
+def temporary_folder() -> Path:
+    """A new folder for this process, which the caller deletes.
+
+    The folders of processes that were killed before they could do so are deleted here.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if path.stat().st_mtime < time() - NEW_S and _lock(path, exclusive=True):
+                shutil.rmtree(path, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    keep_folder(folder)
+    return folder
+
+
+def keep_folder(folder: Path) -> None:
+    """Keep other processes from deleting ``folder``, until this process ends."""
+    with suppress(OSError):
+        _lock(folder, exclusive=False)
+
+
+def _lock(folder: Path, *, exclusive: bool) -> bool:
+    """Lock a folder; False if this user or this system cannot, or another process holds it.
+
+    Not by a process id in its name: containers with a shared folder have their own ids. The kernel
+    ends a lock with its process. A shared lock stays until then; an exclusive one is a question.
+    """
+    if os.name != "posix":
+        return False
+    import fcntl
+
+    file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC)
+    if os.fstat(file).st_uid != os.geteuid():
+        os.close(file)
+        return False
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return False
+    if exclusive:
+        os.close(file)
+    return True

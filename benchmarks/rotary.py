@@ -1,0 +1,82 @@
+"""Quality of shared keys and of truncated planes under rotary positions.
+
+    python -m benchmarks.rotary --model stories260K.onnx --tokenizer tok512.bin --text STORIES.txt
+
+Shortens queries and keys of stories260K (8 heads in 4 groups of 8 elements), calibrated on the
+first stories, and compares the next tokens on the others. Truncation and sharing are compared at
+equal numbers of key elements per token; sharing needs more MACs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from attnserve.context import RunContext
+from attnserve.models.artifact import load_model
+from attnserve.models.datasets import Dataset
+from attnserve.planning.apply import apply_plan, count_macs
+from attnserve.planning.plan import Plan
+from attnserve.runtime.session import open_session
+from benchmarks._common import description, number_table, write_result
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions
+from tests.stories import LENGTH, stories
+
+GROUPS, SIZE = 4, 8
+SIZES = (8, 6, 4)
+FITTED = 14
+"""Stories for the calibration; the others are compared."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=description(__doc__))
+    for name in ("model", "tokenizer", "text"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    ids = stories(options.text, options.tokenizer)
+    fit = [{"idx": rows[None]} for rows in ids[:FITTED]]
+    data = Dataset(fit, [], [], LENGTH, {})
+    original = load_model(options.model)
+    expected = logits(original, ids[FITTED:])
+    names = [block.name for block in find_attention(original)[0]]
+    results: list[dict[str, Any]] = []
+    for size in SIZES:
+        for form, head_size in (("truncated", size), ("shared", None)):
+            for calibrated in (True, False):
+                params = SharedDimensions(rank=GROUPS * size, head_size=head_size)
+                model = original.clone()
+                apply_plan(
+                    Plan.of([Collaborate(dict.fromkeys(names, params))]), model,
+                    RunContext(threads=1), original=original, data=data if calibrated else None,
+                    fit=False, shape=(1, LENGTH),
+                )  # fmt: skip
+                got = logits(model, ids[FITTED:])
+                results.append({
+                    "form": form, "key_elements": GROUPS * size, "calibrated": calibrated,
+                    "top1": float((got.argmax(-1) == expected.argmax(-1)).mean()),
+                    "largest_change": float(np.abs(got - expected).max()),
+                    "macs": count_macs(model, 1, LENGTH),
+                })  # fmt: skip
+    table = number_table("stories260K", ("key elements", "calibrated", "top-1", "GMACs"))
+    for row in results:
+        cells = (row["key_elements"], row["calibrated"], f"{row['top1']:.3f}",
+                 f"{row['macs'] / 1e9:.3f}")  # fmt: skip
+        table.add_row(row["form"], *map(str, cells))
+    Console().print(table)
+    write_result("rotary", options, stories=len(ids) - FITTED, results=results)
+    return 0
+
+
+def logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    """Logits (N, 256, 512)."""
+    return open_session(model, threads=1).run(None, {"idx": ids})[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Emit the logits of reduced heads with rotary positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graph_passes.analysis.constants import constant_array, is_constant
+from graph_passes.blocks import AttentionBlock, BroadcastLayout, Projection, RotaryTerm
+from graph_passes.emit.attention import emit_heads
+from graph_passes.emit.editing import Inserter
+from graph_passes.factorize.rotary import RotaryFactors, RotaryHeads
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+__all__ = ["RotaryPlanes", "rotary_heads", "rotary_logits", "rotary_planes"]
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryPlanes:
+    """The pairs of elements that a rotation turns: real' = c real - s imaginary, and so on.
+
+    Attributes:
+        elements: The real and the imaginary element of each plane.
+        cos, sin: The factors by head and element.
+    """
+
+    elements: Int[np.ndarray, "F 2"]
+    cos: BroadcastLayout
+    sin: BroadcastLayout
+
+    @property
+    def is_rotation(self) -> bool:
+        """Whether both elements of each plane are known to have one angle."""
+        return all(self._has_one_angle(factor) for factor in (self.cos, self.sin))
+
+    def _has_one_angle(self, factor: BroadcastLayout) -> bool:
+        *lead, last = factor.axes
+        indices = [axis[0][self.elements] for axis in lead if not isinstance(axis, str)]
+        if isinstance(last, str) or not all((i[:, 0] == i[:, 1]).all() for i in indices):
+            return False
+        real, imaginary = last[0][self.elements].T
+        half = len(self.elements)
+        return bool((real == imaginary).all()) or (
+            bool((real < half).all() and (imaginary - real == half).all())
+            and _repeats(factor.value, half)
+        )
+
+
+SAME_ANGLES = frozenset({"Cast", "Cos", "Expand", "Gather", "Identity", "Mul", "Sin", "Unsqueeze"})
+"""Operators that keep equal halves of the last axis equal."""
+
+
+def _repeats(value: ir.Value | None, half: int) -> bool:
+    """Whether the last axis is known to hold the same ``half`` elements twice."""
+    if value is None:
+        return False
+    if is_constant(value):
+        table = constant_array(value)
+        equal = table.shape[-1:] == (2 * half,)
+        return equal and np.array_equal(table[..., :half], table[..., half:])
+    node = value.producer()
+    if node is None or node.domain:
+        return False
+    if node.op_type == "Concat":
+        rank = 0 if value.shape is None else len(value.shape)
+        is_last = node.attributes.get_int("axis", 0) in (-1, rank - 1)
+        return is_last and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
+    if node.op_type == "Gather" and node.attributes.get_int("axis", 0) != 0:
+        chosen = constant_array(node.inputs[1]) if is_constant(node.inputs[1]) else np.zeros(0)
+        if chosen.ndim and not np.array_equal(chosen, np.arange(2 * half)):
+            return False
+    if node.op_type == "Reshape":  # as ``emit_heads`` writes it
+        shape = constant_array(node.inputs[1]) if is_constant(node.inputs[1]) else np.zeros(1)
+        return shape[-1] == 2 * half and _repeats(node.inputs[0], half)
+    if node.op_type == "Mul":
+        scalar = [is_constant(v) and constant_array(v).size == 1 for v in node.inputs]
+        return sum(scalar) == 1 and _repeats(node.inputs[scalar.index(False)], half)
+    return node.op_type in SAME_ANGLES and _repeats(node.inputs[0], half)
+
+
+def rotary_planes(part: Projection) -> RotaryPlanes | None:
+    """The planes of a projection, if its rotation turns all elements of all heads alike."""
+    terms = part.rotary_terms
+    if part.norm is not None or len(terms) != 2:
+        return None
+    own = [np.array_equal(term.columns, part.columns) for term in terms]
+    if sum(own) != 1:
+        return None
+    cos, sin = terms if own[0] else terms[::-1]
+    if cos.factor is None or sin.factor is None:
+        return None
+    partner = np.array([np.flatnonzero(part.columns[0] == column)[:1].sum()
+                        for column in sin.columns[0]])  # fmt: skip
+    each, sign, gain = np.arange(part.head_size), np.sign(sin.gain[0]), cos.gain
+    alike = (
+        np.array_equal(sin.columns, part.columns[:, partner])
+        and np.array_equal(partner[partner], each)
+        and np.array_equal(sign[partner], -sign)
+        and bool(sign.all())
+        and np.allclose(sin.gain, sign * gain)
+        and np.allclose(gain[:, partner], gain)
+        and np.allclose(sin.offset, sign * cos.offset[:, partner])
+        and all(
+            isinstance(axis, str) or bool((axis == axis[:1]).all())
+            for factor in (cos.factor, sin.factor)
+            for axis in factor.axes
+        )
+    )
+    real = np.flatnonzero(sign < 0)
+    pairs = np.stack([real, partner[real]], axis=1)
+    return RotaryPlanes(pairs, cos.factor, sin.factor) if alike else None
+
+
+def rotary_heads(block: AttentionBlock) -> RotaryHeads:
+    """The queries and keys of a block before the rotation."""
+    planes = rotary_planes(block.q)
+    assert planes is not None
+    _, first, groups = np.unique(
+        block.k.columns, axis=0, return_index=True, return_inverse=True
+    )  # fmt: skip
+    query, key = (_complex(part, planes) for part in (block.q, block.k))
+    return RotaryHeads(query, key[first], groups.reshape(-1), block.kind == "self")
+
+
+def _complex(part: Projection, planes: RotaryPlanes) -> Any:
+    turned = next(t for t in part.rotary_terms if np.array_equal(t.columns, part.columns))
+    matrix = np.moveaxis(part.matrix()[:, part.columns], 1, 0).astype(np.float64)  # H D K
+    rows = np.concatenate([matrix * turned.gain[:, None], turned.offset[:, None]], axis=1)
+    real, imaginary = planes.elements.T
+    return rows[..., real] + 1j * rows[..., imaginary]
+
+
+def rotary_logits(make: Inserter, block: AttentionBlock, factors: RotaryFactors) -> ir.Value:
+    """Emit scale * q k^T of reduced queries and keys, (B, H, S, T)."""
+    each = np.arange(len(factors.groups))
+    planes = factors.planes[factors.groups]
+    query = _reduced(make.part("query"), block.q, factors.query, each, planes)
+    key = _reduced(make.part("key"), block.k, factors.key, factors.groups, planes)
+    q = emit_heads(make.part("query"), query, block.scale)
+    k = emit_heads(make.part("key"), key, 1.0)
+    keys = make.op("Transpose", [k], "keys", perm=[0, 1, 3, 2])
+    return make.op("MatMul", [q, keys], "scores")
+
+
+def _reduced(
+    make: Inserter, part: Projection, heads: Any, groups: np.ndarray, planes: np.ndarray
+) -> Projection:
+    """A projection with other weights (G, D+1, N), whose elements turn with planes (H, N)."""
+    pairs = rotary_planes(part)
+    assert pairs is not None
+    size = heads.shape[2]
+    both = np.concatenate([heads.real, heads.imag], axis=2)  # G D+1 2N
+    columns = np.arange(len(both) * 2 * size).reshape(len(both), -1)[groups]
+    weight = np.moveaxis(both[:, :-1], 0, 1).reshape(both.shape[1] - 1, -1)
+    offset, ones = both[groups, -1], np.ones(columns.shape)
+    swap = np.roll(np.arange(2 * size), size)
+    sign = np.repeat([-1.0, 1.0], size) * ones
+    elements = np.concatenate([pairs.elements[planes, 0], pairs.elements[planes, 1]], axis=1)
+
+    def layout(factor: BroadcastLayout) -> BroadcastLayout:
+        axes = [axis if isinstance(axis, str) else axis[0][elements] for axis in factor.axes]
+        return replace(factor, axes=tuple(axes))
+
+    terms = (
+        RotaryTerm(layout(pairs.cos), columns, ones, offset),
+        RotaryTerm(layout(pairs.sin), columns[:, swap], sign, sign * offset[:, swap]),
+    )
+    return replace(
+        part, weight=make.constant(weight, "reduced", part.dtype), contracted=(0,),
+        columns=columns, gain=ones, offset=offset, rotary_terms=terms,
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""Routes that order texts by their relevance to a query, with a cross-encoder.
+
+``/rerank`` has the form of text-embeddings-inference, ``/v1/rerank`` that of Cohere and Jina.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
+
+from service.api.openai import OpenAIError
+from service.api.requests import (
+    Body,
+    JsonRoute,
+    Name,
+    acquire_engine,
+    cancel_on_disconnect,
+    deadline,
+)
+from service.api.responses import respond, serialize
+from service.api.texts import TextBody
+
+__all__ = ["cohere", "router"]
+
+router = APIRouter(tags=["Texts"], route_class=JsonRoute)
+cohere = APIRouter(
+    prefix="/v1",
+    tags=["Cohere"],
+    route_class=JsonRoute,
+    responses={"4XX": {"model": OpenAIError}, "5XX": {"model": OpenAIError}},
+)
+
+Documents = Annotated[list[str], FailFast(), Field(min_length=1)]
+
+DOCUMENTS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+        ]
+    },
+}
+"""The schema of documents, which may be objects with a text."""
+
+
+class RerankRequest(TextBody):
+    """A query, and texts to order."""
+
+    query: str
+    texts: Documents
+    raw_scores: bool = Field(
+        False, description="Return the logits; by default their sigmoid, 0 to 1."
+    )
+    return_text: bool = Field(False, description="Return the texts too.")
+    truncation_direction: Literal["right", "Right"] = Field(
+        "right", description="Pairs that are too long lose the end of the longer text."
+    )
+
+
+class Rank(Body):
+    index: int = Field(description="Position of the text in the request.")
+    score: float
+    text: str | None = None
+
+
+def _texts_of(value: Any) -> Any:
+    """The texts of documents, which may be objects with a text."""
+    if not isinstance(value, list):
+        return value
+    return [one.get("text") if isinstance(one, dict) else one for one in value]
+
+
+class CohereRequest(Body):
+    """Cohere's and Jina's request to rerank. Unknown fields are ignored."""
+
+    model: Name | None = Field(None, description="Required if several models are served.")
+    query: str
+    documents: Annotated[Documents, BeforeValidator(_texts_of), WithJsonSchema(DOCUMENTS)]
+    top_n: int | None = Field(None, ge=1, description="Number of results; all if omitted.")
+    return_documents: bool = Field(False, description="Return the documents too.")
+
+
+class CohereDocument(Body):
+    text: str
+
+
+class CohereResult(Body):
+    index: int
+    relevance_score: float = Field(description="Sigmoid of the logit, 0 to 1.")
+    document: CohereDocument | None = None
+
+
+class CohereUsage(Body):
+    total_tokens: int
+
+
+class CohereResponse(Body):
+    """The most relevant document first."""
+
+    results: list[CohereResult]
+    model: str
+    usage: CohereUsage
+
+
+@router.post("/rerank", response_model=list[Rank], response_model_exclude_none=True)
+async def rerank(request: Request, body: RerankRequest) -> Response:
+    """The relevance of each text to the query, most relevant first (text-embeddings-inference)."""
+    engine = acquire_engine(request, body.model, body.version)
+    answer = await cancel_on_disconnect(
+        request,
+        engine.rerank(body.query, body.texts, truncate=body.truncate, deadline=deadline(request)),
+    )
+    scores = answer.outputs["scores"][:, 0]
+    ranks = serialize(
+        [
+            {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
+            for at, score in _ranked(scores, raw=body.raw_scores)
+        ]
+    )
+    return respond(request, engine, answer, lambda _: ranks)
+
+
+@cohere.post("/rerank", response_model=CohereResponse, response_model_exclude_none=True)
+async def rerank_documents(request: Request, body: CohereRequest) -> Response:
+    """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
+    engine = acquire_engine(request, body.model)
+    answer = await cancel_on_disconnect(
+        request,
+        engine.rerank(body.query, body.documents, truncate=True, deadline=deadline(request)),
+    )
+    ranked = _ranked(answer.outputs["scores"][:, 0], raw=False)[: body.top_n]
+    results = serialize(
+        [
+            {"index": at, "relevance_score": score}
+            | ({"document": {"text": body.documents[at]}} if body.return_documents else {})
+            for at, score in ranked
+        ]
+    )
+
+    def envelope(cost: dict[str, int | float]) -> dict[str, Any]:
+        return {
+            "results": results, "model": engine.name, "usage": {"total_tokens": cost["tokens"]},
+        }  # fmt: skip
+
+    return respond(request, engine, answer, envelope)
+
+
+def _ranked(logits: np.ndarray, *, raw: bool) -> list[tuple[int, float]]:
+    """(index, score) by decreasing logit; equal ones keep their order."""
+    with np.errstate(over="ignore"):
+        scores = logits if raw else 1 / (1 + np.exp(-logits))
+    return [(int(at), float(scores[at])) for at in np.argsort(-logits, kind="stable")]

@@ -1,0 +1,111 @@
+"""The log: one line per record on stderr, as text or JSON, with the request that it belongs to."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import queue
+import re
+from contextlib import suppress
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from time import monotonic, sleep
+from typing import Any
+
+import orjson
+
+from service.settings import Settings
+
+__all__ = ["REQUEST", "configure_log", "flush_log"]
+
+REQUEST: ContextVar[dict[str, str] | None] = ContextVar("request", default=None)
+"""Client address, ids and key of the request that is being answered: every line of it has them."""
+
+LOG_RECORDS = 10_000
+"""Log records that wait for stderr."""
+
+FLUSH_S = 2.0
+
+PLAIN = re.compile(r"[^\s\"'=\x00-\x1f\x7f-\xa0]+")
+"""Values that need no quotes in a text line."""
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Characters that could end a line or control a terminal."""
+
+
+class _Formatter(logging.Formatter):
+    """Formats a record with its ``fields`` and those of the request."""
+
+    def __init__(self, log_format: str) -> None:
+        super().__init__()
+        self._is_json = log_format == "json"
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        level, message = record.levelname.lower(), record.getMessage()
+        fields: dict[str, Any] = {**(REQUEST.get() or {}), **getattr(record, "fields", {})}
+        stack = self.formatException(record.exc_info) if record.exc_info else ""
+        if self._is_json:
+            line = {"time": time, "level": level, "logger": record.name, "message": message}
+            return orjson.dumps(line | fields | ({"exception": stack} if stack else {})).decode()
+        head = f"{time} {level} {record.name}: "
+        told = "".join(f" {name}={_quoted(value)}" for name, value in fields.items())
+        lines = [message + told, *stack.splitlines()]
+        return "\n".join(head + CONTROL.sub(_escaped, line) for line in lines)
+
+
+def _quoted(value: Any) -> str:
+    is_plain = isinstance(value, str) and PLAIN.fullmatch(value)
+    return value if is_plain else orjson.dumps(value).decode()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+class _QueuedLog(QueueHandler):
+    """Queues formatted lines for a thread; drops them if nobody reads stderr and it is full."""
+
+    def __init__(self) -> None:
+        self.records: queue.Queue[logging.LogRecord] = queue.Queue(LOG_RECORDS)
+        super().__init__(self.records)
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with suppress(queue.Full):
+            self.records.put_nowait(record)
+
+    def flush(self) -> None:
+        """Wait until the queue is written, at most ``FLUSH_S``; ``logging`` calls this at exit."""
+        end = monotonic() + FLUSH_S
+        while self.records.unfinished_tasks and monotonic() < end:
+            sleep(0.005)
+
+
+class _LogWriter(QueueListener):
+    """Writes to the file descriptor: a blocked stream keeps a lock that the exit needs."""
+
+    def handle(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            os.write(2, f"{record.getMessage()}\n".encode(errors="backslashreplace"))
+
+
+def configure_log(settings: Settings) -> None:
+    """Log to stderr from a thread, also warnings of Python, and the stacks of a crash.
+
+    A reader of stderr that stops reading must not stop the event loop.
+    """
+    faulthandler.enable(2)
+    handler = _QueuedLog()
+    handler.setFormatter(_Formatter(settings.log_format))
+    logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
+    logging.captureWarnings(True)
+    logging.getLogger("attnserve.access").disabled = not settings.access_log
+    _LogWriter(handler.records).start()
+
+
+def flush_log() -> None:
+    """Wait until the log is written."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()

@@ -1,0 +1,173 @@
+"""Group-constrained training and Voting-to-Stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+
+from attnserve.nn import (  # noqa: E402
+    FeatureMaps,
+    FixedHeadAttention,
+    GroupedHeadAttention,
+    group_loss,
+    keep_pillars,
+    read_attention,
+    voting_to_stay,
+)
+from graph_passes.errors import InvalidArgument  # noqa: E402
+from tests.errors import raises  # noqa: E402
+
+Layers = Callable[..., Any]
+VALUES, ATTENTION, OUTPUTS = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)
+
+
+def with_maps(groups: list[int], *, objective: Literal["metric", "categorical"] = "metric") -> Any:
+    """A layer whose heads have equal maps within these groups, orthogonal between them."""
+    count = len(set(groups))
+    layer = GroupedHeadAttention(
+        8, len(groups), 4, num_groups=count, alpha=0.7, beta=0.3, tau=(1.0, 0.5, 0.25),
+        objective=objective,
+    )  # fmt: skip
+    units = torch.eye(4)[torch.tensor(groups)]  # H 4
+    maps = units[None, :, None].expand(2, -1, 4, -1)  # B H 4 4
+    real = torch.ones(2, 4, dtype=torch.bool)
+    layer.latest.maps = FeatureMaps(maps, maps, maps, real, real)
+    return layer
+
+
+def test_metric_loss_is_minimal_for_equal_heads_in_orthogonal_groups():
+    layer = with_maps([0, 1, 0, 2, 1])
+    assert layer.group_loss().item() == pytest.approx(-0.7 * 1.75)
+    assert layer.groups.tolist() == [0, 1, 0, 2, 1]
+    layer.groups.copy_(torch.tensor([0, 0, 1, 2, 1]))  # a wrong grouping costs more
+    assert layer.group_loss().item() > -0.7 * 1.75 + 0.1
+
+
+def test_categorical_loss_is_zero_for_certain_groups():
+    layer = with_maps([0, 1, 0, 2], objective="categorical")
+    unsure = layer.group_loss().item()
+    with torch.no_grad():
+        layer.classifier.weight.mul_(200.0)
+    assert 0.0 <= layer.group_loss().item() < 1e-6 < unsure
+
+
+def test_categorical_loss_follows_its_definition():
+    layer = with_maps([0, 1, 0, 2], objective="categorical")
+    with torch.no_grad():
+        layer.classifier.weight.normal_()
+    loss = layer.group_loss().item()
+    alike = 1.75 * torch.eye(3)[layer.groups]
+    p = layer.classifier(alike).softmax(1)
+    own = torch.eye(3)[layer.groups].bool()
+    expected = -0.7 * p[own].log().mean() - 0.3 * (1 - p[~own]).log().mean()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["metric", "categorical"])
+@pytest.mark.parametrize("tau", [VALUES, ATTENTION, OUTPUTS], ids=["values", "attention", "output"])
+def test_gradient_steps_decrease_loss_and_form_compact_groups(
+    tau: tuple[float, float, float], objective: Any
+):
+    layer = GroupedHeadAttention(
+        16, 6, 4, num_groups=2, tau=tau, objective=objective, batch_first=True
+    )
+    optimizer = torch.optim.Adam(layer.parameters(), lr=5e-3)
+    x = torch.randn(4, 6, 16)
+    losses = []
+    for step in range(80):
+        layer(x, x, x)
+        loss = layer.group_loss()
+        if step == 0:
+            first = layer.compactness()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    last = layer.compactness()
+    assert losses[-1] < losses[0] - 0.05
+    assert last.silhouette > first.silhouette
+    assert last.dunn > first.dunn
+    assert layer.reassign() == 0  # the groups have converged
+
+
+def test_padding_does_not_change_loss():
+    layer = GroupedHeadAttention(16, 4, 4, num_groups=2, tau=(1, 1, 1), batch_first=True)
+    x = torch.randn(2, 5, 16)
+    layer(x, x, x)
+    expected = layer.group_loss().item()
+    longer = torch.cat([x, 9 * torch.randn(2, 3, 16)], 1)
+    padding = torch.arange(8).expand(2, -1) >= 5
+    layer(longer, longer, longer, key_padding_mask=padding)
+    assert layer.group_loss().item() == pytest.approx(expected, abs=1e-6)
+
+
+def twins(heads: list[int], **options: Any) -> Any:
+    """A layer whose head i has the weights of head ``heads[i]`` of a random layer."""
+    source = FixedHeadAttention(16, max(heads) + 1, 4, batch_first=True).trained()
+    layer = GroupedHeadAttention(
+        16, len(heads), 4, num_groups=max(heads) + 1, batch_first=True, **options
+    )
+    with torch.no_grad():
+        for linear, weight in (
+            (layer.q_proj, source.query), (layer.k_proj, source.key), (layer.v_proj, source.value),
+        ):  # fmt: skip
+            linear.weight.copy_(weight[heads].transpose(1, 2).flatten(0, 1))
+    return layer
+
+
+def test_voting_keeps_one_head_of_each_group_and_prunes_the_layer():
+    heads = [0, 1, 0, 2, 1, 0]
+    model = torch.nn.ModuleDict({"attention": twins(heads, tau=(1, 1, 1))}).train()
+    layer = model["attention"]
+    batches = [torch.randn(2, 6, 16) for _ in range(3)]
+    votes = voting_to_stay(model, batches, lambda x: layer(x, x, x))["attention"]
+    assert model.training
+    assert votes.groups.tolist() == heads
+    assert votes.votes.sum() == 3 * 3 * 3  # batches, groups and kinds of maps
+    kept = np.flatnonzero(votes.mask)
+    assert sorted(votes.groups[kept]) == [0, 1, 2]
+
+    x = batches[0]
+    with torch.no_grad():  # the other heads are masked out of the original
+        layer.out_proj.weight.mul_(torch.tensor(votes.mask).repeat_interleave(4))
+        expected = layer(x, x, x)[0]
+        keep_pillars(model, {"attention": votes})
+        pruned = model["attention"]
+        torch.testing.assert_close(pruned(x, x, x)[0], expected)
+    assert type(pruned) is FixedHeadAttention
+    assert (pruned.num_heads, pruned.scale) == (3, layer.scale)
+
+
+def test_reassign_counts_moved_heads():
+    layer = with_maps([0, 1, 0, 2])
+    assert layer.reassign() == 4  # the first assignment
+    assert layer.reassign() == 0
+
+
+def test_compactness_equals_its_definition(layer_of: Layers):
+    layer = GroupedHeadAttention(16, 6, 4, num_groups=3, tau=OUTPUTS, batch_first=True)
+    x = torch.randn(3, 6, 16)
+    layer(x, x, x)
+    layer.group_loss()
+    maps = layer.latest.required().outputs.detach().transpose(0, 1).flatten(1)
+    points = torch.nn.functional.normalize(maps, dim=1).double()
+    distance, groups = torch.cdist(points, points).numpy(), layer.groups.numpy()
+    same = groups[:, None] == groups
+    compact = layer.compactness()
+    assert compact.dunn == pytest.approx(distance[~same].min() / distance[same].max(), rel=1e-4)
+    metrics = pytest.importorskip("sklearn.metrics")
+    expected = metrics.silhouette_score(distance - np.diag(np.diag(distance)), groups,
+                                        metric="precomputed")  # fmt: skip
+    assert compact.silhouette == pytest.approx(expected, rel=1e-4)
+
+
+def test_loss_before_the_first_call_and_without_grouped_layers_is_refused(layer_of: Layers):
+    with raises(InvalidArgument, "nn.no_maps"):
+        GroupedHeadAttention.from_trained(read_attention(layer_of()), num_groups=2).group_loss()
+    with raises(InvalidArgument, "nn.no_groups"):
+        group_loss(torch.nn.Linear(2, 2))

@@ -1,0 +1,249 @@
+"""The layers of attnserve.nn against torch.nn.MultiheadAttention."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+
+from attnserve.nn import (  # noqa: E402
+    CollaborativeAttention,
+    FixedHeadAttention,
+    GroupedHeadAttention,
+    ReuseAttention,
+    TrainedAttention,
+    read_attention,
+)
+from graph_passes.errors import InvalidArgument  # noqa: E402
+from tests.errors import raises  # noqa: E402
+
+Layers = Callable[..., Any]
+
+EXACT: dict[str, Callable[[TrainedAttention], Any]] = {
+    "fixed": FixedHeadAttention.from_trained,
+    "widened": lambda trained: FixedHeadAttention.from_trained(trained, head_size=7),
+    "grouped": lambda trained: GroupedHeadAttention.from_trained(trained, num_groups=2),
+    "collaborative": lambda trained: CollaborativeAttention.from_trained(trained, rank=16),
+    "sparse": lambda trained: CollaborativeAttention.from_trained(trained, rank=16, head_size=4),
+}
+"""Conversions that do not change the function."""
+
+PADDING = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+CAUSAL = torch.ones(5, 7, dtype=torch.bool).triu(1)
+
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "padding": {"key_padding_mask": PADDING},
+    "float padding": {"key_padding_mask": torch.zeros(2, 7).masked_fill(PADDING, -torch.inf)},
+    "causal": {"attn_mask": CAUSAL, "is_causal": True},
+    "bias": {"attn_mask": torch.linspace(-2, 2, 35).view(5, 7)},
+    "causal and padding": {"attn_mask": CAUSAL, "key_padding_mask": PADDING},
+    "by head": {
+        "attn_mask": torch.stack([CAUSAL.roll(h, 0) for h in range(8)]),
+        "average_attn_weights": False,
+    },
+    "no weights": {"key_padding_mask": PADDING, "need_weights": False},
+}
+
+
+def tokens(*shape: int, **options: Any) -> Any:
+    return torch.randn(*shape, **options)
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        if other is None:
+            assert mine is None
+        else:
+            torch.testing.assert_close(mine, other, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("convert", EXACT.values(), ids=EXACT)
+def test_exact_layer_cross_attention_equals_pytorch(
+    convert: Callable[[TrainedAttention], Any], masks: dict[str, Any], layer_of: Layers
+):
+    layer = layer_of(kdim=6, vdim=10)
+    ours = convert(read_attention(layer)).eval()
+    x, y, values = tokens(2, 5, 16), tokens(2, 7, 6), tokens(2, 7, 10)
+    close(ours(x, y, values, **masks), layer(x, y, values, **masks))
+
+
+@pytest.mark.parametrize("convert", EXACT.values(), ids=EXACT)
+def test_exact_layer_other_token_layouts_equal_pytorch(
+    convert: Callable[[TrainedAttention], Any], layer_of: Layers
+):
+    layer = layer_of(batch_first=False, bias=False)
+    ours = convert(read_attention(layer)).eval()
+    x = tokens(6, 2, 16)
+    close(ours(x, x, x), layer(x, x, x))
+    close(ours(x[:, 0], x[:, 0], x[:, 0]), layer(x[:, 0], x[:, 0], x[:, 0]))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_bfloat16_stays_within_two_percent_of_float32(name: str, layer_of: Layers):
+    layer = layer_of()
+    ours = EXACT[name](read_attention(layer)).eval()
+    x = tokens(2, 6, 16)
+    exact = layer(x, x, x, key_padding_mask=PADDING[:, 1:])[0]
+    x = x.bfloat16()
+    low = ours.bfloat16()(x, x, x, key_padding_mask=PADDING[:, 1:])[0]
+    assert low.dtype == torch.bfloat16
+    assert (low.float() - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_causal_flag_alone_masks_later_keys(layer_of: Layers):
+    ours = FixedHeadAttention.from_trained(read_attention(layer_of())).eval()
+    x = tokens(2, 5, 16)
+    flagged, masked = ours(x, x, x, is_causal=True), ours(x, x, x, attn_mask=CAUSAL[:, :5])
+    close(flagged, masked, 0.0)
+
+
+def test_query_without_keys_is_finite(layer_of: Layers):
+    ours = FixedHeadAttention.from_trained(read_attention(layer_of())).eval()
+    x, nothing = tokens(2, 5, 16), torch.ones(2, 5, dtype=torch.bool)
+    assert ours(x, x, x, key_padding_mask=nothing)[0].isfinite().all()
+    both = ours(x, x, x, key_padding_mask=nothing, attn_mask=torch.zeros(5, 5))
+    assert both[0].isfinite().all()
+
+
+@pytest.mark.parametrize("rank", [16, 8])
+def test_concatenation_mixing_equals_standard_attention(rank: int):
+    """Equation 8: blocks of ones, with heads of R/H."""
+    ours = CollaborativeAttention(16, 4, rank, batch_first=True)
+    standard = FixedHeadAttention(16, 4, rank // 4, value_head_size=4, batch_first=True)
+    with torch.no_grad():
+        torch.nn.init.normal_(standard.q_proj.bias)
+        for mine, other in (
+            (ours.q_proj, standard.q_proj), (ours.k_proj, standard.k_proj),
+            (ours.v_proj, standard.v_proj), (ours.out_proj, standard.out_proj),
+        ):  # fmt: skip
+            mine.weight.copy_(other.weight)
+        trained = standard.trained()  # v_h = W_K^h b_Q^h, equation 12
+        ours.content.weight.copy_((trained.key @ trained.query_bias[:, :, None]).squeeze(2))
+    x, y = tokens(2, 5, 16), tokens(2, 7, 16)
+    close(ours(x, y, y), standard(x, y, y))
+    assert ours.scale == standard.scale
+
+
+def test_lower_rank_keeps_scale_and_approximates(layer_of: Layers):
+    layer = layer_of()
+    x = tokens(2, 6, 16)
+    exact = layer(x, x, x)[0].detach()
+    errors = []
+    for rank in (4, 8, 12):
+        ours = CollaborativeAttention.from_trained(read_attention(layer), rank=rank).eval()
+        assert ours.scale == 0.5
+        errors.append(float((ours(x, x, x)[0].detach() - exact).norm()))
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_sparse_mixing_stays_on_its_support_in_training(layer_of: Layers):
+    ours = CollaborativeAttention.from_trained(read_attention(layer_of()), rank=10, head_size=3)
+    support = ours.mixing.detach() != 0
+    assert int(support.sum()) == 12
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
+    before = ours.mixing.detach().clone()
+    x = tokens(2, 6, 16)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ours(x, x, x)[0].square().mean().backward()
+        optimizer.step()
+    assert ((ours.mixing.detach() != 0) == support).all()
+    assert (ours.mixing.detach()[support] != before[support]).all()
+
+
+def test_widened_heads_receive_gradients(layer_of: Layers):
+    ours = FixedHeadAttention.from_trained(read_attention(layer_of()), head_size=6)
+    x = tokens(2, 6, 16)
+    ours(x, x, x)[0].square().mean().backward()
+    new = ours.q_proj.weight.grad.unflatten(0, (4, 6))[:, 4:]
+    assert (new != 0).all()
+    assert (ours.q_proj.weight.unflatten(0, (4, 6))[:, 4:] == 0).all()
+
+
+def test_collaborative_from_scratch_learns():
+    """Random mixing learns the output of a fixed random layer."""
+    teacher = FixedHeadAttention(16, 4, 4, batch_first=True)
+    ours = CollaborativeAttention(16, 4, 8, mixing="random", batch_first=True)
+    optimizer = torch.optim.Adam(ours.parameters(), lr=1e-2)
+    x = tokens(8, 6, 16)
+    target = teacher(x, x, x)[0].detach()
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (ours(x, x, x)[0] - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def tiny(name: str) -> Any:
+    others = {"kdim": 4, "vdim": 5, "batch_first": True}
+    match name:
+        case "fixed":
+            return FixedHeadAttention(3, 2, 2, **others)
+        case "grouped":
+            return GroupedHeadAttention(3, 2, 2, num_groups=2, **others)
+        case "collaborative":
+            return CollaborativeAttention(3, 2, 3, mixing="random", value_head_size=2, **others)
+        case "sparse":
+            support = torch.tensor([[True, True, False], [False, True, False]])
+            return CollaborativeAttention(
+                3, 2, 3, support=support, value_head_size=2, **others
+            )  # fmt: skip
+        case _:
+            source = FixedHeadAttention(3, 2, 2, **others)
+            both = torch.nn.ModuleList(
+                [source, ReuseAttention(3, 2, 2, reused_heads=1, source=source, **others)]
+            )
+            both.forward = lambda x, y, v, **kw: both[1](both[0](x, y, v, **kw)[0], y, v, **kw)
+            return both
+
+
+@pytest.mark.parametrize("name", ["fixed", "grouped", "collaborative", "sparse", "reuse"])
+def test_gradients_of_inputs_and_parameters_are_correct(name: str):
+    layer = tiny(name).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x, y, values = (tokens(2, n, w, dtype=torch.float64) for n, w in ((2, 3), (3, 4), (3, 5)))
+    mask = torch.tensor([[False, False, True], [False, False, False]])
+    parameters = list(layer.parameters())
+
+    def run(*inputs: Any) -> Any:
+        return layer(*inputs[:3], key_padding_mask=mask)
+
+    inputs = [x.requires_grad_(), y.requires_grad_(), values.requires_grad_(), *parameters]
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_copies_and_pickles_work_after_a_call(layer_of: Layers):
+    ours = GroupedHeadAttention.from_trained(read_attention(layer_of()), num_groups=2)
+    x = tokens(2, 5, 16)
+    expected = ours(x, x, x)
+    close(copy.deepcopy(ours)(x, x, x), expected, 0.0)
+    close(pickle.loads(pickle.dumps(ours))(x, x, x), expected, 0.0)
+
+
+def test_invalid_sizes_are_refused(layer_of: Layers):
+    trained = read_attention(layer_of())
+    with raises(InvalidArgument, "nn.head_size", "3", "4"):
+        FixedHeadAttention.from_trained(trained, head_size=3)
+    with raises(InvalidArgument, "nn.value_head_size", "10"):
+        CollaborativeAttention(10, 4, 8)
+    with raises(InvalidArgument, "nn.size", "rank"):
+        CollaborativeAttention(16, 4, 0)
+    with raises(InvalidArgument, "factorize.rank", "17"):
+        CollaborativeAttention.from_trained(trained, rank=17)
+    with raises(InvalidArgument, "nn.support", "4, 8"):
+        CollaborativeAttention(16, 4, 8, support=torch.zeros(4, 8, dtype=torch.bool))
+    with raises(InvalidArgument, "nn.num_groups", "5"):
+        GroupedHeadAttention(16, 4, 4, num_groups=5)
+    with raises(InvalidArgument, "nn.appended_keys"):
+        read_attention(layer_of(add_zero_attn=True))

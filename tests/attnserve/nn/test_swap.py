@@ -1,0 +1,204 @@
+"""Swapped layers in models of transformers, and their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+transformers = pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
+
+from attnserve.checks.inspect import inspect  # noqa: E402
+from attnserve.nn import (  # noqa: E402
+    AttentionLayer,
+    CollaborativeAttention,
+    FixedHeadAttention,
+    GroupedHeadAttention,
+    TrainedAttention,
+    group_loss,
+    keep_pillars,
+    reuse_transformer,
+    swap,
+    voting_to_stay,
+)
+from attnserve.runtime.session import open_session  # noqa: E402
+from graph_passes.errors import InvalidArgument  # noqa: E402
+from tests.architectures import quiet  # noqa: E402
+from tests.errors import raises  # noqa: E402
+
+Convert = Callable[[Sequence[TrainedAttention]], Sequence[AttentionLayer]]
+
+BERT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 50,
+}
+BART = {
+    **{f"{part}_{name}": n for part in ("encoder", "decoder")
+       for name, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))},
+    "d_model": 16, "vocab_size": 50, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+    "decoder_start_token_id": 2, "forced_eos_token_id": 2,
+}  # fmt: skip
+DISTIL = {"dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 32, "vocab_size": 50}
+VIT = {**BERT, "image_size": 8, "patch_size": 4}
+
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "BERT": ("Bert", BERT, 4),
+    "BERT decoder": ("Bert", {**BERT, "is_decoder": True, "add_cross_attention": True}, 8),
+    "RoBERTa": ("Roberta", BERT, 4),
+    "DistilBERT": ("DistilBert", DISTIL, 2),
+    "ALBERT": ("Albert", {**BERT, "embedding_size": 8}, 1),
+    "ViT": ("ViT", {k: v for k, v in VIT.items() if k != "vocab_size"}, 4),
+    "BART": ("Bart", BART, 6),
+    "Marian": ("Marian", BART, 6),
+}
+"""Class, configuration and number of attention modules."""
+
+
+def build(name: str, attention: str = "sdpa") -> Any:
+    cls, sizes, _ = MODELS[name]
+    config = getattr(transformers, f"{cls}Config")(**sizes, attn_implementation=attention)
+    model = getattr(transformers, f"{cls}Model")(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def feeds(name: str) -> dict[str, Any]:
+    if name == "ViT":
+        return {"pixel_values": torch.randn(2, 3, 8, 8)}
+    ids, mask = torch.randint(3, 50, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    made = {"input_ids": ids, "attention_mask": mask}
+    if name == "BERT decoder":
+        other = {"encoder_hidden_states": torch.randn(2, 5, 16), "encoder_attention_mask": mask}
+        made |= {**other, "encoder_attention_mask": mask[:, 1:], "use_cache": False}
+    if MODELS[name][0] in ("Bart", "Marian"):
+        made |= {"decoder_input_ids": ids[:, :5], "use_cache": False}
+    return made
+
+
+def collaborative(rank: int, head_size: int | None = None) -> Convert:
+    return lambda layers: [
+        CollaborativeAttention.from_trained(layer, rank=rank, head_size=head_size)
+        for layer in layers
+    ]
+
+
+def grouped(layers: Sequence[TrainedAttention]) -> list[GroupedHeadAttention]:
+    return [GroupedHeadAttention.from_trained(layer, num_groups=2) for layer in layers]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_swap_at_full_rank_keeps_outputs(name: str, attention: str):
+    model, inputs = build(name, attention), feeds(name)
+    with torch.no_grad():
+        before = model(**inputs).last_hidden_state
+        assert len(swap(model, collaborative(16))) == MODELS[name][2]
+        after = model(**inputs).last_hidden_state
+    real = slice(0, 4) if name != "ViT" else slice(None)
+    torch.testing.assert_close(after[:, real], before[:, real], atol=1e-5, rtol=0)
+
+
+def test_swapped_model_trains_with_group_loss_and_keeps_pillars():
+    model, inputs = build("BERT"), feeds("BERT")
+    swap(model, grouped)
+    model(**inputs)
+    group_loss(model).backward()
+    assert model.encoder.layer[0].attention.self.layer.v_proj.weight.grad.any()
+    votes = voting_to_stay(model, [inputs], lambda batch: model(**batch))
+    assert [int(each.mask.sum()) for each in votes.values()] == [2] * 4
+    parameters = model.num_parameters()
+    keep_pillars(model, votes)
+    assert parameters - model.num_parameters() == 4 * 2 * 4 * (16 * 4 + 3)
+    assert model(**inputs).last_hidden_state.isfinite().all()
+
+
+def test_cache_is_refused():
+    model, inputs = build("BERT decoder"), feeds("BERT decoder")
+    swap(model, collaborative(16))
+    with raises(InvalidArgument, "nn.cache", "use_cache=False"):
+        model(**{**inputs, "use_cache": True})
+
+
+def test_unsupported_model_is_refused_by_name():
+    sizes = {**BERT, "num_hidden_layers": 1}
+    model = transformers.LlamaModel(transformers.LlamaConfig(**sizes))
+    with raises(InvalidArgument, "nn.unsupported_model", "LlamaModel", "DistilBERT"):
+        swap(model, collaborative(16))
+
+
+def test_wrong_number_of_layers_leaves_model_unchanged():
+    model = build("BERT")
+    before = [type(module) for module in model.modules()]
+    with raises(InvalidArgument, "nn.layer_count", "1", "4"):
+        swap(model, lambda layers: collaborative(16)(layers[:1]))
+    assert [type(module) for module in model.modules()] == before
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+
+CONVERSIONS: dict[str, tuple[Convert, list[tuple[Any, ...]]]] = {
+    "collaborative": (collaborative(8), [("collaborative", 4, 8)] * 4),
+    "sparse": (collaborative(10, 3), [("sparse", 4, 3)] * 4),
+    "widened": (
+        lambda layers: [FixedHeadAttention.from_trained(each, head_size=6) for each in layers],
+        [("standard", 4, 6)] * 4,
+    ),
+    "pruned": (
+        lambda layers: [layer.pruned([0, 1, 1, 0]) for layer in grouped(layers)],
+        [("standard", 2, 4)] * 4,
+    ),
+    "partial": (
+        lambda layers: reuse_transformer(layers, "partial:2"),
+        [("standard", 4, 4), ("reuse", 4, 4), ("reuse", 4, 4), ("standard", 4, 4)],
+    ),
+    "full": (
+        lambda layers: reuse_transformer(layers, "full:2"),
+        [("standard", 4, 4), ("reuse", 4, 4), ("reuse", 4, 4), ("standard", 4, 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_exported_graph_is_certified_in_its_form(name: str, tmp_path: Path):
+    convert, expected = CONVERSIONS[name]
+    model = build("BERT")
+    swap(model, convert)
+    inputs = {key: feeds("BERT")[key] for key in ("input_ids", "attention_mask")}
+    dims = {0: torch.export.Dim("batch", max=40), 1: torch.export.Dim("sequence", min=2, max=40)}
+    path = tmp_path / "model.onnx"
+    with quiet(), torch.no_grad():
+        torch.onnx.export(
+            Encoder(model).eval(), tuple(inputs.values()), str(path), dynamo=True,
+            dynamic_shapes=(dims, dims), input_names=list(inputs), output_names=["y"],
+            opset_version=18, verbose=False,
+        )  # fmt: skip
+    report = inspect(path).to_json()
+    found = report["attention"]
+    sizes = [size for _, _, size in expected]
+    assert report["missed"] == []
+    assert all(block["certified"] for block in found)
+    assert [(b["form"], b["num_heads"]) for b in found] == [e[:2] for e in expected]
+    assert all(b["head_size"] >= size for b, size in zip(found, sizes, strict=True))
+    assert [b["scale"] for b in found] == pytest.approx([0.5] * 4)
+
+    shorter = {key: value[:1, :4] for key, value in inputs.items()}
+    session = open_session(path, threads=1)
+    with torch.no_grad():
+        theirs = model(**shorter).last_hidden_state
+    [ours] = session.run(None, {key: value.numpy() for key, value in shorter.items()})
+    torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=1e-5, rtol=1e-4)

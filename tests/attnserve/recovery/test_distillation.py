@@ -1,0 +1,87 @@
+"""The distillation loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+
+from attnserve.checks.quality import Quality  # noqa: E402
+from attnserve.recovery.distillation import Objective  # noqa: E402
+from graph_passes.errors import InvalidData  # noqa: E402
+
+MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+BATCH = {"input_ids": MASK, "attention_mask": MASK}
+
+
+def quality(measure: Any) -> Quality:
+    return Quality(measure, 1.0, 1.0, 1.0, None, 1.0, 0.0, 3, output="out")
+
+
+def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.standard_normal(shape, dtype=np.float32) for shape in shapes]
+
+
+def objective(measure: Any, given: list[np.ndarray], pooling: Any = "mean") -> Objective:
+    return Objective([quality(measure)], ["out"], len(given) - 1, pooling, [(BATCH, given)])
+
+
+def loss(found: Objective, student: list[np.ndarray], teacher: list[np.ndarray]) -> float:
+    return float(found([torch.from_numpy(array) for array in student], teacher, BATCH))
+
+
+CASES = [
+    ("similarity", (3, 4, 8), "mean", 2 + 3 + 0.5),
+    ("similarity", (3, 4, 8), "cls", 2 + 3 + 0.5),
+    ("similarity", (3, 8), "none", 3 + 0.5),
+    ("r2", (3, 4, 8), "mean", 2 + 0.5),
+    ("kl", (3, 5), "mean", 3 + 0.5),
+    ("top1", (3, 4, 9), "mean", 3 + 0.5),
+]
+
+
+@pytest.mark.parametrize(("measure", "shape", "pooling", "total"), CASES)
+def test_loss_is_0_for_equal_and_its_weights_for_a_constant(
+    measure: str, shape: tuple[int, ...], pooling: str, total: float
+):
+    teacher = arrays(shape, (3, 4, 6))
+    found = objective(measure, teacher, pooling)
+    assert loss(found, teacher, teacher) == pytest.approx(0, abs=1e-6)
+    assert sum(term.weight for term in found.terms) == total
+    # Each term alone is its weight for the best constant, by the definition of its unit.
+    state = teacher[1][MASK.astype(bool)]
+    constant = np.broadcast_to(state.mean(0), teacher[1].shape).copy()
+    assert loss(found, [teacher[0], constant], teacher) == pytest.approx(0.5, rel=1e-5)
+    if measure == "kl":
+        p = torch.softmax(torch.from_numpy(teacher[0]), -1).mean(0).log()
+        found_loss = loss(found, [p.expand(3, -1).numpy().copy(), teacher[1]], teacher)
+        assert found_loss == pytest.approx(3, rel=1e-5)
+
+
+def test_padding_does_not_count():
+    teacher = arrays((3, 4, 8), (3, 4, 6), (12, 6))  # the last one has its tokens in one axis
+    found = objective("similarity", teacher)
+    student = [array.copy() for array in teacher]
+    for array in student:
+        array.reshape(3, 4, -1)[MASK == 0] = 100.0
+    assert loss(found, student, teacher) == pytest.approx(0, abs=1e-6)
+
+
+def test_impossible_class_of_the_teacher_has_a_finite_loss():
+    teacher = arrays((3, 5))
+    teacher[0][:, 0] = -np.inf
+    found = objective("kl", teacher)
+    student = torch.randn(3, 5, requires_grad=True)
+    value = found([student], teacher, BATCH)
+    value.backward()
+    assert torch.isfinite(value) and student.grad is not None and student.grad.isfinite().all()
+
+
+def test_constant_teacher_is_refused():
+    with pytest.raises(InvalidData) as caught:
+        objective("r2", [np.ones((3, 4, 8), np.float32)])
+    assert caught.value.code == "recovery.constant_teacher"

@@ -1,0 +1,306 @@
+"""``attnserve.recover`` on a tiny BERT with half of its heads and neurons."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.main import get_command
+
+torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+
+import attnserve  # noqa: E402
+from attnserve.cli.app import app, main  # noqa: E402
+from attnserve.cli.display import option_names  # noqa: E402
+from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
+from attnserve.recovery import training  # noqa: E402
+from attnserve.recovery.batches import TOKENS, count_tokens, regroup  # noqa: E402
+from graph_passes.errors import AttnserveError, CheckFailed  # noqa: E402
+from tests.attnserve.cli.commands import python  # noqa: E402
+
+SAMPLES = Path(__file__).parents[2] / "fixtures" / "stories260K.npz"
+
+MINUTES = 1.0
+"""Of the clock below: about 120 steps and 8 measurements, in few real seconds."""
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that runs by calls, so that a training has the same steps on every machine."""
+    now = iter(np.arange(0, 1e6, 0.2))
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+    chosen = random.Random(1)
+    lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 12))) for _ in range(1500)]
+    path = tmp_path_factory.mktemp("texts") / "texts.txt"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pruned(tiny: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pruned") / "pruned"
+    attnserve.optimize(tiny, folder, prune=0.5, ffn=0.5, calib=texts)
+    return folder
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "attnserve.json").read_text())
+
+
+@pytest.mark.timing(seconds=20)
+@pytest.mark.usefixtures("clock")
+def test_recover_pruned_bert_raises_quality_on_unseen_rows(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
+    stages: list[tuple[str, int, int]] = []
+    report = attnserve.recover(
+        pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES,
+        progress=lambda *stage: stages.append(stage),
+    )  # fmt: skip
+    assert report.gain
+    assert report.before.quality is not None and report.after.quality is not None
+    assert report.after.quality.split == "prove"
+    assert report.after.quality.also["r2"] > report.before.quality.also["r2"] + 0.05
+    losses = [loss for _, loss, _ in report.training.history]
+    assert losses[-1] < 0.9 * losses[0]
+    assert report.training.loss < report.training.first_loss
+    assert report.states == 2
+    assert any(stage == "train (s)" and total == 60 for stage, _, total in stages)
+    # The same graph with other weights, and its record.
+    ours, theirs = (load_model(open_artifact(f)) for f in (tmp_path / "out", pruned))
+    assert [n.op_type for n in ours.graph] == [n.op_type for n in theirs.graph]
+    assert [value.name for value in ours.graph.inputs] == [v.name for v in theirs.graph.inputs]
+    assert [value.name for value in ours.graph.outputs] == [v.name for v in theirs.graph.outputs]
+    assert ours.graph.initializers.keys() == theirs.graph.initializers.keys()
+    verified = attnserve.verify(tiny, tmp_path / "out", data=texts)
+    assert verified.mean_cosine > attnserve.verify(tiny, pruned, data=texts).mean_cosine
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        pruned / "tokenizer.json"
+    ).read_bytes()
+    before, after = record(pruned)["lineage"], record(tmp_path / "out")["lineage"]
+    assert after[:-1] == before
+    assert after[-1]["rewrite"] == "recover"
+    assert after[-1]["plan"] == before[-1]["plan"]
+    assert after[-1]["quality"]["value"] == report.after.quality.value
+
+
+def test_recover_without_time_returns_an_equal_model(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path
+):
+    report = attnserve.recover(pruned, tmp_path / "o.onnx", teacher=tiny, data=texts, minutes=0)
+    assert not report.gain and report.training.steps == 0
+    assert report.after == report.before
+    assert "no gain" in report.verdict
+    assert len(report.warnings) == 1  # no gain
+    assert attnserve.verify(pruned, tmp_path / "o.onnx", data=texts).mean_cosine == 1.0
+
+
+def test_teacher_that_is_not_the_source_gives_a_warning(
+    pruned: Path, tiny_export: Callable[..., Path], texts: Path, tmp_path: Path
+):
+    other = tiny_export("eager", "torchscript", 14)
+    report = attnserve.recover(pruned, tmp_path / "o.onnx", teacher=other, data=texts, minutes=0)
+    assert any("was made from" in warning for warning in report.warnings)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("rate", [10.0, 1e30])
+def test_failed_training_never_returns_worse_weights(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, rate: float,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.setattr(training, "LEARNING_RATE", rate)
+    call: Callable[[], Any] = lambda: attnserve.recover(  # noqa: E731
+        pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES / 4
+    )
+    if rate > 1e20:
+        with pytest.raises(CheckFailed) as caught:
+            call()
+        assert caught.value.code == "recovery.not_finite"
+        assert not (tmp_path / "out").exists()
+        return
+    assert not call().gain
+    assert attnserve.verify(pruned, tmp_path / "out", data=texts).mean_cosine == 1.0
+
+
+@pytest.mark.usefixtures("clock")
+def test_interrupted_training_continues_from_its_checkpoint(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
+    output = tmp_path / "out"
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage.startswith("train") and done > 45:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        attnserve.recover(
+            pruned, output, teacher=tiny, data=texts, minutes=MINUTES, progress=interrupt
+        )
+    assert not output.exists()
+    report = attnserve.recover(pruned, output, teacher=tiny, data=texts, minutes=0)
+    assert report.gain and report.training.steps > 10
+    # The checkpoint is used up.
+    report = attnserve.recover(pruned, output, teacher=tiny, data=texts, minutes=0, force=True)
+    assert report.training.steps == 0
+
+
+@pytest.mark.timing(seconds=20)
+@pytest.mark.usefixtures("clock")
+def test_recover_decoder_learns_its_logits(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training, "LEARNING_RATE", 1e-3)
+    folder = shared / "models" / "stories260K"
+    model = folder / "stories260K.onnx"
+    np.savez(tmp_path / "ids.npz", idx=np.load(SAMPLES)["idx"][:60].astype(np.int64))
+    calib = tmp_path / "ids.npz"
+    attnserve.optimize(model, tmp_path / "pruned", prune=0.4, calib=calib)
+    report = attnserve.recover(
+        tmp_path / "pruned", tmp_path / "out", teacher=model, data=calib, minutes=MINUTES / 4
+    )
+    assert report.before.quality is not None and report.after.quality is not None
+    assert report.after.quality.measure == "top1"
+    assert report.gain and report.states == 5
+    before, after = (1 - q.also["kl"] for q in (report.before.quality, report.after.quality))
+    assert after < 0.8 * before
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"minutes": -1}, "recovery.minutes"),
+        ({"minutes": float("nan")}, "recovery.minutes"),
+        ({"measure": "score"}, "recovery.measure"),
+        ({"data": "few"}, "recovery.few_rows"),
+        ({"data": "empty"}, None),
+        ({"data": "missing"}, "data.missing"),
+        ({"teacher": "vit"}, None),
+        ({"output": "pruned"}, "output.is_input"),
+        ({"output": "teacher"}, "output.is_input"),
+        ({"model": "int8"}, "recovery.operator"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_and_nothing_is_written(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, change: dict[str, Any], code: str | None
+):
+    files = {
+        "few": lambda: write(tmp_path / "few.txt", "a man\na dog\n"),
+        "empty": lambda: write(tmp_path / "empty.txt", ""),
+        "missing": lambda: tmp_path / "none.txt",
+        "pruned": lambda: pruned,
+        "teacher": lambda: tiny / "model.onnx",
+        "vit": lambda: Path(__file__).parents[2] / "fixtures/onnx/vit-dynamo23-sdpa.onnx",
+        "int8": lambda: _int8(tiny, texts, tmp_path),
+    }
+    change = {
+        name: files[value]() if value in files and name != "measure" else value
+        for name, value in change.items()
+    }
+    given: dict[str, Any] = {
+        "model": pruned, "output": tmp_path / "out", "teacher": tiny, "data": texts, "minutes": 0,
+        "force": True, **change,
+    }  # fmt: skip
+    model, output = given.pop("model"), given.pop("output")
+    with pytest.raises(AttnserveError) as caught:
+        attnserve.recover(model, output, **given)
+    assert caught.value.exit_code == 2 and caught.value.fix
+    assert code is None or caught.value.code == code
+    assert not (tmp_path / "out").exists()
+
+
+def _int8(tiny: Path, texts: Path, folder: Path) -> Path:
+    attnserve.optimize(tiny, folder / "int8", precision="int8", calib=texts)
+    return folder / "int8"
+
+
+def test_command_prints_one_json_object(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command = ["recover", pruned, "--teacher", tiny, "--data", texts, "--minutes", "0",
+               "-o", tmp_path / "out"]  # fmt: skip
+    assert main([str(argument) for argument in (*command, "--json")]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["output"] == str(tmp_path / "out" / "model.onnx")
+    assert shown["quality"]["split"] == "prove" and shown["gain"] is False
+    assert main([str(argument) for argument in command]) == 2  # the output exists
+    assert "--force" in capsys.readouterr().err
+
+
+def test_option_names_cover_parameters_of_the_python_function():
+    command: Any = get_command(app)
+    parameters = signature(attnserve.recover).parameters.keys()
+    assert parameters - option_names(command.commands["recover"]).keys() <= {"progress"}
+
+
+@pytest.mark.process
+def test_command_without_torch_names_the_extra(tmp_path: Path):
+    done = python(
+        "import sys; sys.modules['torch'] = None\n"
+        "from attnserve.__main__ import main; sys.exit(main(sys.argv[1:]))",
+        "recover", "m.onnx", "--teacher", "t.onnx", "--data", "d.txt", "-o", tmp_path / "o",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "attnserve[torch]" in done.stderr and len(done.stderr.splitlines()) == 2
+
+
+def test_is_stuck_needs_six_measurements_without_progress():
+    falling = [0.5, 0.48, 0.46, 0.44, 0.42, 0.4, 0.38, 0.36]
+    assert not training.is_stuck(falling, 50, 60)  # also if all are worse than the initial loss
+    flat = [0.5, 0.3, *[0.31] * 6]
+    assert training.is_stuck(flat, 50, 60)
+    assert not training.is_stuck(flat, 20, 60)
+    assert not training.is_stuck(flat[:6], 50, 60)
+
+
+def test_regroup_keeps_all_rows_in_batches_of_like_length():
+    source = np.random.default_rng(0)
+    lengths = source.integers(1, 90, 80)
+    rows = [(np.arange(1, n + 1) + 1000 * i, np.ones(n, int)) for i, n in enumerate(lengths)]
+    width = 90
+    batches = [
+        {
+            "input_ids": np.stack([np.pad(ids, (0, width - len(ids))) for ids, _ in part]),
+            "attention_mask": np.stack([np.pad(m, (0, width - len(m))) for _, m in part]),
+        }
+        for part in (rows[:50], rows[50:])
+    ]
+    made = [batch for step in regroup(batches, seed=0) for batch in step]
+    found = [
+        ids[mask.astype(bool)].tolist()
+        for batch in made
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    assert sorted(found) == sorted(ids.tolist() for ids, _ in rows)
+    assert all(batch["input_ids"].size <= TOKENS for batch in made)
+    assert sum(map(count_tokens, made)) == sum(len(ids) for ids, _ in rows)
+    assert len(made) < 2 * sum(map(count_tokens, made)) / TOKENS + 2
+
+
+def test_regroup_groups_images_of_equal_shape():
+    batches = [{"pixel_values": np.full((1, 3, 4, 4), i, np.float32)} for i in range(20)]
+    made = regroup(batches, seed=0)
+    assert [[len(batch["pixel_values"]) for batch in step] for step in made] == [[16], [4]]
+    kept = regroup(batches, seed=0, fixed_rows=True)
+    assert [len(step) for step in kept] == [17, 3]
+    assert all(len(batch["pixel_values"]) == 1 for step in kept for batch in step)

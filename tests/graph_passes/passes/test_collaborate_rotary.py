@@ -1,0 +1,148 @@
+"""Collaborate under rotary positions: truncated planes and shared keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.checks.certify import read_attention
+from attnserve.models.artifact import load_model
+from attnserve.models.opset import raise_opset
+from attnserve.runtime.session import open_session
+from graph_passes.context import GraphContext
+from graph_passes.errors import CannotRewrite, InvalidArgument
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions, exact_rank
+from graph_passes.passes.fuse_attention import FuseAttention
+from graph_passes.passes.prune_heads import PruneHeads
+from tests import architectures
+from tests.architectures import ARCHITECTURES, Cell
+from tests.errors import raises
+
+EXACT = 1e-5
+"""Exact forms differ in the order of sums only; outputs are about 1."""
+
+CELLS = {
+    Cell("Llama", "eager", "dynamo", 18): (6, 3),
+    Cell("ModernBERT", "sdpa", "dynamo", 18): (3, 3),
+    Cell("NomicBERT", "sdpa", "torchscript", 17): (3, 3),
+    Cell("jina-v3", "eager", "torchscript", 17): (3, 3),  # queries and keys have biases
+}
+"""The numbers of query heads and key groups; heads have 8 elements."""
+K = 8
+LLAMA = next(iter(CELLS))
+
+each_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
+
+
+def outputs(model: ir.Model, cell: Cell, lengths: dict[str, int]) -> list[np.ndarray]:
+    session = open_session(model, threads=1)
+    arrays = architectures.feeds(ARCHITECTURES[cell.architecture], lengths)
+    return session.run(None, {value.name: arrays[value.name] for value in session.get_inputs()})
+
+
+def assert_same_outputs(one: ir.Model, other: ir.Model, cell: Cell) -> None:
+    for lengths in (architectures.LENGTHS, architectures.OTHER_LENGTHS):
+        for a, b in zip(outputs(one, cell, lengths), outputs(other, cell, lengths), strict=True):
+            np.testing.assert_allclose(a, b, atol=EXACT, rtol=EXACT)
+
+
+def rewrite(model: ir.Model, rank: int, head_size: int | None = None) -> ir.Model:
+    names = [block.name for block in find_attention(model)[0]]
+    Collaborate(dict.fromkeys(names, SharedDimensions(rank=rank, head_size=head_size)))(model)
+    return model
+
+
+def sizes(model: ir.Model) -> set[tuple[int, int, int]]:
+    """Query heads, key heads and head size of each certified block."""
+    reading = read_attention(model)
+    assert reading.unmatched == ()
+    return {(b.num_heads, b.k.num_distinct_heads, b.head_size) for b in reading.blocks}
+
+
+@each_cell
+def test_collaborate_rotary_at_full_size_is_exact(cell: Cell) -> None:
+    heads, groups = CELLS[cell]
+    model = load_model(cell.committed)
+    shared = rewrite(model.clone(), groups * K)
+    assert sizes(shared) == {(heads, 1, groups * K)}
+    assert_same_outputs(shared, model, cell)
+    whole = rewrite(model.clone(), groups * K, K)
+    assert sizes(whole) == {(heads, groups, K)}
+    assert_same_outputs(whole, model, cell)
+
+
+@each_cell
+def test_collaborate_rotary_makes_queries_and_keys_smaller(cell: Cell) -> None:
+    heads, groups = CELLS[cell]
+    model = load_model(cell.committed)
+    assert sizes(rewrite(model.clone(), 6)) == {(heads, 1, 6)}
+    assert sizes(rewrite(model.clone(), 6 * groups, 6)) == {(heads, groups, 6)}
+
+
+def test_collaborate_rotary_pruned_model_is_exact_at_full_size() -> None:
+    """The scale lies in the factors of the rotation after pruning."""
+    model = load_model(LLAMA.committed)
+    PruneHeads({block.name: [1, 1, 1, 1, 0, 0] for block in find_attention(model)[0]})(model)
+    assert {exact_rank(block) for block in find_attention(model)[0]} == {2 * K}
+    assert_same_outputs(rewrite(model.clone(), 2 * K), model, LLAMA)
+    assert_same_outputs(rewrite(model.clone(), 2 * K, K), model, LLAMA)
+
+
+@pytest.mark.parametrize("head_size", [None, 6])
+def test_collaborate_rotary_result_is_fused(head_size: int | None) -> None:
+    """Groups that keep different planes have different angles."""
+    model = load_model(LLAMA.committed)
+    raise_opset(model, 23)
+    rewrite(model, 18, head_size)
+    fused, names = model.clone(), [block.name for block in find_attention(model)[0]]
+    FuseAttention(dict.fromkeys(names, "onnx"))(fused)
+    assert {block.idiom for block in read_attention(fused).blocks} == {"attention_operator"}
+    assert_same_outputs(fused, model, LLAMA)
+
+
+REFUSED = {
+    Cell("Qwen3", "eager", "dynamo", 18): "qk_norm",
+    Cell("GPT-NeoX", "sdpa", "torchscript", 17): "rotary_layout",  # a part of each head is turned
+    Cell("Llama, cached", "sdpa", "torchscript", 17): "cached",
+}
+
+
+@pytest.mark.parametrize("cell", REFUSED, ids=str)
+def test_collaborate_rotary_unsupported_block_raises(cell: Cell) -> None:
+    model = load_model(cell.committed)
+    with GraphContext.of(model) as context:
+        block = find_attention(model)[0][0]
+        refusal = Collaborate.refusal(block, None, context)
+    assert refusal is not None
+    assert refusal.code == REFUSED[cell]
+    with raises(CannotRewrite, refusal.code):
+        rewrite(model, 8)
+
+
+@pytest.mark.parametrize(("rank", "head_size", "code"), [
+    (26, None, "collaborate.rank"), (7, None, "factorize.rotary_size"),
+    (21, 7, "factorize.rotary_size"),
+])  # fmt: skip
+def test_collaborate_rotary_invalid_size_raises(
+    rank: int, head_size: int | None, code: str
+) -> None:
+    with raises(InvalidArgument, code):
+        rewrite(load_model(LLAMA.committed), rank, head_size)
+
+
+def test_collaborate_rotary_trained_model_at_full_size(shared: Path) -> None:
+    """stories260K, a trained model of 8 heads in 4 groups: logits change by at most 1e-4."""
+    path = shared / "models" / "stories260K" / "stories260K.onnx"
+    if not path.is_file():
+        pytest.skip("stories260K is not stored beside the project")
+    model = load_model(path)
+    tokens = {"idx": np.random.default_rng(0).integers(3, 500, (1, 256))}
+    (expected,) = open_session(model, threads=1).run(None, tokens)
+    for rank, head_size in ((32, None), (32, 8)):
+        new = rewrite(model.clone(), rank, head_size)
+        (got,) = open_session(new, threads=1).run(None, tokens)
+        assert np.abs(got - expected).max() <= 1e-4

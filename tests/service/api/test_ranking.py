@@ -1,0 +1,229 @@
+"""POST /rerank and /v1/rerank, and prompts and dimensions of embeddings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import schemathesis
+from schemathesis.specs.openapi.checks import response_schema_conformance
+from starlette.testclient import TestClient
+from tokenizers import Tokenizer, processors
+
+from tests.service.tiny import hidden_states, make_tokenizer, mean, write_encoder, write_model
+
+# The logit of a pair is the number of letters "b" in its second text, minus one.
+RERANKER = """
+<ir_version: 10, opset_import: ["": 18]>
+pairs (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask,
+       int64[batch, sequence] token_type_ids)
+  => (float[batch, 1] logits)
+  <int64 letter = {5}, int64[1] axis = {1}, float one = {1}>
+{
+    same = Equal(input_ids, letter)
+    ones = Cast<to = 7>(same)
+    counted = Mul(ones, token_type_ids)
+    sums = ReduceSum(counted, axis)
+    numbers = Cast<to = 1>(sums)
+    logits = Sub(numbers, one)
+}
+"""
+
+
+def pair_tokenizer() -> Tokenizer:
+    tokenizer = make_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return tokenizer
+
+
+@pytest.fixture
+def reranker(start: Callable[..., TestClient], tmp_path: Path) -> TestClient:
+    folder = tmp_path / "reranker"
+    folder.mkdir()
+    write_model(folder / "model.onnx", RERANKER)
+    pair_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "attnserve.json").write_text(json.dumps({"max_length": 9, "task": "rerank"}))
+    return start(folder)
+
+
+BODY = {"query": "b b", "texts": ["a", "b b", "b", "c"]}
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + float(np.exp(-x)))
+
+
+def test_rerank_orders_texts_by_score(reranker: TestClient) -> None:
+    answer = reranker.post("/rerank", json=BODY)
+    assert answer.status_code == 200, answer.text
+    assert [one["index"] for one in answer.json()] == [1, 2, 0, 3]  # a tie keeps its order
+    scores = [one["score"] for one in answer.json()]
+    np.testing.assert_allclose(scores, [sigmoid(x) for x in (1, 0, -1, -1)], rtol=1e-6)
+    assert set(answer.json()[0]) == {"index", "score"}
+    # [CLS] b b [SEP] text [SEP]
+    assert answer.headers["x-tokens"] == str(4 * 5 + 5)
+
+
+def test_rerank_raw_scores_and_texts(reranker: TestClient) -> None:
+    more = {"raw_scores": True, "return_text": True, "truncation_direction": "Right"}
+    ranks = reranker.post("/rerank", json={**BODY, **more}).json()
+    assert ranks[0] == {"index": 1, "score": 1.0, "text": "b b"}
+    assert [one["score"] for one in ranks] == [1, 0, -1, -1]
+
+
+def test_rerank_long_pair_is_truncated_or_refused(reranker: TestClient) -> None:
+    body = {"query": "b b", "texts": ["b " * 8], "raw_scores": True}
+    # Of 9 tokens, 3 are special and 2 those of the query: 4 of the text remain.
+    assert reranker.post("/rerank", json=body).json()[0]["score"] == 3
+    refused = reranker.post("/rerank", json={**body, "truncate": False})
+    assert refused.status_code == 422
+    assert "13 tokens, more than the limit of 9" in refused.json()["error"]
+
+
+def test_rerank_of_cohere(reranker: TestClient) -> None:
+    documents: list[Any] = ["a", {"text": "b b"}, {"text": "b", "title": "x"}, "c"]
+    body = {"model": "reranker", "query": "b b", "documents": documents, "top_n": 2}
+    answer = reranker.post("/v1/rerank", json={**body, "rank_fields": ["text"]})
+    assert answer.status_code == 200, answer.text
+    content = answer.json()
+    assert [one["index"] for one in content["results"]] == [1, 2]
+    assert content["results"][0]["relevance_score"] == pytest.approx(sigmoid(1), rel=1e-6)
+    assert set(content["results"][0]) == {"index", "relevance_score"}
+    assert (content["model"], content["usage"]) == ("reranker", {"total_tokens": 25})
+    body["return_documents"] = True
+    content = reranker.post("/v1/rerank", json=body).json()
+    assert content["results"][0]["document"] == {"text": "b b"}
+
+
+def test_rerank_answers_conform_to_openapi_document(reranker: TestClient) -> None:
+    document = schemathesis.openapi.from_asgi("/openapi.json", reranker.app)
+    cohere = {"query": "a", "documents": ["a", {"text": "b"}], "return_documents": True}
+    for path, body in (("/rerank", {**BODY, "return_text": True}), ("/v1/rerank", cohere)):
+        case = document[path]["POST"].Case(body=body, media_type="application/json")
+        answer = case.call(session=reranker)
+        assert answer.status_code == 200
+        case.validate_response(answer, checks=[response_schema_conformance])
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"query": "a"}, 422),
+        ({"query": "a", "texts": []}, 422),
+        ({"query": "a", "texts": [1]}, 422),
+        ({"query": ["a"], "texts": ["a"]}, 422),
+        ({"query": "a", "texts": ["a"], "truncation_direction": "left"}, 422),
+        ({"query": "a", "texts": ["a"] * 33}, 413),
+        ({"query": "a", "texts": ["a"], "model": "other"}, 404),
+    ],
+)
+def test_rerank_invalid_body_is_refused(
+    reranker: TestClient, body: dict[str, Any], status: int
+) -> None:
+    answer = reranker.post("/rerank", json=body)
+    assert (answer.status_code, list(answer.json())) == (status, ["error"])
+    body = {"documents": body.pop("texts"), **body} if "texts" in body else body
+    if "truncation_direction" not in body:
+        answer = reranker.post("/v1/rerank", json=body)
+        assert answer.status_code == (400 if status == 422 else status)
+        assert list(answer.json()["error"]) == ["message", "type", "param", "code"]
+
+
+def test_rerank_of_an_encoder_is_not_found(client: TestClient) -> None:
+    answer = client.post("/rerank", json={"query": "a", "texts": ["a"]})
+    assert answer.status_code == 404
+    assert answer.json()["error"].startswith("tiny is no reranker")
+
+
+# -- prompts and dimensions -----------------------------------------------------------------------
+
+PROMPTS = {"query": "b ", "document": "c "}
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"), [(None, [2, 4, 3]), ("query", [2, 5, 4, 3]), ("document", [2, 6, 4, 3])]
+)
+def test_embed_prompt_by_name(
+    name: str | None, ids: list[int], start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_encoder(tmp_path / "m", prompts=PROMPTS))
+    (vector,) = client.post("/embed", json={"inputs": "a", "prompt_name": name}).json()[
+        "embeddings"
+    ]
+    np.testing.assert_allclose(vector, mean(ids), rtol=1e-6)
+    body = {"model": "m", "input": "a", "prompt_name": name}
+    found = client.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    np.testing.assert_allclose(found, mean(ids), rtol=1e-6)
+
+
+def test_embed_default_prompt_is_used_without_a_name(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_encoder(tmp_path / "m", prompts=PROMPTS, default_prompt="query"))
+    (vector,) = client.post("/embed", json={"inputs": "a"}).json()["embeddings"]
+    np.testing.assert_allclose(vector, mean([2, 5, 4, 3]), rtol=1e-6)
+    ids = client.post("/v1/embeddings", json={"model": "m", "input": [2, 4, 3]}).json()
+    np.testing.assert_allclose(ids["data"][0]["embedding"], mean([2, 4, 3]), rtol=1e-6)
+    a, b = mean([2, 5, 4, 3]), mean([2, 5, 5, 3])
+    expected = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+    answer = client.post("/similarity", json={"source": "a", "targets": ["b"]})
+    np.testing.assert_allclose(answer.json()["similarities"], [expected], rtol=1e-5)
+
+
+def test_embed_unknown_prompt_or_prompt_of_ids_is_refused(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_encoder(tmp_path / "m", prompts=PROMPTS))
+    answer = client.post("/embed", json={"inputs": "a", "prompt_name": "passage"})
+    assert answer.status_code == 422
+    assert "prompts of m are document, query" in answer.json()["error"]
+    for given in ({"prompt_name": "passage", "input": "a"},
+                  {"prompt_name": "query", "input": [2, 4, 3]}):  # fmt: skip
+        answer = client.post("/v1/embeddings", json={"model": "m", **given})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "prompt_name"
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_embed_dimensions_are_cut_and_then_normalized(
+    normalize: bool, start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_encoder(tmp_path / "m", normalize=normalize))
+    expected = mean([2, 4, 3])[:3]
+    expected = expected / np.linalg.norm(expected) if normalize else expected
+    (vector,) = client.post("/embed", json={"inputs": "a", "dimensions": 3}).json()["embeddings"]
+    np.testing.assert_allclose(vector, expected, rtol=1e-6)
+    body = {"model": "m", "input": "a", "dimensions": 3}
+    found = client.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    refused = client.post("/embed", json={"inputs": "a", "dimensions": 5})
+    assert refused.status_code == 422
+    assert "dimensions is 5, but vectors of m have 4" in refused.json()["error"]
+
+
+def test_embed_output_of_artifact(start: Callable[..., TestClient], tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "m", output="last_hidden_state")
+    (vector,) = start(folder).post("/embed", json={"inputs": "a"}).json()["embeddings"]
+    np.testing.assert_allclose(vector, mean([2, 4, 3]), rtol=1e-6)
+    folder = write_encoder(tmp_path / "other", output="sentence_embedding")
+    refused = start(folder).post("/embed", json={"inputs": "a"})
+    assert refused.status_code == 422
+    assert "the outputs of the model are last_hidden_state, kept" in refused.json()["error"]
+
+
+def test_embed_last_pooling_and_dimensions_of_artifact(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_encoder(tmp_path / "m", pooling="last", dimensions=2, normalize=True))
+    vectors = client.post("/embed", json={"inputs": ["a b c", "d"]}).json()["embeddings"]
+    for vector, ids in zip(vectors, ([2, 4, 5, 6, 3], [2, 7, 3]), strict=True):
+        last = hidden_states(np.array([ids]))[0, -1, :2]
+        np.testing.assert_allclose(vector, last / np.linalg.norm(last), rtol=1e-6)

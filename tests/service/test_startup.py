@@ -1,0 +1,116 @@
+"""A server while its models are loaded, and its end if that fails or is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from socket import create_server
+from time import monotonic
+
+import httpx2
+import psutil
+import pytest
+
+import service
+from tests.service.conftest import until
+from tests.service.tiny import write_encoder, write_model
+
+pytestmark = pytest.mark.process
+
+FOREVER = """
+<ir_version: 10, opset_import: ["": 18]>
+forever (float[n] x) => (float[n] y) <int64 trips = {4611686018427387904}, bool go = {1}> {
+    y = Loop(trips, go, x) <
+        body = step (int64 i, bool on, float[n] a) => (bool still, float[n] b) {
+            still = Identity(on)
+            b = Add(a, a)
+        }
+    >
+}
+"""
+"""A model whose check never ends."""
+
+PROGRAM = "import sys; from attnserve.cli.app import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+
+
+@contextmanager
+def serving(
+    model: Path, *arguments: str, **environment: str
+) -> Generator[tuple[str, subprocess.Popen[str]]]:
+    """(address, process) of the command on a free port; it may not listen yet."""
+    with create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(model), "--port", str(port), *arguments],
+        cwd=Path(service.__file__).parents[1],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    ) as process:
+        try:
+            yield f"http://127.0.0.1:{port}", process
+        finally:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+
+
+def is_live(address: str) -> bool:
+    with suppress(httpx2.TransportError):
+        return httpx2.get(f"{address}/v2/health/live").status_code == 200
+    return False
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_server_that_loads_is_live_and_not_ready_until_it_is_stopped(
+    tmp_path: Path, workers: str
+) -> None:
+    model = tmp_path / "model.onnx"
+    write_model(model, FOREVER)
+    with serving(model, "--workers", workers) as (address, process):
+        until(lambda: is_live(address))
+        assert httpx2.get(f"{address}/v2/health/ready").status_code == 503
+        for path in ("/embed", "/v2/models/any/infer", "/v2/repository/models/any/load"):
+            answer = httpx2.post(f"{address}{path}", json={"inputs": "a"})
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert "the models are being loaded" in answer.json()["error"]
+        checks = psutil.Process(process.pid).children(recursive=True)
+        stopped = monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        assert monotonic() - stopped < 60  # not the 300 s of the check
+        assert process.returncode == (128 + signal.SIGTERM if workers == "1" else 0)
+        psutil.wait_procs(checks, timeout=10)
+        assert not any(one.is_running() for one in checks)
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_server_that_cannot_load_was_live_and_exits_with_the_error(
+    tmp_path: Path, workers: str
+) -> None:
+    model = tmp_path / "model.onnx"
+    write_model(model, FOREVER)
+    with serving(model, "--workers", workers, "--probe-timeout-s", "8") as (address, process):
+        until(lambda: is_live(address))
+        assert process.wait(60) == 2
+        assert process.stderr is not None
+        *_, last, fix = process.stderr.read().splitlines()
+        assert last.startswith("error: ") and "did not load and run within 8 s" in last
+        assert "--probe-timeout-s" in fix
+
+
+def test_server_becomes_ready_after_it_was_live(tmp_path: Path) -> None:
+    with serving(write_encoder(tmp_path / "tiny")) as (address, process):
+        until(lambda: is_live(address))
+        until(lambda: httpx2.get(f"{address}/v2/health/ready").status_code == 200)
+        assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
