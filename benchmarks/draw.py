@@ -26,8 +26,6 @@ LENGTH = 256
 HEADS, GROUPS, SIZE = 8, 4, 8
 EPSILON = 1e-5
 
-Array = np.ndarray
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=description(__doc__))
@@ -43,11 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     random, parts = np.random.default_rng(options.seed), list[np.ndarray]()
     for start in range(0, options.rows, BATCH):
         rows = min(BATCH, options.rows - start)
-        tokens, last = np.full((rows, LENGTH), options.start, np.int64), np.empty(0)
-        for place, last in enumerate(logits(weights, tokens)):
-            if place + 1 < LENGTH:
-                tokens[:, place + 1] = np.argmax(last + random.gumbel(size=last.shape), -1)
-        parts.append(tokens)
+        parts.append(tokens := np.full((rows, LENGTH), options.start, np.int64))
+        last = draw(logits(weights, tokens), tokens, random)
         expected = run(session, {"idx": tokens[-8:]})[0][:, -1]
         if not np.allclose(last[-8:], expected, atol=1e-3):
             raise SystemExit("error: the model is not stories260K")
@@ -56,7 +51,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def logits(weights: list[Array], tokens: np.ndarray) -> Iterator[Array]:
+def draw(
+    steps: Iterator[np.ndarray], tokens: np.ndarray, random: np.random.Generator
+) -> np.ndarray:
+    """Fill rows of tokens (rows, length) from their first token on; returns the last logits."""
+    last = next(steps)
+    for place in range(1, tokens.shape[1]):
+        tokens[:, place] = np.argmax(last + random.gumbel(size=last.shape), -1)
+        last = next(steps)
+    return last
+
+
+def logits(weights: list[np.ndarray], tokens: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the logits (rows, vocabulary) after each token; later tokens may still be set."""
     embedding, last_norm, cos, sin, *layers, head = weights
     rows = len(tokens)
@@ -81,11 +87,11 @@ def logits(weights: list[Array], tokens: np.ndarray) -> Iterator[Array]:
         yield _normalized(x, last_norm) @ head
 
 
-def _normalized(x: Array, weight: Array) -> Array:
+def _normalized(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(EPSILON)) * weight
 
 
-def _rotated(x: Array, cos: Array, sin: Array) -> Array:
+def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     even, odd = x[..., ::2], x[..., 1::2]
     return np.stack((even * cos - odd * sin, even * sin + odd * cos), -1).reshape(x.shape)
 
