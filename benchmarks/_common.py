@@ -211,14 +211,18 @@ def write_result(name: str, options: argparse.Namespace, **content: Any) -> None
 
 
 def stored_rows(name: str) -> list[dict[str, Any]]:
-    """Return the entry "rows" of ``results/NAME.json``, which must be of this machine."""
+    """Return the entry "rows" of ``results/NAME.json``.
+
+    Rows of another machine or of other versions get an entry "machine" that says so.
+    """
     path = RESULTS / f"{name}.json"
     if not path.is_file():
         return []
     stored = json.loads(path.read_text(encoding="utf-8"))
-    if stored["machine"] != asdict(describe_machine()):
-        raise SystemExit(f"{path} is of another machine or of other versions: remove it")
-    return stored["rows"]
+    if stored["machine"] == asdict(describe_machine()):
+        return stored["rows"]
+    origin = {key: stored[key] for key in ("machine", "cpu_flags") if key in stored}
+    return [{**origin, **row} for row in stored["rows"]]
 
 
 def _argument(value: Any) -> str:

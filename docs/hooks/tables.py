@@ -98,6 +98,9 @@ def source(name: str, part: str | None = None) -> str:
         about.append(f"ONNX Runtime {machine['onnxruntime']}")
     if "date" in measured:
         about.append(measured["date"][:10])
+    others = {row["machine"]["cpu"] for row in measured.get("rows", []) if "machine" in row}
+    if others:
+        about.append(f"some rows: {', '.join(sorted(others))}")
     where = f"`benchmarks/results/{name}.json`"
     return f"*{'; '.join(about)}. Command: `{measured['command']}`. Data: {where}.*"
 

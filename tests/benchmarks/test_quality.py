@@ -98,10 +98,20 @@ def test_main_writes_each_run_and_continues(tmp_path: Path, monkeypatch: pytest.
 def test_command_has_the_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_common, "RESULTS", tmp_path)
     files = Namespace(a=[Path("/x/one"), Path("/x/two")], b=None, c=Path("/x/three"))
-    _common.write_result("some", files, rows=[1])
+    _common.write_result("some", files, rows=[{"keep": 1}])
     stored = json.loads((tmp_path / "some.json").read_text(encoding="utf-8"))
     assert stored["command"] == "python -m benchmarks.some --a one two --c three"
-    assert _common.stored_rows("some") == [1] and _common.stored_rows("none") == []
+    assert _common.stored_rows("some") == [{"keep": 1}] and _common.stored_rows("none") == []
+
+
+def test_rows_of_another_machine_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_common, "RESULTS", tmp_path)
+    old = {"machine": {"cpu": "old"}, "cpu_flags": ["avx2"], "rows": [{"keep": 1}]}
+    (tmp_path / "some.json").write_text(json.dumps(old), encoding="utf-8")
+    (row,) = _common.stored_rows("some")
+    assert row == {"keep": 1, "machine": {"cpu": "old"}, "cpu_flags": ["avx2"]}
+    _common.write_result("some", Namespace(), rows=[row, {"keep": 2}])
+    assert _common.stored_rows("some") == [row, {"keep": 2}]
 
 
 def test_batches_have_every_row_once_and_like_lengths():
