@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import attnserve
+from attnserve.models.artifact import open_artifact
 from benchmarks._common import (
     LENGTHS,
     minilm,
@@ -82,6 +83,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
         models = other_tools(original, folder)
         bases = {pairs: sts_score(original, pairs) for pairs in (options.dev, unseen)}
+        int8_kept = {
+            pairs.name: score_of_file(models["ONNX Runtime's int8"], original, pairs) / base
+            for pairs, base in bases.items()
+        }
         plans: list[dict[str, Any]] = []
         for kind, goal, calib in _runs(options, calibration, folder):
             output = folder / f"{kind}-{goal}".replace(" ", "-")
@@ -113,6 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
         "planner",
         options,
         baseline_spearman={pairs.name: base for pairs, base in bases.items()},
+        int8_of_onnxruntime_kept=int8_kept,
         plans=plans,
         speeds=speeds,
     )
@@ -139,6 +145,15 @@ def unseen_pairs(train: Path, calibration: Path, output: Path) -> Path:
     kept = [row for row in rows if seen.isdisjoint(row.split("\t"))]
     output.write_text("\n".join([header, *kept]) + "\n", encoding="utf-8")
     return output
+
+
+def score_of_file(model: Path, original: Path, pairs: Path) -> float:
+    """Return the score of an .onnx file with the tokenizer and the pooling of an artifact."""
+    artifact = open_artifact(original)
+    return attnserve.evaluate(
+        model, task="sts", data=pairs, tokenizer=artifact.tokenizer,
+        pooling=artifact.pooling, max_length=artifact.max_length,
+    ).to_json()["spearman"]  # fmt: skip
 
 
 def other_tools(original: Path, folder: Path) -> dict[str, Path]:

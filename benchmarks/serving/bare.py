@@ -6,9 +6,10 @@ With FILE, an .onnx file, that graph runs instead of the one of the folder (``ex
 graph that attnserve serves).
 
 Reads one line of JSON and answers with one. A list of texts: {"run_ms": [...], "vectors": [[...]]}
-of ``session.run`` alone, on prepared inputs, one text at a time. {"texts": [...], "batch": N,
-"seconds": S}: {"texts_per_s"} of runs of N texts of similar length, including tokenization and
-pooling, which is the rate of a server without overhead.
+of ``session.run`` alone, on prepared inputs, one text at a time. {"texts": [...], "pause_ms": P}:
+the same with a pause before each run, as a server has it between two requests. {"texts": [...],
+"batch": N, "seconds": S}: {"texts_per_s"} of runs of N texts of similar length, including
+tokenization and pooling, which is the rate of a server without overhead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,13 @@ def main() -> None:
         mask = feed["attention_mask"]
         return pool(np.asarray(hidden), mask, artifact.pooling, artifact.normalize)
 
-    def one_by_one(texts: list[str]) -> dict[str, Any]:
+    def one_by_one(texts: list[str], pause_ms: float = 0.0) -> dict[str, Any]:
         times: list[float] = []
         results: list[list[float]] = []
         for encoding in encoder.encode(texts):
             feed = encoder.batch_inputs([encoding], inputs)
+            if pause_ms:
+                sleep(pause_ms / 1e3)
             started = perf_counter()
             (hidden,) = session.run([output], feed)
             times.append((perf_counter() - started) * 1e3)
@@ -66,8 +69,9 @@ def main() -> None:
 
     for line in sys.stdin:
         question = json.loads(line)
-        batched = not isinstance(question, list)
-        answer = in_batches(**question) if batched else one_by_one(question)
+        if isinstance(question, list):
+            question = {"texts": question}
+        answer = (in_batches if "batch" in question else one_by_one)(**question)
         print(json.dumps(answer), flush=True)
 
 
