@@ -11,6 +11,7 @@ written after each of them, and ``--resume`` continues it.
 
     minilm      sentences of TRAIN to calibrate, others of it; sentences of DEV; Spearman of DEV
     sst2        CLASSIFIER is an output of benchmarks.classifier; sentences and accuracy as above
+    modernbert  the same with a CLASSIFIER of benchmarks.classifier --scratch
     stories     stories260K of llama2.c; ROWS and UNSEEN (array idx, 256 tokens) are drawn from the
                 model itself (benchmarks.draw); HUMAN has a story a line; perplexity of HUMAN
     vit         a network for MNIST; every seventh image to calibrate, 5,000 others; their accuracy
@@ -164,6 +165,7 @@ def _vit(folder: Path, model: Path, images: Path, labels: Path) -> Case:
 MODELS: dict[str, tuple[tuple[str, ...], Callable[..., Case]]] = {
     "minilm": (("TRAIN", "DEV"), _minilm),
     "sst2": (("CLASSIFIER", "TRAIN", "DEV"), _classifier),
+    "modernbert": (("CLASSIFIER", "TRAIN", "DEV"), _classifier),
     "stories": (("MODEL", "TOKENIZER", "ROWS", "UNSEEN", "HUMAN"), _stories),
     "vit": (("MODEL", "IMAGES", "LABELS"), _vit),
 }

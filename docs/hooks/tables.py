@@ -62,6 +62,7 @@ MIXTURE_MODELS = PLANNER_MODELS | {
 QUALITY_MODELS = {
     "minilm": "all-MiniLM-L6-v2",
     "sst2": "SST-2 classifier",
+    "modernbert": "ModernBERT, SST-2",
     "stories": "stories260K",
     "vit": "MNIST transformer",
 }
