@@ -18,6 +18,7 @@ import gc
 import importlib.util
 import string
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
@@ -39,8 +40,8 @@ hypothesis.settings.load_profile("attnserve")
 EXPORTING = frozenset({"exported", "minilm_export", "tiny_bert"})
 """Fixtures that run torch: a test that uses one has the mark ``export``."""
 
-SLOWEST = 10
-"""Tests that the report of processor time lists."""
+SLOWEST = 15
+"""Tests, and files of tests, that the report of processor time lists."""
 
 # fmt: off
 WORDS = [
@@ -110,8 +111,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if len(times) < SLOWEST:
         return
     terminalreporter.section(f"slowest {SLOWEST} of {sum(times.values()):.0f} s processor time")
-    for nodeid in sorted(times, key=lambda nodeid: -times[nodeid])[:SLOWEST]:
-        terminalreporter.write_line(f"{times[nodeid]:7.1f} s  {nodeid}")
+    files = Counter[str]()
+    for nodeid, seconds in times.items():
+        files[nodeid.partition("::")[0]] += seconds
+    for what in (times, files):
+        for name, seconds in Counter(what).most_common(SLOWEST):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
 
 
 @pytest.fixture(scope="session")
