@@ -372,6 +372,44 @@ def reuse_prune_speed() -> str:
     )
 
 
+def rotary() -> str:
+    """Shortened keys of a model with rotary positions."""
+    return table(
+        ["rewrite", "key elements", "MACs of a row", "same next token"],
+        [
+            [
+                {"shared": "`--collab-dk`", "truncated": "`--head-dk`"}[row["form"]],
+                str(row["key_elements"]),
+                f"{row['macs'] / 1e6:.0f} M",
+                percent(row["top1"]),
+            ]
+            for row in load("rotary")["results"]
+            if row["calibrated"]
+        ],
+    )
+
+
+def shapes() -> str:
+    """Speed and memory of pruned rotary models."""
+    lengths = ("128", "512")
+    return table(
+        ["shape", *(f"{n} tokens, of {what}" for n in lengths for what in ("exported", "best")),
+         "memory / model"],
+        [
+            [
+                row["shape"],
+                *(
+                    times(value)
+                    for n in lengths
+                    for value in (row["speedup_over"][n]["as exported"], row["vs_best"][n])
+                ),
+                f"{row['peak_rss_bytes'] / row['model_bytes']:.1f}",
+            ]
+            for row in load("shapes")["rows"]
+        ],
+    )  # fmt: skip
+
+
 def onnxsim() -> str:
     """Head pruning beside onnxsim's, on the one graph that onnxsim prunes."""
     rows = load("reuse_prune")["onnxsim"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,6 +114,9 @@ def emission_refusal(
             return Refusal("window_mask", "its mask has an axis of windows beside batch and heads")
     return None
 
+
+MOST_RUNS = 4
+"""Consecutive elements are copied as slices if a permutation has at most so many runs of them."""
 
 MASKS = (Mask, PositionBias, Weighted)
 
@@ -256,7 +260,7 @@ def emit_heads(
         turn = terms.rotary_terms[0][0]
         weight, bias = scale * matrix[:, terms.base] * turn.gain, scale * turn.offset
     else:
-        weight = matrix[:, terms.base]
+        weight = scale * matrix[:, terms.base]
     weight = make.constant(weight.reshape(len(matrix), -1), "weight", dtype)
     value = make.op("MatMul", [part.input, weight], "product")
     if np.any(bias):
@@ -266,7 +270,9 @@ def emit_heads(
     if part.norm is not None:
         value = _apply_norm(make, value, part.norm, size, dtype)
     if not plain:
-        value = _apply_rotary_terms(make, value, terms, scale, chosen, dtype)
+        value = _apply_rotary_terms(
+            make, value, terms, scale, chosen, dtype, is_scaled=part.norm is None
+        )
     if not distinct and not np.array_equal(terms.head_groups, np.arange(count)):  # grouped heads
         groups = make.integers(terms.head_groups, "groups")
         value = make.op("Gather", [value, groups], "spread", axis=1)
@@ -305,16 +311,18 @@ def _apply_rotary_terms(
     scale: float,
     heads: np.ndarray,
     dtype: ir.DataType,
+    *,
+    is_scaled: bool,
 ) -> ir.Value:
-    """Emit the sum of factor * (gain * element + offset) over the terms."""
+    """Emit the sum of factor * (gain * element + offset) over the terms.
+
+    Args:
+        scale: Of the offsets, and of the gains if ``is_scaled`` is false.
+    """
     total: ir.Value | None = None
     for turn, order in terms.rotary_terms:
-        term = value
-        if not np.array_equal(order, np.arange(terms.base.shape[1])):
-            term = make.op("Gather", [term, make.integers(order, "order")], "turn", axis=-1)
-        gain, offset = scale * turn.gain, scale * turn.offset
-        if not (gain == 1).all():
-            term = make.op("Mul", [term, make.constant(_by_head(gain), "gain", dtype)], "gained")
+        gain = turn.gain if is_scaled else scale * turn.gain
+        term, offset = _in_order(make, value, order, gain, dtype), scale * turn.offset
         if offset.any():
             added = make.constant(_by_head(offset), "offset", dtype)
             term = make.op("Add", [term, added], "offset_term")
@@ -325,6 +333,36 @@ def _apply_rotary_terms(
         total = term if total is None else make.op("Add", [total, term], "sum")
     assert total is not None
     return total
+
+
+def _in_order(
+    make: Inserter, value: ir.Value, order: np.ndarray, gain: np.ndarray, dtype: ir.DataType
+) -> ir.Value:
+    """Emit ``gain * value[..., order]``.
+
+    Halves that change places are sliced and joined: that copies rows of elements, where Gather
+    copies single ones, and takes about a third of its time.
+    """
+    runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
+    if len(runs) in range(2, MOST_RUNS + 1):
+        places = np.cumsum([0, *map(len, runs)])
+        signs = [np.unique(gain[:, a:b]) for a, b in pairwise(places)]
+        halves = [
+            make.op("Slice", [value, *(make.integers([n], "end") for n in (a, b, -1))], "half")
+            for a, b in ((run[0], run[-1] + 1) for run in runs)
+        ]
+        if all(sign.size == 1 and abs(sign[0]) == 1 for sign in signs):
+            halves = [
+                make.op("Neg", [half], "negative") if sign[0] < 0 else half
+                for half, sign in zip(halves, signs, strict=True)
+            ]
+            gain = np.ones_like(gain)
+        value = make.op("Concat", halves, "turn", axis=-1)
+    elif len(runs) > 1:
+        value = make.op("Gather", [value, make.integers(order, "order")], "turn", axis=-1)
+    if (gain == 1).all():
+        return value
+    return make.op("Mul", [value, make.constant(_by_head(gain), "gain", dtype)], "gained")
 
 
 def _by_head(array: np.ndarray) -> np.ndarray:
