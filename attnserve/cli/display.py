@@ -30,6 +30,7 @@ __all__ = [
     "print_line",
     "print_message",
     "print_qualities",
+    "print_warnings",
     "progress_bars",
     "set_log_level",
     "shorten_names",
@@ -83,6 +84,16 @@ def print_qualities(title: str, fidelity: Fidelity) -> None:
 def print_message(text: str) -> None:
     """Print a message on stderr."""
     err.print(text, markup=False)
+
+
+def print_warnings(warnings: Sequence[str], command: Any, *, quiet: bool) -> list[str]:
+    """Print warnings, unless quiet; returns them with the options of the command."""
+    options = option_names(command)
+    found = [with_options(warning, options) for warning in warnings]
+    if not quiet:
+        for warning in found:
+            print_message(f"warning: {warning}")
+    return found
 
 
 def print_line(text: str) -> None:

@@ -13,16 +13,14 @@ from attnserve.choices import Alignment, Importance, Mixing
 from attnserve.cli import options as opt
 from attnserve.cli.display import (
     make_table,
-    option_names,
     out,
     print_json,
     print_line,
-    print_message,
     print_qualities,
+    print_warnings,
     progress_bars,
     set_log_level,
     shorten_names,
-    with_options,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +62,7 @@ def optimize(
     task: opt.Task = None,
     measure: opt.SearchMeasure = "auto",
     allow: opt.Allow = None,
+    recover: opt.Recover = None,
     plan: Annotated[
         Path | None,
         opt.search_option(metavar="FILE", help="Apply a plan that `attnserve plan` wrote."),
@@ -239,6 +238,7 @@ def optimize(
             task=task,
             measure=measure,
             allow=cast("list[Allowed]", opt.parse_names(allow)),
+            recover=opt.parse_minutes("--recover", recover),
             plan=plan,
             precision=opt.parse_precision(
                 fp16=fp16, bf16=bf16, int8=int8, int8_full=int8_full, int4=int4
@@ -260,11 +260,7 @@ def optimize(
             dry_run=dry_run,
             progress=progress,
         )
-    options = option_names(command.command)
-    warnings = [with_options(warning, options) for warning in report.warnings]
-    if not quiet:
-        for warning in warnings:
-            print_message(f"warning: {warning}")
+    warnings = print_warnings(report.warnings, command.command, quiet=quiet)
     if json:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
     else:

@@ -100,6 +100,14 @@ SearchMeasure = Annotated[
     Measure, search_option(help=f"{_MEASURE} score limits the loss of the task score alone.")
 ]
 CheckMeasure = Annotated[Measure, typer.Option(help=_MEASURE)]
+Recover = Annotated[
+    str | None,
+    search_option(
+        metavar="TIME",
+        help="Train faster candidates on the calibration data within the search, for example 20m"
+        " (extra torch).",
+    ),
+]
 Allow = Annotated[
     str | None, search_option(metavar="ffn", help="Let the search remove feed-forward neurons.")
 ]
@@ -219,6 +227,26 @@ def parse_lengths(text: str | None) -> Lengths | None:
         )
     low, high = match.groups()
     return int(low) if high is None else (int(low), int(high))
+
+
+def parse_minutes(option: str, text: str | None) -> float | None:
+    """The minutes of a time such as 20m, 90s, 1.5h or 20 (minutes).
+
+    Raises:
+        InvalidArgument: It is none.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([smh]?)", text.strip())
+    if match is None:
+        from graph_passes.errors import InvalidArgument
+
+        raise InvalidArgument(
+            f"{option} is {text!r}: expected a time in minutes",
+            f"for example {option} 20m, {option} 90s or {option} 1h",
+            code="cli.minutes",
+        )
+    return float(match[1]) * {"s": 1 / 60, "m": 1.0, "h": 60.0, "": 1.0}[match[2]]
 
 
 def parse_names(text: str | None) -> list[str]:

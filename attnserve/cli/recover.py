@@ -10,14 +10,12 @@ import typer
 import attnserve
 from attnserve.cli import options as opt
 from attnserve.cli.display import (
-    option_names,
     print_json,
     print_line,
-    print_message,
     print_qualities,
+    print_warnings,
     progress_bars,
     set_log_level,
-    with_options,
 )
 
 if TYPE_CHECKING:
@@ -85,11 +83,7 @@ def recover(
             force=force,
             progress=progress,
         )
-    options = option_names(command.command)
-    warnings = [with_options(warning, options) for warning in report.warnings]
-    if not quiet:
-        for warning in warnings:
-            print_message(f"warning: {warning}")
+    warnings = print_warnings(report.warnings, command.command, quiet=quiet)
     if json:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
     else:

@@ -161,6 +161,7 @@ def optimize(
     task: TaskName | None = None,
     allow: Sequence[Allowed] = (),
     measure: Measure = "auto",
+    recover: float | None = None,
     plan: StrPath | None = None,
     precision: Precision = "float32",
     refit: bool = True,
@@ -222,6 +223,9 @@ def optimize(
         measure: The measure of quality: "similarity", "r2", "kl", "top1" or "cosine"
             (``checks.quality``); "auto" chooses it by the kind of each output; "score" limits the
             loss of the task's score alone.
+        recover: Minutes of training (``attnserve.recover``) within the search, which then takes
+            faster choices that lose too much without it; see ``search.recovery_search``. The result
+            is that without training if training brings no gain. Needs PyTorch.
         plan: A file of ``attnserve.plan``; the same plan gives the same bytes on the same machine.
         precision: "float16", "bfloat16", "int8", "int8-full" or "int4" weights, after all rewrites.
             "int8" has 7-bit weights, which are exact on every CPU; "int8-full" has 8-bit weights,
@@ -265,7 +269,7 @@ def optimize(
     }  # fmt: skip
     searched: dict[str, Any] = {
         "keep": keep, "target_speedup": target_speedup, "task": task, "eval_data": eval_data,
-        "allow": tuple(allow), "measure": measure,
+        "allow": tuple(allow), "measure": measure, "recover": recover,
     }  # fmt: skip
     mode = _mode(rewrites, searched, plan, precision, refit=refit, has_data=bool(files))
     check_cosine_bound(min_cosine)
@@ -343,6 +347,7 @@ def optimize(
         warnings=(
             *rewritten.warnings,
             *((rewritten.found.verdict,) if rewritten.found and not rewritten.found.gain else ()),
+            *_training_warnings(rewritten.found),
             *_cost_warnings(even, length, artifact.max_length),
             *_data_warnings(rewritten, report, data, length_bounds(wanted)[1]),
             *_cache_warnings(report.blocks, rewritten.applied.steps),
@@ -389,6 +394,12 @@ def _mode(
         raise InvalidArgument(
             "`eval_data`, `task`, `allow` and `measure` score apply to a search",
             "give `keep` or `target_speedup` too",
+            code="optimize.conflict",
+        )
+    if not wants_search and searched["recover"] is not None:
+        raise InvalidArgument(
+            "`recover` applies to a search",
+            "give `keep` or `target_speedup` too, or run `attnserve recover` on the result",
             code="optimize.conflict",
         )
     goal = Goal(**searched, precision=precision) if wants_search else None
@@ -461,6 +472,11 @@ def _apply(
 
 def _cost(cost: Cost, graph: ir.Model, shape: tuple[int, int]) -> ModelCost:
     return ModelCost(cost.parameters, count_macs(graph, *shape), cost.bytes)
+
+
+def _training_warnings(found: PlanReport | None) -> list[str]:
+    recovered = None if found is None else found.recovered
+    return [] if recovered is None or recovered.gain else [recovered.verdict]
 
 
 def _cost_warnings(even: int | None, sequence: int, longest: int | None) -> list[str]:
@@ -566,6 +582,9 @@ def _write(
     seed: int,
 ) -> None:
     kinds = [step.rewrite for step in report.steps]
+    recovered = None if report.found is None else report.found.recovered
+    if recovered is not None and recovered.gain:
+        kinds.append("recover")
     precision = [] if report.plan.precision == "float32" else [report.plan.precision]
     entry = {
         "rewrite": "+".join(dict.fromkeys([*kinds, *precision])) or "none",

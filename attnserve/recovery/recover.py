@@ -49,7 +49,7 @@ from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
-__all__ = ["RecoverReport", "recover"]
+__all__ = ["RecoverReport", "Recovery", "recover"]
 
 MIN_TEXTS = 8
 """The fewest distinct rows of a file, which is split into parts to fit, to choose and to prove."""
@@ -186,20 +186,11 @@ def recover(
         check_output(target, source=Path(path), force=force)
     texts = artifact if artifact.tokenizer is not None else original_artifact
     rows = load_inputs(files, original, texts, tokenizer=as_path(tokenizer))
-    smallest = min((one.source for one in rows.files or [rows]), key=lambda x: x["distinct_rows"])
-    if smallest["distinct_rows"] < MIN_TEXTS:
-        raise InvalidData(
-            f"{smallest['file']} has {smallest['distinct_rows']} distinct rows: expected at least "
-            f"{MIN_TEXTS}, and thousands for a good result",
-            "give more unlabelled text like that to be served as `data`",
-            code="recovery.few_rows",
-        )
-    device = _device(provider)
     before_threads = torch.get_num_threads()
     if threads:
         torch.set_num_threads(threads)
     try:
-        recovery = _Recovery(artifact, rewritten, original, texts, rows, measure, device, context)
+        recovery = Recovery(rewritten, original, texts, rows, measure, context)
         key = {
             "student": fingerprint(artifact),
             "teacher": fingerprint(original_artifact),
@@ -230,6 +221,19 @@ def _digest(record: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
+def _require_rows(data: Dataset) -> None:
+    """Raises: InvalidData: A file has too few rows to fit, to choose and to prove."""
+    sources = (one.source for one in data.files or [data])
+    smallest = min(sources, key=lambda source: source["distinct_rows"])
+    if smallest["distinct_rows"] < MIN_TEXTS:
+        raise InvalidData(
+            f"{smallest['file']} has {smallest['distinct_rows']} distinct rows: expected at least "
+            f"{MIN_TEXTS}, and thousands for a good result",
+            "give more unlabelled text like that to be served",
+            code="recovery.few_rows",
+        )
+
+
 def _device(provider: Provider) -> str:
     """Raises: InvalidArgument: PyTorch has no CUDA device."""
     if provider == "cuda" and not torch.cuda.is_available():
@@ -241,20 +245,38 @@ def _device(provider: Provider) -> str:
     return provider
 
 
-class _Recovery:
-    """The models and the data of one recovery."""
+class Recovery:
+    """The models and the data of one recovery.
+
+    Attributes:
+        trained: A copy of the rewritten model, whose weights are trained.
+
+    Args:
+        rewritten: In float32 or half precision; it is not changed.
+        original: The teacher.
+        texts: The artifact with the pooling of embeddings.
+        data: The rows to learn, and those to choose the best weights.
+        measure: The measure of quality that chooses the weights.
+        context: Its provider is the device of PyTorch too.
+
+    Raises:
+        InvalidModel: The models differ in inputs or outputs, or an operator cannot be trained.
+        InvalidArgument: PyTorch has no CUDA device.
+        InvalidData: Nothing in the models or in the data can be learned.
+        CheckFailed: PyTorch does not compute what ONNX Runtime computes.
+    """
 
     def __init__(
         self,
-        artifact: Artifact,
         rewritten: ir.Model,
         original: ir.Model,
         texts: Artifact,
         data: Dataset,
         measure: Measure,
-        device: str,
         context: RunContext,
     ) -> None:
+        _require_rows(data)
+        device = _device(context.provider)
         self.rewritten, self.original, self.data = rewritten, original, data
         self.texts, self.context = texts, context
         self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
@@ -283,10 +305,8 @@ class _Recovery:
         self._check_module()
         self.states = [theirs for theirs, _ in pairs]
 
-    def run(
-        self, target: Path, seconds: float, checkpoint: Checkpoint
-    ) -> tuple[RecoverReport, ir.Model]:
-        """Train, and prove; returns the report and the model to write."""
+    def train(self, seconds: float, checkpoint: Checkpoint) -> Training:
+        """Train; if the course is better, the best weights are those of ``trained``."""
         data, context = self.data, self.context
         teacher = Teacher(self.original, self.states, context)
         inputs = (*self.original.graph.inputs, *self.rewritten.graph.inputs)
@@ -307,10 +327,19 @@ class _Recovery:
         expected = [teacher(batch)[:outputs] for batch in data.choose]
         lesson = Lesson(steps, teacher, self._feed, objective, partial(self._loss, expected))
         course, best = train(self.module, lesson, seconds, checkpoint, context)
+        if course.is_better:
+            self.module.write_weights(best)
+        return course
+
+    def run(
+        self, target: Path, seconds: float, checkpoint: Checkpoint
+    ) -> tuple[RecoverReport, ir.Model]:
+        """Train, and prove; returns the report and the model to write."""
+        data = self.data
+        course = self.train(seconds, checkpoint)
         before = after = self._compare(self.rewritten, data.held_out, "prove")
         gain = False
         if course.is_better:
-            self.module.write_weights(best)
             proved = self._compare(self.trained, data.held_out, "prove")
             gain = _largest_loss(proved) < _largest_loss(before)
             after = proved if gain else before

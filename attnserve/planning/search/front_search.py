@@ -12,7 +12,7 @@ from attnserve.planning.search.goal import Goal
 from attnserve.planning.search.judge import ROUNDING, Built, Judge
 from graph_passes.errors import CheckFailed
 
-__all__ = ["FrontSearch"]
+__all__ = ["FIRST_GUESS", "INTERPOLATE", "NEAR", "SQUARED", "TIGHT", "FrontSearch"]
 
 MAX_BUILDS = 6
 """The number of choices that are built besides the first and the last."""
@@ -64,7 +64,7 @@ class FrontSearch:
         """The fastest choice that keeps enough."""
         front = self.candidates.front
         lossless = self.judge.build(front[0])  # fused operators, and the precision
-        measure, allowed = self._measure(lossless), 1 - keep
+        measure, allowed = self.measure(lossless), 1 - keep
         if (constant := self._constant(lossless)) >= keep:
             raise CheckFailed(
                 f"`keep` is {keep}, and a model that always returns the same keeps {constant:.3f} "
@@ -89,7 +89,7 @@ class FrontSearch:
         low, high = 0, len(front)  # the last that keeps enough, the first that does not
         guess = (limit - start) * FIRST_GUESS.get(measure, 1.0)
         for _ in range(MAX_BUILDS):
-            index = min(max(self._index_of(guess), low + 1), high - 1)
+            index = min(max(self.index_of(guess), low + 1), high - 1)
             if not low < index < high or self._is_near(low, high):
                 break
             measured[index] = self.judge.loss(front[index]) ** power
@@ -110,10 +110,11 @@ class FrontSearch:
         """
         front, allowed = self.candidates.front, 1 - keep
         estimate = max((built.loss + loss) / 2, allowed)
-        index = self._index_of(CAREFUL * built.choice.loss * allowed / estimate)
+        index = self.index_of(CAREFUL * built.choice.loss * allowed / estimate)
         return self.judge.build(front[max(index, 0)])
 
-    def _measure(self, built: Built) -> str:
+    def measure(self, built: Built) -> str:
+        """The measure of a built choice whose loss is the largest."""
         quality = built.fidelity.quality
         return "score" if self.goal.measure == "score" or quality is None else quality.measure
 
@@ -163,7 +164,7 @@ class FrontSearch:
             return False
         return self._predicted_ms(low) < NEAR * self._predicted_ms(high)
 
-    def _index_of(self, predicted_loss: float) -> int:
+    def index_of(self, predicted_loss: float) -> int:
         """The index of the fastest choice with at most this predicted loss."""
         losses = [choice.loss for choice in self.candidates.front]
         return int(np.searchsorted(losses, predicted_loss, side="right")) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ class Goal:
             the loss of the task's score alone.
         allow: Rewrites besides those of attention.
         precision: Of the weights, after all rewrites.
+        recover: Minutes of training, for choices that lose more than the goal allows without it.
     """
 
     keep: float | None = None
@@ -43,6 +45,7 @@ class Goal:
     allow: tuple[Allowed, ...] = ()
     precision: Precision = "float32"
     measure: Measure = "auto"
+    recover: float | None = None
 
     def __post_init__(self) -> None:
         if (self.keep is None) == (self.target_speedup is None):
@@ -74,6 +77,12 @@ class Goal:
                 "`measure` is score: expected a score to measure",
                 "give `eval_data` and `task` too",
                 code="goal.conflict",
+            )
+        if self.recover is not None and not 0 < self.recover < math.inf:
+            raise InvalidArgument(
+                f"`recover` is {self.recover}: expected minutes of training, more than 0",
+                "give for example 20",
+                code="goal.recover",
             )
         for name in self.allow:
             if name not in get_args(Allowed):

@@ -19,13 +19,13 @@ from attnserve.planning.plan import Plan
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.checkpoint import Checkpoint, digest
 from attnserve.planning.search.goal import SearchInput
-from attnserve.planning.search.limits import MIN_SPEEDUP
+from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, Speed, mean_speedup
 from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import Batch, open_session
 
-__all__ = ["ROUNDING", "Built", "Judge", "score_model"]
+__all__ = ["ROUNDING", "Built", "Judge", "refusal", "score_model"]
 
 ROUNDING = 1e-4
 """A loss below this comes from rounding."""
@@ -95,16 +95,29 @@ class Judge:
             plan, float32_model, context,
             original=given.model, data=given.data, shape=(given.batch, given.lengths[-1]),
         )  # fmt: skip
-        model = convert(
-            float32_model, plan.precision, given.data.fit, float_blocks=plan.float_blocks
-        )
-        measured = self._measure(model, given.data.choose, "choose", 0, context)
-        loss = self._bounded_loss(measured)
-        fidelity, share = measured.fidelity, measured.share
-        self._last = Built(choice, plan, float32_model, model, applied, fidelity, share, loss)
-        self.measured[choice.picks] = loss, fidelity.mean_cosine
-        self.checkpoint.add_build(digest(plan.to_json()), loss, fidelity.mean_cosine)
-        return self._last
+        self._last = built = self._built(choice, plan, float32_model, applied, context)
+        self.measured[choice.picks] = built.loss, built.fidelity.mean_cosine
+        self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
+        return built
+
+    def with_weights(self, built: Built, float32_model: ir.Model, context: RunContext) -> Built:
+        """The same choice with the weights of another model, converted and measured again."""
+        return self._built(built.choice, built.plan, float32_model, built.applied, context)
+
+    def _built(
+        self,
+        choice: Choice,
+        plan: Plan,
+        float32_model: ir.Model,
+        applied: ApplyReport,
+        context: RunContext,
+    ) -> Built:
+        """Convert a rewritten model, and measure it on the data to choose."""
+        data = self.given.data
+        model = convert(float32_model, plan.precision, data.fit, float_blocks=plan.float_blocks)
+        found = self._measure(model, data.choose, "choose", 0, context)
+        loss = self._bounded_loss(found)
+        return Built(choice, plan, float32_model, model, applied, found.fidelity, found.share, loss)
 
     def prove(self, built: Built, part: int) -> Proof:
         """Measure a built choice on the first or second part of the data for a proof."""
@@ -190,6 +203,22 @@ class Judge:
 
     def _plan(self, choice: Choice) -> Plan:
         return self.candidates.plan(choice, self.given.goal.precision)
+
+
+def refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
+    """Why a plan is not worth returning; empty if it is."""
+    is_lossy = bool(plan.changed) or plan.precision != "float32"
+    if not (is_lossy or plan.passes):
+        return "no candidate of any block is faster within the allowed loss"
+    if gain < (MIN_GAIN if is_lossy else 1.0):
+        return f"the best model runs at {gain:.2f}x the speed of the original"
+    slowest = min(speeds, key=lambda speed: speed.speedup)
+    if slowest.speedup < MIN_SPEEDUP:
+        return (
+            f"the best model runs at {slowest.speedup:.2f}x the speed of the original at "
+            f"{slowest.sequence} tokens"
+        )
+    return ""
 
 
 def score_model(given: SearchInput, model: ir.Model, context: RunContext) -> Any:

@@ -14,7 +14,17 @@ from attnserve.checks.evaluate import Share
 from attnserve.planning.plan import FORMAT, Plan
 from attnserve.reports.plots import pareto_front
 
-__all__ = ["Decision", "Outcome", "PlanReport", "Point", "Speed", "draw_front", "mean_speedup"]
+__all__ = [
+    "Decision",
+    "Outcome",
+    "PlanReport",
+    "Point",
+    "Recovered",
+    "Round",
+    "Speed",
+    "draw_front",
+    "mean_speedup",
+]
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,42 @@ class Proof:
         }
 
 
+@dataclass(frozen=True)
+class Round:
+    """A choice that was built and trained.
+
+    Attributes:
+        predicted_speedup, predicted_loss: As in ``Point``.
+        built_loss, loss: The measured loss on the data to choose, before and after the training.
+        steps, seconds: Of the training.
+        keeps: Whether the loss is one that the goal allows.
+    """
+
+    predicted_speedup: float
+    predicted_loss: float
+    built_loss: float
+    loss: float
+    steps: int
+    seconds: float
+    keeps: bool
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What training added to a search.
+
+    Attributes:
+        gain: Whether a trained model is returned.
+        verdict: One line for people.
+        torch: The version of PyTorch.
+    """
+
+    rounds: tuple[Round, ...]
+    gain: bool
+    verdict: str
+    torch: str
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """A plan and its measured effect.
@@ -114,6 +160,7 @@ class Outcome:
         speeds: Of the whole model, at all checked lengths.
         chosen: The same comparison on the data that the search looked at.
         proofs: All proofs in order; those before the last kept too little.
+        recovered: The rounds of training; None without training.
     """
 
     rewrites: Plan
@@ -124,6 +171,7 @@ class Outcome:
     speeds: Sequence[Speed]
     chosen: Fidelity | None
     proofs: Sequence[Proof]
+    recovered: Recovered | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +205,7 @@ class PlanReport(Outcome):
         whole = self.to_json()
         keys = (
             "asked", "verdict", "gain", "fidelity", "quality", "choose", "proofs", "speedup",
-            "speeds", "machine",
+            "speeds", "machine", "recovered",
         )  # fmt: skip
         return {key: whole[key] for key in keys if key in whole}
 
@@ -185,6 +233,7 @@ class PlanReport(Outcome):
             "front": [asdict(point) for point in self.front],
             "latency_ms": list(self.timed),
             "machine": self.machine,
+            **({} if self.recovered is None else {"recovered": asdict(self.recovered)}),
             "versions": dict(self.versions),
         }
 

@@ -9,6 +9,9 @@
 5. Prove: the choice is measured once on data that nothing has seen. If it keeps too little there, a
    more careful choice is proved on other data.
 
+With ``Goal.recover``, choices beyond the one that was found are trained before the proof
+(``recovery_search``).
+
 A model that is slower than the original at some length is not returned: the plan is then empty.
 """
 
@@ -42,10 +45,16 @@ from attnserve.planning.search.checkpoint import Checkpoint, digest
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.goal import Goal, SearchInput
-from attnserve.planning.search.judge import ROUNDING, Built, Judge, score_model
-from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
+from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal, score_model
 from attnserve.planning.search.model_timing import ModelTiming, time_model
-from attnserve.planning.search.report import Outcome, PlanReport, Proof, Speed, mean_speedup
+from attnserve.planning.search.report import (
+    Outcome,
+    PlanReport,
+    Proof,
+    Recovered,
+    Speed,
+    mean_speedup,
+)
 from attnserve.runtime.session import open_session, run
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidData
@@ -100,6 +109,10 @@ def search(
     if goal.precision != "float32":
         # Fails early if the model cannot be converted.
         convert(graph, goal.precision, data.fit[:1], to_nearest=True)
+    if goal.recover is not None:
+        from attnserve.planning.search.recovery_search import check_trainable  # needs PyTorch
+
+        check_trainable(given)
     original_score = None
     if goal.task is not None:
         original_score = score_model(given, graph, context.labeled("original"))
@@ -110,8 +123,28 @@ def search(
     candidates = CandidateSet.of(timing, losses)
     judge = Judge(given, candidates, checkpoint, original_score)
     front = FrontSearch(goal, candidates, judge)
-    result = _result(given, judge, *_proved(goal, judge, front, front.run()))
+    best = front.run()
+    if goal.recover is None:
+        result = _result(given, judge, *_proved(goal, judge, front, best))
+    else:
+        result = _recovered(given, front, judge, best, 60 * goal.recover)
     checkpoint.remove()
+    return result
+
+
+def _recovered(
+    given: SearchInput, front: FrontSearch, judge: Judge, plain: Built | None, seconds: float
+) -> SearchResult:
+    """The result with training, or without it if that is no better."""
+    from attnserve.planning.search.recovery_search import RecoverySearch  # needs PyTorch
+
+    recovery = RecoverySearch(given, front, judge, _key(given), seconds)
+    best, proofs, report = recovery.run(plain)
+    if best is None:
+        best, others = _proved(given.goal, judge, front, plain)
+        proofs = [*proofs, *others]
+    result = _result(given, judge, best, proofs, report)
+    recovery.remove_checkpoints()
     return result
 
 
@@ -157,6 +190,7 @@ def _search_input(
         "provider": context.provider,
         "threads": context.threads,
         "seed": context.seed,
+        **({} if goal.recover is None else {"recover": goal.recover}),
     }
     return SearchInput(
         goal, artifact, model, data, tokenizer, batch, lengths, checked, context, asked
@@ -257,7 +291,11 @@ def _proved(
 
 
 def _result(
-    given: SearchInput, judge: Judge, best: Built | None, proofs: Sequence[Proof]
+    given: SearchInput,
+    judge: Judge,
+    best: Built | None,
+    proofs: Sequence[Proof],
+    recovered: Recovered | None = None,
 ) -> SearchResult:
     """The best choice, or an empty plan if it is not faster than the original."""
     if best is None:
@@ -265,11 +303,11 @@ def _result(
         reason = (
             f"written in the fastest operators the model keeps {1 - best.loss:.4f}, less than asked"
         )
-        return _no_gain(given, judge, best, reason, [])
+        return _no_gain(given, judge, best, reason, [], recovered)
     speeds = judge.compare_speed(best.model, given.checked_lengths)
     gain = mean_speedup(speeds, given.lengths)
-    if reason := _refusal(best.plan, gain, speeds):
-        return _no_gain(given, judge, best, reason, speeds)
+    if reason := refusal(best.plan, gain, speeds):
+        return _no_gain(given, judge, best, reason, speeds, recovered)
     proof = proofs[-1]
     kept: list[str] = []
     if proof.fidelity.quality is not None:
@@ -281,38 +319,29 @@ def _result(
             f"{proof.share.standard_error:.2%})"
         )
     verdict = f"{gain:.2f}x as fast, keeping {', '.join(kept)}"
+    if recovered is not None and recovered.gain:
+        verdict += f" ({recovered.verdict})"
     outcome = Outcome(
-        best.plan, True, verdict, proof.fidelity, proof.share, speeds, best.fidelity, tuple(proofs)
-    )
+        best.plan, True, verdict, proof.fidelity, proof.share, speeds, best.fidelity,
+        tuple(proofs), recovered,
+    )  # fmt: skip
     report = _report(given, judge, best, outcome)
     return SearchResult(report, best.float32_model, best.applied)
 
 
-def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
-    """Why a plan is not worth returning; empty if it is."""
-    is_lossy = bool(plan.changed) or plan.precision != "float32"
-    if not (is_lossy or plan.passes):
-        return "no candidate of any block is faster within the allowed loss"
-    if gain < (MIN_GAIN if is_lossy else 1.0):
-        return f"the best model runs at {gain:.2f}x the speed of the original"
-    slowest = min(speeds, key=lambda speed: speed.speedup)
-    if slowest.speedup < MIN_SPEEDUP:
-        return (
-            f"the best model runs at {slowest.speedup:.2f}x the speed of the original at "
-            f"{slowest.sequence} tokens"
-        )
-    return ""
-
-
 def _no_gain(
-    given: SearchInput, judge: Judge, best: Built, reason: str, speeds: Sequence[Speed]
+    given: SearchInput,
+    judge: Judge,
+    best: Built,
+    reason: str,
+    speeds: Sequence[Speed],
+    recovered: Recovered | None,
 ) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
     same = Fidelity((), 1.0, 1.0, "the original itself")
-    report = _report(
-        given, judge, best, Outcome(Plan(), False, verdict, same, None, speeds, None, ())
-    )
+    outcome = Outcome(Plan(), False, verdict, same, None, speeds, None, (), recovered)
+    report = _report(given, judge, best, outcome)
     return SearchResult(report, given.model, ApplyReport((), is_exact=True))
 
 
@@ -329,6 +358,7 @@ def _report(given: SearchInput, judge: Judge, best: Built, outcome: Outcome) -> 
         share=outcome.share,
         chosen=outcome.chosen,
         proofs=outcome.proofs,
+        recovered=outcome.recovered,
         speeds=outcome.speeds,
         decisions=explain(judge.candidates, best.choice),
         front=front_points(judge.candidates, judge.measured),

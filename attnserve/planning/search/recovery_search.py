@@ -1,0 +1,228 @@
+"""Search for faster choices whose loss training wins back (``attnserve.recovery``).
+
+Each round builds a choice beyond the one that was found without training, trains it to give the
+outputs of the original, and measures it on the data to choose. The next round goes further along
+the front if enough was kept, and back if not. The fastest trained choice that keeps enough is
+proved on data that nothing has seen. The choice without training is the alternative; it was made
+before any proof, so that it may be proved on the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from attnserve.choices import Measure
+from attnserve.models.artifact import package_versions
+from attnserve.planning.search.checkpoint import digest
+from attnserve.planning.search.front_search import (
+    FIRST_GUESS,
+    INTERPOLATE,
+    NEAR,
+    SQUARED,
+    TIGHT,
+    FrontSearch,
+)
+from attnserve.planning.search.goal import SearchInput
+from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal
+from attnserve.planning.search.limits import MIN_GAIN
+from attnserve.planning.search.pareto import Choice
+from attnserve.planning.search.report import Proof, Recovered, Round, mean_speedup
+from attnserve.recovery import training
+from attnserve.recovery.recover import Recovery
+from attnserve.runtime.cache import cache_folder
+from graph_passes.errors import AttnserveError
+
+__all__ = ["RecoverySearch", "Trained", "check_trainable"]
+
+ROUNDS = 3
+
+STEP = 2.0
+"""The predicted loss grows or shrinks by at most this factor from one round to the next; the first
+round takes this many times the loss of the choice without training."""
+
+PROOFS = 2
+"""The parts of the data for proofs."""
+
+
+class Trained(NamedTuple):
+    """The result of a search with training.
+
+    Attributes:
+        best: The proved choice; None if the one without training is the better.
+        proofs: All proofs of trained choices, in order.
+    """
+
+    best: Built | None
+    proofs: list[Proof]
+    report: Recovered
+
+
+def check_trainable(given: SearchInput) -> None:
+    """Check that the original can be trained: its operators, its outputs, and the data.
+
+    Raises:
+        InvalidModel: An operator cannot be trained.
+        InvalidArgument: PyTorch has no CUDA device.
+        InvalidData: There are too few rows, or nothing can be learned.
+        CheckFailed: PyTorch does not compute what ONNX Runtime computes.
+    """
+    context = replace(given.context, threads=0).labeled("can be trained")
+    Recovery(given.model, given.model, given.artifact, given.data, _measure(given), context)
+
+
+def _measure(given: SearchInput) -> Measure:
+    """The measure that chooses weights, which cannot be the score of a task."""
+    return "auto" if given.goal.measure == "score" else given.goal.measure
+
+
+@dataclass(eq=False)
+class RecoverySearch:
+    """Rounds of building, training and measuring.
+
+    Attributes:
+        key: The name of the search's checkpoint.
+        seconds: The time left for training.
+        rounds: The rounds so far.
+        found: The trained choices that keep enough, the fastest first.
+    """
+
+    given: SearchInput
+    front: FrontSearch
+    judge: Judge
+    key: str
+    seconds: float
+    rounds: list[Round] = field(default_factory=list[Round])
+    found: list[Built] = field(default_factory=list[Built])
+    _checkpoints: list[training.Checkpoint] = field(default_factory=list[training.Checkpoint])
+
+    def run(self, plain: Built | None) -> Trained:
+        """Train choices that are faster than ``plain``, the one without training, and prove one.
+
+        Without ``keep``, the choice itself is trained. An error in a round ends the rounds.
+        """
+        if plain is None:
+            return self._no_gain("even lossless rewrites keep too little")
+        problem = ""
+        try:
+            self._train_choices(plain)
+        except AttnserveError as error:
+            problem = error.what
+        if not self.found:
+            return self._no_gain(problem or self._shortage())
+        return self._proved(plain)
+
+    def remove_checkpoints(self) -> None:
+        """Delete the weights from which an interrupted search continues."""
+        for checkpoint in self._checkpoints:
+            checkpoint.remove()
+
+    def _train_choices(self, plain: Built) -> None:
+        keep = self.given.goal.keep
+        if keep is None:
+            self._train(plain.choice, 1, plain.loss * (1 - ROUNDING), self.seconds)
+            return
+        allowed, front = 1 - keep, self.front.candidates.front
+        if allowed <= ROUNDING:
+            return
+        measure = self.front.measure(plain)
+        power = 2 if measure in SQUARED else 1
+        low, high = front.index(plain.choice), len(front)  # keeps enough, keeps too little
+        target = STEP * plain.choice.loss or FIRST_GUESS.get(measure, 1.0) * allowed
+        for number in range(1, ROUNDS + 1):
+            index = min(max(self.front.index_of(target), low + 1), high - 1)
+            if index <= low or self._ms(front[low]) < NEAR * self._ms(front[index]):
+                break
+            seconds = self.seconds / (ROUNDS + 1 - number)
+            built = self._train(front[index], number, allowed, seconds)
+            if built.loss > allowed:
+                high = index
+            elif built.loss >= TIGHT * allowed:
+                break
+            else:
+                low = index
+            share = INTERPOLATE * (allowed / max(built.loss, 1e-9)) ** power
+            target = front[index].loss * float(np.clip(share, 1 / STEP, STEP))
+
+    def _train(self, choice: Choice, number: int, allowed: float, seconds: float) -> Built:
+        """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
+        given = self.given
+        built = self.judge.build(choice)
+        context = replace(given.context, threads=0).labeled(f"round {number}")
+        recovery = Recovery(
+            built.float32_model, given.model, given.artifact, given.data, _measure(given), context
+        )
+        name = digest((self.key, built.plan.to_json()))
+        checkpoint = training.Checkpoint(cache_folder() / "recover", name)
+        self._checkpoints.append(checkpoint)
+        course = recovery.train(seconds, checkpoint)
+        self.seconds = max(self.seconds - course.seconds, 0.0)
+        best = built
+        if course.is_better:
+            trained = self.judge.with_weights(built, recovery.trained, context)
+            best = min(built, trained, key=lambda one: one.loss)
+        keeps = best.loss <= allowed
+        self.rounds.append(
+            Round(
+                self.front.candidates.predicted_speedup(choice), choice.loss, built.loss,
+                best.loss, course.steps, course.seconds, keeps,
+            )
+        )  # fmt: skip
+        if keeps:
+            self.found.insert(0, best)
+        return best
+
+    def _ms(self, choice: Choice) -> float:
+        return self.front.candidates.predicted_ms(choice)
+
+    def _proved(self, plain: Built) -> Trained:
+        """Prove the fastest trained choice, or else the next one, if it is faster than ``plain``.
+
+        Without ``keep``, it must lose less than ``plain``.
+        """
+        given, judge = self.given, self.judge
+        keep, proofs = given.goal.keep, list[Proof]()
+        without = mean_speedup(judge.compare_speed(plain.model, given.checked_lengths),
+                               given.lengths)  # fmt: skip
+        reason = ""
+        for built in self.found:
+            speeds = judge.compare_speed(built.model, given.checked_lengths)
+            gain = mean_speedup(speeds, given.lengths)
+            if keep is not None and gain < MIN_GAIN * without:
+                reason = reason or f"{gain:.2f}x with it, {without:.2f}x without"
+                continue
+            if refused := refusal(built.plan, gain, speeds):
+                reason = reason or refused
+                continue
+            if len(proofs) == PROOFS:
+                break
+            allowed = judge.prove(plain, 0).loss if keep is None else max(1 - keep, ROUNDING)
+            proofs.append(judge.prove(built, len(proofs)))
+            if proofs[-1].loss <= allowed:
+                return Trained(built, proofs, self._report(True, self._verdict(gain, without)))
+            reason = "a trained model kept too little on unseen data"
+        return self._no_gain(reason, proofs)
+
+    def _verdict(self, gain: float, without: float) -> str:
+        minutes = sum(one.seconds for one in self.rounds) / 60
+        count = f"{len(self.rounds)} round{'s' * (len(self.rounds) > 1)}"
+        after = f"{count} of training in {minutes:.1f} minutes"
+        return f"{gain:.2f}x after {after}, {without:.2f}x without"
+
+    def _shortage(self) -> str:
+        """Why no trained choice was found."""
+        if not self.rounds:
+            return "no faster candidate is left, or no loss is allowed"
+        kept = 1 - min(one.loss for one in self.rounds)
+        return f"the best of {len(self.rounds)} trained models keeps {kept:.4f}"
+
+    def _no_gain(self, reason: str, proofs: Sequence[Proof] = ()) -> Trained:
+        verdict = f"no gain by training: {reason}; the result without training is returned"
+        return Trained(None, list(proofs), self._report(False, verdict))
+
+    def _report(self, gain: bool, verdict: str) -> Recovered:
+        torch = package_versions(["torch"]).get("torch", "")
+        return Recovered(tuple(self.rounds), gain, verdict, torch)

@@ -1,0 +1,223 @@
+"""``optimize --keep --recover``: a search that trains faster choices, on a tiny BERT.
+
+Times are counted (``costs``), and the clock of the training runs by calls.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+
+import attnserve  # noqa: E402
+from attnserve.cli.app import main  # noqa: E402
+from attnserve.cli.options import parse_minutes  # noqa: E402
+from attnserve.planning.optimize import OptimizeReport  # noqa: E402
+from attnserve.planning.search import recovery_search, search  # noqa: E402
+from attnserve.recovery import training  # noqa: E402
+from attnserve.recovery.operators import OPERATORS  # noqa: E402
+from attnserve.runtime.cache import cache_folder  # noqa: E402
+from graph_passes.errors import AttnserveError  # noqa: E402
+from tests.attnserve.cli.commands import python  # noqa: E402
+from tests.attnserve.costs import count_instead_of_timing  # noqa: E402
+
+KEEP = 0.7
+MINUTES = 2.0
+"""Of a clock that runs by calls: about 90 steps in each of three rounds."""
+
+Optimize = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(np.arange(0, 1e6, 0.2))
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    monkeypatch.setattr(training, "LEARNING_RATE", 1e-2)
+    count_instead_of_timing(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+    chosen = random.Random(1)
+    lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 12))) for _ in range(700)]
+    path = tmp_path_factory.mktemp("texts") / "texts.txt"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def optimize(model: Path, output: Path, texts: Path, **options: Any) -> Any:
+    request: dict[str, Any] = {
+        "keep": KEEP,
+        "allow": ["ffn"],
+        "sequence": 16,
+        "threads": 1,
+        **options,
+    }
+    return attnserve.optimize(model, output, calib=texts, **request)
+
+
+@pytest.fixture
+def optimized(tiny: Path, texts: Path, tmp_path: Path) -> Optimize:
+    """Optimize the tiny model; the output is the folder ``out``."""
+    return partial(optimize, tiny, tmp_path / "out", texts)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> OptimizeReport:
+    """The result of the search without training."""
+    with pytest.MonkeyPatch.context() as patch:
+        count_instead_of_timing(patch)
+        folder = tmp_path_factory.mktemp("plain")
+        patch.setenv("ATTNSERVE_CACHE", str(folder / "cache"))
+        return optimize(tiny, folder / "plain", texts)
+
+
+def lineage(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "attnserve.json").read_text())["lineage"][-1]
+
+
+def checkpoints() -> list[Path]:
+    return [*(cache_folder() / "recover").glob("*"), *(cache_folder() / "plans").glob("*")]
+
+
+@pytest.mark.timing(seconds=30)
+def test_search_with_training_finds_a_faster_model(
+    plain: OptimizeReport, optimized: Optimize, tmp_path: Path
+):
+    stages: list[tuple[str, int, int]] = []
+    found = optimized(recover=MINUTES, progress=lambda *stage: stages.append(stage)).found
+    recovered = found.recovered
+    assert recovered.gain and 1 <= len(recovered.rounds) <= recovery_search.ROUNDS
+    assert plain.found is not None and found.speedup > 1.01 * plain.found.speedup
+    # The promise of the search, on data to choose and on data that nothing has seen.
+    assert found.chosen.quality.loss <= 1 - KEEP
+    assert found.proofs[-1].loss <= 1 - KEEP
+    assert found.fidelity.quality.split == "prove"
+    kept = [one for one in recovered.rounds if one.keeps]
+    assert kept and all(one.steps and one.loss < one.built_loss for one in kept)
+    assert max(one.built_loss for one in kept) > 1 - KEEP  # too much without training
+    assert sum(one.seconds for one in recovered.rounds) < 1.05 * 60 * MINUTES
+    assert any(stage == "round 1: train (s)" and total for stage, _, total in stages)
+    assert not checkpoints()
+    entry = lineage(tmp_path / "out")
+    assert entry["rewrite"].endswith("+recover")
+    assert entry["search"]["asked"]["recover"] == MINUTES
+    assert len(entry["search"]["recovered"]["rounds"]) == len(recovered.rounds)
+    assert "recovered" not in lineage(plain.output.parent)["search"]
+
+
+@pytest.mark.timing(seconds=20)
+def test_training_that_fails_returns_the_model_of_the_plain_search(
+    plain: OptimizeReport, optimized: Optimize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training, "LEARNING_RATE", 1e30)
+    report = optimized(recover=MINUTES / 8)
+    assert report.found.gain and not report.found.recovered.gain
+    assert "not finite" in report.found.recovered.verdict
+    assert any(warning.startswith("no gain by training") for warning in report.warnings)
+    assert report.plan.to_json() == plain.plan.to_json()
+    assert report.fidelity == plain.fidelity
+    same = attnserve.verify(plain.output, tmp_path / "out")
+    assert same.outputs[0].max_abs_error == 0
+    assert "recover" not in lineage(tmp_path / "out")["rewrite"]
+
+
+@pytest.mark.timing(seconds=20)
+def test_interrupted_round_continues_from_its_checkpoint(optimized: Optimize, tmp_path: Path):
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage.startswith("round 1: train") and done > 5:
+            raise KeyboardInterrupt
+
+    minutes = MINUTES / 4
+    with pytest.raises(KeyboardInterrupt):
+        optimized(recover=minutes, progress=interrupt)
+    assert len(checkpoints()) == 2 and not (tmp_path / "out").exists()
+    trained: list[int] = []
+
+    def count(stage: str, done: int, total: int) -> None:
+        if stage.startswith("round 1: train"):
+            trained.append(done)
+
+    report = optimized(recover=minutes, progress=count)
+    assert trained[0] > 2  # the seconds before the interruption count
+    assert report.found.recovered.rounds[0].seconds >= 9
+    assert not checkpoints()
+
+
+@pytest.mark.timing(seconds=20)
+def test_training_for_a_target_speedup_loses_less(optimized: Optimize):
+    report = optimized(keep=None, target_speedup=1.8, recover=MINUTES / 3)
+    recovered = report.found.recovered
+    assert len(recovered.rounds) == 1 and report.found.speedup >= 1.8
+    assert recovered.gain and recovered.rounds[0].loss < recovered.rounds[0].built_loss
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"recover": 0.0}, "goal.recover"),
+        ({"recover": float("nan")}, "goal.recover"),
+        ({"recover": 1.0, "keep": None, "prune": 0.5, "allow": ()}, "optimize.conflict"),
+        ({"recover": 1.0, "keep": None, "allow": ()}, "optimize.conflict"),
+    ],
+    ids=str,
+)
+def test_recover_that_makes_no_sense_is_refused(
+    optimized: Optimize, options: dict[str, Any], code: str, tmp_path: Path
+):
+    with pytest.raises(AttnserveError) as caught:
+        optimized(**options)
+    assert caught.value.code == code and "`recover`" in caught.value.what
+    assert not (tmp_path / "out").exists()
+
+
+def test_operator_that_cannot_be_trained_is_refused_before_the_search(
+    tiny: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def searched(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("nothing is timed before the check")
+
+    monkeypatch.setattr(search, "time_model", searched)
+    key = next(key for key in OPERATORS if "Erf" in str(key))
+    monkeypatch.delitem(OPERATORS, key)
+    with pytest.raises(AttnserveError) as caught:
+        attnserve.optimize(tiny, tmp_path / "out", keep=KEEP, calib=texts, recover=1.0)
+    assert caught.value.code == "recovery.operator" and "Erf" in caught.value.what
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_reads_the_time_of_the_training(
+    tiny: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert [parse_minutes("--recover", t) for t in (None, "20m", "90s", "1.5h", "20")] == [
+        None, 20.0, 1.5, 90.0, 20.0,
+    ]  # fmt: skip
+    command = ["optimize", tiny, "--keep", "0.9", "--calib", texts, "-o", tmp_path / "out"]
+    assert main([str(part) for part in (*command, "--recover", "20 days")]) == 2
+    assert "--recover is '20 days'" in capsys.readouterr().err
+    assert main([str(part) for part in (*command, "--recover", "0m")]) == 2
+    assert "--recover is 0.0" in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_search_with_training_without_torch_names_the_extra(
+    tiny: Path, texts: Path, tmp_path: Path
+):
+    done = python(
+        "import sys; sys.modules['torch'] = None\n"
+        "from attnserve.__main__ import main; sys.exit(main(sys.argv[1:]))",
+        "optimize", tiny, "--keep", "0.9", "--calib", texts, "--recover", "1m",
+        "-o", tmp_path / "o",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "attnserve[torch]" in done.stderr and len(done.stderr.splitlines()) == 2
