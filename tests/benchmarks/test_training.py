@@ -17,6 +17,7 @@ from benchmarks.training import translation
 from benchmarks.training.data import EOS, FILES, Corpus, batches, read_corpus, tensors
 from benchmarks.training.loop import Training
 from benchmarks.training.variants import EXPERIMENTS, SAME, VARIANTS, Settings, find
+from docs.hooks import training as pages
 
 WORDS = {"man": "Mann", "dog": "Hund", "house": "Haus", "runs": "rennt", "red": "rot", "a": "ein"}
 
@@ -179,3 +180,33 @@ def test_command_writes_results_and_resumes(
 def test_missing_file_is_named(tmp_path: Path):
     with pytest.raises(SystemExit, match=r"multi30k_train\.en does not exist"):
         read_corpus(tmp_path, tmp_path, vocabulary=280, longest=32)
+
+
+def test_pages_show_results_claims_and_what_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.translation("grouped").count("not measured") == len(EXPERIMENTS["grouped"])
+    assert "not measured" in pages.translation_curves("grouped")
+    for seed, score in enumerate((30.0, 31.0)):
+        run = {
+            "variant": "vanilla", "seed": seed, "bleu": score, "parameters": 1e6, "macs": 2e6,
+            "steps_per_cpu_s": 3.0, "settings": TINY.to_json(), "pairs": 40,
+            "curve": [{"step": step, "train_loss": 3.0, "val_loss": 2.0} for step in (2, 4)],
+            "machine": {"cpu": "C", "torch": "2", "threads": 1, "shared": True},
+        }  # fmt: skip
+        _common.write_json(tmp_path / "training" / f"translation-vanilla-{seed}.json", run)
+    for experiment, name in (("grouped", "vanilla"), ("collaborative", "concatenated")):
+        row = next(r for r in pages.translation(experiment).splitlines() if f"| {name} |" in r)
+        assert EXPERIMENTS[experiment][name] in row and "30.5 (30.0 to 31.0)" in row
+        assert (
+            pages.translation(experiment).count("not measured") == len(EXPERIMENTS[experiment]) - 1
+        )
+        assert "<svg" in pages.translation_curves(experiment)
+    assert "shared with other processes" in pages.translation_source()
+    _common.write_json(
+        tmp_path / "training" / "translation-ght-0.json",
+        {**run, "variant": "ght", "settings": {**TINY.to_json(), "steps": 5}},
+    )
+    with pytest.raises(ValueError, match="different settings"):
+        pages.translation("grouped")
