@@ -13,9 +13,9 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-from docs.hooks import reference, tables
+from docs.hooks import reference, tables, training
 
-MODULES = {"tables": tables, "reference": reference}
+MODULES = {"tables": tables, "reference": reference, "training": training}
 DIRECTIVE = re.compile(r"^<!-- generate: (\w+)\.(\w+)(?: ([\w ]+))? -->$", re.MULTILINE)
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
