@@ -6,6 +6,7 @@ from typing import Literal
 
 __all__ = [
     "INTEGER",
+    "Activation",
     "Alignment",
     "Attention",
     "Exporter",
@@ -19,6 +20,7 @@ __all__ = [
     "TaskName",
 ]
 
+Activation = Literal["sigmoid", "softmax", "identity"]
 Alignment = Literal["similarity", "index"]
 Attention = Literal["sdpa", "eager"]
 Exporter = Literal["dynamo", "torchscript"]

@@ -39,7 +39,7 @@ from attnserve.models.tokenizer import (
     Text,
     TextEncoder,
     embed_texts,
-    load_tokenizer,
+    load_encoder,
     output_name,
     run_texts,
 )
@@ -71,12 +71,7 @@ class Run:
 
     @cached_property
     def encoder(self) -> TextEncoder:
-        artifact = self.artifact
-        return load_tokenizer(
-            self.tokenizer or artifact.folder,
-            max_length=artifact.max_length,
-            padding=artifact.padding,
-        )
+        return load_encoder(self.artifact, self.tokenizer)
 
     @cached_property
     def output(self) -> str:

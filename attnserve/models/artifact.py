@@ -24,7 +24,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from attnserve.choices import Padding, Pooling, Similarity
+from attnserve.choices import Activation, Padding, Pooling, Similarity
 from attnserve.models.onnx_validation import validated
 from attnserve.paths import StrPath
 from attnserve.runtime.external_data import external_files, map_external_data
@@ -82,9 +82,28 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "output": (lambda value: isinstance(value, str | None), "the name of an output"),
     "prompts": (lambda value: _is_texts(value), "a JSON object of texts"),
     "default_prompt": (lambda value: isinstance(value, str | None), "a name of prompts"),
+    "activation": (
+        lambda value: value in (None, "sigmoid", "softmax", "identity"),
+        "sigmoid, softmax or identity",
+    ),
+    "template": (
+        lambda value: value is None or _is_template(value),
+        "a text with {query} and {document}, once each",
+    ),
+    "first_position": (
+        lambda value: value is None or (type(value) is int and value >= 0), "a position from 0",
+    ),
     "id2label": (lambda value: isinstance(value, dict | list | None), "a JSON object or list"),
 }  # fmt: skip
 """Fields of the record: what is valid, in code and in words."""
+
+POSITIONS_AFTER_PADDING = frozenset(
+    {
+        "camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet",
+        "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    }
+)  # fmt: skip
+"""Values of ``model_type`` in config.json whose position ids start at ``pad_token_id`` + 1."""
 
 COMPANIONS = (
     "tokenizer.json",
@@ -103,8 +122,9 @@ class Artifact:
         model: The .onnx file.
         record: The parsed attnserve.json; empty if there is none. Keys: ``source``, ``max_length``
             (tokens) and those of an embedding (``pooling``, ``normalize``, ``dimensions``,
-            ``prompts``, ``default_prompt``, ``similarity``) from ``export``; ``lineage`` (one
-            entry per rewrite, oldest first) from ``optimize``.
+            ``prompts``, ``default_prompt``, ``similarity``) and of scores (``activation``,
+            ``template``) from ``export``; ``lineage`` (one entry per rewrite, oldest first) from
+            ``optimize``.
         shared: A folder with companion files for all versions of a model, used for files that are
             not in the model's folder.
     """
@@ -172,6 +192,44 @@ class Artifact:
         """The side of padding; "left" is for graphs that pool the last position themselves."""
         return self.record.get("padding") or "right"
 
+    @property
+    def activation(self) -> Activation | None:
+        """What turns logits into scores; None for softmax, or sigmoid of a single logit."""
+        return self.record.get("activation")
+
+    @property
+    def template(self) -> str | None:
+        """The text of a pair, with {query} and {document}; None if the tokenizer joins pairs."""
+        return self.record.get("template")
+
+    @property
+    def first_position(self) -> int:
+        """The position id of the first token, for graphs with an input ``position_ids``.
+
+        Those of RoBERTa's family start after the id of the pad token.
+
+        Raises:
+            InvalidModel: config.json is not valid.
+        """
+        if (stated := self.record.get("first_position")) is not None:
+            return stated
+        config = self.config
+        if config.get("model_type") not in POSITIONS_AFTER_PADDING:
+            return 0
+        pad = config.get("pad_token_id", 1)
+        return pad + 1 if isinstance(pad, int) else 0
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config.json of the model; empty without one, or if it is not an object.
+
+        Raises:
+            InvalidModel: It is not JSON.
+        """
+        path = self.companion("config.json")
+        config: Any = read_json(path) if path else {}
+        return cast(dict[str, Any], config) if isinstance(config, dict) else {}
+
     def prompt(self, *names: str) -> str:
         """The prompt with the first of these names that exists, else the default prompt."""
         found = (self.prompts[name] for name in names if name in self.prompts)
@@ -204,9 +262,7 @@ class Artifact:
         """
         labels: Any = self.record.get("id2label")
         if labels is None:
-            path = self.companion("config.json")
-            config: Any = read_json(path) if path else {}
-            labels = config.get("id2label") if isinstance(config, dict) else None
+            labels = self.config.get("id2label")
         if isinstance(labels, list):
             labels = dict(enumerate(labels))
         if not isinstance(labels, dict):
@@ -646,6 +702,10 @@ def _is_texts(value: Any) -> bool:
         isinstance(value, dict)
         and all(isinstance(text, str) for text in cast(dict[str, Any], value).values())
     )
+
+
+def _is_template(value: Any) -> bool:
+    return isinstance(value, str) and value.count("{query}") == value.count("{document}") == 1
 
 
 def _data_file(model: Path) -> Path:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.lengths import Lengths, length_bounds
-from attnserve.models.tokenizer import Encoding, Text, TextEncoder, load_tokenizer, read_sentences
+from attnserve.models.tokenizer import Encoding, Text, TextEncoder, load_encoder, read_sentences
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidArgument, InvalidData
 
@@ -261,9 +261,7 @@ def _read_file(
                 "pass its path as `tokenizer`, or use an .npz of input arrays",
                 code="data.no_tokenizer",
             )
-        encoder = load_tokenizer(
-            encoder_path, max_length=artifact.max_length, padding=artifact.padding
-        )
+        encoder = load_encoder(artifact, encoder_path)
         texts = read_sentences(path)
         are_pairs = artifact.record.get("task") == "rerank"
         rows = encoder.encode([_pair(line) for line in texts] if are_pairs else texts)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.choices import Attention, Exporter, Pooling
+from attnserve.choices import Activation, Attention, Exporter, Pooling
 from attnserve.models.artifact import (
     COMPANIONS,
     check_output,
@@ -36,7 +36,21 @@ from attnserve.models.artifact import (
     staged,
     write_record,
 )
-from attnserve.models.sentence_transformers import Embedding, read_embedding, read_max_length
+from attnserve.models.heads import (
+    dense_layers,
+    first_line,
+    pair_template,
+    pooling_head,
+    scorer,
+    scores_by_token,
+    token_score,
+)
+from attnserve.models.sentence_transformers import (
+    Embedding,
+    read_activation,
+    read_embedding,
+    read_max_length,
+)
 from attnserve.models.tokenizer import UNBOUNDED
 from attnserve.paths import StrPath
 from attnserve.runtime.session import open_session
@@ -77,6 +91,14 @@ INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 TOLERANCE = 1e-3
 """Maximum difference from PyTorch, relative to the largest output; usual values are 1e-6."""
 
+SCORING = Task("AutoModelForCausalLM", ("logits",), per_token=False)
+"""The task "rerank" of a language model whose score is the logit of one token after the pair."""
+
+PROBLEMS: dict[str | None, Activation] = {
+    "multi_label_classification": "sigmoid", "regression": "identity",
+}  # fmt: skip
+"""The activation of classifiers by ``problem_type`` of transformers; others have the default."""
+
 EXAMPLE = (2, 7)
 CHECKED = ((3, 11), (1, 24))
 """(batch, sequence) of the check; they differ from ``EXAMPLE`` to detect constant sizes."""
@@ -98,6 +120,8 @@ class ExportReport:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     embedding: Embedding
+    activation: Activation | None
+    template: str | None
     max_length: int | None
     max_abs_error: float
     relative_error: float
@@ -137,7 +161,7 @@ def export(
         model: A folder with config.json, weights and tokenizer, or an id on the Hugging Face hub.
         folder: The folder for model.onnx, the tokenizer files and attnserve.json.
         task: One of ``TASKS``; None is "feature-extraction" (output last_hidden_state). "rerank"
-            is a classifier of pairs with one logit.
+            is a classifier of pairs with one logit, or a language model that answers yes or no.
         exporter: "dynamo" (torch.export) or "torchscript" (tracing).
         opset: Opset of ai.onnx; by default 18 for dynamo and 17 for torchscript.
         attention: Attention implementation of transformers; each gives a different graph.
@@ -169,21 +193,33 @@ def export(
     torch, transformers = _require_torch()
     source = _find(model)
     with _quiet():
+        if name == "rerank" and scores_by_token(source):
+            kind = SCORING
         network, tokenizer = _load(transformers, source, kind, attention)
     limit = _position_limit(network)
-    embedding, head = Embedding(pooling="none"), None
+    embedding, head, activation, template = Embedding(pooling="none"), None, None, None
     if name == "feature-extraction":
         embedding = read_embedding(source)
         embedding = replace(embedding, dimensions=dimensions or embedding.dimensions)
-        head = _pooled_dense(torch, embedding) if embedding.dense else None
+        if embedding.dense:
+            head = pooling_head(torch, embedding.pooling, dense_layers(torch, embedding))
+    elif kind is SCORING:
+        template = pair_template(source, tokenizer, network.config.model_type)
+        with _quiet():
+            network, head = scorer(torch, network, token_score(source, tokenizer))
+        activation = read_activation(source, 1)
     elif name == "rerank" and network.config.num_labels != 1:
         raise InvalidArgument(
             f"{model}: the model has {network.config.num_labels} classes: a reranker has one score",
             "set `task` to sequence-classification",
             code="export.not_reranker",
         )
+    elif name in ("rerank", "sequence-classification"):
+        activation = read_activation(source, network.config.num_labels)
+        if name == "sequence-classification" and activation is None:
+            activation = PROBLEMS.get(network.config.problem_type)
     width = network.config.hidden_size
-    if head is not None:
+    if head is not None and kind is not SCORING:
         kind = Task(kind.auto_class, ("sentence_embedding",), per_token=False)
         embedding = replace(embedding, pooling="none", dense=())
         width = head.layers[-2].out_features
@@ -208,7 +244,8 @@ def export(
                 graph = _trace(torch, wrapper, example, kind, exporter, opset, limit, scratch)
             except Exception as error:
                 raise InvalidModel(
-                    f"{model}: the {exporter} exporter failed at opset {opset}: {_first(error)}",
+                    f"{model}: the {exporter} exporter failed at opset {opset}:"
+                    f" {first_line(error)}",
                     "try the other `exporter`, eager `attention`, or another `opset`",
                     code="export.failed",
                 ) from error
@@ -228,6 +265,8 @@ def export(
             inputs=inputs,
             outputs=kind.outputs,
             embedding=embedding,
+            activation=activation,
+            template=template,
             max_length=max_length,
             max_abs_error=absolute,
             relative_error=relative,
@@ -316,7 +355,7 @@ def _find(model: str) -> Path:
     except Exception as error:  # OSError, HfHubHTTPError, HFValidationError, ...
         raise InvalidModel(
             f"{model}: no such folder, and not found on the Hugging Face hub or in its cache"
-            f" ({_first(error)})",
+            f" ({first_line(error)})",
             "pass a local folder with config.json, weights and tokenizer; or an id, when online",
             code="export.not_found",
         ) from error
@@ -373,7 +412,7 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:
         raise InvalidModel(
-            f"{source}: the tokenizer cannot be loaded: {_first(error)}",
+            f"{source}: the tokenizer cannot be loaded: {first_line(error)}",
             "put tokenizer.json and tokenizer_config.json into the folder",
             code="export.tokenizer",
         ) from error
@@ -409,7 +448,7 @@ def _load_error(source: Path, attention: Attention, error: Exception) -> Invalid
             code="export.no_weights",
         )
     return InvalidModel(
-        f"{source}: transformers cannot load it: {_first(error)}",
+        f"{source}: transformers cannot load it: {first_line(error)}",
         "check config.json and the weights, or download the model again",
         code="export.load",
     )
@@ -430,49 +469,6 @@ def _position_limit(network: Any) -> int | None:
 def _input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
     accepted = inspect.signature(network.forward).parameters
     return tuple(n for n in INPUTS if n in accepted and n in tokenizer.model_input_names)
-
-
-def _pooled_dense(torch: Any, embedding: Embedding) -> Any:
-    """A module from (hidden states B S D, mask B S) to embeddings: pooling and dense layers.
-
-    Raises:
-        InvalidModel: The weights of a layer cannot be read.
-    """
-    from safetensors.torch import load_file
-
-    layers: list[Any] = []
-    for one in embedding.dense:
-        try:
-            weights = load_file(one.weights)
-            weight, bias = weights["linear.weight"], weights.get("linear.bias")
-            linear = torch.nn.Linear(*reversed(weight.shape), bias=bias is not None)
-            linear.load_state_dict(
-                {"weight": weight.float()} | ({} if bias is None else {"bias": bias.float()})
-            )
-        except Exception as error:  # SafetensorError, KeyError, RuntimeError of another shape
-            raise InvalidModel(
-                f"{one.weights}: not the weights of a linear layer: {_first(error)}",
-                "download the model again",
-                code="export.load",
-            ) from error
-        layers += [linear, getattr(torch.nn, one.activation)()]
-
-    class Head(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.Sequential(*layers)
-
-        def forward(self, hidden: Any, mask: Any) -> Any:
-            weights = mask.to(hidden.dtype)
-            if embedding.pooling != "mean":  # one token: the first or the last one that is real
-                places = torch.arange(mask.shape[1]) + 1
-                order = places if embedding.pooling == "last" else -places + mask.shape[1] + 1
-                found = mask * order  # B S
-                weights = (found == found.max(dim=1, keepdim=True).values).to(hidden.dtype)
-            pooled = (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
-            return self.layers(pooled)
-
-    return Head()
 
 
 def _wrapper(
@@ -588,7 +584,7 @@ def _compare(
         except Exception as error:  # onnxruntime has an exception class for each status
             raise CheckFailed(
                 f"ONNX Runtime fails on the exported graph at shape"
-                f" {feed['input_ids'].shape}: {_first(error)}",
+                f" {feed['input_ids'].shape}: {first_line(error)}",
                 "nothing was written: try the other `exporter` or another `opset`",
                 code="export.does_not_run",
             ) from error
@@ -620,9 +616,11 @@ def _max_length(source: Path, tokenizer: Any, limit: int | None) -> int | None:
 def _record(report: ExportReport, source: str) -> dict[str, Any]:
     fields = asdict(report)
     kept = ("max_length", "task", "exporter", "opset", "attention", "max_abs_error")
+    scores = {key: fields[key] for key in ("activation", "template") if fields[key] is not None}
     packages = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
     return {
         **_embedding_record(report.embedding),
+        **scores,
         **{key: fields[key] for key in kept},
         "source": source,
         "versions": package_versions(packages),
@@ -635,9 +633,3 @@ def _embedding_record(embedding: Embedding) -> dict[str, Any]:
     always = ("pooling", "normalize")
     default = asdict(Embedding())
     return {key: x for key, x in fields.items() if key in always or x != default[key]}
-
-
-def _first(error: Exception) -> str:
-    """The first line of an exception's text, at most 200 characters."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -1,6 +1,7 @@
-"""Read how a model folder of sentence-transformers turns hidden states into embeddings.
+"""Read how a model folder of sentence-transformers makes embeddings or scores.
 
 The files are modules.json, the config.json of each module, and config_sentence_transformers.json.
+Scores of cross-encoders are also described by config.json.
 Nothing of sentence-transformers is imported.
 """
 
@@ -10,11 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from attnserve.choices import Pooling, Similarity
+from attnserve.choices import Activation, Pooling, Similarity
 from attnserve.models.artifact import read_json
 from graph_passes.errors import InvalidModel
 
-__all__ = ["Dense", "Embedding", "read_embedding", "read_max_length"]
+__all__ = [
+    "Dense",
+    "Embedding",
+    "TokenScore",
+    "read_activation",
+    "read_embedding",
+    "read_max_length",
+    "read_prompt",
+    "read_token_score",
+]
 
 POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 """The names of sentence-transformers."""
@@ -22,6 +32,12 @@ POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last
 
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 """Supported activations of a dense layer, by their names in ``torch.nn``."""
+
+
+ACTIVATED: dict[str, Activation] = {
+    "Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity",
+}  # fmt: skip
+"""Supported activations of scores, by their names in ``torch.nn``."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,14 @@ class Embedding:
     default_prompt: str | None = None
     similarity: Similarity = "cosine"
     dense: tuple[Dense, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """The score of a language model: the logit of one token, less that of another one if given."""
+
+    true_id: int
+    false_id: int | None
 
 
 def read_embedding(folder: Path) -> Embedding:
@@ -94,6 +118,63 @@ def read_embedding(folder: Path) -> Embedding:
         similarity=similarity or "cosine",
         dense=tuple(_dense(folder / path) for kind, path in modules if kind == "Dense"),
     )
+
+
+def read_token_score(folder: Path) -> TokenScore | None:
+    """The score of a generative reranker (module LogitScore); None for other models.
+
+    Raises:
+        InvalidModel: A file is malformed.
+    """
+    path = next((path for kind, path in _modules(folder) if kind == "LogitScore"), None)
+    if path is None:
+        return None
+    config = _object(folder / path / "config.json")
+    true: Any = config.get("true_token_id")
+    false: Any = config.get("false_token_id")
+    if not _is_id(true) or not (false is None or _is_id(false)):
+        raise _malformed(folder / path / "config.json", "true_token_id", "a token id")
+    return TokenScore(true, false)
+
+
+def read_activation(folder: Path, classes: int) -> Activation | None:
+    """What turns the logits of a cross-encoder into scores.
+
+    Args:
+        classes: The number of logits of a text.
+
+    Returns:
+        None for the default: softmax, or the sigmoid of a single logit. sentence-transformers
+        returns the logits of several classes by default; they do not count as an activation.
+
+    Raises:
+        InvalidModel: Another activation is stated.
+    """
+    config = _object(folder / "config.json")
+    nested: Any = config.get("sentence_transformers")
+    stated = (
+        _object(folder / "config_sentence_transformers.json").get("activation_fn")
+        or (cast(dict[str, Any], nested).get("activation_fn") if isinstance(nested, dict) else None)
+        or config.get("sbert_ce_default_activation_function")  # before version 4
+    )
+    if stated is None:
+        return None
+    name = str(stated).rpartition(".")[2]
+    if name not in ACTIVATED:
+        raise InvalidModel(
+            f"{folder}: activation_fn is {stated}: expected one of {', '.join(ACTIVATED)}",
+            "remove it from config.json to serve the sigmoid of the logit",
+            code="export.activation",
+        )
+    return None if name == "Identity" and classes > 1 else ACTIVATED[name]
+
+
+def read_prompt(folder: Path) -> str:
+    """The default prompt of a model; empty without one."""
+    config = _object(folder / "config_sentence_transformers.json")
+    prompts: Any = config.get("prompts")
+    found = prompts.get(config.get("default_prompt_name")) if isinstance(prompts, dict) else None
+    return found if isinstance(found, str) else ""
 
 
 def read_max_length(folder: Path) -> int | None:
@@ -171,6 +252,10 @@ def _object(path: Path) -> dict[str, Any]:
             f"{path}: expected a JSON object", "download the model again", code="export.config"
         )
     return cast(dict[str, Any], content)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _malformed(path: Path, key: str, expected: str) -> InvalidModel:

@@ -8,6 +8,7 @@ Dimensions: B texts in a batch, S tokens of the longest text, D hidden size, N t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from attnserve.choices import Padding
-from attnserve.models.artifact import Pooling, read_json
+from attnserve.models.artifact import Artifact, Pooling, read_json
 from graph_passes.errors import (
     AttnserveError,
     CheckFailed,
@@ -37,6 +38,7 @@ __all__ = [
     "Text",
     "TextEncoder",
     "embed_texts",
+    "load_encoder",
     "load_tokenizer",
     "model_inputs",
     "output_name",
@@ -77,6 +79,9 @@ class TextEncoder:
         pad_id: Id of the pad token. RoBERTa derives positions from it.
         max_length: Maximum number of tokens of a text, with special tokens; None for no limit.
         padding: The side of padding in a batch.
+        template: The text of a pair, with {query} and {document} in place of the two texts. It
+            states all special tokens. None joins pairs as the tokenizer does.
+        first_position: The position id of the first token.
 
     Raises:
         InvalidArgument: ``max_length`` allows only special tokens.
@@ -89,6 +94,8 @@ class TextEncoder:
         pad_id: int,
         max_length: int | None = None,
         padding: Padding = "right",
+        template: str | None = None,
+        first_position: int = 0,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -97,11 +104,17 @@ class TextEncoder:
         self.pad_id = pad_id
         self.max_length = max_length
         self.padding: Padding = padding
+        self.first_position = first_position
+        self._template = _Template(template) if template else None
         self._check_length(max_length)
 
     @property
     def special_tokens(self) -> int:
-        """The number of special tokens that every text gets."""
+        """The number of tokens that every text gets: special ones, and those of the template."""
+        if self._template:
+            return len(
+                self._tokenizer.encode(self._template.fill("", ""), add_special_tokens=False)
+            )
         return self._tokenizer.num_special_tokens_to_add(False)
 
     def encode(
@@ -112,7 +125,7 @@ class TextEncoder:
         Args:
             texts: The texts.
             truncate: Truncate texts that are too long, except special tokens; False refuses them.
-                Of a pair, the longer text is truncated first.
+                Of a pair, the longer text is truncated first; in a template, the document.
             max_length: Maximum number of tokens, with special tokens; None for the default.
 
         Raises:
@@ -129,7 +142,7 @@ class TextEncoder:
             "text.tokenizer_failed",
         ):
             try:
-                raws = self._tokenizer.encode_batch(list(texts))
+                raws = self._encode_batch(texts)
             except TypeError as error:
                 raise InvalidData(
                     "a text cannot be tokenized: expected a list of Unicode strings",
@@ -149,8 +162,24 @@ class TextEncoder:
                         "shorten it, or set `truncate`",
                         code="text.too_long",
                     )
-                encodings[index] = _cut(raws[index], limit)
+                kept = _kept(raws[index], limit, self._spans(texts[index]))
+                encodings[index] = _select(raws[index], kept)
         return encodings
+
+    def _encode_batch(self, texts: Sequence[Text]) -> list[Any]:
+        """The encodings of ``tokenizers``. Texts and pairs in a template are encoded apart."""
+        if self._template is None or not any(isinstance(text, tuple) for text in texts):
+            return self._tokenizer.encode_batch(list(texts))
+        pairs = [self._template.fill(*text) for text in texts if isinstance(text, tuple)]
+        filled = iter(self._tokenizer.encode_batch(pairs, add_special_tokens=False))
+        plain = iter(self._tokenizer.encode_batch([x for x in texts if not isinstance(x, tuple)]))
+        return [next(filled if isinstance(text, tuple) else plain) for text in texts]
+
+    def _spans(self, text: Text) -> Sequence[tuple[int, int]] | None:
+        """(start, end) of the query and the document in a filled template; None without one."""
+        if self._template is None or not isinstance(text, tuple):
+            return None
+        return self._template.spans(*text)
 
     def encode_words(self, words: Sequence[str]) -> tuple[Encoding, list[int | None]]:
         """Tokenize a text that is split into words, and find the first token of each word.
@@ -180,7 +209,7 @@ class TextEncoder:
     ) -> dict[str, Int[np.ndarray, "B S"]]:
         """The model inputs of one batch, padded to its longest text.
 
-        Position ids count the real tokens from 0.
+        Position ids count the real tokens, from ``first_position`` on.
 
         Args:
             encodings: At least one.
@@ -210,7 +239,7 @@ class TextEncoder:
         ):
             filled[name] = np.full(mask.shape, pad)
             filled[name][mask] = np.concatenate(rows)
-        filled["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+        filled["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0) + self.first_position
         return {name: filled[name].astype(dtype) for name, dtype in inputs.items()}
 
     def mask(self, encodings: Sequence[Encoding]) -> Bool[np.ndarray, "B S"]:
@@ -257,8 +286,31 @@ class TextEncoder:
             )
 
 
+def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncoder:
+    """The text encoder of an artifact, with its maximum length, padding, template and positions.
+
+    Args:
+        tokenizer: Another tokenizer.json, or its folder; None for that of the artifact.
+
+    Raises:
+        See ``load_tokenizer``.
+    """
+    return load_tokenizer(
+        tokenizer or artifact.tokenizer or artifact.folder,
+        max_length=artifact.max_length,
+        padding=artifact.padding,
+        template=artifact.template,
+        first_position=artifact.first_position,
+    )
+
+
 def load_tokenizer(
-    path: Path, *, max_length: int | None = None, padding: Padding = "right"
+    path: Path,
+    *,
+    max_length: int | None = None,
+    padding: Padding = "right",
+    template: str | None = None,
+    first_position: int = 0,
 ) -> TextEncoder:
     """Load a tokenizer.json.
 
@@ -267,7 +319,7 @@ def load_tokenizer(
             tokenizer_config.json in the same folder, if it exists.
         max_length: Maximum number of tokens, with special tokens; None for the value of
             tokenizer_config.json.
-        padding: The side of padding in a batch.
+        padding, template, first_position: See ``TextEncoder``.
 
     Raises:
         InvalidData: The file does not exist.
@@ -296,7 +348,14 @@ def load_tokenizer(
         InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
     ):
         pad_id = _pad_id(tokenizer, config)
-        return TextEncoder(tokenizer, pad_id=pad_id, max_length=max_length, padding=padding)
+        return TextEncoder(
+            tokenizer,
+            pad_id=pad_id,
+            max_length=max_length,
+            padding=padding,
+            template=template,
+            first_position=first_position,
+        )
 
 
 def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, np.dtype[Any]]:
@@ -532,15 +591,41 @@ def _errors_as(kind: type[AttnserveError], what: str, fix: str, code: str) -> Ge
         raise kind(f"{what}: {error}", fix, code=code) from error
 
 
-def _cut(raw: Any, limit: int) -> Encoding:
-    return _select(raw, _kept(raw, limit))
+class _Template:
+    """A text with the places {query} and {document}, once each."""
+
+    def __init__(self, text: str) -> None:
+        self.parts = re.split(r"(\{query\}|\{document\})", text)
+
+    def fill(self, query: str, document: str) -> str:
+        return "".join(self._texts(query, document))
+
+    def spans(self, query: str, document: str) -> list[tuple[int, int]]:
+        """(start, end) of the query and of the document in the filled text, in characters."""
+        ends = np.cumsum([len(part) for part in self._texts(query, document)])
+        found = [self.parts.index(name) for name in ("{query}", "{document}")]
+        return [(int(ends[at - 1]), int(ends[at])) for at in found]
+
+    def _texts(self, query: str, document: str) -> list[str]:
+        texts = {"{query}": query, "{document}": document}
+        return [texts.get(part, part) for part in self.parts]
 
 
-def _kept(raw: Any, limit: int) -> list[int]:
+def _kept(raw: Any, limit: int, spans: Sequence[tuple[int, int]] | None = None) -> list[int]:
     """The tokens that stay if an encoding of ``tokenizers`` is truncated to ``limit``.
 
-    Special tokens stay. Of a pair, the longer text loses tokens until both are equally long.
+    Special tokens stay. Of a pair, the longer text loses tokens until both are equally long. Of a
+    template with these spans, the last one loses its end first, then the one before.
     """
+    if spans is not None:
+        droppable = [
+            index
+            for start, end in reversed(spans)
+            for index in reversed(range(len(raw)))
+            if start <= raw.offsets[index][0] and raw.offsets[index][1] <= end
+        ]
+        gone = set(droppable[: max(len(raw) - limit, 0)])
+        return [index for index in range(len(raw)) if index not in gone]
     sequences: list[int | None] = raw.sequence_ids
     sizes = [sequences.count(0), sequences.count(1)]
     room = max(limit - sequences.count(None), 0)

@@ -1,4 +1,4 @@
-"""Routes that order texts by their relevance to a query, with a cross-encoder.
+"""Routes that order texts by their relevance to a query, with a reranker.
 
 ``/rerank`` has the form of text-embeddings-inference, ``/v1/rerank`` that of Cohere and Jina.
 """
@@ -11,6 +11,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
+from attnserve.choices import Activation
 from service.api.openai import OpenAIError
 from service.api.requests import (
     Body,
@@ -22,6 +23,7 @@ from service.api.requests import (
 )
 from service.api.responses import respond, serialize
 from service.api.texts import TextBody
+from service.engine.model import scores_of
 
 __all__ = ["cohere", "router"]
 
@@ -54,7 +56,9 @@ class RerankRequest(TextBody):
     query: str
     texts: Documents
     raw_scores: bool = Field(
-        False, description="Return the logits; by default their sigmoid, 0 to 1."
+        False,
+        description="Return the logits; by default the activation of the model, a sigmoid if it"
+        " states none.",
     )
     return_text: bool = Field(False, description="Return the texts too.")
     truncation_direction: Literal["right", "Right"] = Field(
@@ -91,7 +95,9 @@ class CohereDocument(Body):
 
 class CohereResult(Body):
     index: int
-    relevance_score: float = Field(description="Sigmoid of the logit, 0 to 1.")
+    relevance_score: float = Field(
+        description="The activation of the model for the logit; the sigmoid, 0 to 1, if none."
+    )
     document: CohereDocument | None = None
 
 
@@ -115,11 +121,11 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         request,
         engine.rerank(body.query, body.texts, truncate=body.truncate, deadline=deadline(request)),
     )
-    scores = answer.outputs["scores"][:, 0]
+    activation = "identity" if body.raw_scores else engine.model.artifact.activation
     ranks = serialize(
         [
             {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
-            for at, score in _ranked(scores, raw=body.raw_scores)
+            for at, score in _ranked(answer.outputs["scores"], activation)
         ]
     )
     return respond(request, engine, answer, lambda _: ranks)
@@ -133,7 +139,8 @@ async def rerank_documents(request: Request, body: CohereRequest) -> Response:
         request,
         engine.rerank(body.query, body.documents, truncate=True, deadline=deadline(request)),
     )
-    ranked = _ranked(answer.outputs["scores"][:, 0], raw=False)[: body.top_n]
+    activation = engine.model.artifact.activation
+    ranked = _ranked(answer.outputs["scores"], activation)[: body.top_n]
     results = serialize(
         [
             {"index": at, "relevance_score": score}
@@ -150,8 +157,7 @@ async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     return respond(request, engine, answer, envelope)
 
 
-def _ranked(logits: np.ndarray, *, raw: bool) -> list[tuple[int, float]]:
-    """(index, score) by decreasing logit; equal ones keep their order."""
-    with np.errstate(over="ignore"):
-        scores = logits if raw else 1 / (1 + np.exp(-logits))
-    return [(int(at), float(scores[at])) for at in np.argsort(-logits, kind="stable")]
+def _ranked(logits: np.ndarray, activation: Activation | None) -> list[tuple[int, float]]:
+    """(index, score) by decreasing logit (texts, 1); equal ones keep their order."""
+    scores = scores_of(logits, activation)
+    return [(int(at), float(scores[at, 0])) for at in np.argsort(-logits[:, 0], kind="stable")]

@@ -152,8 +152,9 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
 async def predict(request: Request, body: PredictRequest) -> Response:
     """The classes of each text, most likely first.
 
-    Scores are the softmax over the classes; for a single class, the sigmoid of its logit. Labels
-    come from ``id2label`` in attnserve.json or config.json; without it they are class numbers.
+    Scores are the softmax over the classes, for a single class the sigmoid of its logit, or the
+    activation of the model. Labels come from ``id2label`` in attnserve.json or config.json; without
+    it they are class numbers.
     """
     engine = acquire_engine(request, body.model, body.version)
     answer = await cancel_on_disconnect(

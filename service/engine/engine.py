@@ -234,7 +234,8 @@ class Engine:
     ) -> Answer:
         """Classify texts: ``outputs["scores"]`` has the shape (texts, classes).
 
-        The scores of a text sum to one; a single class has the sigmoid of its logit.
+        The scores of a text sum to one; a single class has the sigmoid of its logit. The model may
+        state another activation.
 
         Args, Raises: See ``embed``; NotFound also if the model is no classifier.
         """
@@ -255,7 +256,7 @@ class Engine:
         if not self.model.reranks:
             raise NotFound(
                 f"{self.name} is no reranker: no output 'logits' of shape [batch, 1]",
-                "export a cross-encoder with the task rerank",
+                "export a reranker with the task rerank",
             )
         pairs = [(query, text) for text in texts]
         return await self._texts("rerank", "scores", pairs, truncate, deadline)

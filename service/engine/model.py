@@ -19,13 +19,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from attnserve.choices import Activation
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.models.tokenizer import (
     Encoding,
     TextEncoder,
-    load_tokenizer,
+    load_encoder,
     model_inputs,
     output_name,
     pool,
@@ -35,7 +36,7 @@ from attnserve.runtime.cuda import PARITY, Cuda
 from graph_passes.errors import CheckFailed, InvalidData, InvalidModel
 from service.errors import ModelFailed, NotFound, OutOfMemory, TooLarge
 
-__all__ = ["NOT_REWRITTEN", "Model", "Tensor", "TextTask"]
+__all__ = ["NOT_REWRITTEN", "Model", "Tensor", "TextTask", "scores_of"]
 
 TextTask = Literal["embed", "classify", "rerank"]
 
@@ -149,10 +150,7 @@ class Model:
         )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
-        path = artifact.tokenizer
-        self.encoder = path and load_tokenizer(
-            path, max_length=artifact.max_length, padding=artifact.padding
-        )
+        self.encoder = load_encoder(artifact) if artifact.tokenizer else None
         self.labels = artifact.labels
         self.created = int(artifact.model.stat().st_mtime)
         self.rows_are_independent = False
@@ -308,7 +306,7 @@ class Model:
             artifact = self.artifact
             vectors = pool(output, mask, artifact.pooling, artifact.normalize, artifact.dimensions)
         elif task == "classify":
-            vectors = _scores(output)
+            vectors = scores_of(output, self.artifact.activation)
         elif output.ndim == 2 and output.shape[1] == 1:
             vectors = output.astype(np.float64)
         else:
@@ -342,7 +340,7 @@ class Model:
 
     @property
     def reranks(self) -> bool:
-        """Whether the model has one logit per text, and so may be a cross-encoder."""
+        """Whether the model has one logit per text, and so may be a reranker."""
         name = self.text_output("rerank")
         axes = next(tensor.axes for tensor in self.outputs if tensor.name == name)
         return self.classifies and (axes[1] == 1 or not isinstance(axes[1], int))
@@ -471,8 +469,12 @@ def _close(array: np.ndarray, expected: np.ndarray) -> bool:
     return bool(np.linalg.norm(one - other) <= ROW_TOLERANCE * np.linalg.norm(other) + 1e-9)
 
 
-def _scores(logits: np.ndarray) -> np.ndarray:
-    """Softmax over the classes; for a single class, the sigmoid."""
+def scores_of(logits: np.ndarray, activation: Activation | None) -> np.ndarray:
+    """The scores of logits of shape (texts, classes).
+
+    Args:
+        activation: None for softmax, or the sigmoid of a single class.
+    """
     if logits.ndim != 2:
         raise InvalidData(
             f"the output of the model has the shape {list(logits.shape)}:"
@@ -480,8 +482,13 @@ def _scores(logits: np.ndarray) -> np.ndarray:
             "use /embed, or a model with a classification head",
         )
     logits = logits.astype(np.float64)
-    if logits.shape[1] == 1:
-        return 1 / (1 + np.exp(-logits))
+    if activation is None:
+        activation = "sigmoid" if logits.shape[1] == 1 else "softmax"
+    if activation == "identity":
+        return logits
+    if activation == "sigmoid":
+        with np.errstate(over="ignore"):
+            return 1 / (1 + np.exp(-logits))
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True)
 

@@ -138,6 +138,10 @@ def test_record_properties_and_defaults(plain: Path):
         (b'{"max_length": 0}', "'max_length'"),
         (b'{"pooling": "max"}', "'pooling'"),
         (b'{"id2label": "A"}', "'id2label'"),
+        (b'{"activation": "tanh"}', "'activation'"),
+        (b'{"template": "{query}"}', "'template'"),
+        (b'{"template": "{query}{document}{query}"}', "'template'"),
+        (b'{"first_position": -1}', "'first_position'"),
         (b'{"others": {"a.onnx": {"normalize": 0}}}', "'normalize'"),
         (b'{"others": {"a.onnx": []}}', "expected"),
         (b"[1]", "JSON object"),
@@ -162,6 +166,27 @@ def test_open_artifact_record_can_be_written_as_json(plain: Path):
     artifact = open_artifact(plain)
     assert orjson.loads(orjson.dumps(artifact.lineage)) == [{"before": 1e30}]
     assert artifact.max_length is None
+
+
+@pytest.mark.parametrize(
+    ("config", "record", "first"),
+    [
+        ({"model_type": "xlm-roberta", "pad_token_id": 1}, {}, 2),
+        ({"model_type": "roberta"}, {}, 2),
+        ({"model_type": "mpnet", "pad_token_id": 0}, {}, 1),
+        ({"model_type": "bert", "pad_token_id": 1}, {}, 0),
+        ({"model_type": "roberta"}, {"first_position": 0}, 0),
+        (None, {"first_position": 3}, 3),
+        (None, {}, 0),
+    ],
+)
+def test_open_artifact_first_position_is_stated_or_that_of_the_model_type(
+    config: object, record: dict[str, object], first: int, plain: Path
+):
+    if config is not None:
+        (plain.parent / "config.json").write_text(json.dumps(config))
+    write_record(plain.parent, record)
+    assert open_artifact(plain).first_position == first
 
 
 def test_open_artifact_record_applies_to_its_model(plain: Path):

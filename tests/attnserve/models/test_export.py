@@ -22,7 +22,8 @@ from attnserve.checks.inspect import inspect
 from attnserve.choices import Padding
 from attnserve.models.artifact import open_artifact
 from attnserve.models.export import ExportReport, export
-from attnserve.models.tokenizer import embed_texts, load_tokenizer, run_texts
+from attnserve.models.sentence_transformers import read_activation
+from attnserve.models.tokenizer import embed_texts, load_encoder, load_tokenizer, run_texts
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
     AttnserveError,
@@ -506,6 +507,125 @@ def test_export_reranker_scores_pairs_like_pytorch(
         scores[indices] = output
     np.testing.assert_allclose(scores, logits, atol=2e-5)
     assert np.ptp(scores) > 1e-3
+
+
+CHAT = """{% set of = messages | selectattr("role", "eq", "system") | list -%}
+{{ of[0].content if of else "relevant" }}: {% for one in messages if one.role != "system" -%}
+{{ one.role }} {{ one.content }} {% endfor %}yes or no"""
+STATED = "relevant: query {query} document {document} yes or no"
+PROMPTED = "the cat: query {query} document {document} yes or no"
+LONG = {**QWEN, "max_position_embeddings": 500}
+
+
+def answering(source: Path, chat: str | None) -> Any:
+    """Save a tokenizer with the tokens yes and no and this chat template; return it."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.model_max_length, tokenizer.chat_template = 400, chat
+    tokenizer.save_pretrained(source)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("chat", "prompts", "score", "template"),
+    [
+        (None, None, None, "<Query>: {query}\n<Document>: {document}<|im_end|>\n"),
+        (CHAT, None, None, STATED),
+        (CHAT, {"own": "the cat"}, (7, 9), PROMPTED),
+        (CHAT, None, (7, None), STATED),
+    ],
+    ids=["default", "chat template", "prompt and tokens", "one token"],
+)
+def test_export_language_model_reranker_scores_pairs_like_pytorch(
+    chat: str | None, prompts: Any, score: Any, template: str, source: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    network = save_random("Qwen3Config", "AutoModelForCausalLM", LONG, source)
+    tokenizer = answering(source, chat)
+    if prompts:
+        config = {"prompts": prompts, "default_prompt_name": "own", "activation_fn":
+                  "torch.nn.modules.linear.Identity"}  # fmt: skip
+        write_json(source / "config_sentence_transformers.json", config)
+    if score:
+        modules(source, "LogitScore")
+        ids = dict(zip(("true_token_id", "false_token_id"), score, strict=True))
+        write_json(source / "1_LogitScore" / "config.json", ids)
+    report = fast(source, tmp_path / "out", task="rerank")
+    artifact = open_artifact(report.path)
+    assert artifact.template is not None and template in artifact.template
+    assert artifact.activation == ("identity" if prompts else None)
+    assert report.outputs == ("logits",)
+    true, false = score or (len(tokenizer) - 2, len(tokenizer) - 1)
+    expected: list[float] = []
+    for text in TEXTS:
+        filled = artifact.template.replace("{query}", "red cat").replace("{document}", text)
+        inputs = tokenizer(filled, add_special_tokens=False, return_tensors="pt")
+        with torch.no_grad():
+            logits = network(inputs["input_ids"]).logits[0, -1]
+        expected.append(float(logits[true] - (0 if false is None else logits[false])))
+    encoder = load_encoder(artifact)
+    encodings = encoder.encode([("red cat", text) for text in TEXTS])
+    scores = np.empty(len(TEXTS))
+    for indices, output, _ in run_texts(open_session(report.path), encoder, encodings):
+        scores[indices] = output[:, 0]
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
+    assert np.ptp(scores) > 1e-3
+
+
+def test_export_language_model_reranker_without_tokens_or_template_is_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    save_random("Qwen3Config", "AutoModelForCausalLM", LONG, source)
+    with raises(InvalidModel, "export.answer_tokens", "'yes' and 'no'"):
+        fast(source, tmp_path / "out", task="rerank")
+    answering(source, chat=None)
+    save_random("LlamaConfig", "AutoModelForCausalLM", LONG, source)
+    with raises(InvalidModel, "export.no_template", "chat_template.jinja"):
+        fast(source, tmp_path / "out", task="rerank")
+    capped = {**LONG, "final_logit_softcapping": 3.0}
+    save_random("Gemma2Config", "AutoModelForCausalLM", capped, source)
+    answering(source, CHAT)
+    with raises(InvalidModel, "export.not_linear", "gemma2"):
+        fast(source, tmp_path / "out", task="rerank", attention="eager")
+
+
+IDENTITY, SIGMOID = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("config", "classes", "activation"),
+    [
+        ({}, 1, None),
+        ({"sentence_transformers": {"activation_fn": IDENTITY, "version": "4.0.1"}}, 1, "identity"),
+        ({"sentence_transformers": {"activation_fn": SIGMOID}}, 1, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": SIGMOID}}, 3, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": IDENTITY}}, 3, None),
+        ({"sbert_ce_default_activation_function": IDENTITY}, 1, "identity"),
+        ({"sentence_transformers": None}, 1, None),
+    ],
+)
+def test_read_activation_of_cross_encoder(
+    config: Any, classes: int, activation: str | None, tmp_path: Path
+) -> None:
+    write_json(tmp_path / "config.json", config)
+    assert read_activation(tmp_path, classes) == activation
+    write_json(tmp_path / "config_sentence_transformers.json", {"activation_fn": "torch.nn.Tanh"})
+    with raises(InvalidModel, "export.activation", "torch.nn.Tanh"):
+        read_activation(tmp_path, classes)
+
+
+@pytest.mark.parametrize(
+    ("problem", "activation"), [("multi_label_classification", "sigmoid"), (None, None)]
+)
+def test_export_classifier_activation_is_that_of_its_problem(
+    problem: str | None, activation: str | None, tiny_bert: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tiny_bert("BertForSequenceClassification", num_labels=3, problem_type=problem)
+    fast(folder, tmp_path / "out", task="sequence-classification")
+    assert open_artifact(tmp_path / "out").activation == activation
 
 
 def test_export_classifier_of_several_classes_is_no_reranker(

@@ -321,6 +321,43 @@ def test_batch_inputs_padding_side_and_position_ids(padding: Padding, tokenizer:
     assert rows["attention_mask"] == [int(one) for one in real]
     assert inputs["position_ids"][0].tolist() == [0, 1, 2, 3]
     assert inputs["position_ids"][1][real].tolist() == [0, 1, 2]
+    encoder = TextEncoder(tokenizer, pad_id=PAD, padding=padding, first_position=2)
+    inputs = encoder.batch_inputs(encoder.encode(["a b", "c"]), names)
+    assert inputs["position_ids"][1][real].tolist() == [2, 3, 4]
+
+
+# --- templates ----------------------------------------------------------------------------------
+
+
+def test_encode_pair_fills_the_template(tokenizer: Tokenizer) -> None:
+    encoder = TextEncoder(tokenizer, pad_id=PAD, template="a {query} b {document} c")
+    found = encoder.encode([("c", "a"), "c c", ("", "b")])
+    # The template states the special tokens of a pair; other texts have those of the tokenizer.
+    assert ids(found) == [[5, 7, 6, 5, 7], [CLS, 7, 7, SEP], [5, 6, 6, 7]]
+    assert encoder.special_tokens == 3
+    # Braces in the texts are no places of the template.
+    assert ids(encoder.encode([("{document}", "a")])) == [[5, 1, 1, 1, 6, 5, 7]]
+    reverse = TextEncoder(tokenizer, pad_id=PAD, template="{document} c {query}")
+    assert ids(reverse.encode([("a", "b b")])) == [[6, 6, 7, 5]]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (9, [5, 7, 7, 6, 5, 6, 5, 7]),
+        (7, [5, 7, 7, 6, 5, 6, 7]),
+        (5, [5, 7, 7, 6, 7]),
+        (4, [5, 7, 6, 7]),
+    ],
+)
+def test_encode_template_truncates_the_document_then_the_query(
+    limit: int, expected: list[int], tokenizer: Tokenizer
+) -> None:
+    text = "a {query} b {document} c"
+    encoder = TextEncoder(tokenizer, pad_id=PAD, max_length=limit, template=text)
+    assert ids(encoder.encode([("c c", "a b a")])) == [expected]
+    with raises(InvalidArgument, "text.max_length", "3 are special"):
+        TextEncoder(tokenizer, pad_id=PAD, max_length=3, template=text)
 
 
 # --- pool ---------------------------------------------------------------------------------------

@@ -44,14 +44,18 @@ def pair_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def write_reranker(folder: Path, graph: str = RERANKER, **record: object) -> Path:
+    folder.mkdir()
+    write_model(folder / "model.onnx", graph)
+    pair_tokenizer().save(str(folder / "tokenizer.json"))
+    content = {"max_length": 9, "task": "rerank", **record}
+    (folder / "attnserve.json").write_text(json.dumps(content))
+    return folder
+
+
 @pytest.fixture
 def reranker(start: Callable[..., TestClient], tmp_path: Path) -> TestClient:
-    folder = tmp_path / "reranker"
-    folder.mkdir()
-    write_model(folder / "model.onnx", RERANKER)
-    pair_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "attnserve.json").write_text(json.dumps({"max_length": 9, "task": "rerank"}))
-    return start(folder)
+    return start(write_reranker(tmp_path / "reranker"))
 
 
 BODY = {"query": "b b", "texts": ["a", "b b", "b", "c"]}
@@ -77,6 +81,25 @@ def test_rerank_raw_scores_and_texts(reranker: TestClient) -> None:
     ranks = reranker.post("/rerank", json={**BODY, **more}).json()
     assert ranks[0] == {"index": 1, "score": 1.0, "text": "b b"}
     assert [one["score"] for one in ranks] == [1, 0, -1, -1]
+
+
+def test_rerank_activation_of_the_model(start: Callable[..., TestClient], tmp_path: Path) -> None:
+    client = start(write_reranker(tmp_path / "m", activation="identity"))
+    assert [one["score"] for one in client.post("/rerank", json=BODY).json()] == [1, 0, -1, -1]
+    body = {"query": "a", "documents": ["b b"]}
+    (result,) = client.post("/v1/rerank", json=body).json()["results"]
+    assert result["relevance_score"] == 1
+
+
+def test_rerank_pair_in_a_template(start: Callable[..., TestClient], tmp_path: Path) -> None:
+    graph = RERANKER.replace("Mul(ones, token_type_ids)", "Mul(ones, attention_mask)")
+    folder = write_reranker(tmp_path / "m", graph, template="b {query} c {document} d")
+    answer = start(folder).post("/rerank", json={**BODY, "raw_scores": True})
+    # Each text has the letter "b" of the template and two of the query, and one is subtracted.
+    assert [(one["index"], one["score"]) for one in answer.json()] == [
+        (1, 4), (2, 3), (0, 2), (3, 2),
+    ]  # fmt: skip
+    assert answer.headers["x-tokens"] == str(4 * 5 + 5)
 
 
 def test_rerank_long_pair_is_truncated_or_refused(reranker: TestClient) -> None:

@@ -119,6 +119,15 @@ def test_predict_orders_classes_by_score(start: Callable[..., TestClient], tmp_p
     assert int(answer.headers["x-tokens"]) == 8
 
 
+def test_predict_several_labels_have_sigmoids(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_classifier(tmp_path / "c", activation="sigmoid"))
+    (found,) = client.post("/predict", json={"inputs": "b b c"}).json()["predictions"]
+    expected = 1 / (1 + np.exp([-2.0, -1, 0]))
+    np.testing.assert_allclose([one["score"] for one in found], expected, rtol=1e-6)
+
+
 def test_predict_labels_come_from_config_or_are_numbers(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
