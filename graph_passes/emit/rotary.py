@@ -150,7 +150,8 @@ def rotary_heads(block: AttentionBlock) -> RotaryHeads:
 
 def _complex(part: Projection, planes: RotaryPlanes) -> Any:
     own = [t for t in part.rotary_terms if np.array_equal(t.columns, part.columns)]
-    gain, offset = sum(t.gain for t in own), sum(t.offset for t in own)  # H K
+    gain = np.sum([t.gain for t in own], axis=0)  # H K
+    offset = np.sum([t.offset for t in own], axis=0)
     matrix = np.moveaxis(part.matrix()[:, part.columns], 1, 0).astype(np.float64)  # H D K
     rows = np.concatenate([matrix * gain[:, None], offset[:, None]], axis=1)
     real, imaginary = planes.elements.T
