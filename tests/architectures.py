@@ -76,7 +76,7 @@ class Cell:
     @property
     def missed(self) -> bool:
         """Whether no layer matches: from opset 12 on, dropout in training mode is in the graph."""
-        return self.variant == "dropout" and self.opset >= 12
+        return (self.variant == "dropout" and self.opset >= 12) or self.architecture in UNREAD
 
     @property
     def committed(self) -> Path:
@@ -139,6 +139,20 @@ def t5_layers(config: Any) -> list[Layer]:
 
     own = layer("self", "bias")
     return [own] * config.num_layers + [own, layer("cross", "none")] * config.num_decoder_layers
+
+
+def pooling(config: Any) -> list[Layer]:
+    """One layer, in which a learned query attends to the hidden states."""
+    return [replace(encoder(config)[0], kind="cross")]
+
+
+def windows(config: Any) -> list[Layer]:
+    """Swin-v2: cosines of queries and keys, with a scale and a bias by head."""
+    return [
+        Layer(heads, heads, config.embed_dim * 2**stage // heads, 1.0, position="bias")
+        for stage, heads in enumerate(config.num_heads)
+        for _ in range(config.depths[stage])
+    ]
 
 
 def mask_decoder(config: Any) -> list[Layer]:
@@ -480,6 +494,47 @@ def mask_decoder_network(attention: Attention) -> Any:
     return SamMaskDecoder(config)
 
 
+def pooling_network(attention: Attention) -> Any:
+    """The head of SigLIP's vision encoder, which runs after its layers."""
+    from transformers import SiglipVisionConfig
+    from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
+
+    network = SiglipMultiheadAttentionPoolingHead(SiglipVisionConfig(**IMAGE))
+    network.config = SiglipVisionConfig(**IMAGE)
+    return network
+
+
+def detection_network(attention: Attention) -> Any:
+    """DETR without its convolutions: positions are added to queries and keys, not to values."""
+    import torch
+    from torch import nn
+    from transformers import DetrConfig, ResNetConfig
+    from transformers.models.detr.modeling_detr import DetrDecoder, DetrEncoder
+
+    config = DetrConfig(
+        d_model=24, encoder_layers=1, encoder_attention_heads=3, encoder_ffn_dim=40,
+        decoder_layers=1, decoder_attention_heads=6, decoder_ffn_dim=44, use_timm_backbone=False,
+        backbone_config=ResNetConfig(), attn_implementation=attention,
+    )  # fmt: skip
+
+    class Detection(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = config
+            self.queries = nn.Parameter(torch.randn(5, config.d_model))
+            self.encoder, self.decoder = DetrEncoder(config), DetrDecoder(config)
+
+        def forward(self, features: Any, positions: Any, pixel_mask: Any) -> Any:
+            encoded = self.encoder(features, pixel_mask, positions).last_hidden_state
+            queries = self.queries[None].expand(features.shape[0], -1, -1)
+            found = self.decoder(
+                torch.zeros_like(queries), None, encoded, pixel_mask, positions, queries
+            )
+            return found.last_hidden_state
+
+    return Detection()
+
+
 def tensor(network: Any, **inputs: Any) -> dict[str, Any]:
     return {"last_hidden_state": network(**inputs)}
 
@@ -546,7 +601,17 @@ SPEECH = {
     **SIZES, "conv_dim": (8, 8), "conv_stride": (3, 2), "conv_kernel": (5, 3),
     "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
 }  # fmt: skip
+SWIN = {
+    "embed_dim": 12, "depths": [1, 1], "num_heads": [3, 6], "window_size": 2, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+SQUARE: Mapping[str, Shape] = {"pixel_values": ("batch", 3, 16, 16)}
 RAW_AUDIO: Mapping[str, Shape] = {"input_values": ("batch", "samples")}
+FEATURES: Mapping[str, Shape] = {
+    "features": ("batch", "source", 24),
+    "positions": ("batch", "source", 24),
+    "pixel_mask": ("batch", "source"),
+}
 PROMPTED: Mapping[str, Shape] = {
     "image_embeddings": ("batch", 48, 4, 3),
     "image_positional_embeddings": ("batch", 48, 4, 3),
@@ -635,7 +700,16 @@ TABLE = (
     Architecture("Gemma 3", hugging_face("Gemma3Text", **GEMMA3), gemma3_layers),
     Architecture("GPT-NeoX", hugging_face("GPTNeoX", **SIZES), rotary_encoder),
     Architecture("SigLIP text", hugging_face("SiglipText", **SIZES)),
+    Architecture(
+        "SigLIP pooling head", pooling_network, pooling,
+        {"hidden_state": ("batch", "source", 24)}, tensor, ("sdpa",),
+    ),
     Architecture("DINOv2", hugging_face("Dinov2", **IMAGE), inputs=PIXELS),
+    Architecture(
+        "DINOv3", hugging_face("DINOv3ViT", **IMAGE, num_register_tokens=2), rotary_encoder, PIXELS
+    ),
+    Architecture("Swin-v2", hugging_face("Swinv2", **SWIN), windows, SQUARE, attentions=("eager",)),
+    Architecture("DETR", detection_network, encoder_decoder, FEATURES, tensor),
     Architecture("SAM mask decoder", mask_decoder_network, mask_decoder, PROMPTED, masks),
     Architecture("Wav2Vec2", hugging_face("Wav2Vec2", **SPEECH), encoder, RAW_AUDIO),
     Architecture("torch.nn", torch_encoder, call=tensor, attentions=("sdpa",)),
@@ -648,6 +722,9 @@ ARCHITECTURES = {architecture.name: architecture for architecture in TABLE}
 
 EXPORTERS: tuple[tuple[Exporter, int], ...] = (("torchscript", 17), ("dynamo", 18), ("dynamo", 23))
 OLD_OPSETS = (11, 12, 13, 14, 15, 16, 18)
+
+UNREAD = frozenset({"DINOv3", "Swin-v2"})
+"""Architectures whose attention is not matched, for the reasons that docs/support.md gives."""
 
 COMMITTED = (
     Cell("BERT", "eager", "torchscript", 17),
@@ -694,7 +771,9 @@ COMMITTED = (
     Cell("Gemma 3", "eager", "torchscript", 17),
     Cell("GPT-NeoX", "sdpa", "torchscript", 17),
     Cell("SigLIP text", "eager", "torchscript", 17),
+    Cell("SigLIP pooling head", "sdpa", "dynamo", 18),
     Cell("DINOv2", "eager", "torchscript", 17),
+    Cell("DETR", "eager", "torchscript", 17),
     Cell("SAM mask decoder", "sdpa", "torchscript", 17),
     Cell("Wav2Vec2", "eager", "torchscript", 17),
     Cell("BERT", "eager", "torchscript", 17, "fp16"),

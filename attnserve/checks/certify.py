@@ -32,6 +32,7 @@ from graph_passes.blocks import (
 from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidModel, MissingExtra
 from graph_passes.matching.find import find_attention
+from graph_passes.matching.rotary_and_norms import depends_on
 from graph_passes.reference import attention_reference, inputs_of, logits_reference, softmax
 
 __all__ = [
@@ -408,9 +409,10 @@ def _between(
 ) -> tuple[list[ir.Node], list[ir.Value]]:
     """The nodes from the cut values to the targets, in order, and the constants that they read.
 
-    Inferred constants are added to the cut, except those of the block's nodes.
+    Inferred constants are added to the cut, except those that are computed from the cut values: the
+    tokens of a block may be constants themselves (the object queries of DETR).
     """
-    own = set(block.nodes)
+    given = tuple(cut)
     nodes: dict[ir.Node, None] = {}
     constants: dict[ir.Value, None] = {}
     pending: list[ir.Value | ir.Node] = list(reversed(targets))
@@ -429,8 +431,8 @@ def _between(
                 raise _UndecidedError(f"it also depends on the graph input {item.name!r}")
             constants[item] = None
             continue
-        constant = info.constant(item)
-        if constant is not None and node.op_type != "Constant" and node not in own:
+        constant = None if node.op_type == "Constant" else info.constant(item)
+        if constant is not None and not any(depends_on(item, value) for value in given):
             cut[item] = constant.astype(_single(info.known[item].dtype).numpy())
             continue
         if node in nodes:

@@ -212,10 +212,10 @@ def _order(turn: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
     if np.array_equal(columns, base):
         return np.arange(base.shape[1])
     order = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
-    order = np.where(used, order, 0)
-    if not (order == order[:1]).all() or not (used == used[:1]).all():
+    common = np.where(used, order, 0).max(axis=0)
+    if not ((order == common) | ~used).all():
         raise _UnsupportedError("its rotary embedding has another order of elements in each head")
-    return order[0]
+    return common
 
 
 def num_groups(block: AttentionBlock) -> int:

@@ -27,11 +27,14 @@ class RotaryPlanes:
     Attributes:
         elements: The real and the imaginary element of each plane.
         cos, sin: The factors by head and element.
+        turned: The number of planes that turn, which come first. The others are pairs of elements
+            without a position (partial rotary embeddings).
     """
 
     elements: Int[np.ndarray, "F 2"]
     cos: BroadcastLayout
     sin: BroadcastLayout
+    turned: int
 
     @property
     def is_rotation(self) -> bool:
@@ -40,11 +43,12 @@ class RotaryPlanes:
 
     def _has_one_angle(self, factor: BroadcastLayout) -> bool:
         *lead, last = factor.axes
-        indices = [axis[0][self.elements] for axis in lead if not isinstance(axis, str)]
+        elements = self.elements[: self.turned]
+        indices = [axis[0][elements] for axis in lead if not isinstance(axis, str)]
         if isinstance(last, str) or not all((i[:, 0] == i[:, 1]).all() for i in indices):
             return False
-        real, imaginary = last[0][self.elements].T
-        half = len(self.elements)
+        real, imaginary = last[0][elements].T
+        half = self.turned
         return bool((real == imaginary).all()) or (
             bool((real < half).all() and (imaginary - real == half).all())
             and _repeats(factor.value, half)
@@ -84,36 +88,51 @@ def _repeats(value: ir.Value | None, half: int) -> bool:
 
 
 def rotary_planes(part: Projection) -> RotaryPlanes | None:
-    """The planes of a projection, if its rotation turns all elements of all heads alike."""
-    terms = part.rotary_terms
-    if part.norm is not None or len(terms) != 2:
+    """The planes of a projection, if its rotation turns pairs of elements of all heads alike."""
+    terms = [term for term in part.rotary_terms if term.factor is not None]
+    plain = [term for term in part.rotary_terms if term.factor is None]
+    if part.norm is not None or len(terms) != 2 or len(plain) > 1:
         return None
     own = [np.array_equal(term.columns, part.columns) for term in terms]
     if sum(own) != 1:
         return None
     cos, sin = terms if own[0] else terms[::-1]
-    if cos.factor is None or sin.factor is None:
-        return None
+    assert cos.factor is not None and sin.factor is not None
+    each, sign, gain = np.arange(part.head_size), np.sign(sin.gain[0]), cos.gain
+    still = sign == 0
     partner = np.array([np.flatnonzero(part.columns[0] == column)[:1].sum()
                         for column in sin.columns[0]])  # fmt: skip
-    each, sign, gain = np.arange(part.head_size), np.sign(sin.gain[0]), cos.gain
+    partner = np.where(still, each, partner)
     alike = (
-        np.array_equal(sin.columns, part.columns[:, partner])
+        np.array_equal(sin.columns[:, ~still], part.columns[:, partner[~still]])
         and np.array_equal(partner[partner], each)
         and np.array_equal(sign[partner], -sign)
-        and bool(sign.all())
         and np.allclose(sin.gain, sign * gain)
         and np.allclose(gain[:, partner], gain)
         and np.allclose(sin.offset, sign * cos.offset[:, partner])
         and all(
-            isinstance(axis, str) or bool((axis == axis[:1]).all())
+            isinstance(axis, str) or bool((axis == axis[:1])[..., ~still].all())
             for factor in (cos.factor, sin.factor)
             for axis in factor.axes
         )
     )
+    if plain:  # partial rotary embeddings
+        rest = plain[0]
+        alike = (
+            alike
+            and still.sum() % 2 == 0
+            and np.array_equal(rest.columns, part.columns)
+            and not cos.gain[:, still].any()
+            and not cos.offset[:, still].any()
+            and not rest.gain[:, ~still].any()
+            and not rest.offset[:, ~still].any()
+        )
+    if not alike or still.any() != bool(plain):
+        return None
     real = np.flatnonzero(sign < 0)
     pairs = np.stack([real, partner[real]], axis=1)
-    return RotaryPlanes(pairs, cos.factor, sin.factor) if alike else None
+    unturned = np.flatnonzero(still).reshape(-1, 2)
+    return RotaryPlanes(np.concatenate([pairs, unturned]), cos.factor, sin.factor, len(pairs))
 
 
 def rotary_heads(block: AttentionBlock) -> RotaryHeads:
@@ -124,13 +143,17 @@ def rotary_heads(block: AttentionBlock) -> RotaryHeads:
         block.k.columns, axis=0, return_index=True, return_inverse=True
     )  # fmt: skip
     query, key = (_complex(part, planes) for part in (block.q, block.k))
-    return RotaryHeads(query, key[first], groups.reshape(-1), block.kind == "self")
+    return RotaryHeads(
+        query, key[first], groups.reshape(-1), block.kind == "self", turned=planes.turned
+    )
 
 
 def _complex(part: Projection, planes: RotaryPlanes) -> Any:
-    turned = next(t for t in part.rotary_terms if np.array_equal(t.columns, part.columns))
+    own = [t for t in part.rotary_terms if np.array_equal(t.columns, part.columns)]
+    gain = np.sum([t.gain for t in own], axis=0)  # H K
+    offset = np.sum([t.offset for t in own], axis=0)
     matrix = np.moveaxis(part.matrix()[:, part.columns], 1, 0).astype(np.float64)  # H D K
-    rows = np.concatenate([matrix * turned.gain[:, None], turned.offset[:, None]], axis=1)
+    rows = np.concatenate([matrix * gain[:, None], offset[:, None]], axis=1)
     real, imaginary = planes.elements.T
     return rows[..., real] + 1j * rows[..., imaginary]
 
@@ -166,11 +189,16 @@ def _reduced(
         axes = [axis if isinstance(axis, str) else axis[0][elements] for axis in factor.axes]
         return replace(factor, axes=tuple(axes))
 
+    turns = np.tile(planes < pairs.turned, 2)  # H 2N
     terms = (
-        RotaryTerm(layout(pairs.cos), columns, ones, offset),
-        RotaryTerm(layout(pairs.sin), columns[:, swap], sign, sign * offset[:, swap]),
+        RotaryTerm(layout(pairs.cos), columns, 1.0 * turns, turns * offset),
+        RotaryTerm(
+            layout(pairs.sin), columns[:, swap], sign * turns, sign * turns * offset[:, swap]
+        ),
+        RotaryTerm(None, columns, 1.0 * ~turns, ~turns * offset),
     )
+    terms = tuple(term for term in terms if term.gain.any())
     return replace(
         part, weight=make.constant(weight, "reduced", part.dtype), contracted=(0,),
-        columns=columns, gain=ones, offset=offset, rotary_terms=terms,
+        columns=columns, gain=ones, offset=offset, rotary_terms=terms if turns.any() else (),
     )  # fmt: skip

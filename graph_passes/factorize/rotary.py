@@ -13,7 +13,8 @@ and complex linear maps within a plane commute with the rotation. Two forms use 
 
 The shared form is a singular value decomposition of the key columns of plane f, weighted by the
 energy of the queries that read them. The planes get R_f components each, by singular values.
-Biases are one more row of the weights.
+Biases are one more row of the weights. Elements without a position (partial rotary embeddings) form
+planes whose angle is zero.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ class RotaryHeads:
         key: y b_gf.
         groups: The key group of each query head.
         is_self: Whether queries and keys are those of the same tokens.
+        turned: The number of planes that turn, which come first; None for all.
     """
 
     query: Complex[np.ndarray, "H D+1 F"]
     key: Complex[np.ndarray, "G E+1 F"]
     groups: Int[np.ndarray, " H"]
     is_self: bool
+    turned: int | None = None
 
     @property
     def size(self) -> int:
@@ -152,8 +155,8 @@ def _energies(
     """The root of the energy of each group's queries, and the Gram matrix of the keys, by plane.
 
     Without moments, tokens are white. The mean of the keys counts, because it turns with the
-    position, so it differs between keys. It is that of the queries in self-attention, and unknown
-    otherwise.
+    position, so it differs between keys; in planes that do not turn it adds the same to all scores
+    of a query. It is that of the queries in self-attention, and unknown otherwise.
     """
     D, E = heads.query.shape[1] - 1, heads.key.shape[1] - 1
     moments = moments or TokenMoments(np.zeros(D), np.eye(D), np.eye(E))
@@ -163,12 +166,18 @@ def _energies(
     x += np.outer(mean, mean)
     y = np.zeros((E + 1, E + 1))
     y[:E, :E] = moments.key_covariance
+    varying = y
     if heads.is_self:
-        y += np.outer(mean, mean)
+        y = y + np.outer(mean, mean)
     energy = np.einsum("hdf,de,hef->fh", heads.query.conj(), x, heads.query, optimize=True).real
     if moments.head_weight is not None:
         energy = energy * np.square(moments.head_weight)
     energy = np.stack([energy[:, heads.groups == g].sum(axis=1) for g in range(len(heads.key))], 1)
     floor = FLOOR * (energy.max() or 1.0)
-    grams = np.einsum("gdf,de,hef->fgh", heads.key.conj(), y, heads.key, optimize=True)
+    turning, still = np.split(heads.key, [heads.key.shape[2] if heads.turned is None
+                                          else heads.turned], axis=2)  # fmt: skip
+    grams = np.concatenate([
+        np.einsum("gdf,de,hef->fgh", keys.conj(), covariance, keys, optimize=True)
+        for keys, covariance in ((turning, y), (still, varying))
+    ])  # fmt: skip
     return np.sqrt(np.maximum(energy, floor)), grams

@@ -155,6 +155,10 @@ def concat_traces(
         node, pieces, f"{describe(node)} joins the {role} of several projections"
     )
     factors = dict.fromkeys(factor for piece in pieces for factor in piece.terms)
+    rotations = {frozenset(f for f in piece.terms if f and not f.past) for piece in pieces}
+    is_last = axis % len(pieces[0].shape) == len(pieces[0].shape) - 1
+    if len(rotations) > 1 and not is_last and not any(f and f.past for f in factors):
+        raise MatchFailure(f"the {role} is rotated for some of its tokens only")
     terms: dict[PositionFactor | None, ElementMap] = {}
     for factor in factors:
         parts = [piece.terms.get(factor) or _nothing_of(piece) for piece in pieces]

@@ -295,7 +295,7 @@ def collaborate_refusal(
         return ENTANGLED_BIAS
     turned = [rotary_planes(part) for part in parts]
     if turned[0] is None or turned[1] is None:
-        return Refusal("rotary_layout", "its rotary positions do not turn all pairs of elements")
+        return Refusal("rotary_layout", "its rotary positions do not turn pairs of elements")
     if not np.array_equal(turned[0].elements, turned[1].elements):
         return Refusal("rotary_layout", "its rotary positions pair queries and keys differently")
     if shared and not (turned[0].is_rotation and turned[1].is_rotation):

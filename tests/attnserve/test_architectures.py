@@ -32,7 +32,16 @@ from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention, reuse_refusal
 from tests import architectures
-from tests.architectures import ARCHITECTURES, COMMITTED, EXTERNAL, TABLE, Cell, Layer, cells_of
+from tests.architectures import (
+    ARCHITECTURES,
+    COMMITTED,
+    EXTERNAL,
+    TABLE,
+    UNREAD,
+    Cell,
+    Layer,
+    cells_of,
+)
 from tests.fixtures import make
 from tests.graph_passes.graphs import grafted, masked
 
@@ -137,7 +146,7 @@ def expected() -> dict[str, Any]:
 
 
 def test_committed_graphs_cover_every_architecture_and_exporter():
-    assert {cell.architecture for cell in COMMITTED} == ARCHITECTURES.keys()
+    assert {cell.architecture for cell in COMMITTED} == ARCHITECTURES.keys() - UNREAD
     assert {(cell.exporter, cell.opset) for cell in COMMITTED} >= {*architectures.EXPORTERS}
     assert all(cell.committed.with_suffix(".onnx.data").is_file() for cell in EXTERNAL)
 

@@ -314,6 +314,22 @@ def test_find_attention_partial_rotation_has_term_without_factor() -> None:
     assert block.q.rotary_terms[2].gain.tolist() == [[0, 0, 1, 1]] * H
 
 
+def test_find_attention_rotation_of_some_tokens_returns_reason() -> None:
+    """DINOv3 does not rotate its class and register tokens."""
+    text = (
+        "\n first = Slice(q, n0, from1, tokens)\n rest = Slice(q, from1, endless, tokens)"
+        "\n cos1 = Slice(cos4, from1, endless, a0)\n sin1 = Slice(sin4, from1, endless, a0)"
+        + IN_PARTS.format(q="rest", cos="cos1", sin="sin1").replace("q9", "turned")
+        + "\n q9 = Concat <axis = 2> (first, turned)"
+    )
+    inputs = f"{PLAIN_INPUT}, {FLOAT_MASK}, float[sequence, {K}] cos4, float[sequence, {K}] sin4"
+    constants = CONSTANTS | {
+        "from1": np.array([1]), "endless": np.array([2**62]), "tokens": np.array([2]),
+    }  # fmt: skip
+    (reason,) = reasons(attention(scores=f"{text}{SCORES}", inputs=inputs, constants=constants))
+    assert reason == "the query is rotated for some of its tokens only"
+
+
 def test_find_attention_constant_angles_are_positions() -> None:
     """Graphs of one length may have their cosines as constants."""
     turns = np.concatenate([TURNS[:5], TURNS[:5]], axis=1)
