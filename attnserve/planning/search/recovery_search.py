@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,10 +31,15 @@ from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal
 from attnserve.planning.search.limits import MIN_GAIN
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, Recovered, Round, mean_speedup
-from attnserve.recovery import training
-from attnserve.recovery.recover import Recovery
 from attnserve.runtime.cache import cache_folder
 from graph_passes.errors import AttnserveError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from attnserve.context import RunContext
+    from attnserve.recovery.recover import Recovery
+    from attnserve.recovery.training import Checkpoint
 
 __all__ = ["RecoverySearch", "Trained", "check_trainable"]
 
@@ -70,13 +75,18 @@ def check_trainable(given: SearchInput) -> None:
         InvalidData: There are too few rows, or nothing can be learned.
         CheckFailed: PyTorch does not compute what ONNX Runtime computes.
     """
-    context = replace(given.context, threads=0).labeled("can be trained")
-    Recovery(given.model, given.model, given.artifact, given.data, _measure(given), context)
+    _recovery(given, given.model, replace(given.context, threads=0).labeled("can be trained"))
 
 
-def _measure(given: SearchInput) -> Measure:
-    """The measure that chooses weights, which cannot be the score of a task."""
-    return "auto" if given.goal.measure == "score" else given.goal.measure
+def _recovery(given: SearchInput, model: ir.Model, context: RunContext) -> Recovery:
+    """The training of a model to give the outputs of the original.
+
+    The measure that chooses weights cannot be the score of a task.
+    """
+    from attnserve.recovery.recover import Recovery  # needs PyTorch
+
+    measure: Measure = "auto" if given.goal.measure == "score" else given.goal.measure
+    return Recovery(model, given.model, given.artifact, given.data, measure, context)
 
 
 @dataclass(eq=False)
@@ -97,7 +107,7 @@ class RecoverySearch:
     seconds: float
     rounds: list[Round] = field(default_factory=list[Round])
     found: list[Built] = field(default_factory=list[Built])
-    _checkpoints: list[training.Checkpoint] = field(default_factory=list[training.Checkpoint])
+    _checkpoints: list[Checkpoint] = field(default_factory=list["Checkpoint"])
 
     def run(self, plain: Built | None) -> Trained:
         """Train choices that are faster than ``plain``, the one without training, and prove one.
@@ -149,14 +159,13 @@ class RecoverySearch:
 
     def _train(self, choice: Choice, number: int, allowed: float, seconds: float) -> Built:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
-        given = self.given
+        from attnserve.recovery.training import Checkpoint  # needs PyTorch
+
         built = self.judge.build(choice)
-        context = replace(given.context, threads=0).labeled(f"round {number}")
-        recovery = Recovery(
-            built.float32_model, given.model, given.artifact, given.data, _measure(given), context
-        )
+        context = replace(self.given.context, threads=0).labeled(f"round {number}")
+        recovery = _recovery(self.given, built.float32_model, context)
         name = digest((self.key, built.plan.to_json()))
-        checkpoint = training.Checkpoint(cache_folder() / "recover", name)
+        checkpoint = Checkpoint(cache_folder() / "recover", name)
         self._checkpoints.append(checkpoint)
         course = recovery.train(seconds, checkpoint)
         self.seconds = max(self.seconds - course.seconds, 0.0)

@@ -47,6 +47,7 @@ from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.goal import Goal, SearchInput
 from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal, score_model
 from attnserve.planning.search.model_timing import ModelTiming, time_model
+from attnserve.planning.search.recovery_search import RecoverySearch, check_trainable
 from attnserve.planning.search.report import (
     Outcome,
     PlanReport,
@@ -110,8 +111,6 @@ def search(
         # Fails early if the model cannot be converted.
         convert(graph, goal.precision, data.fit[:1], to_nearest=True)
     if goal.recover is not None:
-        from attnserve.planning.search.recovery_search import check_trainable  # needs PyTorch
-
         check_trainable(given)
     original_score = None
     if goal.task is not None:
@@ -136,8 +135,6 @@ def _recovered(
     given: SearchInput, front: FrontSearch, judge: Judge, plain: Built | None, seconds: float
 ) -> SearchResult:
     """The result with training, or without it if that is no better."""
-    from attnserve.planning.search.recovery_search import RecoverySearch  # needs PyTorch
-
     recovery = RecoverySearch(given, front, judge, _key(given), seconds)
     best, proofs, report = recovery.run(plain)
     if best is None:
