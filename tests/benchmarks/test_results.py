@@ -63,7 +63,7 @@ def test_static_int8_is_closer_than_dynamic_int8_as_fast_and_batch_invariant():
 
 def test_searches_keep_their_promises_on_unseen_rows():
     rows = load("quality")["rows"]
-    assert {row["model"] for row in rows} == {"minilm", "sst2", "stories", "vit"}
+    assert {row["model"] for row in rows} == {"minilm", "sst2", "modernbert", "stories", "vit"}
     assert not [(row["model"], row["keep"]) for row in rows if "promise" in row["disagree"]]
 
 
@@ -72,6 +72,11 @@ def test_a_language_model_keeps_tokens_and_perplexity():
     (row,) = [r for r in load("quality")["rows"] if (r["model"], r["keep"]) == ("stories", 0.99)]
     assert row["unseen"]["value"] >= 0.97
     assert row["task"]["new"] <= 1.01 * row["task"]["original"]
+
+
+def test_pruned_rotary_shapes_are_faster_than_the_best_stock_graph():
+    for row in load("shapes")["rows"]:
+        assert min(row["vs_best"].values()) >= 1.25
 
 
 def test_rotary_forms_are_exact_at_full_size_and_sharing_loses_less():
