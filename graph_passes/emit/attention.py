@@ -341,7 +341,7 @@ def _in_order(
     """Emit ``gain * value[..., order]``.
 
     Halves that change places are sliced and joined: that copies rows of elements, where Gather
-    copies single ones, and takes about a third of its time.
+    copies single ones.
     """
     runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
     if len(runs) in range(2, MOST_RUNS + 1):
