@@ -11,7 +11,19 @@ from torch import Tensor, nn
 from attnserve.nn.trained import TrainedAttention
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["AttentionLayer", "FeatureMaps", "FixedHeadAttention", "Latest", "check_size"]
+__all__ = [
+    "AttentionLayer",
+    "FeatureMaps",
+    "FixedHeadAttention",
+    "Latest",
+    "Rotation",
+    "check_size",
+    "refuse_rotation",
+]
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary positions, each (1 or B, T, P): dimension i of a head turns with
+i + P/2; dimensions from P on stay (arXiv 2104.09864, in the layout of transformers)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,13 +118,15 @@ class AttentionLayer(nn.Module):
         self.v_proj = projection(self.vdim, num_heads * value_head_size, bias=bias)
         self.out_proj = projection(num_heads * value_head_size, embed_dim, bias=bias)
 
-    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+    def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E)."""
         raise NotImplementedError
 
-    def probabilities(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention probabilities (B, H, S, T); ``mask`` as in ``attend``."""
-        logits = self.logits(query, key)
+    def probabilities(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: Rotation | None = None
+    ) -> Tensor:
+        """Attention probabilities (B, H, S, T); arguments as in ``attend``."""
+        logits = self.logits(query, key, rotation)
         if mask is not None and mask.dtype == torch.bool:
             # A finite value: rows without any key become uniform instead of NaN.
             logits = logits.masked_fill(mask, torch.finfo(logits.dtype).min)
@@ -121,15 +135,21 @@ class AttentionLayer(nn.Module):
         return logits.softmax(-1)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output (B, S, D) and the probabilities (B, H, S, T), batch first.
 
         Args:
             mask: Broadcasts to (B, H, S, T). Boolean: True where attention is not allowed.
                 Otherwise added to the logits.
+            rotation: Rotary positions of queries and keys, which have the same length.
         """
-        apart = self.probabilities(query, key, mask)
+        apart = self.probabilities(query, key, mask, rotation)
         values = by_head(self.v_proj(value), self.num_heads)
         context = nn.functional.dropout(apart, self.dropout, self.training) @ values  # B H S V
         if self.keep_maps:
@@ -291,9 +311,11 @@ class FixedHeadAttention(AttentionLayer):
             scale=self.scale, dropout=self.dropout, batch_first=self.batch_first,
         )  # fmt: skip
 
-    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+    def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
         q = by_head(self.q_proj(query), self.q_proj.out_features // self.head_size)
         k = by_head(self.k_proj(key), self.k_proj.out_features // self.head_size)
+        if rotation is not None:
+            q, k = rotated(q, rotation), rotated(k, rotation)
         return (q * self.scale) @ k.transpose(-1, -2)
 
 
@@ -316,6 +338,25 @@ def projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
 def by_head(tokens: Tensor, heads: int) -> Tensor:
     """Split (B, T, H*K) into heads (B, H, T, K)."""
     return tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def rotated(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Heads (B, H, T, K) with rotary positions in their first dimensions."""
+    cos, sin = (part.unsqueeze(1) for part in rotation)
+    size = cos.shape[-1]
+    if size < heads.shape[-1]:
+        return torch.cat([rotated(heads[..., :size], rotation), heads[..., size:]], -1)
+    first, second = heads.chunk(2, -1)
+    return heads * cos + torch.cat([-second, first], -1) * sin
+
+
+def refuse_rotation(kind: str) -> InvalidArgument:
+    """The error of a layer that cannot have rotary positions."""
+    return InvalidArgument(
+        f"{kind} cannot have rotary positions",
+        "use FixedHeadAttention, GroupedHeadAttention or reuse_transformer for this model",
+        code="nn.rotary",
+    )
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

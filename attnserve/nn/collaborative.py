@@ -8,7 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnserve.nn.attention import AttentionLayer, check_size, projection
+from attnserve.nn.attention import (
+    AttentionLayer,
+    Rotation,
+    check_size,
+    projection,
+    refuse_rotation,
+)
 from attnserve.nn.trained import TrainedAttention
 from graph_passes.errors import InvalidArgument
 from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors
@@ -108,9 +114,12 @@ class CollaborativeAttention(AttentionLayer):
             moments: Moments of the layer's tokens, for a calibrated decomposition.
 
         Raises:
-            InvalidArgument: ``rank`` or ``head_size`` is out of range.
+            InvalidArgument: ``rank`` or ``head_size`` is out of range, or the layer has rotary
+                positions: the shared dimensions would have to turn as those of each head do.
             InvalidModel: Weights are not finite.
         """
+        if layer.rotary:
+            raise refuse_rotation("CollaborativeAttention")
         q, k, bias = (_array(part) for part in (layer.query, layer.key, layer.query_bias))
         if head_size is None:
             factors = collaborative_factors(q, k, rank, query_bias=bias, moments=moments)
@@ -147,7 +156,9 @@ class CollaborativeAttention(AttentionLayer):
             made.out_proj.bias.copy_(layer.output_bias)
         return made
 
-    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+    def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
+        if rotation is not None:
+            raise refuse_rotation("CollaborativeAttention")
         q, k = self.q_proj(query) * self.scale, self.k_proj(key)
         if self.columns is None or self.reads is None:
             q, k = q.unsqueeze(1) * self.mixing.unsqueeze(1), k.unsqueeze(1)

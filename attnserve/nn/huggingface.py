@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnserve.nn.attention import AttentionLayer
+from attnserve.nn.attention import AttentionLayer, Rotation
 from attnserve.nn.trained import TrainedAttention
 from graph_passes.errors import InvalidArgument
 
@@ -27,16 +27,22 @@ class _Names:
         heads: The number of heads.
         dropout: The dropout of the probabilities.
         normalizes: Whether it adds the residual and normalizes itself (ALBERT).
+        rotary: Whether it has rotary positions, and the number of heads in its configuration.
     """
 
     projections: tuple[str, ...]
     heads: str
     dropout: str
     normalizes: bool = False
+    rotary: bool = False
 
 
 _BERT = _Names(("query", "key", "value"), "num_attention_heads", "dropout")
 _BART = _Names(("q_proj", "k_proj", "v_proj", "out_proj"), "num_heads", "dropout")
+_LLAMA = _Names(
+    ("q_proj", "k_proj", "v_proj", "o_proj"), "num_attention_heads", "attention_dropout",
+    rotary=True,
+)  # fmt: skip
 _CLASSES = {
     "BertSelfAttention": _BERT,
     "BertCrossAttention": _BERT,
@@ -52,8 +58,11 @@ _CLASSES = {
     ),
     "BartAttention": _BART,
     "MarianAttention": _BART,
+    "LlamaAttention": _LLAMA,
+    "MistralAttention": _LLAMA,
+    "Qwen2Attention": _LLAMA,
 }  # fmt: skip
-SUPPORTED = "BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART and Marian"
+SUPPORTED = "BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral and Qwen2"
 
 
 class HuggingFaceAttention(nn.Module):
@@ -87,6 +96,7 @@ class HuggingFaceAttention(nn.Module):
         encoder_hidden_states: Tensor | None = None,
         key_value_states: Tensor | None = None,
         past_key_values: object = None,
+        position_embeddings: Rotation | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor]:
         """The output (B, S, D) and the probabilities (B, H, S, T).
@@ -94,6 +104,7 @@ class HuggingFaceAttention(nn.Module):
         Args:
             attention_mask: Broadcasts to (B, H, S, T): True where attention is allowed, or added to
                 the logits.
+            position_embeddings: Cosines and sines of rotary positions.
         """
         if past_key_values is not None:
             raise InvalidArgument(
@@ -109,7 +120,7 @@ class HuggingFaceAttention(nn.Module):
             mask = torch.ones(S, S, dtype=torch.bool, device=hidden_states.device).triu(1)
         elif mask is not None and mask.dtype == torch.bool:
             mask = ~mask
-        out, apart = self.layer.attend(hidden_states, tokens, tokens, mask)
+        out, apart = self.layer.attend(hidden_states, tokens, tokens, mask, position_embeddings)
         if self.norm is not None and self.dropout is not None:
             out = self.norm(hidden_states + self.dropout(out))
         return out, apart
@@ -122,10 +133,12 @@ def swap(
     """Replace the attention layers of a Hugging Face model, in place.
 
     Swapped layers do not cache keys: call decoders with ``use_cache=False``. The model cannot
-    return ``output_attentions`` of swapped layers; its state dict has other names.
+    return ``output_attentions`` of swapped layers; its state dict has other names. Grouped keys and
+    values get a copy for each query head.
 
     Args:
-        model: BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART or Marian, with eager or sdpa attention.
+        model: BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral or Qwen2, with
+            eager or sdpa attention.
         convert: Makes new layers, in order, from the weights of the old ones. It is called once for
             each stack of equal modules: encoder, decoder, and the cross-attention of the decoder.
 
@@ -176,9 +189,11 @@ def _read(model: nn.Module, name: str) -> TrainedAttention:
     if len(linears) == 3:
         linears.append(_output_of(model, name).dense)
     dropout = getattr(module, names.dropout)
+    sizes = module.config if names.rotary else module
     return TrainedAttention.of_linears(
-        *linears, num_heads=getattr(module, names.heads), scale=module.scaling,
-        dropout=dropout.p if isinstance(dropout, nn.Dropout) else dropout,
+        *linears, num_heads=getattr(sizes, names.heads), scale=module.scaling,
+        num_kv_heads=sizes.num_key_value_heads if names.rotary else None,
+        dropout=dropout.p if isinstance(dropout, nn.Dropout) else dropout, rotary=names.rotary,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnserve.nn.attention import AttentionLayer, FixedHeadAttention
+from attnserve.nn.attention import AttentionLayer, FixedHeadAttention, Rotation
 from attnserve.nn.trained import TrainedAttention
 from attnserve.planning.head_selection import parse_reuse, reused_layers
 from graph_passes.errors import InvalidArgument
@@ -88,13 +88,15 @@ class ReuseAttention(AttentionLayer):
                     mine.bias.copy_(old.bias[:rows])
         return made
 
-    def probabilities(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    def probabilities(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: Rotation | None = None
+    ) -> Tensor:
         reused = self.source.required().probabilities[:, : self.reused_heads]
         if self.own is None:
             return reused
         if mask is not None and mask.ndim == 4 and mask.shape[1] == self.num_heads:
             mask = mask[:, : self.own.num_heads]
-        return torch.cat([self.own.probabilities(query, key, mask), reused], 1)
+        return torch.cat([self.own.probabilities(query, key, mask, rotation), reused], 1)
 
 
 class SkipAttention(AttentionLayer):
@@ -107,7 +109,12 @@ class SkipAttention(AttentionLayer):
         del self.v_proj, self.out_proj
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[Tensor, Tensor]:
         B, S, _ = query.shape
         return torch.zeros_like(query), query.new_zeros(B, self.num_heads, S, key.shape[1])

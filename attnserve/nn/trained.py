@@ -28,6 +28,7 @@ class TrainedAttention:
         scale: The factor of the logits.
         dropout: Of the probabilities, in training.
         batch_first: Whether tokens are (B, S, D), not (S, B, D).
+        rotary: Whether queries and keys turn with their positions before the product.
     """
 
     query: Tensor
@@ -41,6 +42,7 @@ class TrainedAttention:
     scale: float
     dropout: float = 0.0
     batch_first: bool = True
+    rotary: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -71,17 +73,25 @@ class TrainedAttention:
         *,
         num_heads: int,
         scale: float,
+        num_kv_heads: int | None = None,
         dropout: float = 0.0,
         batch_first: bool = True,
+        rotary: bool = False,
     ) -> TrainedAttention:
-        """Read the four projections of a layer; copies the weights."""
+        """Read the four projections of a layer; copies the weights.
+
+        Args:
+            num_kv_heads: Heads of keys and values, if fewer: each is copied for its query heads.
+        """
+        kv_heads = num_kv_heads or num_heads
         (q, q_bias), (k, k_bias), (v, v_bias) = (
-            _heads(linear, num_heads) for linear in (query, key, value)
+            _heads(linear, heads, num_heads)
+            for linear, heads in ((query, num_heads), (key, kv_heads), (value, kv_heads))
         )
         out = output.weight.detach().clone().T.unflatten(0, (num_heads, -1))  # H V D
         return TrainedAttention(
             q, k, v, out, q_bias, k_bias, v_bias, _bias(output),
-            scale=scale, dropout=dropout, batch_first=batch_first,
+            scale=scale, dropout=dropout, batch_first=batch_first, rotary=rotary,
         )  # fmt: skip
 
 
@@ -119,10 +129,12 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def _heads(linear: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor]:
-    """W^h (H, D, K) and b^h (H, K)."""
-    weight = linear.weight.detach().clone().unflatten(0, (num_heads, -1)).transpose(1, 2)
-    return weight, _bias(linear).unflatten(0, (num_heads, -1))
+def _heads(linear: nn.Linear, heads: int, num_heads: int) -> tuple[Tensor, Tensor]:
+    """W^h (H, D, K) and b^h (H, K); each of fewer heads is repeated."""
+    weight = linear.weight.detach().clone().unflatten(0, (heads, -1)).transpose(1, 2)
+    bias = _bias(linear).unflatten(0, (heads, -1))
+    times = num_heads // heads
+    return weight.repeat_interleave(times, 0), bias.repeat_interleave(times, 0)
 
 
 def _bias(linear: nn.Linear) -> Tensor:

@@ -47,6 +47,8 @@ BART = {
 DISTIL = {"dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 32, "vocab_size": 50}
 VIT = {**BERT, "image_size": 8, "patch_size": 4}
 
+LLAMA = {**BERT, "num_key_value_heads": 2}
+
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "BERT": ("Bert", BERT, 4),
     "BERT decoder": ("Bert", {**BERT, "is_decoder": True, "add_cross_attention": True}, 8),
@@ -56,8 +58,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "ViT": ("ViT", {k: v for k, v in VIT.items() if k != "vocab_size"}, 4),
     "BART": ("Bart", BART, 6),
     "Marian": ("Marian", BART, 6),
+    "Llama": ("Llama", LLAMA, 4),
+    "Mistral": ("Mistral", {**LLAMA, "sliding_window": 3}, 4),
+    "Qwen2": ("Qwen2", LLAMA, 4),
 }
 """Class, configuration and number of attention modules."""
+
+ROTARY = ("Llama", "Mistral", "Qwen2")
 
 
 def build(name: str, attention: str = "sdpa") -> Any:
@@ -80,6 +87,8 @@ def feeds(name: str) -> dict[str, Any]:
         made |= {**other, "encoder_attention_mask": mask[:, 1:], "use_cache": False}
     if MODELS[name][0] in ("Bart", "Marian"):
         made |= {"decoder_input_ids": ids[:, :5], "use_cache": False}
+    if name in ROTARY:
+        made["use_cache"] = False
     return made
 
 
@@ -90,17 +99,22 @@ def collaborative(rank: int, head_size: int | None = None) -> Convert:
     ]
 
 
+def widened(layers: Sequence[TrainedAttention]) -> list[FixedHeadAttention]:
+    return [FixedHeadAttention.from_trained(each, head_size=6) for each in layers]
+
+
 def grouped(layers: Sequence[TrainedAttention]) -> list[GroupedHeadAttention]:
     return [GroupedHeadAttention.from_trained(layer, num_groups=2) for layer in layers]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)
-def test_swap_at_full_rank_keeps_outputs(name: str, attention: str):
+def test_swap_of_the_same_function_keeps_outputs(name: str, attention: str):
     model, inputs = build(name, attention), feeds(name)
+    convert = widened if name in ROTARY else collaborative(16)
     with torch.no_grad():
         before = model(**inputs).last_hidden_state
-        assert len(swap(model, collaborative(16))) == MODELS[name][2]
+        assert len(swap(model, convert)) == MODELS[name][2]
         after = model(**inputs).last_hidden_state
     real = slice(0, 4) if name != "ViT" else slice(None)
     torch.testing.assert_close(after[:, real], before[:, real], atol=1e-5, rtol=0)
@@ -129,9 +143,16 @@ def test_cache_is_refused():
 
 def test_unsupported_model_is_refused_by_name():
     sizes = {**BERT, "num_hidden_layers": 1}
-    model = transformers.LlamaModel(transformers.LlamaConfig(**sizes))
-    with raises(InvalidArgument, "nn.unsupported_model", "LlamaModel", "DistilBERT"):
+    model = transformers.Qwen3Model(transformers.Qwen3Config(**sizes))
+    with raises(InvalidArgument, "nn.unsupported_model", "Qwen3Model", "DistilBERT"):
         swap(model, collaborative(16))
+
+
+def test_rotary_positions_refuse_shared_dimensions():
+    model = build("Llama")
+    with raises(InvalidArgument, "nn.rotary", "CollaborativeAttention", "reuse_transformer"):
+        swap(model, collaborative(16))
+    assert type(model.layers[0].self_attn).__name__ == "LlamaAttention"
 
 
 def test_wrong_number_of_layers_leaves_model_unchanged():
@@ -155,7 +176,7 @@ CONVERSIONS: dict[str, tuple[Convert, list[tuple[Any, ...]]]] = {
     "collaborative": (collaborative(8), [("collaborative", 4, 8)] * 4),
     "sparse": (collaborative(10, 3), [("sparse", 4, 3)] * 4),
     "widened": (
-        lambda layers: [FixedHeadAttention.from_trained(each, head_size=6) for each in layers],
+        widened,
         [("standard", 4, 6)] * 4,
     ),
     "pruned": (
@@ -174,11 +195,15 @@ CONVERSIONS: dict[str, tuple[Convert, list[tuple[Any, ...]]]] = {
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_exported_graph_is_certified_in_its_form(name: str, tmp_path: Path):
+@pytest.mark.parametrize("architecture", ["BERT", "Llama"])
+def test_exported_graph_is_certified_in_its_form(architecture: str, name: str, tmp_path: Path):
+    if architecture in ROTARY and name in ("collaborative", "sparse"):
+        pytest.skip("shared dimensions cannot have rotary positions")
     convert, expected = CONVERSIONS[name]
-    model = build("BERT")
+    model = build(architecture)
     swap(model, convert)
-    inputs = {key: feeds("BERT")[key] for key in ("input_ids", "attention_mask")}
+    model.config.use_cache = False
+    inputs = {key: feeds(architecture)[key] for key in ("input_ids", "attention_mask")}
     dims = {0: torch.export.Dim("batch", max=40), 1: torch.export.Dim("sequence", min=2, max=40)}
     path = tmp_path / "model.onnx"
     with quiet(), torch.no_grad():
