@@ -95,25 +95,38 @@ def _store(
 
 def texts(source: Path, folder: Path) -> dict[str, Path]:
     """Write sentences and paragraphs for calibration and for the measurement, by name."""
+    files: dict[str, Path] = {}
+    for index, (kind, part) in enumerate(
+        zip(("calibration", "unseen"), halves(source), strict=True)
+    ):
+        count = PARAGRAPHS[index]
+        # Sentences of other paragraphs, so that no sentence is part of a paragraph.
+        short = sentences_of(part[count:])
+        random.Random(index).shuffle(short)
+        for name, chosen in (
+            ("sentences", short[: SENTENCES[index]]), ("paragraphs", shortened(part[:count])),
+        ):  # fmt: skip
+            files[f"{kind} {name}"] = write_lines(folder / f"{kind}-{name}.txt", chosen)
+    return files
+
+
+def halves(source: Path) -> tuple[list[str], list[str]]:
+    """Return the paragraphs of a text in random order, in two parts."""
     lines = source.read_text(encoding="utf-8").splitlines()
     paragraphs = [line.strip() for line in lines if len(line.split()) > WORDS[0]]
     random.Random(0).shuffle(paragraphs)
     half = len(paragraphs) // 2
-    files: dict[str, Path] = {}
-    for index, (kind, part) in enumerate(
-        (("calibration", paragraphs[:half]), ("unseen", paragraphs[half:]))
-    ):
-        count = PARAGRAPHS[index]
-        # Sentences of other paragraphs, so that no sentence is part of a paragraph.
-        found = [
-            s.strip() for line in part[count:] for s in re.split(r"(?<=[.!?]) (?=[A-Z])", line)
-        ]
-        short = [text for text in dict.fromkeys(found) if 5 <= len(text.split()) <= 40]
-        random.Random(index).shuffle(short)
-        long = [" ".join(line.split()[: WORDS[1]]) for line in part[:count]]
-        for name, chosen in (("sentences", short[: SENTENCES[index]]), ("paragraphs", long)):
-            files[f"{kind} {name}"] = write_lines(folder / f"{kind}-{name}.txt", chosen)
-    return files
+    return paragraphs[:half], paragraphs[half:]
+
+
+def sentences_of(paragraphs: Sequence[str]) -> list[str]:
+    """Return the distinct sentences of 5 to 40 words."""
+    found = [s.strip() for line in paragraphs for s in re.split(r"(?<=[.!?]) (?=[A-Z])", line)]
+    return [text for text in dict.fromkeys(found) if 5 <= len(text.split()) <= 40]
+
+
+def shortened(paragraphs: Sequence[str]) -> list[str]:
+    return [" ".join(line.split()[: WORDS[1]]) for line in paragraphs]
 
 
 def measure(folder: Path, goal: str, keep: float, files: dict[str, Path]) -> dict[str, Any]:

@@ -1,0 +1,185 @@
+"""What training brings back: all-MiniLM-L6-v2 made smaller, then distilled from the original.
+
+    python -m benchmarks.recovery --train STSB_TRAIN.tsv --dev STSB_DEV.tsv --text TEXT
+        [--case NAME ...] [--minutes 20] [--threads 2] [--resume]
+
+Each case makes the encoder smaller, calibrated on 900 sentences of --train or on sentences and
+paragraphs of TEXT (one paragraph a line), and trains the result for --minutes on unlabelled text:
+all sentences of --train, and the first half of TEXT. Before and after the training, the score on
+--dev, the cosine of the tokens of 500 of its sentences, and the similarities of sentences and
+paragraphs of the second half of TEXT are measured. The smaller model is timed beside the exported
+one and those of other tools, in turns, on one thread. The result file is written after each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import attnserve
+from benchmarks import mixture
+from benchmarks._common import (
+    minilm,
+    number_table,
+    sentences,
+    spread,
+    stored_rows,
+    sts_parser,
+    sts_score,
+    write_lines,
+    write_result,
+)
+from benchmarks.planner import other_tools
+
+CASES: dict[str, dict[str, Any]] = {
+    "half of the heads, a third of the neurons": {"prune": 0.5, "ffn": 1 / 3},
+    "two thirds of the heads and of the neurons": {"prune": 2 / 3, "ffn": 2 / 3},
+    "keep 0.95 on a mixture": {"keep": 0.95, "allow": ["ffn"], "sequence": 128},
+}
+"""Arguments of ``optimize`` by the name in the result file. Those with ``keep`` are calibrated on
+sentences and paragraphs of TEXT."""
+
+LENGTHS = (128, 512)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = sts_parser(__doc__)
+    parser.add_argument("--text", type=Path, required=True, help="one paragraph a line")
+    parser.add_argument("--case", choices=CASES, nargs="+", default=list(CASES))
+    parser.add_argument("--minutes", type=float, default=20.0, help="time of each training")
+    parser.add_argument("--threads", type=int, default=0, help="of the training; default: all")
+    parser.add_argument("--resume", action="store_true", help="skip what the result file has")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)  # of the other optimizers
+    rows = stored_rows("recovery")
+    with tempfile.TemporaryDirectory() as name:
+        study = Study(Path(name), options)
+        for case in options.case:
+            if options.resume and any(_is(row, case, options) for row in rows):
+                continue
+            row = {"case": case, "minutes": options.minutes, **study.measure(case, options)}
+            rows = [*(old for old in rows if not _is(old, case, options)), row]
+            kept = argparse.Namespace(train=options.train, dev=options.dev, text=options.text)
+            write_result("recovery", kept, rows=rows)
+    show(rows)
+    return 0
+
+
+def _is(row: dict[str, Any], case: str, options: argparse.Namespace) -> bool:
+    return (row["case"], row["minutes"]) == (case, options.minutes)
+
+
+class Study:
+    """The exported encoder, the models of other tools, and the texts.
+
+    Attributes:
+        training: Unlabelled texts to learn from.
+        unseen: Texts for the measurement by kind.
+    """
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder, self.dev = folder, options.dev
+        self.original = folder / "original"
+        attnserve.export(minilm(), self.original)
+        self.tools = other_tools(self.original, folder)
+        self.tools.pop("as exported")
+        self.tools.pop("ONNX Runtime's int8")
+        self.files = mixture.texts(options.text, folder)
+        rows = spread(sentences(options.train, sys.maxsize), options.rows)
+        self.calibration = write_lines(folder / "calibration.txt", rows)
+        paragraphs, _ = mixture.halves(options.text)
+        short = [*both_sentences(options.train), *mixture.sentences_of(paragraphs)]
+        self.training = [
+            write_lines(folder / "sentences.txt", short),
+            write_lines(folder / "paragraphs.txt", mixture.shortened(paragraphs)),
+        ]
+        self.dev_sentences = write_lines(folder / "dev.txt", sentences(options.dev, 500))
+        self.baseline = sts_score(self.original, options.dev)
+
+    def measure(self, case: str, options: argparse.Namespace) -> dict[str, Any]:
+        """Make the encoder smaller, train it, and measure both; returns a row of the result."""
+        smaller, trained = self.folder / "smaller", self.folder / "trained"
+        for path in (smaller, trained):
+            shutil.rmtree(path, ignore_errors=True)
+        mixed = [self.files[f"calibration {kind}"] for kind in ("sentences", "paragraphs")]
+        calib = mixed if "keep" in CASES[case] else self.calibration
+        attnserve.optimize(self.original, smaller, calib=calib, **CASES[case])
+        models = {"as exported": self.original, **self.tools, "smaller": smaller}
+        before = self.quality(smaller)
+        started = time.perf_counter()
+        report = attnserve.recover(
+            smaller, trained, teacher=self.original, data=self.training,
+            minutes=options.minutes, threads=options.threads,
+        )  # fmt: skip
+        seconds = time.perf_counter() - started
+        after = self.quality(trained)
+        timed = attnserve.bench(list(models.values()), sequences=LENGTHS, threads=1)
+        names = [*models] * len(LENGTHS)
+        speeds: dict[str, dict[str, Any]] = {}
+        for name, result in zip(names, timed.results, strict=True):
+            speeds.setdefault(name, {})[str(result.sequence)] = result.speedup_vs_first
+        row = {
+            "asked": CASES[case], "threads": options.threads or "all", "seconds": seconds,
+            "before": before, "after": after, "speedups": speeds,
+            "verdict": report.verdict, "training": report.training.to_json(),
+        }  # fmt: skip
+        print(f"{case}: {report.verdict}", before, after, speeds["smaller"], flush=True)
+        return row
+
+    def quality(self, model: Path) -> dict[str, Any]:
+        """Measure a model on data that neither calibration nor training has."""
+        found: dict[str, Any] = {
+            "kept": sts_score(model, self.dev) / self.baseline,
+            "mean_cosine": self.verified(model, self.dev_sentences).mean_cosine,
+        }
+        for kind in ("sentences", "paragraphs"):
+            quality = self.verified(model, self.files[f"unseen {kind}"]).quality
+            assert quality is not None
+            found[kind] = quality.to_json()
+        return found
+
+    def verified(self, model: Path, data: Path) -> Any:
+        return attnserve.verify(self.original, model, data=data)
+
+
+def both_sentences(pairs: Path) -> list[str]:
+    """Return the distinct sentences of both columns of a .tsv."""
+    lines = pairs.read_text(encoding="utf-8").splitlines()
+    table = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    found = dict.fromkeys(row[key] for row in table for key in ("sentence1", "sentence2"))
+    return [text for text in found if text.strip()]
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    headings = ("128 tokens", "512", "score kept", "cosine", "sentences", "paragraphs")
+    table = number_table("before and after: similarity, overlap@10 and R^2", headings)
+    for row in rows:
+        fastest = [
+            row["speedups"]["smaller"][str(length)]
+            / max(v[str(length)] for k, v in row["speedups"].items() if k != "smaller")
+            for length in LENGTHS
+        ]
+        for part in ("before", "after"):
+            quality = row[part]
+            table.add_row(
+                f"{row['case']}, {part} {row['minutes']:g} min",
+                *(f"{speed:.2f}x" for speed in fastest),
+                f"{quality['kept']:.2%}", f"{quality['mean_cosine']:.4f}",
+                *("{value:.4f} {overlap:.3f} {r2:.4f}".format(**quality[kind])
+                  for kind in ("sentences", "paragraphs")),
+            )  # fmt: skip
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
