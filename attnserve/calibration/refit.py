@@ -80,9 +80,9 @@ COLUMNS = 128
 """Number of random projections of the output that a ridge is chosen on. Ridges are a factor of ten
 apart, and all of them are compared on the same projections."""
 
-CHECKED_FOLDS, MANY_TOKENS = 2, 5000
-"""With at least ``MANY_TOKENS``, ridges are compared on this many of the folds: ridges are a factor
-of ten apart, and the solutions take most of the time."""
+MANY_TOKENS = 5000
+"""With at least this many, ridges are compared on one of the folds: ridges are a factor of ten
+apart, and the solutions take most of the time."""
 
 FIRST = 1e-1
 """The first ridge to try; the search goes to weaker or stronger ones while the error falls."""
@@ -127,6 +127,16 @@ class Moments:
             self.ct + other.ct,
             self.tt + other.tt,
         )
+
+    def __iadd__(self, other: Moments) -> Moments:
+        """Add in place: the matrices of wide layers take longer to allocate than to add."""
+        self.count += other.count
+        self.tt += other.tt
+        for mine, theirs in (
+            (self.c, other.c), (self.t, other.t), (self.cc, other.cc), (self.ct, other.ct),
+        ):  # fmt: skip
+            mine += theirs
+        return self
 
     def __sub__(self, part: Moments) -> Moments:
         return Moments(
@@ -484,13 +494,16 @@ def _of_skipped(gap: Skipped) -> Site:
 
 
 class _Folds:
-    """Moments of inputs and targets, in ``FOLDS`` folds (or fewer, one per text)."""
+    """Moments of inputs and targets, in ``FOLDS`` folds (or fewer, one per text).
+
+    From ``MANY_TOKENS`` on, two are enough: the one that ridges are compared on, and the others.
+    """
 
     def __init__(self, sites: Sequence[Site], sequence_first: Mapping[str, bool]) -> None:
         self.sites = sites
         self.sequence_first = sequence_first
         self.sums: dict[int, _Sum] = {}
-        self.texts = 0  # of earlier batches
+        self.texts = self.tokens = 0  # of earlier batches
 
     def add(
         self, batch: Batch, seen: Mapping[ir.Value, np.ndarray], targets: Sequence[np.ndarray]
@@ -498,9 +511,15 @@ class _Folds:
         for site, target in zip(self.sites, targets, strict=True):
             c, t, texts = _tokens(site, seen, target, batch, self.sequence_first[site.name])
             parts = (self.texts + texts) % FOLDS
+            if self.tokens >= MANY_TOKENS:
+                parts = np.minimum(parts, 1)
             for fold in np.unique(parts).tolist():
                 self.sums.setdefault(fold, _Sum()).add(c[parts == fold], t[parts == fold])
+            self.tokens += len(c)
         self.texts += row_count(batch)
+        if self.tokens >= MANY_TOKENS:
+            for fold in [fold for fold in self.sums if fold > 1]:
+                self.sums.setdefault(1, _Sum()).join(self.sums.pop(fold))
 
     def moments(self) -> list[Moments]:
         _require_tokens(self.sites[0].name, len(self.sums))
@@ -517,16 +536,26 @@ class _Sum:
     def add(self, c: np.ndarray, t: np.ndarray) -> None:
         self.pieces.append((c, t))
         if sum(len(c) for c, _ in self.pieces) >= MOST_ROWS:
-            self.whole = self.moments()
-            self.pieces = []
+            self.moments()
+
+    def join(self, other: _Sum) -> None:
+        part = other.moments()
+        if self.whole is None:
+            self.whole = part
+        else:
+            self.whole += part
 
     def moments(self) -> Moments:
-        assert self.pieces or self.whole is not None
-        if not self.pieces:
-            assert self.whole is not None
-            return self.whole
-        part = Moments.of(*(np.concatenate(rows) for rows in zip(*self.pieces, strict=True)))
-        return part if self.whole is None else self.whole + part
+        """The moments of all rows so far; later rows change them."""
+        if self.pieces:
+            part = Moments.of(*(np.concatenate(rows) for rows in zip(*self.pieces, strict=True)))
+            self.pieces = []
+            if self.whole is None:
+                self.whole = part
+            else:
+                self.whole += part
+        assert self.whole is not None
+        return self.whole
 
 
 def _require_tokens(name: str, count: int) -> None:
@@ -613,7 +642,7 @@ def _choose_ridge(folds: Sequence[Moments], site: Site) -> float | None:
     folds = [fold.projected(columns) for fold in folds]
     whole, prior = _total(folds), site.prior @ columns
     if whole.count >= MANY_TOKENS:
-        folds = folds[:CHECKED_FOLDS]
+        folds = folds[:1]
     equations = [_Equations(whole - held, prior) for held in folds]
 
     @cache

@@ -147,9 +147,8 @@ def _shrunk(
         support = _strongest(np.abs(mixing) * strength, count, limit)
         previous = np.inf
         for _ in range(LAST_SWEEPS if count == entries else SWEEPS):
-            mixing, query, key, *_ = sweep(stack, query, key, partial(_solve_on, support))
+            mixing, query, key, error, _ = sweep(stack, query, key, partial(_solve_on, support))
             iterations += 1
-            error = stack.residual(query, key, mixing)
             if previous - error < TOLERANCE * error:
                 break
             previous = error

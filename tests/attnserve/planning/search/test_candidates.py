@@ -395,7 +395,7 @@ def test_changes_to_measure_sharing_only_if_faster_than_separate(
         own: (4.0, 4.0),
         BlockConfig(2, 4): (2.0, 2.0),
     }
-    for ms, wanted in ((4.0, [own]), (3.9, [own, shared])):
+    for ms, wanted in ((4.0, [own]), (3.9, [own]), (3.8, [own, shared])):
         found = replace(timed[group.blocks[0]], configs={**configs, shared: (ms, 9.0)})
         assert changes_to_measure(group, found, target=1) == wanted
     with_skip = replace(timed[group.blocks[0]], configs={**configs, BlockConfig(0): (1.0, 1.0)})
