@@ -40,6 +40,7 @@ from benchmarks._common import (
     write_result,
 )
 from benchmarks.planner import other_tools
+from docs.hooks.tables import vs_fastest
 
 CASES: dict[str, dict[str, Any]] = {
     "half of the heads, a third of the neurons": {"prune": 0.5, "ffn": 1 / 3},
@@ -164,11 +165,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     headings = ("128 tokens", "512", "score kept", "cosine", "sentences", "paragraphs")
     table = number_table("before and after: similarity, overlap@10 and R^2", headings)
     for row in rows:
-        fastest = [
-            row["speedups"]["smaller"][str(length)]
-            / max(v[str(length)] for k, v in row["speedups"].items() if k != "smaller")
-            for length in LENGTHS
-        ]
+        fastest = [vs_fastest(row["speedups"], str(length)) for length in LENGTHS]
         for part in ("before", "after"):
             quality = row[part]
             table.add_row(

@@ -410,6 +410,68 @@ def shapes() -> str:
     )  # fmt: skip
 
 
+def recovery() -> str:
+    """Quality of smaller encoders before and after training, and their speed."""
+    rows: list[list[str]] = []
+    for row in load("recovery")["rows"]:
+        speeds = row["speedups"]
+        for part in ("before", "after"):
+            found = row[part]
+            trained = f"after {row['minutes']:g} minutes, {_threads(row['threads'])}"
+            rows.append([
+                row["case"] if part == "before" else "",
+                *(
+                    times(vs_fastest(speeds, n)) if part == "before" else ""
+                    for n in ("128", "512")
+                ),
+                trained if part == "after" else "before",
+                percent(found["kept"]),
+                f"{found['mean_cosine']:.4f}",
+                *(
+                    f"{unseen['value']:.4f}, {unseen['overlap']:.3f}, {unseen['r2']:.4f}"
+                    for unseen in (found[kind] for kind in ("sentences", "paragraphs"))
+                ),
+            ])  # fmt: skip
+    lengths = ["128 tokens", "512 tokens"]
+    return table(
+        ["made smaller by", *lengths, "training", "score kept", "cosine", "unseen sentences",
+         "unseen paragraphs"],
+        rows,
+    )  # fmt: skip
+
+
+def vs_fastest(speedups: dict[str, dict[str, float]], length: str) -> float:
+    """The speed of the smaller model over the fastest of the others."""
+    others = [speed[length] for name, speed in speedups.items() if name != "smaller"]
+    return speedups["smaller"][length] / max(others)
+
+
+def _threads(threads: int | str) -> str:
+    return "one thread" if threads == 1 else f"{threads} threads"
+
+
+def recovery_curve() -> str:
+    """The loss on held-out rows, relative to that before the training, by minutes."""
+    from attnserve.reports.drawing import FIRST, GRID, SECOND, THIRD, svg
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.grid(color=GRID)
+        colors = (FIRST, SECOND, THIRD)
+        for color, row in zip(colors, load("recovery")["rows"], strict=False):
+            training = row["training"]
+            points = [(0.0, 1.0)] + [
+                (seconds / 60, loss / training["first_loss"])
+                for seconds, _, loss in training["history"]
+            ]
+            axes.plot(*zip(*points, strict=True), color=color, label=row["case"])
+        axes.set_xlabel("minutes of training")
+        axes.set_ylabel("loss on held-out rows, before = 1")
+        figure.legend(loc="outside lower center")
+
+    return f'<div class="figure">{svg(draw, (7.6, 4.2))}</div>'
+
+
 def onnxsim() -> str:
     """Head pruning beside onnxsim's, on the one graph that onnxsim prunes."""
     rows = load("reuse_prune")["onnxsim"]
