@@ -53,7 +53,10 @@ class Built:
 
 
 class Judge:
-    """Builds choices and measures them on data to choose; the latest build is kept."""
+    """Builds choices and measures them on data to choose.
+
+    The latest build, and the latest that keeps enough, are held: the search ends with one of them.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class Judge:
         self.original_score = original_score
         self.measured: dict[tuple[int, ...], tuple[float, float]] = {}
         """(loss, cosine) of each built choice, those before an interruption included."""
-        self._last: Built | None = None
+        self._held: dict[str, Built] = {}
 
     def loss(self, choice: Choice) -> float:
         """The measured loss of a choice; it is built unless the checkpoint knows its loss."""
@@ -85,8 +88,9 @@ class Judge:
 
     def build(self, choice: Choice) -> Built:
         """Apply the plan of a choice, convert the model, and measure its loss."""
-        if self._last is not None and self._last.choice.picks == choice.picks:
-            return self._last
+        for held in self._held.values():
+            if held.choice.picks == choice.picks:
+                return held
         given, plan = self.given, self._plan(choice)
         number = len(self.measured) + (choice.picks not in self.measured)
         context = replace(given.context, threads=0).labeled(f"build {number}")
@@ -95,7 +99,9 @@ class Judge:
             plan, float32_model, context,
             original=given.model, data=given.data, shape=(given.batch, given.lengths[-1]),
         )  # fmt: skip
-        self._last = built = self._built(choice, plan, float32_model, applied, context)
+        self._held["latest"] = built = self._built(choice, plan, float32_model, applied, context)
+        if given.goal.keep is not None and built.loss <= 1 - given.goal.keep:
+            self._held["enough"] = built
         self.measured[choice.picks] = built.loss, built.fidelity.mean_cosine
         self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
         return built

@@ -28,6 +28,7 @@ from attnserve.cli.app import main
 from attnserve.models.artifact import fingerprint, load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.models.lengths import Lengths
+from attnserve.planning import apply
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
@@ -691,9 +692,19 @@ def test_search_ignores_damaged_checkpoint(
 
 
 @pytest.mark.timing
-def test_search_progress_names_the_build_of_each_step(planned: Planner):
+def test_search_builds_no_choice_twice_and_names_the_build_of_each_step(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch
+):
     stages: dict[str, None] = {}
-    planned(progress=lambda stage, *_: stages.setdefault(stage))
+    built: list[str] = []
+
+    def apply_plan(plan: Any, *args: Any, **kwargs: Any) -> Any:
+        built.append(judge.digest(plan.to_json()))
+        return apply.apply_plan(plan, *args, **kwargs)
+
+    monkeypatch.setattr(judge, "apply_plan", apply_plan)
+    planned(keep=0.98, progress=lambda stage, *_: stages.setdefault(stage))
+    assert len(built) == len(set(built))
     steps = [stage for stage in stages if stage.endswith("verify")]
     assert {"build 1: verify", "prove: verify"} <= set(steps)
     assert all(stage.startswith(("build", "prove")) for stage in steps)
