@@ -12,6 +12,7 @@ import onnx_ir as ir
 from attnserve.context import Progress, ignore_progress
 from attnserve.models.precision import LARGEST, Precision, convert
 from attnserve.planning.search.candidates import (
+    SHARED_GAIN,
     Block,
     BlockConfig,
     BlockLatency,
@@ -171,7 +172,7 @@ class BlockTimer:
             config for config in wanted if config.rank is not None and config in configs
         ]:
             own = configs.get(config._replace(rank=None))
-            if own is not None and self.mean(configs[config]) < self.mean(own):
+            if own is not None and SHARED_GAIN * self.mean(configs[config]) < self.mean(own):
                 fewer = [
                     config.of(each.kept) for each in wanted if each.head_size and not each.rank
                 ]
