@@ -60,7 +60,9 @@ class Server(uvicorn.Server):
         on_loaded: Called once the models are loaded.
     """
 
-    def __init__(self, app: FastAPI, repository: Repository, on_loaded: Callable[[], None]) -> None:
+    def __init__(
+        self, app: FastAPI, repository: Repository, on_loaded: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

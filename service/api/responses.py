@@ -84,17 +84,17 @@ def _cost(answer: Answer, total_ms: float, provider: str) -> dict[str, int | flo
     ``rss_bytes`` covers this process, ``gpu_bytes`` the whole device.
     """
     cost: dict[str, int | float] = {
-        "queue_ms": round(answer.queue_ms, 3),
-        "tokenize_ms": round(answer.tokenize_ms, 3),
-        "compute_ms": round(answer.compute_ms, 3),
+        "queue_ms": round(answer.result.queue_ms, 3),
+        "tokenize_ms": round(answer.result.prepare_ms, 3),
+        "compute_ms": round(answer.result.compute_ms, 3),
         "total_ms": round(total_ms, 3),
         "tokens": answer.tokens,
         "padding_waste": round(answer.padding_waste, 4),
     }
     if answer.out_of_calibration:
         cost["out_of_calibration"] = answer.out_of_calibration
-    if answer.macs is not None:
-        cost |= {"macs": answer.macs, "flops": 2 * answer.macs}
+    if (macs := answer.macs) is not None:
+        cost |= {"macs": macs, "flops": 2 * macs}
     cost["rss_bytes"] = rss_bytes()
     if provider == "cuda" and (used := gpu_bytes()) is not None:
         cost["gpu_bytes"] = used

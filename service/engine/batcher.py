@@ -229,8 +229,7 @@ class Batcher:
         self._max_wait = max_wait_ms / 1e3
         self._concurrency = concurrency
         self._run_pool = ThreadPoolExecutor(concurrency, "run")
-        self.prepare_pool = ThreadPoolExecutor(1, "prepare")
-        """A thread for work that must not wait behind runs."""
+        self._prepare_pool = ThreadPoolExecutor(1, "prepare")  # must not wait behind runs
         self._lock = threading.Lock()
         self._free_slots = concurrency
         self._preparing = 0  # rows
@@ -272,19 +271,21 @@ class Batcher:
             )
 
     async def submit(self, rows: Sequence[Row], deadline: float | None = None) -> RequestResult:
-        """Run ``rows`` in one or more batches; call ``check_room`` before.
+        """Run ``rows`` in one or more batches.
 
         Args:
             rows: At least one. The batcher changes them.
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
+            Overloaded: See ``check_room``.
             DeadlineExceeded: It passed, or would pass before the end of the run.
             NotReady: The batcher is closed.
             asyncio.CancelledError: The task was cancelled; waiting rows are not computed.
             ValueError: ``rows`` is empty.
             Exception: What ``run`` raised for one of these rows.
         """
+        self.check_room(len(rows))
         request = self._open_request(deadline)
         with self._lock:
             self._enqueue(request, _check_not_empty(rows), request.started)
@@ -309,7 +310,6 @@ class Batcher:
                 the batch.
 
         Raises:
-            Overloaded: See ``check_room``.
             Exception: What ``prepare`` raised; for the rest see ``submit``.
         """
         self.check_room(count)
@@ -320,7 +320,7 @@ class Batcher:
             in_slot = in_slot and self._free_slots > 0
             self._free_slots -= in_slot
             self._preparing += count
-        pool = self._run_pool if in_slot else self.prepare_pool
+        pool = self._run_pool if in_slot else self._prepare_pool
         pool.submit(self._prepare, request, prepare, count, in_slot)
         return await self._wait(request)
 
@@ -352,7 +352,7 @@ class Batcher:
             assert self._loop is not None
             unloaded = NotReady("the model is unloaded", "load it again")
             self._loop.call_soon_threadsafe(self.refuse_waiting, unloaded)
-        self.prepare_pool.shutdown(wait=True)
+        self._prepare_pool.shutdown(wait=True)
         self._run_pool.shutdown(wait=True, cancel_futures=True)
 
     # -- on the event loop ------------------------------------------------------------------------

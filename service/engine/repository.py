@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -30,7 +30,7 @@ from service.errors import NotFound, NotReady, Overloaded, UnknownModel, hide_fo
 from service.metrics import Metrics, VersionState
 from service.settings import Settings
 
-__all__ = ["Entry", "Repository", "State", "say_operators"]
+__all__ = ["Entry", "Repository", "State"]
 
 State = Literal["READY", "LOADING", "UNAVAILABLE"]
 
@@ -231,6 +231,8 @@ class Repository:
             )
         await self.shadow.start()
         self._started = True
+        for engine in self.engines():
+            _log_operators(engine)
 
     async def load(self, name: str) -> None:
         """Load the versions of ``name`` on disk; they replace the loaded ones.
@@ -245,26 +247,21 @@ class Repository:
             NotReady: The models are being loaded.
         """
         self._require_started()
+        self._loads += 1
         try:
-            with self._counted_load():
-                await self._load_everywhere(name)
+            if self._loads > MAX_LOADS:
+                raise Overloaded(f"{MAX_LOADS} loads of models run or wait", "try again later")
+            await self._change(name, self._replace)
         except AttnserveError as error:
             audit.warning("load of %s failed: %s", name, error.what)
             raise
-        audit.info("loaded %s", name, extra={"fields": {"versions": self._contents_of(name)}})
-
-    async def _load_everywhere(self, name: str) -> None:
-        await self._replace(name)
-
-    @contextmanager
-    def _counted_load(self) -> Generator[None]:
-        if self._loads >= MAX_LOADS:
-            raise Overloaded(f"{self._loads} loads of models run or wait", "try again later")
-        self._loads += 1
-        try:
-            yield
         finally:
             self._loads -= 1
+        audit.info("loaded %s", name, extra={"fields": {"versions": self._contents_of(name)}})
+
+    async def _change(self, name: str, change: Callable[[str], Awaitable[None]]) -> None:
+        """Apply ``change`` to the versions of ``name`` in every process."""
+        await change(name)
 
     async def _replace(self, name: str, versions: Collection[str] | None = None) -> None:
         """Load ``versions`` of ``name``, None for all; see ``load`` for the rest."""
@@ -309,11 +306,8 @@ class Repository:
             NotReady: The models are being loaded.
         """
         self._require_started()
-        await self._unload_everywhere(name)
+        await self._change(name, self._remove)
         audit.info("unloaded %s", name)
-
-    async def _unload_everywhere(self, name: str) -> None:
-        await self._remove(name)
 
     async def _remove(self, name: str) -> None:
         async with self._changing:
@@ -393,7 +387,7 @@ class Repository:
         )
         self._contents[engine] = content
         if self._started:
-            say_operators(engine)
+            _log_operators(engine)
         return engine
 
     def _load(
@@ -504,7 +498,7 @@ class Repository:
         return found
 
 
-def say_operators(engine: Engine) -> None:
+def _log_operators(engine: Engine) -> None:
     """Log the operator fusion of ``engine``, or why there was none."""
     done = engine.model.operators
     if done["rewritten"]:
