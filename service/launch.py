@@ -9,7 +9,7 @@ from attnserve.runtime.cpu import available_cores
 from graph_passes.errors import InvalidArgument
 from service.app import create_app
 from service.engine.device import on_device
-from service.engine.repository import Repository
+from service.engine.repository import Repository, say_operators
 from service.log import configure_log, flush_log
 from service.metrics import Metrics
 from service.server import (
@@ -84,5 +84,7 @@ def _serve(settings: Settings) -> None:
 
         def log_loaded() -> None:
             log_ready(settings, listener, (engine.name for engine in repository.engines()))
+            for engine in repository.engines():
+                say_operators(engine)
 
         Server(app, repository, log_loaded).run(sockets=[listener])

@@ -67,7 +67,7 @@ class Metrics:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self.registry = CollectorRegistry()
-        self._models: dict[tuple[str, str], ModelMetrics] = {}
+        self._models: dict[Version, ModelMetrics] = {}
         self._requests = Counter(
             "attnserve_requests", "Requests answered.", ("route", "status"), registry=self.registry
         )
@@ -123,7 +123,7 @@ class Metrics:
             "Peak memory in use on the GPU, by all its processes, sampled at each answer of this"
             " version; absent before the first answer.",
         )
-        self.quality: Callable[[], Mapping[tuple[str, str], Mapping[str, Any]]] = dict
+        self.quality: Callable[[], Mapping[Version, Mapping[str, Any]]] = dict
         """The measured quality of each version (``LiveReport`` as JSON)."""
         self.watch: Callable[[], list[VersionState]] = list
         """The state of each loaded version."""
@@ -144,10 +144,10 @@ class Metrics:
 
     def of(self, model: str, version: str) -> ModelMetrics:
         """The series of one version; a reloaded version continues its series."""
-        key = (model, version)
-        if key not in self._models:
-            self._models[key] = ModelMetrics(self, model, version)
-        return self._models[key]
+        of = (model, version)
+        if of not in self._models:
+            self._models[of] = ModelMetrics(self, of)
+        return self._models[of]
 
     def count_response(self, route: str, status: int) -> None:
         """Count one HTTP response."""
@@ -182,12 +182,12 @@ class Metrics:
 
     def recent_seconds(self) -> list[tuple[str, str, list[Second]]]:
         """(model, version, recent seconds) of this process."""
-        return [(*of, model.recent_seconds()) for of, model in list(self._models.items())]
+        return [(*of, list(model.seconds)) for of, model in list(self._models.items())]
 
     def _own_seconds(self) -> dict[Version, dict[int, Second]]:
         return {
-            of: {second.second: second for second in model.recent_seconds()}
-            for of, model in list(self._models.items())
+            (model, version): {second.second: second for second in seconds}
+            for model, version, seconds in self.recent_seconds()
         }
 
     # Series of each model version. The gauge of several workers is that of the highest.
@@ -318,9 +318,8 @@ class Second:
 class ModelMetrics:
     """The series of one model version, and its totals by second over the last minute."""
 
-    def __init__(self, metrics: Metrics, model: str, version: str) -> None:
-        self._metrics, self._of = metrics, (model, version)
-        of = self._of
+    def __init__(self, metrics: Metrics, of: Version) -> None:
+        self._metrics, self._of = metrics, of
         # A lookup by labels takes 1 us, and an answer needs twenty: look them up once.
         self._latency = metrics.latency.labels(*of)
         self._stages = {
@@ -339,7 +338,8 @@ class ModelMetrics:
         }
         self._last_inference = metrics.last_inference.labels(*of)
         self._gpu_peak = 0
-        self._seconds: deque[Second] = deque()
+        self.seconds: deque[Second] = deque()
+        """The recorded seconds of the last minute in this process, oldest first."""
 
     def record_run(
         self,
@@ -445,10 +445,6 @@ class ModelMetrics:
             ],
         }
 
-    def recent_seconds(self) -> list[Second]:
-        """The recorded seconds of the last minute in this process, oldest first."""
-        return list(self._seconds)
-
     def window(self, recorded: Mapping[int, Second]) -> dict[str, Any]:
         """The last minute by second, oldest first, without the current second.
 
@@ -485,11 +481,11 @@ class ModelMetrics:
 
     def _current_second(self) -> Second:
         second = int(time())
-        if not self._seconds or self._seconds[-1].second != second:
-            self._seconds.append(Second(second))
-            while self._seconds[0].second < second - WINDOW_S - 1:
-                self._seconds.popleft()
-        return self._seconds[-1]
+        if not self.seconds or self.seconds[-1].second != second:
+            self.seconds.append(Second(second))
+            while self.seconds[0].second < second - WINDOW_S - 1:
+                self.seconds.popleft()
+        return self.seconds[-1]
 
 
 def _percentiles(values: list[float]) -> dict[str, float | None]:

@@ -30,9 +30,7 @@ from service.errors import NotFound, NotReady, Overloaded, UnknownModel, hide_fo
 from service.metrics import Metrics, VersionState
 from service.settings import Settings
 
-__all__ = ["Entry", "Repository", "State"]
-
-State = Literal["READY", "LOADING", "UNAVAILABLE"]
+__all__ = ["Entry", "Repository", "say_operators"]
 
 NOT_BATCH_INVARIANT = (
     "its dynamic quantization makes an answer depend on the other rows of a run, so that every row "
@@ -52,11 +50,11 @@ audit = logging.getLogger("attnserve.audit")
 
 @dataclass(frozen=True)
 class Entry:
-    """One version of a model, on disk or loaded; ``reason`` says why it is not ready."""
+    """A version of a model, on disk or loaded; ``reason`` says why it is not ready."""
 
     name: str
     version: str
-    state: State
+    state: Literal["READY", "LOADING", "UNAVAILABLE"]
     reason: str = ""
 
 
@@ -196,9 +194,8 @@ class Repository:
         for key in self._loading:
             found[key] = Entry(*key, "LOADING")
         for engine in self.engines():
-            state: State = "READY" if engine.ready else "UNAVAILABLE"
             key = (engine.name, engine.version)
-            found[key] = Entry(*key, state, engine.reason)
+            found[key] = Entry(*key, "READY" if engine.ready else "UNAVAILABLE", engine.reason)
         return [found[key] for key in sorted(found, key=lambda key: (key[0], int(key[1])))]
 
     # -- load and unload --------------------------------------------------------------------------
@@ -231,8 +228,6 @@ class Repository:
             )
         await self.shadow.start()
         self._started = True
-        for engine in self.engines():
-            _log_operators(engine)
 
     async def load(self, name: str) -> None:
         """Load the versions of ``name`` on disk; they replace the loaded ones.
@@ -387,7 +382,7 @@ class Repository:
         )
         self._contents[engine] = content
         if self._started:
-            _log_operators(engine)
+            say_operators(engine)
         return engine
 
     def _load(
@@ -498,7 +493,7 @@ class Repository:
         return found
 
 
-def _log_operators(engine: Engine) -> None:
+def say_operators(engine: Engine) -> None:
     """Log the operator fusion of ``engine``, or why there was none."""
     done = engine.model.operators
     if done["rewritten"]:

@@ -20,7 +20,7 @@ from time import monotonic, time
 from attnserve.runtime.isolation import error_from_json, error_to_json
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
-from service.engine.repository import Entry, Repository
+from service.engine.repository import Entry, Repository, say_operators
 from service.engine.shadow import Shadow
 from service.errors import NotFound, NotReady
 from service.memory import rss_bytes
@@ -64,7 +64,6 @@ class SharedRepository(Repository):
         self._generation = 0
         self._error: AttnserveError | None = None
         self._attempts, self._retry_at = 0, 0.0
-        self._reported_second = 0
         self._following: asyncio.Task[None] | None = None
         # Not the lock of the target state: two tasks of this worker may apply the same state.
         self._applying = asyncio.Lock()
@@ -175,6 +174,11 @@ class SharedRepository(Repository):
             self.serving = True
             self._report_status()
 
+    def say_operators(self) -> None:
+        """Log the operator fusion of the models, once for all workers."""
+        for engine in self.engines() if self._worker == 0 else ():
+            say_operators(engine)
+
     async def leave(self) -> None:
         """Stop following the target state and remove the status, after the drain."""
         self.serving = False
@@ -196,16 +200,16 @@ class SharedRepository(Repository):
     async def _run(self) -> None:
         """Follow the target state and report the status; a load does not delay the reports."""
         applying: asyncio.Task[None] | None = None
-        collected_at, can_report = 0.0, True
+        second, can_report = 0, True
         while True:
-            if monotonic() - collected_at > REPORT_S:
-                collected_at = monotonic()
-                self.shadow.collect()
             try:
                 if (applying is None or applying.done()) and not self.draining:
                     applying = asyncio.get_running_loop().create_task(self._follow_target())
                 self._report_status()
-                self._report_seconds()
+                if (now := int(time())) != second:
+                    second = now
+                    self.shadow.collect()
+                    self._state.set_seconds(self.metrics.recent_seconds())
                 can_report = True
             except OSError as error:  # for example a full disk: the other workers see no status
                 if can_report:
@@ -321,13 +325,6 @@ class SharedRepository(Repository):
         if status != self._status or status.at - self._status.at > REPORT_S:
             self._status = status
             self._state.set_status(status)
-
-    def _report_seconds(self) -> None:
-        """Write the totals of the last minute, once a second."""
-        now = int(time())
-        if now != self._reported_second:
-            self._reported_second = now
-            self._state.set_seconds(self.metrics.recent_seconds())
 
     def _seconds(self) -> dict[Version, dict[int, Second]]:
         merged: dict[Version, dict[int, Second]] = {}

@@ -43,7 +43,7 @@ class _WorkerServer(Server):
     """A server that reports its start and its end to the other workers."""
 
     def __init__(self, app: FastAPI, repository: SharedRepository, state: SharedState) -> None:
-        super().__init__(app, repository)
+        super().__init__(app, repository, repository.say_operators)
         self._shared, self._state = repository, state
         self._beating: asyncio.Task[None] | None = None
 

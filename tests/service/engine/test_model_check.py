@@ -30,7 +30,7 @@ from service.api.triton import configuration
 from service.dashboard.stats import card
 from service.engine import model_check
 from service.engine.model_check import CheckResult, IsolationChecker
-from service.engine.repository import Repository
+from service.engine.repository import Repository, say_operators
 from service.settings import Settings
 from service.workers.shared_state import SharedState, TargetState
 from tests.fixtures.make import BERT
@@ -90,6 +90,7 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
         await repository.start()
         try:
             engine = repository.engine()
+            say_operators(engine)
             found = await engine.embed(["a man is playing a guitar", "a dog"])
             config = configuration(engine)
             told = json.loads(config["parameters"]["operators"]["string_value"])
