@@ -57,7 +57,7 @@ class VersionState(NamedTuple):
     ready: bool
 
 
-class Metrics:
+class Metrics(Collector):
     """The series of one application, in its own registry.
 
     Args:
@@ -135,12 +135,8 @@ class Metrics:
         """Age in seconds of the newest second in the window."""
         self.seconds: Callable[[], Mapping[Version, Mapping[int, Second]]] = self._own_seconds
         """The recent seconds of each version, over all serving processes."""
-        if folder is None:
-            self._exported = self.registry
-        else:
-            self._exported = CollectorRegistry()
-            self._exported.register(_WorkerSeries(folder))
-        self._exported.register(_LiveGauges(self))
+        self._exported = self.registry if folder is None else CollectorRegistry()
+        self._exported.register(self)
 
     def of(self, model: str, version: str) -> ModelMetrics:
         """The series of one version; a reloaded version continues its series."""
@@ -190,13 +186,64 @@ class Metrics:
             for model, version, seconds in self.recent_seconds()
         }
 
-    # Series of each model version. The gauge of several workers is that of the highest.
+    # -- read at the time of the scrape -----------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        """The series of all workers from their files, and the gauges of the present state."""
+        if self._folder is not None:
+            yield from _merged(self._folder, "*.db")
+        gauges = [
+            GaugeMetricFamily(f"attnserve_{name}", text, labels=OF_MODEL)
+            for name, text in (
+                ("queue_rows", "Rows waiting for a batch."),
+                ("in_flight", "Requests waiting or running."),
+                ("model_ready", "1 if the model can run."),
+            )
+        ]
+        for model, version, *values in self.watch():
+            for gauge, value in zip(gauges, values, strict=True):
+                gauge.add_metric((model, version), value)
+        yield from gauges
+        yield from self._quality()
+        yield GaugeMetricFamily(
+            "process_resident_memory_bytes",
+            "Resident memory of all serving processes.",
+            value=self.rss(),
+        )
+        if (used := gpu_bytes()) is not None:
+            yield GaugeMetricFamily(
+                "attnserve_gpu_memory_bytes", "Memory in use on the serving GPU.", value=used
+            )
+        if self.workers is not None:
+            yield GaugeMetricFamily(
+                "attnserve_workers", "Serving worker processes.", value=self.workers()
+            )
+
+    def _quality(self) -> Iterator[Metric]:
+        reports = self.quality()
+        for key, text in (
+            ("value", "Quality against the original on the last compared rows."),
+            ("lower", "Lower end of its 95 % interval."),
+            ("upper", "Upper end of its 95 % interval."),
+            ("promise", "Quality that the artifact promises."),
+            ("rows", "Rows of the estimate."),
+            ("broken", "1 if the promise was found broken."),
+        ):
+            gauge = GaugeMetricFamily(f"attnserve_quality_{key}", text, labels=OF_QUALITY)
+            for of, report in reports.items():
+                lower, upper = report["ci95"] or (None, None)
+                found = {**report, "lower": lower, "upper": upper}[key]
+                if found is not None:
+                    gauge.add_metric((*of, report["measure"]), found)
+            yield gauge
+
+    # -- series of each model version -------------------------------------------------------------
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"attnserve_{name}", text, (*OF_MODEL, *labels), registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(
+        return Gauge(  # of several workers, the highest value
             f"attnserve_{name}", text, OF_MODEL, registry=self.registry, multiprocess_mode="max"
         )
 
@@ -226,69 +273,6 @@ def _is_readable(path: str) -> bool:
     except UNREADABLE:
         return False
     return True
-
-
-class _WorkerSeries(Collector):
-    """The series of all workers, merged from their files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def collect(self) -> Iterator[Metric]:
-        return _merged(self._folder, "*.db")
-
-
-class _LiveGauges(Collector):
-    """Gauges that are read at the time of the scrape."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        gauges = [
-            GaugeMetricFamily(f"attnserve_{name}", text, labels=OF_MODEL)
-            for name, text in (
-                ("queue_rows", "Rows waiting for a batch."),
-                ("in_flight", "Requests waiting or running."),
-                ("model_ready", "1 if the model can run."),
-            )
-        ]
-        for model, version, *values in self._metrics.watch():
-            for gauge, value in zip(gauges, values, strict=True):
-                gauge.add_metric((model, version), value)
-        yield from gauges
-        yield from self._quality()
-        yield GaugeMetricFamily(
-            "process_resident_memory_bytes",
-            "Resident memory of all serving processes.",
-            value=self._metrics.rss(),
-        )
-        if (used := gpu_bytes()) is not None:
-            yield GaugeMetricFamily(
-                "attnserve_gpu_memory_bytes", "Memory in use on the serving GPU.", value=used
-            )
-        if self._metrics.workers is not None:
-            yield GaugeMetricFamily(
-                "attnserve_workers", "Serving worker processes.", value=self._metrics.workers()
-            )
-
-    def _quality(self) -> Iterator[Metric]:
-        reports = self._metrics.quality()
-        for key, text in (
-            ("value", "Quality against the original on the last compared rows."),
-            ("lower", "Lower end of its 95 % interval."),
-            ("upper", "Upper end of its 95 % interval."),
-            ("promise", "Quality that the artifact promises."),
-            ("rows", "Rows of the estimate."),
-            ("broken", "1 if the promise was found broken."),
-        ):
-            gauge = GaugeMetricFamily(f"attnserve_quality_{key}", text, labels=OF_QUALITY)
-            for of, report in reports.items():
-                lower, upper = report["ci95"] or (None, None)
-                found = {**report, "lower": lower, "upper": upper}[key]
-                if found is not None:
-                    gauge.add_metric((*of, report["measure"]), found)
-            yield gauge
 
 
 @dataclass
