@@ -388,14 +388,8 @@ class ModelMetrics:
             self._metrics.gpu_peak.labels(*self._of).set(used)  # creates the series at first
         self._current_second().latencies_ms.append(cost["total_ms"])
 
-    def statistics(self, read: Series | None = None) -> dict[str, Any]:
-        """Exact statistics, as the v2 protocol defines them.
-
-        Args:
-            read: The series of this version in ``Metrics.statistics``; None reads them.
-        """
-        of = self._of
-        read = read or self._metrics.statistics()[of]
+    def statistics(self, read: Series) -> dict[str, Any]:
+        """Exact statistics, as the v2 protocol defines them, from ``Metrics.statistics``."""
         counts, spent = read["inferences"], read["inference_ns"]
         success = int(counts["success",])
 
@@ -404,8 +398,8 @@ class ModelMetrics:
 
         sizes, size_ns = read.get("batches", {}), read.get("batch_ns", {})
         return {
-            "name": of[0],
-            "version": of[1],
+            "name": self._of[0],
+            "version": self._of[1],
             "last_inference": round(read["last_inference_timestamp_seconds"][()] * 1e3),
             "inference_count": int(counts["rows",]),
             "execution_count": int(counts["runs",]),

@@ -299,10 +299,8 @@ class Settings(BaseSettings):
 
     def of(self, model: str) -> Settings:
         """These settings with the limits of a model."""
-        limits = self.model_limits.get(model)
-        return self if limits is None else self.model_copy(
-            update=limits.model_dump(exclude_none=True)
-        )  # fmt: skip
+        limits = self.model_limits.get(model, Limits())
+        return self.model_copy(update=limits.model_dump(exclude_none=True))
 
     @property
     def shares_cores(self) -> bool:

@@ -156,13 +156,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """One result per row of a request, in their order, and where its time went.
+    """The rows of a request, one result for each, and where its time went.
 
     ``batches`` pairs each run that had rows of this request with their number. ``compute_ms`` is
     the time in which at least one of them ran, ``prepare_ms`` the time in which rows were prepared,
     and ``queue_ms`` the rest.
     """
 
+    rows: list[Row]
     results: list[Any]
     queue_ms: float
     compute_ms: float
@@ -246,12 +247,6 @@ class Batcher:
         return len(self.queue) + self._preparing
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a run has not ended."""
-        with self._lock:
-            return bool(self._runs)
-
-    @property
     def is_stuck(self) -> bool:
         """Whether a run that nobody waits for does not end: its slot is lost."""
         with self._lock:
@@ -285,8 +280,7 @@ class Batcher:
             ValueError: ``rows`` is empty.
             Exception: What ``run`` raised for one of these rows.
         """
-        self.check_room(len(rows))
-        request = self._open_request(deadline)
+        request = self._open_request(len(rows), deadline)
         with self._lock:
             self._enqueue(request, _check_not_empty(rows), request.started)
         self._start_batches()
@@ -312,8 +306,7 @@ class Batcher:
         Raises:
             Exception: What ``prepare`` raised; for the rest see ``submit``.
         """
-        self.check_room(count)
-        request = self._open_request(deadline)
+        request = self._open_request(count, deadline)
         is_alone = len(self._open) < self._concurrency
         with self._lock:
             in_slot = is_short and is_alone and not self._paused and not len(self.queue)
@@ -357,7 +350,8 @@ class Batcher:
 
     # -- on the event loop ------------------------------------------------------------------------
 
-    def _open_request(self, deadline: float | None) -> _Request:
+    def _open_request(self, rows: int, deadline: float | None) -> _Request:
+        self.check_room(rows)
         if self._closed:
             raise NotReady("the model is unloaded", "load it again")
         loop = self._loop = asyncio.get_running_loop()
@@ -577,6 +571,7 @@ def _request_result(request: _Request) -> RequestResult:
     compute_s = _union(spans)
     total_s = max(end for _, end in spans) - request.started
     return RequestResult(
+        request.rows,
         request.results,
         queue_ms=max(total_s - compute_s - request.prepare_s, 0) * 1e3,
         compute_ms=compute_s * 1e3,

@@ -207,7 +207,7 @@ class Engine:
                 tokens=model.tokens(inputs),
                 padded_tokens=math.prod(model.ids(inputs).shape[:2]),
                 out_of_calibration=self._count_outside(_token_ids(inputs)),
-                follow_up=self._shadow.follow_up(self, None, names, rows, result.results),
+                follow_up=self._shadow.follow_up(self, None, names, result),
             )
             _add_stages(stages, result, output_ns=perf_counter_ns() - started)
         return answer
@@ -357,14 +357,12 @@ class Engine:
             model = self.model
             model.require_tokenizer()
             self._check_texts(texts)
-            tokens = outside = 0
-            made: list[Row] = []
+            outside = 0
 
             def rows() -> list[Row]:  # in a thread
-                nonlocal tokens, outside
+                nonlocal outside
                 encodings = self._encode(texts, truncate)
-                tokens = sum(map(len, encodings))
-                _check_limit(tokens, self.settings.max_tokens, "tokens")
+                _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
                 row = (1, max(map(len, encodings)))
                 shapes = {tensor.name: row for tensor in model.inputs}
@@ -372,11 +370,10 @@ class Engine:
                 size = model.output_bytes(shapes, [model.text_output(task)])
                 _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
                 outside = self._count_outside(one.ids for one in encodings)
-                made.extend(
+                return [
                     Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
                     for one in encodings
-                )
-                return made
+                ]
 
             result = await self.batcher.submit_from(
                 rows,
@@ -388,11 +385,11 @@ class Engine:
             answer = Answer(
                 outputs={output: _joined(result.results)},
                 result=result,
-                tokens=tokens,
+                tokens=sum(row.tokens for row in result.rows),
                 padded_tokens=sum(count * batch.longest for batch, count in result.batches),
                 out_of_calibration=outside,
                 follow_up=self._shadow.follow_up(
-                    self, task, [model.text_output(task)], made, result.results, texts
+                    self, task, [model.text_output(task)], result, texts
                 ),
             )
             _add_stages(stages, result, output_ns=perf_counter_ns() - started)

@@ -421,14 +421,13 @@ class Repository:
         Raises:
             AttnserveError: The original cannot be loaded.
         """
-        model: Model | None = None
         if checked.rewritten is not None:
             try:
-                model = self._warm(artifact, name, version, checked)
+                return self._warm(artifact, name, version, checked)
             except AttnserveError as error:  # for example a deleted file, or no memory
                 why = {"rewritten": False, "why": error.what}
                 checked = replace(checked, rewritten=None, operators=why)
-        return model or self._warm(artifact, name, version, checked)
+        return self._warm(artifact, name, version, checked)
 
     def _warm(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
         settings = self.settings.of(name)

@@ -35,7 +35,7 @@ from attnserve.models.artifact import Artifact, check_files, open_artifact
 from attnserve.models.text_sample import TextSample
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
 from graph_passes.errors import AttnserveError, InvalidModel
-from service.engine.batcher import Row
+from service.engine.batcher import RequestResult
 from service.engine.model import Model, TextTask
 from service.metrics import Metrics, Version
 from service.settings import Settings
@@ -161,24 +161,25 @@ class Shadow:
         engine: Engine,
         task: TextTask | None,
         names: Sequence[str],
-        rows: Sequence[Row],
-        results: Sequence[Any],
+        result: RequestResult,
         texts: Sequence[object] = (),
     ) -> FollowUp | None:
         """What to do after the answer; None for most requests.
 
         Args:
             names: Of the outputs.
-            results: Of each row: its outputs, or the vector of a text.
+            result: Of each row: its outputs, or the vector of a text.
             texts: The texts of the request.
         """
         chosen = [] if self._texts is None else self._texts.choose(texts)
         sample = None
         if self._settings.shadow is not None and self._is_next():
-            at = random.randrange(len(rows))
-            outputs = results[at] if task is None else (results[at],)
+            at = random.randrange(len(result.rows))
+            outputs = result.results[at] if task is None else (result.results[at],)
             key = (engine.name, engine.version)
-            sample = Sample(key, task, rows[at].payload, dict(zip(names, outputs, strict=True)))
+            sample = Sample(
+                key, task, result.rows[at].payload, dict(zip(names, outputs, strict=True))
+            )
         if not chosen and sample is None:
             return None
 
@@ -314,13 +315,12 @@ class Shadow:
         except WorkerCrashed as error:
             raise InvalidModel(f"{artifact.model}: {error.what}", "check the original") from error
         self._child = child
-        errors = [self._watch(engine) for engine in self._engines()]
-        first = next((error for error in errors if error is not None), None)
-        if first is not None and not any(self._watched.values()):
+        errors = [error for engine in self._engines() if (error := self._watch(engine))]
+        if errors and not any(self._watched.values()):
             child.close()
             self._child = None
-            raise first
-        for error in filter(None, errors):
+            raise errors[0]
+        for error in errors:
             _warn(error)
 
     def _is_watched(self, engine: Engine) -> bool:
