@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
@@ -99,23 +99,21 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         )
     app.add_middleware(ObserveRequests, metrics=metrics)
     install_handlers(app, {"/v1": openai.render_error})
-    monitoring = APIRouter(tags=["Metrics"])
-
-    # In threads: both read the files of all workers.
-    @monitoring.get("/metrics", response_class=Response)
-    def prometheus(request: Request) -> Response:
-        """All series in the Prometheus text format."""
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-    @monitoring.get("/stats.json")
-    def stats(request: Request) -> Response:
-        """The last minute by model and second, and a description of each model."""
-        return json_response(report(models))
-
     # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
     for router in (texts, ranking, openai, triton, open_inference):
         app.include_router(router.router)
     app.include_router(ranking.cohere)
     app.include_router(dashboard)
-    app.include_router(monitoring)
+
+    # In threads: both read the files of all workers.
+    @app.get("/metrics", tags=["Metrics"], response_class=Response)
+    def prometheus() -> Response:
+        """All series in the Prometheus text format."""
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/stats.json", tags=["Metrics"])
+    def stats() -> Response:
+        """The last minute by model and second, and a description of each model."""
+        return json_response(report(models))
+
     return app

@@ -57,7 +57,7 @@ class VersionState(NamedTuple):
     ready: bool
 
 
-class Metrics:
+class Metrics(Collector):
     """The series of one application, in its own registry.
 
     Args:
@@ -67,7 +67,7 @@ class Metrics:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self.registry = CollectorRegistry()
-        self._models: dict[tuple[str, str], ModelMetrics] = {}
+        self._models: dict[Version, ModelMetrics] = {}
         self._requests = Counter(
             "attnserve_requests", "Requests answered.", ("route", "status"), registry=self.registry
         )
@@ -123,7 +123,7 @@ class Metrics:
             "Peak memory in use on the GPU, by all its processes, sampled at each answer of this"
             " version; absent before the first answer.",
         )
-        self.quality: Callable[[], Mapping[tuple[str, str], Mapping[str, Any]]] = dict
+        self.quality: Callable[[], Mapping[Version, Mapping[str, Any]]] = dict
         """The measured quality of each version (``LiveReport`` as JSON)."""
         self.watch: Callable[[], list[VersionState]] = list
         """The state of each loaded version."""
@@ -135,19 +135,15 @@ class Metrics:
         """Age in seconds of the newest second in the window."""
         self.seconds: Callable[[], Mapping[Version, Mapping[int, Second]]] = self._own_seconds
         """The recent seconds of each version, over all serving processes."""
-        if folder is None:
-            self._exported = self.registry
-        else:
-            self._exported = CollectorRegistry()
-            self._exported.register(_WorkerSeries(folder))
-        self._exported.register(_LiveGauges(self))
+        self._exported = self.registry if folder is None else CollectorRegistry()
+        self._exported.register(self)
 
     def of(self, model: str, version: str) -> ModelMetrics:
         """The series of one version; a reloaded version continues its series."""
-        key = (model, version)
-        if key not in self._models:
-            self._models[key] = ModelMetrics(self, model, version)
-        return self._models[key]
+        of = (model, version)
+        if of not in self._models:
+            self._models[of] = ModelMetrics(self, of)
+        return self._models[of]
 
     def count_response(self, route: str, status: int) -> None:
         """Count one HTTP response."""
@@ -182,21 +178,72 @@ class Metrics:
 
     def recent_seconds(self) -> list[tuple[str, str, list[Second]]]:
         """(model, version, recent seconds) of this process."""
-        return [(*of, model.recent_seconds()) for of, model in list(self._models.items())]
+        return [(*of, list(model.seconds)) for of, model in list(self._models.items())]
 
     def _own_seconds(self) -> dict[Version, dict[int, Second]]:
         return {
-            of: {second.second: second for second in model.recent_seconds()}
-            for of, model in list(self._models.items())
+            (model, version): {second.second: second for second in seconds}
+            for model, version, seconds in self.recent_seconds()
         }
 
-    # Series of each model version. The gauge of several workers is that of the highest.
+    # -- read at the time of the scrape -----------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        """The series of all workers from their files, and the gauges of the present state."""
+        if self._folder is not None:
+            yield from _merged(self._folder, "*.db")
+        gauges = [
+            GaugeMetricFamily(f"attnserve_{name}", text, labels=OF_MODEL)
+            for name, text in (
+                ("queue_rows", "Rows waiting for a batch."),
+                ("in_flight", "Requests waiting or running."),
+                ("model_ready", "1 if the model can run."),
+            )
+        ]
+        for model, version, *values in self.watch():
+            for gauge, value in zip(gauges, values, strict=True):
+                gauge.add_metric((model, version), value)
+        yield from gauges
+        yield from self._quality()
+        yield GaugeMetricFamily(
+            "process_resident_memory_bytes",
+            "Resident memory of all serving processes.",
+            value=self.rss(),
+        )
+        if (used := gpu_bytes()) is not None:
+            yield GaugeMetricFamily(
+                "attnserve_gpu_memory_bytes", "Memory in use on the serving GPU.", value=used
+            )
+        if self.workers is not None:
+            yield GaugeMetricFamily(
+                "attnserve_workers", "Serving worker processes.", value=self.workers()
+            )
+
+    def _quality(self) -> Iterator[Metric]:
+        reports = self.quality()
+        for key, text in (
+            ("value", "Quality against the original on the last compared rows."),
+            ("lower", "Lower end of its 95 % interval."),
+            ("upper", "Upper end of its 95 % interval."),
+            ("promise", "Quality that the artifact promises."),
+            ("rows", "Rows of the estimate."),
+            ("broken", "1 if the promise was found broken."),
+        ):
+            gauge = GaugeMetricFamily(f"attnserve_quality_{key}", text, labels=OF_QUALITY)
+            for of, report in reports.items():
+                lower, upper = report["ci95"] or (None, None)
+                found = {**report, "lower": lower, "upper": upper}[key]
+                if found is not None:
+                    gauge.add_metric((*of, report["measure"]), found)
+            yield gauge
+
+    # -- series of each model version -------------------------------------------------------------
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"attnserve_{name}", text, (*OF_MODEL, *labels), registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(
+        return Gauge(  # of several workers, the highest value
             f"attnserve_{name}", text, OF_MODEL, registry=self.registry, multiprocess_mode="max"
         )
 
@@ -228,69 +275,6 @@ def _is_readable(path: str) -> bool:
     return True
 
 
-class _WorkerSeries(Collector):
-    """The series of all workers, merged from their files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def collect(self) -> Iterator[Metric]:
-        return _merged(self._folder, "*.db")
-
-
-class _LiveGauges(Collector):
-    """Gauges that are read at the time of the scrape."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        gauges = [
-            GaugeMetricFamily(f"attnserve_{name}", text, labels=OF_MODEL)
-            for name, text in (
-                ("queue_rows", "Rows waiting for a batch."),
-                ("in_flight", "Requests waiting or running."),
-                ("model_ready", "1 if the model can run."),
-            )
-        ]
-        for model, version, *values in self._metrics.watch():
-            for gauge, value in zip(gauges, values, strict=True):
-                gauge.add_metric((model, version), value)
-        yield from gauges
-        yield from self._quality()
-        yield GaugeMetricFamily(
-            "process_resident_memory_bytes",
-            "Resident memory of all serving processes.",
-            value=self._metrics.rss(),
-        )
-        if (used := gpu_bytes()) is not None:
-            yield GaugeMetricFamily(
-                "attnserve_gpu_memory_bytes", "Memory in use on the serving GPU.", value=used
-            )
-        if self._metrics.workers is not None:
-            yield GaugeMetricFamily(
-                "attnserve_workers", "Serving worker processes.", value=self._metrics.workers()
-            )
-
-    def _quality(self) -> Iterator[Metric]:
-        reports = self._metrics.quality()
-        for key, text in (
-            ("value", "Quality against the original on the last compared rows."),
-            ("lower", "Lower end of its 95 % interval."),
-            ("upper", "Upper end of its 95 % interval."),
-            ("promise", "Quality that the artifact promises."),
-            ("rows", "Rows of the estimate."),
-            ("broken", "1 if the promise was found broken."),
-        ):
-            gauge = GaugeMetricFamily(f"attnserve_quality_{key}", text, labels=OF_QUALITY)
-            for of, report in reports.items():
-                lower, upper = report["ci95"] or (None, None)
-                found = {**report, "lower": lower, "upper": upper}[key]
-                if found is not None:
-                    gauge.add_metric((*of, report["measure"]), found)
-            yield gauge
-
-
 @dataclass
 class Second:
     """Totals of one second of one version."""
@@ -318,9 +302,8 @@ class Second:
 class ModelMetrics:
     """The series of one model version, and its totals by second over the last minute."""
 
-    def __init__(self, metrics: Metrics, model: str, version: str) -> None:
-        self._metrics, self._of = metrics, (model, version)
-        of = self._of
+    def __init__(self, metrics: Metrics, of: Version) -> None:
+        self._metrics, self._of = metrics, of
         # A lookup by labels takes 1 us, and an answer needs twenty: look them up once.
         self._latency = metrics.latency.labels(*of)
         self._stages = {
@@ -339,7 +322,8 @@ class ModelMetrics:
         }
         self._last_inference = metrics.last_inference.labels(*of)
         self._gpu_peak = 0
-        self._seconds: deque[Second] = deque()
+        self.seconds: deque[Second] = deque()
+        """The recorded seconds of the last minute in this process, oldest first."""
 
     def record_run(
         self,
@@ -404,14 +388,8 @@ class ModelMetrics:
             self._metrics.gpu_peak.labels(*self._of).set(used)  # creates the series at first
         self._current_second().latencies_ms.append(cost["total_ms"])
 
-    def statistics(self, read: Series | None = None) -> dict[str, Any]:
-        """Exact statistics, as the v2 protocol defines them.
-
-        Args:
-            read: The series of this version in ``Metrics.statistics``; None reads them.
-        """
-        of = self._of
-        read = read or self._metrics.statistics()[of]
+    def statistics(self, read: Series) -> dict[str, Any]:
+        """Exact statistics, as the v2 protocol defines them, from ``Metrics.statistics``."""
         counts, spent = read["inferences"], read["inference_ns"]
         success = int(counts["success",])
 
@@ -420,8 +398,8 @@ class ModelMetrics:
 
         sizes, size_ns = read.get("batches", {}), read.get("batch_ns", {})
         return {
-            "name": of[0],
-            "version": of[1],
+            "name": self._of[0],
+            "version": self._of[1],
             "last_inference": round(read["last_inference_timestamp_seconds"][()] * 1e3),
             "inference_count": int(counts["rows",]),
             "execution_count": int(counts["runs",]),
@@ -444,10 +422,6 @@ class ModelMetrics:
                 for (rows,), count in sorted(sizes.items(), key=lambda item: int(item[0][0]))
             ],
         }
-
-    def recent_seconds(self) -> list[Second]:
-        """The recorded seconds of the last minute in this process, oldest first."""
-        return list(self._seconds)
 
     def window(self, recorded: Mapping[int, Second]) -> dict[str, Any]:
         """The last minute by second, oldest first, without the current second.
@@ -485,11 +459,11 @@ class ModelMetrics:
 
     def _current_second(self) -> Second:
         second = int(time())
-        if not self._seconds or self._seconds[-1].second != second:
-            self._seconds.append(Second(second))
-            while self._seconds[0].second < second - WINDOW_S - 1:
-                self._seconds.popleft()
-        return self._seconds[-1]
+        if not self.seconds or self.seconds[-1].second != second:
+            self.seconds.append(Second(second))
+            while self.seconds[0].second < second - WINDOW_S - 1:
+                self.seconds.popleft()
+        return self.seconds[-1]
 
 
 def _percentiles(values: list[float]) -> dict[str, float | None]:

@@ -40,6 +40,8 @@ KEEP_ALIVE_S = 75
 """An idle connection is closed after this time. uvicorn's default of 5 s is shorter than the pause
 of many clients, and a request that is sent while the connection closes gets no answer."""
 
+CLOSE = (b"connection", b"close")
+
 CUT_S = 2.0
 """Time to send the refusals after the drain timeout."""
 
@@ -92,7 +94,7 @@ class Server(uvicorn.Server):
             ServiceError: Requests were refused, because they were not answered in time.
         """
         # uvicorn raises the signals that it caught again after the drain: ignore them.
-        before = {number: signal.signal(number, _ignore) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
         try:
             super().run(sockets)
         finally:
@@ -152,7 +154,8 @@ class Server(uvicorn.Server):
             self._watchdog.start()
         self._repository.draining = True
         # uvicorn closes idle connections: clients must not send their next request into that.
-        self.server_state.default_headers.append((b"connection", b"close"))
+        self.server_state.default_headers.append(CLOSE)
+        self.config.encoded_headers.append(CLOSE)  # uvicorn makes the default anew each second
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -188,10 +191,6 @@ def stop_while_starting() -> None:
 
 def _exit(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
-
-
-def _ignore(number: int, frame: Any) -> None:
-    """Ignore a signal."""
 
 
 def _end_process() -> None:

@@ -300,9 +300,9 @@ class Settings(BaseSettings):
     def of(self, model: str) -> Settings:
         """These settings with the limits of a model."""
         limits = self.model_limits.get(model)
-        return self if limits is None else self.model_copy(
-            update=limits.model_dump(exclude_none=True)
-        )  # fmt: skip
+        if limits is None:
+            return self
+        return self.model_copy(update=limits.model_dump(exclude_none=True))
 
     @property
     def shares_cores(self) -> bool:

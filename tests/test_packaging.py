@@ -26,6 +26,7 @@ BASE = {
     "orjson",
     "prometheus-client",
     "psutil",
+    "pydantic",
     "pydantic-settings",
     "rich",
     "scipy",

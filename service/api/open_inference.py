@@ -156,9 +156,7 @@ class InferRoute(JsonRoute):
     """A route whose JSON may be followed by raw tensors, which go to ``request.state.raw``."""
 
     async def read(self, request: Request) -> memoryview:
-        get_engine(
-            request, request.path_params["name"]
-        )  # refuse unknown models before reading the body
+        get_engine(request, request.path_params["name"])  # refuse unknown ones before the body
         length = request.headers.get(HEADER_LENGTH)
         head, request.state.raw = split(await read_body(request), length)
         return head
@@ -231,39 +229,27 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     _refuse_unserved(body)
     inputs = decode_all(body.inputs, request.state.raw)
     engine = acquire_engine(request, name)
+    names = [output.name for output in body.outputs]
     answer = await cancel_on_disconnect(
-        request,
-        engine.infer(
-            inputs,
-            [output.name for output in body.outputs],
-            _deadline(request, body),
-        ),
+        request, engine.infer(inputs, names, _deadline(request, body))
     )
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     for output in outputs:
         if "data" in output:
             output["data"] = await array_json(output["data"])
-    identity = {} if body.id is None else {"id": body.id}
-
-    def envelope(cost: dict[str, int | float]) -> dict[str, Any]:
-        return {
-            "model_name": engine.name,
-            "model_version": engine.version,
-            **identity,
-            "parameters": cost,
-            "outputs": outputs,
-        }
-
-    return respond(request, engine, answer, envelope, raw_outputs)
+    content = {
+        "model_name": engine.name,
+        "model_version": engine.version,
+        **({} if body.id is None else {"id": body.id}),
+        "parameters": None,
+        "outputs": outputs,
+    }
+    return respond(request, engine, answer, content, raw_outputs, cost_field="parameters")
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
     return [
-        {
-            "name": tensor.name,
-            "datatype": NAMES[tensor.dtype],
-            "shape": tensor.shape,
-        }
+        {"name": tensor.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
         for tensor in tensors
     ]
 

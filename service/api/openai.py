@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from graph_passes.errors import InvalidArgument, InvalidData
@@ -27,7 +27,8 @@ from service.api.requests import (
     deadline,
     get_engine,
 )
-from service.api.responses import json_response, respond, serialize
+from service.api.responses import json_response, respond
+from service.api.texts import SomeTexts
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import InvalidField, UnknownModel
@@ -55,25 +56,14 @@ def _one_kind(value: Any) -> Any:
     )
 
 
+Ids = Annotated[list[int], Field(min_length=1)]
+IdsOfTexts = Annotated[list[Ids], Field(min_length=1)]
+
 # After validation: a list of texts, or a list of lists of token ids.
 Inputs = Annotated[
     list[str] | list[list[int]],
-    BeforeValidator(_one_kind),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                {
-                    "type": "array",
-                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                    "minItems": 1,
-                },
-            ],
-            "examples": ["What is attention?", ["a text", "another"], [101, 7592, 102]],
-        }
-    ),
+    BeforeValidator(_one_kind, json_schema_input_type=str | SomeTexts | Ids | IdsOfTexts),
+    Field(examples=["What is attention?", ["a text", "another"], [101, 7592, 102]]),
 ]
 
 
@@ -177,26 +167,17 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     except (InvalidData, InvalidArgument) as error:
         raise InvalidField(error.what, error.fix, field="input") from error
     vectors = cut_vectors(engine, answer.outputs["embeddings"], body.dimensions)
-    data = serialize(
-        [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": _base64(vector) if body.encoding_format == "base64" else vector,
-            }
-            for index, vector in enumerate(vectors)
-        ]
-    )
-
-    def envelope(cost: dict[str, int | float]) -> dict[str, Any]:
-        return {
-            "object": "list",
-            "data": data,
-            "model": engine.name,
-            "usage": {"prompt_tokens": cost["tokens"], "total_tokens": cost["tokens"]},
-        }
-
-    return respond(request, engine, answer, envelope)
+    encoded = map(_base64, vectors) if body.encoding_format == "base64" else vectors
+    content = {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": embedding}
+            for index, embedding in enumerate(encoded)
+        ],
+        "model": engine.name,
+        "usage": {"prompt_tokens": answer.tokens, "total_tokens": answer.tokens},
+    }
+    return respond(request, engine, answer, content)
 
 
 @router.get("/models", response_model=ModelCards)

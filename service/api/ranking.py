@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field
 
 from attnserve.choices import Activation
 from service.api.openai import OpenAIError
@@ -21,8 +21,8 @@ from service.api.requests import (
     cancel_on_disconnect,
     deadline,
 )
-from service.api.responses import respond, serialize
-from service.api.texts import TextBody
+from service.api.responses import respond
+from service.api.texts import TextBody, TextList
 from service.engine.model import scores_of
 
 __all__ = ["cohere", "router"]
@@ -35,26 +35,12 @@ cohere = APIRouter(
     responses={"4XX": {"model": OpenAIError}, "5XX": {"model": OpenAIError}},
 )
 
-Documents = Annotated[list[str], FailFast(), Field(min_length=1)]
-
-DOCUMENTS = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-        ]
-    },
-}
-"""The schema of documents, which may be objects with a text."""
-
 
 class RerankRequest(TextBody):
     """A query, and texts to order."""
 
     query: str
-    texts: Documents
+    texts: TextList
     raw_scores: bool = Field(
         False,
         description="Return the logits; by default the activation of the model, a sigmoid if it"
@@ -79,18 +65,21 @@ def _texts_of(value: Any) -> Any:
     return [one.get("text") if isinstance(one, dict) else one for one in value]
 
 
+class CohereDocument(Body):
+    text: str
+
+
+AnyDocuments = Annotated[list[str | CohereDocument], Field(min_length=1)]
+
+
 class CohereRequest(Body):
     """Cohere's and Jina's request to rerank. Unknown fields are ignored."""
 
     model: Name | None = Field(None, description="Required if several models are served.")
     query: str
-    documents: Annotated[Documents, BeforeValidator(_texts_of), WithJsonSchema(DOCUMENTS)]
+    documents: Annotated[TextList, BeforeValidator(_texts_of, json_schema_input_type=AnyDocuments)]
     top_n: int | None = Field(None, ge=1, description="Number of results; all if omitted.")
     return_documents: bool = Field(False, description="Return the documents too.")
-
-
-class CohereDocument(Body):
-    text: str
 
 
 class CohereResult(Body):
@@ -122,13 +111,11 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         engine.rerank(body.query, body.texts, truncate=body.truncate, deadline=deadline(request)),
     )
     activation = "identity" if body.raw_scores else engine.model.artifact.activation
-    ranks = serialize(
-        [
-            {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
-            for at, score in _ranked(answer.outputs["scores"], activation)
-        ]
-    )
-    return respond(request, engine, answer, lambda _: ranks)
+    ranks = [
+        {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
+        for at, score in _ranked(answer.outputs["scores"], activation)
+    ]
+    return respond(request, engine, answer, ranks)
 
 
 @cohere.post("/rerank", response_model=CohereResponse, response_model_exclude_none=True)
@@ -141,20 +128,14 @@ async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     )
     activation = engine.model.artifact.activation
     ranked = _ranked(answer.outputs["scores"], activation)[: body.top_n]
-    results = serialize(
-        [
-            {"index": at, "relevance_score": score}
-            | ({"document": {"text": body.documents[at]}} if body.return_documents else {})
-            for at, score in ranked
-        ]
-    )
-
-    def envelope(cost: dict[str, int | float]) -> dict[str, Any]:
-        return {
-            "results": results, "model": engine.name, "usage": {"total_tokens": cost["tokens"]},
-        }  # fmt: skip
-
-    return respond(request, engine, answer, envelope)
+    results = [
+        {"index": at, "relevance_score": score}
+        | ({"document": {"text": body.documents[at]}} if body.return_documents else {})
+        for at, score in ranked
+    ]
+    usage = {"total_tokens": answer.tokens}
+    content = {"results": results, "model": engine.name, "usage": usage}
+    return respond(request, engine, answer, content)
 
 
 def _ranked(logits: np.ndarray, activation: Activation | None) -> list[tuple[int, float]]:

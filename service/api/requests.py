@@ -164,15 +164,10 @@ async def read_body(request: Request) -> bytes | bytearray:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large
-    body: bytes | bytearray = b""
+    body: bytes | bytearray = bytearray()
     try:
         async for chunk in request.stream():
-            if not body:
-                body = chunk
-            elif chunk:
-                if isinstance(body, bytes):
-                    body = bytearray(body)
-                body += chunk
+            body += chunk
             if len(body) > limit:
                 raise too_large
     except ClientDisconnect as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +16,7 @@ from starlette.background import BackgroundTask
 from service.engine.engine import Answer, Engine
 from service.memory import gpu_bytes, rss_bytes
 
-__all__ = ["array_json", "json_response", "respond", "serialize"]
+__all__ = ["array_json", "json_response", "respond"]
 
 JSON = orjson.OPT_SERIALIZE_NUMPY
 
@@ -28,11 +28,6 @@ thread would block the event loop too."""
 def json_response(content: Any, status: int = 200) -> Response:
     """A response with ``content`` as JSON; arrays become lists, NaN and infinities null."""
     return Response(orjson.dumps(content, option=JSON), status, media_type="application/json")
-
-
-def serialize(value: Any) -> orjson.Fragment:
-    """``value`` as a part of a JSON body."""
-    return orjson.Fragment(orjson.dumps(value, option=JSON))
 
 
 async def array_json(array: np.ndarray) -> orjson.Fragment:
@@ -49,16 +44,19 @@ def respond(
     request: Request,
     engine: Engine,
     answer: Answer,
-    envelope: Callable[[dict[str, int | float]], Any],
+    content: Any,
     raw: Sequence[memoryview] = (),
+    cost_field: str = "",
 ) -> Response:
     """Stop the clock, and return the answer with its cost in the headers and the metrics.
 
     Args:
-        envelope: Makes the body from the cost. The outputs in it are serialized before this call,
-            because their serialization counts as time of the request.
+        content: The JSON of the body. Its serialization counts as time of the request.
         raw: Tensors whose bytes follow the JSON.
+        cost_field: The field of ``content`` for the cost. ``content`` is then serialized when the
+            time is known; large values in it should be ``orjson.Fragment``.
     """
+    body = b"" if cost_field else orjson.dumps(content, option=JSON)
     total_ms = (perf_counter() - request.state.started) * 1e3
     cost = _cost(answer, total_ms, engine.settings.provider)
     engine.metrics.record_request(cost)
@@ -68,7 +66,9 @@ def respond(
     headers["x-model-version"] = engine.version
     if (plan := engine.model.artifact.plan_id) is not None:
         headers["x-plan"] = plan
-    body, media_type = orjson.dumps(envelope(cost), option=JSON), "application/json"
+    if cost_field:
+        body = orjson.dumps({**content, cost_field: cost}, option=JSON)
+    media_type = "application/json"
     if raw:
         headers["inference-header-content-length"] = str(len(body))
         body, media_type = b"".join([body, *raw]), "application/octet-stream"
@@ -84,17 +84,17 @@ def _cost(answer: Answer, total_ms: float, provider: str) -> dict[str, int | flo
     ``rss_bytes`` covers this process, ``gpu_bytes`` the whole device.
     """
     cost: dict[str, int | float] = {
-        "queue_ms": round(answer.queue_ms, 3),
-        "tokenize_ms": round(answer.tokenize_ms, 3),
-        "compute_ms": round(answer.compute_ms, 3),
+        "queue_ms": round(answer.result.queue_ms, 3),
+        "tokenize_ms": round(answer.result.prepare_ms, 3),
+        "compute_ms": round(answer.result.compute_ms, 3),
         "total_ms": round(total_ms, 3),
         "tokens": answer.tokens,
         "padding_waste": round(answer.padding_waste, 4),
     }
     if answer.out_of_calibration:
         cost["out_of_calibration"] = answer.out_of_calibration
-    if answer.macs is not None:
-        cost |= {"macs": answer.macs, "flops": 2 * answer.macs}
+    if (macs := answer.macs) is not None:
+        cost |= {"macs": macs, "flops": 2 * macs}
     cost["rss_bytes"] = rss_bytes()
     if provider == "cuda" and (used := gpu_bytes()) is not None:
         cost["gpu_bytes"] = used

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from graph_passes.errors import InvalidData
 from service.api.embedding import add_prompt, cut_vectors
@@ -20,8 +20,8 @@ from service.api.requests import (
     cancel_on_disconnect,
     deadline,
 )
-from service.api.responses import json_response, respond, serialize
-from service.engine.engine import Answer, Engine
+from service.api.responses import json_response, respond
+from service.engine.engine import Engine
 
 __all__ = ["router"]
 
@@ -29,22 +29,17 @@ router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 
 
 Pair = Annotated[list[str], FailFast(), Field(min_length=2, max_length=2)]
+SomeTexts = Annotated[list[str], Field(min_length=1)]
+TextList = Annotated[SomeTexts, FailFast()]
 
 # A single text becomes a list. (A union would report the error of the wrong alternative.)
 Texts = Annotated[
-    list[str],
-    FailFast(),
-    Field(min_length=1),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            ],
-            "examples": ["What is attention?", ["a text", "another"]],
-        }
+    TextList,
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=str | SomeTexts,
     ),
+    Field(examples=["What is attention?", ["a text", "another"]]),
 ]
 
 
@@ -144,8 +139,8 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
         request, engine.embed(texts, truncate=body.truncate, deadline=deadline(request))
     )
     vectors = cut_vectors(engine, answer.outputs["embeddings"], body.dimensions)
-
-    return _text_response(request, engine, answer, "embeddings", vectors)
+    content = {"embeddings": vectors, **_model_and_usage(engine, answer.tokens)}
+    return respond(request, engine, answer, content)
 
 
 @router.post("/predict", response_model=PredictResponse)
@@ -168,8 +163,8 @@ async def predict(request: Request, body: PredictRequest) -> Response:
         ]
         for scores in answer.outputs["scores"]
     ]
-
-    return _text_response(request, engine, answer, "predictions", predictions)
+    content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
+    return respond(request, engine, answer, content)
 
 
 @router.post("/similarity", response_model=SimilarityResponse)
@@ -184,8 +179,8 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     vectors = answer.outputs["embeddings"].astype(np.float64)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
     cosines = np.clip(np.einsum("nd,nd->n", vectors[left], vectors[right]), -1, 1)
-
-    return _text_response(request, engine, answer, "similarities", cosines)
+    content = {"similarities": cosines, **_model_and_usage(engine, answer.tokens)}
+    return respond(request, engine, answer, content)
 
 
 @router.post("/tokenize", response_model=TokenizeResponse)
@@ -195,26 +190,13 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     encodings = await cancel_on_disconnect(
         request, engine.tokenize(body.inputs, truncate=body.truncate, deadline=deadline(request))
     )
-    return json_response(
-        {
-            "tokens": [encoding.ids for encoding in encodings],
-            **_model_and_usage(engine, {"tokens": sum(map(len, encodings))}),
-        }
-    )
+    tokens = [encoding.ids for encoding in encodings]
+    usage = _model_and_usage(engine, sum(map(len, tokens)))
+    return json_response({"tokens": tokens, **usage})
 
 
-def _text_response(
-    request: Request, engine: Engine, answer: Answer, key: str, value: Any
-) -> Response:
-    """The response with ``value`` under ``key``, the model and the usage."""
-    serialized = serialize(value)
-    return respond(
-        request, engine, answer, lambda cost: {key: serialized, **_model_and_usage(engine, cost)}
-    )
-
-
-def _model_and_usage(engine: Engine, cost: dict[str, int | float]) -> dict[str, Any]:
-    return {"model": engine.name, "usage": {"tokens": cost["tokens"]}}
+def _model_and_usage(engine: Engine, tokens: int) -> dict[str, Any]:
+    return {"model": engine.name, "usage": {"tokens": tokens}}
 
 
 def _pairs(body: SimilarityRequest) -> tuple[list[str], Sequence[int], Sequence[int]]:

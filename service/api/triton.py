@@ -5,7 +5,7 @@ https://github.com/triton-inference-server/server/tree/main/docs/protocol
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -17,7 +17,7 @@ from service.api.responses import json_response
 from service.api.tensors import NAMES
 from service.engine.engine import Engine
 from service.engine.model import Tensor
-from service.engine.repository import Repository
+from service.engine.repository import Entry, Repository
 
 __all__ = ["router"]
 
@@ -78,13 +78,6 @@ class IndexRequest(Body):
     ready: bool = Field(default=False, description="Only versions that are ready.")
 
 
-class IndexEntry(Body):
-    name: str
-    version: str
-    state: Literal["READY", "LOADING", "UNAVAILABLE"]
-    reason: str = Field(description="Why the version is not ready.")
-
-
 class RepositoryRequest(Body):
     parameters: dict[str, Any] = Field(default={})
 
@@ -96,16 +89,12 @@ def all_statistics(request: Request) -> Response:
     return _statistics(request, request.app.state.repository.engines())
 
 
-@router.get("/models/{name}/stats", response_model=ModelStatistics)
+@model_route(router, "/stats", response_model=ModelStatistics)
 def model_statistics(request: Request, name: str) -> Response:
-    """Statistics of every version of a model."""
-    versions = request.app.state.repository.versions(name)
+    """Statistics of every version of a model, or of one."""
+    version = request.path_params.get("version")
+    versions = [version] if version else request.app.state.repository.versions(name)
     return _statistics(request, [get_engine(request, name, one) for one in versions])
-
-
-@router.get("/models/{name}/versions/{version}/stats", response_model=ModelStatistics)
-def version_statistics(request: Request, name: str, version: str) -> Response:
-    return _statistics(request, [get_engine(request, name, version)])
 
 
 @model_route(router, "/config", response_model=ModelConfig)
@@ -122,7 +111,7 @@ NO_FILTER = IndexRequest()
 NO_PARAMETERS = RepositoryRequest()
 
 
-@router.post("/repository/index", response_model=list[IndexEntry])
+@router.post("/repository/index", response_model=list[Entry])
 async def index(request: Request, body: IndexRequest = NO_FILTER) -> Response:
     """All versions of all models, on disk or loaded; with ``ready`` only those that are ready."""
     repository: Repository = request.app.state.repository

@@ -156,13 +156,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """One result per row of a request, in their order, and where its time went.
+    """The rows of a request, one result for each, and where its time went.
 
     ``batches`` pairs each run that had rows of this request with their number. ``compute_ms`` is
     the time in which at least one of them ran, ``prepare_ms`` the time in which rows were prepared,
     and ``queue_ms`` the rest.
     """
 
+    rows: list[Row]
     results: list[Any]
     queue_ms: float
     compute_ms: float
@@ -229,8 +230,7 @@ class Batcher:
         self._max_wait = max_wait_ms / 1e3
         self._concurrency = concurrency
         self._run_pool = ThreadPoolExecutor(concurrency, "run")
-        self.prepare_pool = ThreadPoolExecutor(1, "prepare")
-        """A thread for work that must not wait behind runs."""
+        self._prepare_pool = ThreadPoolExecutor(1, "prepare")  # must not wait behind runs
         self._lock = threading.Lock()
         self._free_slots = concurrency
         self._preparing = 0  # rows
@@ -245,12 +245,6 @@ class Batcher:
     def waiting(self) -> int:
         """Waiting rows, including those that are being prepared."""
         return len(self.queue) + self._preparing
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a run has not ended."""
-        with self._lock:
-            return bool(self._runs)
 
     @property
     def is_stuck(self) -> bool:
@@ -272,20 +266,21 @@ class Batcher:
             )
 
     async def submit(self, rows: Sequence[Row], deadline: float | None = None) -> RequestResult:
-        """Run ``rows`` in one or more batches; call ``check_room`` before.
+        """Run ``rows`` in one or more batches.
 
         Args:
             rows: At least one. The batcher changes them.
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
+            Overloaded: See ``check_room``.
             DeadlineExceeded: It passed, or would pass before the end of the run.
             NotReady: The batcher is closed.
             asyncio.CancelledError: The task was cancelled; waiting rows are not computed.
             ValueError: ``rows`` is empty.
             Exception: What ``run`` raised for one of these rows.
         """
-        request = self._open_request(deadline)
+        request = self._open_request(len(rows), deadline)
         with self._lock:
             self._enqueue(request, _check_not_empty(rows), request.started)
         self._start_batches()
@@ -309,18 +304,16 @@ class Batcher:
                 the batch.
 
         Raises:
-            Overloaded: See ``check_room``.
             Exception: What ``prepare`` raised; for the rest see ``submit``.
         """
-        self.check_room(count)
-        request = self._open_request(deadline)
+        request = self._open_request(count, deadline)
         is_alone = len(self._open) < self._concurrency
         with self._lock:
             in_slot = is_short and is_alone and not self._paused and not len(self.queue)
             in_slot = in_slot and self._free_slots > 0
             self._free_slots -= in_slot
             self._preparing += count
-        pool = self._run_pool if in_slot else self.prepare_pool
+        pool = self._run_pool if in_slot else self._prepare_pool
         pool.submit(self._prepare, request, prepare, count, in_slot)
         return await self._wait(request)
 
@@ -352,12 +345,13 @@ class Batcher:
             assert self._loop is not None
             unloaded = NotReady("the model is unloaded", "load it again")
             self._loop.call_soon_threadsafe(self.refuse_waiting, unloaded)
-        self.prepare_pool.shutdown(wait=True)
+        self._prepare_pool.shutdown(wait=True)
         self._run_pool.shutdown(wait=True, cancel_futures=True)
 
     # -- on the event loop ------------------------------------------------------------------------
 
-    def _open_request(self, deadline: float | None) -> _Request:
+    def _open_request(self, rows: int, deadline: float | None) -> _Request:
+        self.check_room(rows)
         if self._closed:
             raise NotReady("the model is unloaded", "load it again")
         loop = self._loop = asyncio.get_running_loop()
@@ -577,6 +571,7 @@ def _request_result(request: _Request) -> RequestResult:
     compute_s = _union(spans)
     total_s = max(end for _, end in spans) - request.started
     return RequestResult(
+        request.rows,
         request.results,
         queue_ms=max(total_s - compute_s - request.prepare_s, 0) * 1e3,
         compute_ms=compute_s * 1e3,

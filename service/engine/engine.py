@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from time import perf_counter_ns
 from typing import Any
 
@@ -36,7 +36,7 @@ from service.errors import (
     TooLarge,
     hide_folders,
 )
-from service.metrics import Metrics, ModelMetrics
+from service.metrics import ModelMetrics
 from service.settings import Settings
 
 __all__ = ["Answer", "Engine", "Text"]
@@ -72,22 +72,26 @@ log = logging.getLogger("attnserve")
 class Answer:
     """Outputs and cost of a request.
 
-    ``compute_ms`` is the time in which a part of the request ran, ``queue_ms`` the time in which it
-    only waited. ``tokens`` excludes padding, ``padded_tokens`` includes it. ``macs`` is the share
-    of the request in the MACs of its padded batches, None if they cannot be counted.
-    ``out_of_calibration`` counts the rows that are not like the calibration data. ``follow_up`` is
-    called after the answer was sent.
+    ``tokens`` excludes padding, ``padded_tokens`` includes it. ``out_of_calibration`` counts the
+    rows that are not like the calibration data. ``follow_up`` is called after the answer was sent.
     """
 
     outputs: dict[str, np.ndarray]
-    queue_ms: float
-    tokenize_ms: float
-    compute_ms: float
+    result: RequestResult
     tokens: int
     padded_tokens: int
-    macs: int | None
-    out_of_calibration: int = 0
-    follow_up: FollowUp | None = None
+    out_of_calibration: int
+    follow_up: FollowUp | None
+
+    @property
+    def macs(self) -> int | None:
+        """Share in the MACs of the padded batches; None if they cannot be counted."""
+        macs = 0
+        for batch, count in self.result.batches:
+            if batch.result.macs is None:
+                return None
+            macs += batch.result.macs * count // batch.rows
+        return macs
 
     @property
     def padding_waste(self) -> float:
@@ -110,15 +114,15 @@ class Engine:
         self,
         model: Model,
         settings: Settings,
-        metrics: ModelMetrics | None = None,
-        reload: Callable[[], Model] | None = None,
-        shadow: Shadow | None = None,
+        metrics: ModelMetrics,
+        reload: Callable[[], Model],
+        shadow: Shadow,
     ) -> None:
         self.model = model
         self._range = CalibrationRange.read(model.artifact.lineage)
         self._shadow = shadow
         self.settings = settings
-        self.metrics = metrics or Metrics().of(model.name, model.version)
+        self.metrics = metrics
         self.batcher = Batcher(
             self._run,
             budget=settings.batch_tokens,
@@ -192,20 +196,18 @@ class Engine:
             names = tuple(outputs or (output.name for output in model.outputs))
             self._check_size(inputs, names)
             rows = self._tensor_rows(inputs, names)
-            self.batcher.check_room(len(rows))
             result = await self.batcher.submit(rows, deadline)
             started = perf_counter_ns()
             joined = [_joined(parts) for parts in zip(*result.results, strict=True)]
             size = sum(array.nbytes for array in joined)
             _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
-            answer = _answer(
-                dict(zip(names, joined, strict=True)),
-                result,
+            answer = Answer(
+                outputs=dict(zip(names, joined, strict=True)),
+                result=result,
                 tokens=model.tokens(inputs),
-                padded=math.prod(model.ids(inputs).shape[:2]),
-                outside=self._count_outside(_token_ids(inputs)),
-                follow_up=self._shadow
-                and self._shadow.follow_up(self, None, names, rows, result.results),
+                padded_tokens=math.prod(model.ids(inputs).shape[:2]),
+                out_of_calibration=self._count_outside(_token_ids(inputs)),
+                follow_up=self._shadow.follow_up(self, None, names, result),
             )
             _add_stages(stages, result, output_ns=perf_counter_ns() - started)
         return answer
@@ -355,14 +357,12 @@ class Engine:
             model = self.model
             model.require_tokenizer()
             self._check_texts(texts)
-            tokens = outside = 0
-            made: list[Row] = []
+            outside = 0
 
             def rows() -> list[Row]:  # in a thread
-                nonlocal tokens, outside
+                nonlocal outside
                 encodings = self._encode(texts, truncate)
-                tokens = sum(map(len, encodings))
-                _check_limit(tokens, self.settings.max_tokens, "tokens")
+                _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
                 row = (1, max(map(len, encodings)))
                 shapes = {tensor.name: row for tensor in model.inputs}
@@ -370,11 +370,10 @@ class Engine:
                 size = model.output_bytes(shapes, [model.text_output(task)])
                 _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
                 outside = self._count_outside(one.ids for one in encodings)
-                made.extend(
+                return [
                     Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
                     for one in encodings
-                )
-                return made
+                ]
 
             result = await self.batcher.submit_from(
                 rows,
@@ -383,15 +382,14 @@ class Engine:
                 is_short=sum(map(_characters, texts)) <= SHORT_CHARACTERS,
             )
             started = perf_counter_ns()
-            answer = _answer(
-                {output: _joined(result.results)},
-                result,
-                tokens=tokens,
-                padded=sum(count * batch.longest for batch, count in result.batches),
-                outside=outside,
-                follow_up=self._shadow
-                and self._shadow.follow_up(
-                    self, task, [model.text_output(task)], made, result.results, texts
+            answer = Answer(
+                outputs={output: _joined(result.results)},
+                result=result,
+                tokens=sum(row.tokens for row in result.rows),
+                padded_tokens=sum(count * batch.longest for batch, count in result.batches),
+                out_of_calibration=outside,
+                follow_up=self._shadow.follow_up(
+                    self, task, [model.text_output(task)], result, texts
                 ),
             )
             _add_stages(stages, result, output_ns=perf_counter_ns() - started)
@@ -547,14 +545,9 @@ class Engine:
             self.batcher.resume()
 
     async def _replace(self) -> None:
-        attempt = 0
-        while True:
-            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
-            attempt += 1
+        for delay in chain(RETRY_S, repeat(RETRY_S[-1])):
+            await asyncio.sleep(delay)
             try:
-                if self._reload is None:
-                    await asyncio.to_thread(self.model.warm_up)
-                    return
                 # The old session goes first: there may be no memory for both.
                 self.model.close()
                 self.model = await asyncio.to_thread(self._reload)
@@ -607,34 +600,6 @@ def _token_ids(inputs: Mapping[str, np.ndarray]) -> Iterable[np.ndarray]:
     if ids is None or ids.ndim != 2:
         return ()
     return (row[real] for row, real in zip(ids, token_mask(inputs, ids.shape), strict=True))
-
-
-def _answer(
-    outputs: dict[str, np.ndarray],
-    result: RequestResult,
-    *,
-    tokens: int,
-    padded: int,
-    outside: int,
-    follow_up: FollowUp | None,
-) -> Answer:
-    macs: int | None = 0
-    for batch, count in result.batches:
-        if batch.result.macs is None or macs is None:
-            macs = None
-        else:
-            macs += batch.result.macs * count // batch.rows
-    return Answer(
-        outputs=outputs,
-        queue_ms=result.queue_ms,
-        tokenize_ms=result.prepare_ms,
-        compute_ms=result.compute_ms,
-        tokens=tokens,
-        padded_tokens=padded,
-        macs=macs,
-        out_of_calibration=outside,
-        follow_up=follow_up,
-    )
 
 
 def _add_stages(stages: dict[str, int], result: RequestResult, *, output_ns: int) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -30,9 +30,7 @@ from service.errors import NotFound, NotReady, Overloaded, UnknownModel, hide_fo
 from service.metrics import Metrics, VersionState
 from service.settings import Settings
 
-__all__ = ["Entry", "Repository", "State", "say_operators"]
-
-State = Literal["READY", "LOADING", "UNAVAILABLE"]
+__all__ = ["Entry", "Repository", "say_operators"]
 
 NOT_BATCH_INVARIANT = (
     "its dynamic quantization makes an answer depend on the other rows of a run, so that every row "
@@ -52,11 +50,11 @@ audit = logging.getLogger("attnserve.audit")
 
 @dataclass(frozen=True)
 class Entry:
-    """One version of a model, on disk or loaded; ``reason`` says why it is not ready."""
+    """A version of a model, on disk or loaded; ``reason`` says why it is not ready."""
 
     name: str
     version: str
-    state: State
+    state: Literal["READY", "LOADING", "UNAVAILABLE"]
     reason: str = ""
 
 
@@ -196,9 +194,8 @@ class Repository:
         for key in self._loading:
             found[key] = Entry(*key, "LOADING")
         for engine in self.engines():
-            state: State = "READY" if engine.ready else "UNAVAILABLE"
             key = (engine.name, engine.version)
-            found[key] = Entry(*key, state, engine.reason)
+            found[key] = Entry(*key, "READY" if engine.ready else "UNAVAILABLE", engine.reason)
         return [found[key] for key in sorted(found, key=lambda key: (key[0], int(key[1])))]
 
     # -- load and unload --------------------------------------------------------------------------
@@ -245,26 +242,21 @@ class Repository:
             NotReady: The models are being loaded.
         """
         self._require_started()
+        self._loads += 1
         try:
-            with self._counted_load():
-                await self._load_everywhere(name)
+            if self._loads > MAX_LOADS:
+                raise Overloaded(f"{MAX_LOADS} loads of models run or wait", "try again later")
+            await self._change(name, self._replace)
         except AttnserveError as error:
             audit.warning("load of %s failed: %s", name, error.what)
             raise
-        audit.info("loaded %s", name, extra={"fields": {"versions": self._contents_of(name)}})
-
-    async def _load_everywhere(self, name: str) -> None:
-        await self._replace(name)
-
-    @contextmanager
-    def _counted_load(self) -> Generator[None]:
-        if self._loads >= MAX_LOADS:
-            raise Overloaded(f"{self._loads} loads of models run or wait", "try again later")
-        self._loads += 1
-        try:
-            yield
         finally:
             self._loads -= 1
+        audit.info("loaded %s", name, extra={"fields": {"versions": self._contents_of(name)}})
+
+    async def _change(self, name: str, change: Callable[[str], Awaitable[None]]) -> None:
+        """Apply ``change`` to the versions of ``name`` in every process."""
+        await change(name)
 
     async def _replace(self, name: str, versions: Collection[str] | None = None) -> None:
         """Load ``versions`` of ``name``, None for all; see ``load`` for the rest."""
@@ -309,11 +301,8 @@ class Repository:
             NotReady: The models are being loaded.
         """
         self._require_started()
-        await self._unload_everywhere(name)
+        await self._change(name, self._remove)
         audit.info("unloaded %s", name)
-
-    async def _unload_everywhere(self, name: str) -> None:
-        await self._remove(name)
 
     async def _remove(self, name: str) -> None:
         async with self._changing:
@@ -432,14 +421,13 @@ class Repository:
         Raises:
             AttnserveError: The original cannot be loaded.
         """
-        model: Model | None = None
         if checked.rewritten is not None:
             try:
-                model = self._warm(artifact, name, version, checked)
+                return self._warm(artifact, name, version, checked)
             except AttnserveError as error:  # for example a deleted file, or no memory
                 why = {"rewritten": False, "why": error.what}
                 checked = replace(checked, rewritten=None, operators=why)
-        return model or self._warm(artifact, name, version, checked)
+        return self._warm(artifact, name, version, checked)
 
     def _warm(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
         settings = self.settings.of(name)

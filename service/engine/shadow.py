@@ -35,9 +35,9 @@ from attnserve.models.artifact import Artifact, check_files, open_artifact
 from attnserve.models.text_sample import TextSample
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
 from graph_passes.errors import AttnserveError, InvalidModel
-from service.engine.batcher import Row
+from service.engine.batcher import RequestResult
 from service.engine.model import Model, TextTask
-from service.metrics import Metrics
+from service.metrics import Metrics, Version
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -71,9 +71,6 @@ RESTART_S = 60.0
 FollowUp = Callable[[], Awaitable[None]]
 """Called after the answer was sent."""
 
-Key = tuple[str, str]
-"""(model, version)."""
-
 log = logging.getLogger("attnserve")
 
 
@@ -87,7 +84,7 @@ class Sample:
         outputs: The outputs that were served; of a text, its vector or its scores.
     """
 
-    key: Key
+    key: Version
     task: TextTask | None
     payload: Any
     outputs: Mapping[str, np.ndarray]
@@ -148,7 +145,7 @@ class Shadow:
         if self._child is not None:
             self._child.close()
 
-    def reports(self) -> dict[Key, dict[str, Any]]:
+    def reports(self) -> dict[Version, dict[str, Any]]:
         """The quality of each model that is compared; see ``LiveReport``."""
         found = self._reports
         if self._folder is not None and not self._is_first:
@@ -164,24 +161,25 @@ class Shadow:
         engine: Engine,
         task: TextTask | None,
         names: Sequence[str],
-        rows: Sequence[Row],
-        results: Sequence[Any],
+        result: RequestResult,
         texts: Sequence[object] = (),
     ) -> FollowUp | None:
         """What to do after the answer; None for most requests.
 
         Args:
             names: Of the outputs.
-            results: Of each row: its outputs, or the vector of a text.
+            result: Of each row: its outputs, or the vector of a text.
             texts: The texts of the request.
         """
         chosen = [] if self._texts is None else self._texts.choose(texts)
         sample = None
         if self._settings.shadow is not None and self._is_next():
-            at = random.randrange(len(rows))
-            outputs = results[at] if task is None else (results[at],)
+            at = random.randrange(len(result.rows))
+            outputs = result.results[at] if task is None else (result.results[at],)
             key = (engine.name, engine.version)
-            sample = Sample(key, task, rows[at].payload, dict(zip(names, outputs, strict=True)))
+            sample = Sample(
+                key, task, result.rows[at].payload, dict(zip(names, outputs, strict=True))
+            )
         if not chosen and sample is None:
             return None
 
@@ -234,7 +232,7 @@ class Shadow:
         work = self._compare if self._is_first else self._send
         self._count(sample.key, await self._in_thread(work, sample))
 
-    def _count(self, key: Key, result: str) -> None:
+    def _count(self, key: Version, result: str) -> None:
         self._metrics.shadow_rows.labels(*key, result).inc()
 
     # -- in the thread ----------------------------------------------------------------------------
@@ -285,7 +283,7 @@ class Shadow:
         self._publish(sample.key, report)
         return "compared"
 
-    def _publish(self, key: Key, report: dict[str, Any]) -> None:
+    def _publish(self, key: Version, report: dict[str, Any]) -> None:
         if report.pop("changed"):
             _log_change(key, report)
         self._reports = {**self._reports, "\0".join(key): report}
@@ -307,23 +305,22 @@ class Shadow:
         assert path is not None
         artifact = open_artifact(path)
         check_files(artifact)
+        lower_priority = partial(os.nice, NICE) if os.name == "posix" else None
         self._watched.clear()
         try:
             child = Worker(
                 _Original, artifact, settings.provider, timeout_s=settings.probe_timeout_s,
-                environment=allowed_environment(), prepare=partial(_lower_priority, NICE),
-                silent=True,
+                environment=allowed_environment(), prepare=lower_priority, silent=True,
             )  # fmt: skip
         except WorkerCrashed as error:
             raise InvalidModel(f"{artifact.model}: {error.what}", "check the original") from error
         self._child = child
-        errors = [self._watch(engine) for engine in self._engines()]
-        first = next((error for error in errors if error is not None), None)
-        if first is not None and not any(self._watched.values()):
+        errors = [error for engine in self._engines() if (error := self._watch(engine))]
+        if errors and not any(self._watched.values()):
             child.close()
             self._child = None
-            raise first
-        for error in filter(None, errors):
+            raise errors[0]
+        for error in errors:
             _warn(error)
 
     def _is_watched(self, engine: Engine) -> bool:
@@ -366,7 +363,7 @@ def _warn(error: AttnserveError) -> None:
     log.warning("not compared with the original: %s", str(error).replace("\n", "; "))
 
 
-def _log_change(key: Key, report: Mapping[str, Any]) -> None:
+def _log_change(key: Version, report: Mapping[str, Any]) -> None:
     if report["broken"]:
         log.warning(
             "%s version %s breaks its promise: %s %.4f on the last %d compared rows, promised %.4f;"
@@ -390,11 +387,6 @@ MEASURES: Mapping[TextTask, Sequence[Measure]] = {
     "rerank": ["r2"],
 }
 """Measures of what is served for a text."""
-
-
-def _lower_priority(nice: int) -> None:
-    if os.name == "posix":
-        os.nice(nice)
 
 
 class _Original:

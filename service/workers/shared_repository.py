@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic, time
@@ -58,11 +59,11 @@ class SharedRepository(Repository):
             self.settings, metrics, self.engines, folder=state.shadow, worker=worker
         )
         self._status = Status(worker, os.getpid())
-        self._serving = False
+        self.serving = False
+        """Whether this worker accepts connections and has loaded the target state."""
         self._generation = 0
         self._error: AttnserveError | None = None
         self._attempts, self._retry_at = 0, 0.0
-        self._reported_second = 0
         self._following: asyncio.Task[None] | None = None
         # Not the lock of the target state: two tasks of this worker may apply the same state.
         self._applying = asyncio.Lock()
@@ -88,7 +89,7 @@ class SharedRepository(Repository):
 
     @property
     def workers(self) -> tuple[int, int]:
-        return self._state.workers, self._serving + len(self._peers())
+        return self._state.workers, self.serving + len(self._peers())
 
     def index(self) -> list[Entry]:
         """The index of this worker; READY only if every worker can run the version."""
@@ -132,17 +133,17 @@ class SharedRepository(Repository):
             log.warning("the original is not loaded: %s", str(error).replace("\n", "; "))
         self._started = True
 
-    async def _load_everywhere(self, name: str) -> None:
-        """Load ``name`` in every worker.
+    async def _change(self, name: str, change: Callable[[str], Awaitable[None]]) -> None:
+        """Apply ``change`` in every worker.
 
         Raises:
-            NotReady: Another worker hangs, or could not load the model.
+            NotReady: Another worker hangs, or could not follow.
         """
         failure: AttnserveError | None = None
         async with self._state.lock():
             await self._follow_target()
             try:
-                await super()._load_everywhere(name)
+                await change(name)
             except NotFound:
                 raise
             except AttnserveError as error:  # other versions may have been loaded
@@ -151,38 +152,27 @@ class SharedRepository(Repository):
         if failure is not None:
             raise failure
 
-    async def _unload_everywhere(self, name: str) -> None:
-        """Unload ``name`` in every worker.
-
-        Raises:
-            NotReady: Another worker hangs.
-        """
-        async with self._state.lock():
-            await self._follow_target()
-            await super()._unload_everywhere(name)
-            await self._wait_for_peers(self._set_target(name))
-
     # -- life cycle -------------------------------------------------------------------------------
 
-    async def join(self) -> None:
-        """Reach the current target state and follow it from now on; the caller holds the lock.
+    async def join(self, open_port: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Load the target state, accept connections, and follow the target state from now on.
+
+        Args:
+            open_port: Accepts connections; None if they are accepted already.
 
         Raises:
             AttnserveError: The target state cannot be reached.
         """
-        await self._follow_target()
-        if self._error is not None:
-            raise self._error
-        self._following = asyncio.get_running_loop().create_task(self._run())
-
-    @property
-    def serving(self) -> bool:
-        return self._serving
-
-    def set_serving(self) -> None:
-        """Report that this worker accepts connections and has loaded the target state."""
-        self._serving = True
-        self._report_status()
+        await self.start()
+        async with self._state.lock():  # it must not change between reaching it and serving
+            await self._follow_target()
+            if self._error is not None:
+                raise self._error
+            self._following = asyncio.get_running_loop().create_task(self._run())
+            if open_port is not None:
+                await open_port()
+            self.serving = True
+            self._report_status()
 
     def say_operators(self) -> None:
         """Log the operator fusion of the models, once for all workers."""
@@ -191,7 +181,7 @@ class SharedRepository(Repository):
 
     async def leave(self) -> None:
         """Stop following the target state and remove the status, after the drain."""
-        self._serving = False
+        self.serving = False
         if self._following is not None:
             self._following.cancel()
             with suppress(asyncio.CancelledError):
@@ -210,16 +200,16 @@ class SharedRepository(Repository):
     async def _run(self) -> None:
         """Follow the target state and report the status; a load does not delay the reports."""
         applying: asyncio.Task[None] | None = None
-        collected_at, can_report = 0.0, True
+        second, can_report = 0, True
         while True:
-            if monotonic() - collected_at > REPORT_S:
-                collected_at = monotonic()
-                self.shadow.collect()
             try:
                 if (applying is None or applying.done()) and not self.draining:
                     applying = asyncio.get_running_loop().create_task(self._follow_target())
                 self._report_status()
-                self._report_seconds()
+                if (now := int(time())) != second:
+                    second = now
+                    self.shadow.collect()
+                    self._state.set_seconds(self.metrics.recent_seconds())
                 can_report = True
             except OSError as error:  # for example a full disk: the other workers see no status
                 if can_report:
@@ -238,7 +228,7 @@ class SharedRepository(Repository):
                 return
             if target.generation != self._generation:
                 self._attempts = 0
-            elif self._error is None or not self._serving or monotonic() < self._retry_at:
+            elif self._error is None or not self.serving or monotonic() < self._retry_at:
                 return
             elif self._attempts > MAX_RETRIES:
                 log.error("worker %d ends: it cannot load what the others serve", self._worker)
@@ -324,7 +314,7 @@ class SharedRepository(Repository):
         status = Status(
             self._worker,
             os.getpid(),
-            serving=self._serving and not self.draining,
+            serving=self.serving and not self.draining,
             ready=self._ready_here,
             generation=self._generation,
             error=None if self._error is None else error_to_json(self._error),
@@ -335,13 +325,6 @@ class SharedRepository(Repository):
         if status != self._status or status.at - self._status.at > REPORT_S:
             self._status = status
             self._state.set_status(status)
-
-    def _report_seconds(self) -> None:
-        """Write the totals of the last minute, once a second."""
-        now = int(time())
-        if now != self._reported_second:
-            self._reported_second = now
-            self._state.set_seconds(self.metrics.recent_seconds())
 
     def _seconds(self) -> dict[Version, dict[int, Second]]:
         merged: dict[Version, dict[int, Second]] = {}

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import pickle
 import shutil
 import signal
@@ -100,7 +101,7 @@ class _Supervisor:
         self._serving: set[int] = set()
         self._error: AttnserveError | None = None
         self._stopping = asyncio.Event()
-        self._must_end_at: float | None = None
+        self._must_end_at = math.inf
         self._interrupted = False
         self._own_sockets = sys.platform == "linux"
         if self._own_sockets:
@@ -134,7 +135,7 @@ class _Supervisor:
         self._error = self._error or error
         settings = self._settings
         patience = settings.drain_delay_s + settings.drain_timeout_s + END_S
-        self._must_end_at = self._must_end_at or monotonic() + patience
+        self._must_end_at = min(self._must_end_at, monotonic() + patience)
         self._stopping.set()
         self._signal_workers(signal.SIGTERM)
 
@@ -205,7 +206,7 @@ class _Supervisor:
         while process.poll() is None:
             await asyncio.sleep(POLL_S)
             if self._stopping.is_set():
-                if self._must_end_at is not None and monotonic() > self._must_end_at:
+                if monotonic() > self._must_end_at:
                     self._kill(worker, process, "does not stop")
                 continue
             has_beaten = self._has_beaten(worker)

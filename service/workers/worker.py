@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -48,23 +49,15 @@ class _WorkerServer(Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._beating = asyncio.create_task(_beat())
-        if not self._state.complete:  # the server starts: open the port, then load
-            await super().startup(sockets)
-            return
-        await self._shared.start()  # the others serve: no connection must come here before
-        async with self._state.lock():
-            await self._shared.join()
-            await super().startup(sockets)
-            self._shared.set_serving()
+        open_port = partial(super().startup, sockets)
+        if self._state.complete:  # the others serve: no connection must come here before
+            await self._shared.join(open_port)
+        else:
+            await open_port()
 
     async def load(self) -> None:
-        if self._shared.serving:
-            return
-        await self._shared.start()
-        # With the lock: the target state must not change between reaching it and serving.
-        async with self._state.lock():
+        if not self._shared.serving:
             await self._shared.join()
-            self._shared.set_serving()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

@@ -517,8 +517,8 @@ def test_run_ends_when_its_client_has_left(tmp_path: Path) -> None:
         engine = app.state.repository.engine()
         with socket.create_connection((host, int(port)), timeout=10) as client:
             client.sendall(head.encode() + body)
-            until(lambda: engine.batcher.is_busy)
-        until(lambda: not engine.batcher.is_busy)
+            until(lambda: bool(engine.batcher._runs))
+        until(lambda: not engine.batcher._runs)
         answer = httpx2.post(f"{address}/v2/models/tiny/infer", json=endless_request(3))
         assert answer.status_code == 200
 

@@ -62,11 +62,10 @@ def test_statistics_counts_and_times_are_exact(
     start: Callable[..., TestClient], encoder: Path
 ) -> None:
     client = start(encoder)
-    engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
     for _ in range(3):
         client.post(INFER, json=ids_request([2, 3], [2, 4]))
     client.post(INFER, json=ids_request([99]))
-    stats = engine.metrics.statistics()
+    (stats,) = client.get("/v2/models/tiny/stats").json()["model_stats"]
     durations = stats["inference_stats"]
     assert (stats["name"], stats["version"]) == ("tiny", "1")
     assert (stats["inference_count"], stats["execution_count"]) == (6, 3)

@@ -491,7 +491,7 @@ def test_run_that_nobody_waits_for_is_ended() -> None:
         two.cancel()
         with suppress(asyncio.CancelledError):
             await two
-        while batcher.is_busy:
+        while batcher._runs:
             await asyncio.sleep(0.001)
         assert ended.is_set()
         await batcher.submit(rows("first"), perf_counter() + 10)  # the slot is free again
@@ -512,7 +512,7 @@ def test_run_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.sleep(0.2)
         assert batcher.is_stuck
         run.go.set()
-        while batcher.is_busy:
+        while batcher._runs:
             await asyncio.sleep(0.001)
         assert not batcher.is_stuck
 

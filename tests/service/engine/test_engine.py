@@ -14,6 +14,8 @@ from attnserve.models.artifact import open_artifact
 from graph_passes.errors import InvalidModel
 from service.engine.engine import Engine
 from service.engine.model import Model, Tensor
+from service.engine.shadow import Shadow
+from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.conftest import HeldRuns
 from tests.service.tiny import HIDDEN, hidden_states, write_encoder, write_model
@@ -22,7 +24,9 @@ from tests.service.tiny import HIDDEN, hidden_states, write_encoder, write_model
 def open_engine(path: Path, **settings: Any) -> Engine:
     model = Model(open_artifact(path))
     model.warm_up()
-    return Engine(model, Settings.model_validate({"model": path, **settings}))
+    chosen, metrics = Settings.model_validate({"model": path, **settings}), Metrics()
+    shadow = Shadow(chosen, metrics, list)
+    return Engine(model, chosen, metrics.of(model.name, model.version), lambda: model, shadow)
 
 
 def tokens(*rows: list[int], mask: list[list[int]] | None = None) -> dict[str, np.ndarray]:
@@ -98,7 +102,7 @@ def test_infer_cancelled_in_queue_is_not_computed(
         await asyncio.sleep(0.01)
         held.go.set()
         await first
-        assert (await third).queue_ms > 0
+        assert (await third).result.queue_ms > 0
 
     asyncio.run(script())
     assert held.started == 2

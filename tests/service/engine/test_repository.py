@@ -757,7 +757,8 @@ def test_failed_session_that_recovers_is_not_reloaded(
     assert client.post("/embed", json={"inputs": "a"}).status_code == 503
     until(lambda: client.get("/v2/health/ready").status_code == 200)
     assert client.post("/embed", json={"inputs": "a"}).status_code == 200
-    assert engine.metrics.statistics()["inference_stats"]["fail"]["count"] == 1
+    (stats,) = client.get("/v2/models/tiny/stats").json()["model_stats"]
+    assert stats["inference_stats"]["fail"]["count"] == 1
 
 
 # -- int8 on CPUs whose kernels saturate ----------------------------------------------------------

@@ -503,9 +503,7 @@ def together(
         async def start(worker: int) -> SharedRepository:
             settings = Settings(model=model, probe=False, workers=2)
             one = SharedRepository(settings, Metrics(), worker=worker, state=state)
-            await one.start()
             await one.join()
-            one.set_serving()
             started.append(one)
             return one
 
