@@ -157,7 +157,7 @@ def open_session(
         return _start(ort, str(path), name, options, providers)
 
 
-LARGE_BYTES = 2**25
+LARGE_BYTES = 2**24
 """Minimum size of the weights of a model in memory for which freed memory is returned first."""
 
 SHARED_BYTES = 2**16
