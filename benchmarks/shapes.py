@@ -69,8 +69,8 @@ status = main(sys.argv[1:])
 print(peak_memory())
 sys.exit(status)
 """
-"""The command line, and its peak memory in the last line. ``ru_maxrss`` would not do: a child starts
-with that of its parent, which exports the model."""
+"""The command line, and its peak memory in the last line. ``ru_maxrss`` of a child starts with that
+of its parent, which exports the model."""
 
 
 def main(arguments: list[str] | None = None) -> int:
