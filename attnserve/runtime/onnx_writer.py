@@ -18,7 +18,7 @@ from attnserve.runtime.onnx_reader import GRAPH, INITIALIZER, LARGE, RAW_DATA, f
 
 __all__ = ["write_model"]
 
-Part = bytes | ir.TensorProtocol
+Part = bytes | ir.Tensor | ir.PackedTensor
 """A part of a message; of a tensor, its bytes."""
 
 
@@ -48,7 +48,7 @@ def write_model(model: ir.Model, path: Path) -> None:
     new.replace(path)
 
 
-def _tensor(proto: onnx.TensorProto, content: ir.TensorProtocol | None) -> list[Part]:
+def _tensor(proto: onnx.TensorProto, content: ir.Tensor | ir.PackedTensor | None) -> list[Part]:
     if content is None:
         return [proto.SerializeToString()]
     proto.ClearField("data_location")

@@ -56,7 +56,7 @@ class LossEstimator:
         for name in names:
             site, shapes = found[name], infer_shapes_small(part, batch=2, sequence=5)
             current = site.weight, site.bias
-            product = install(site, *map(np.ones_like, current), shapes)
+            product = install(site, np.ones_like(current[0]), np.ones_like(current[1]), shapes)
             assert product is not None, f"{name} has no last product"
             weight = product.inputs[1]
             bias = next(
