@@ -9,6 +9,7 @@ number.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -18,14 +19,17 @@ from attnserve.runtime.onnx_reader import GRAPH, INITIALIZER, LARGE, RAW_DATA, f
 
 __all__ = ["write_model"]
 
-Part = bytes | ir.Tensor | ir.PackedTensor
+Content = ir.Tensor[Any] | ir.PackedTensor[Any]
+"""A tensor that can write its bytes to a file."""
+
+Part = bytes | Content
 """A part of a message; of a tensor, its bytes."""
 
 
 def write_model(model: ir.Model, path: Path) -> None:
     """Write ``model`` with its weights to ``path``; at most 2 GiB, the limit of protobuf."""
     initializers = model.graph.initializers
-    large = {
+    large: dict[str, Content] = {
         name: value.const_value
         for name, value in initializers.items()
         if isinstance(value.const_value, ir.Tensor | ir.PackedTensor)
@@ -48,7 +52,7 @@ def write_model(model: ir.Model, path: Path) -> None:
     new.replace(path)
 
 
-def _tensor(proto: onnx.TensorProto, content: ir.Tensor | ir.PackedTensor | None) -> list[Part]:
+def _tensor(proto: onnx.TensorProto, content: Content | None) -> list[Part]:
     if content is None:
         return [proto.SerializeToString()]
     proto.ClearField("data_location")
