@@ -210,21 +210,53 @@ class _Equations:
 class Site:
     """A linear map that can be fitted: an output projection, or the map of a removed attention.
 
+    Its numbers are read when they are needed: in float64, those of all layers would take as much
+    memory as half of the model.
+
     Attributes:
         tokens: Its input; None for a constant map.
         beside: The residual that its output is added to; None if the target is the output itself.
-        weight, bias: The current values.
-        prior: The weight that the fit is regularized towards.
     """
 
     name: str
     tokens: ir.Value | None
     output: ir.Value
-    weight: np.ndarray
-    bias: np.ndarray
-    prior: np.ndarray
     of: AttentionBlock | Skipped | FeedForwardBlock
     beside: ir.Value | None = None
+
+    @property
+    def weight(self) -> Float[np.ndarray, "N D"]:
+        """The current weight."""
+        match self.of:
+            case AttentionBlock(output=output):
+                assert output is not None
+                weight = output.matrix()
+            case FeedForwardBlock() as block:
+                weight = block.second_matrix()
+            case gap:
+                weight = gap.affine.weight
+                weight = np.zeros((0, len(gap.affine.bias))) if weight is None else weight
+        return weight.astype(np.float64)
+
+    @property
+    def bias(self) -> Float[np.ndarray, " D"]:
+        """The current bias."""
+        match self.of:
+            case AttentionBlock(output=output):
+                assert output is not None
+                bias = np.broadcast_to(output.offset(), output.matrix().shape[1:])
+            case FeedForwardBlock() as block:
+                bias = np.zeros(1) if block.bias is None else constant_array(block.bias).reshape(-1)
+                bias = np.broadcast_to(bias, block.second_matrix().shape[1:])
+            case gap:
+                bias = gap.affine.bias
+        return bias.astype(np.float64)
+
+    @property
+    def prior(self) -> Float[np.ndarray, "N D"]:
+        """The weight that the fit is regularized towards: zero for a removed attention."""
+        weight = self.weight
+        return np.zeros_like(weight) if isinstance(self.of, Skipped) else weight
 
     @property
     def sequence_first(self) -> bool:
@@ -471,26 +503,17 @@ def _nodes(model: ir.Model) -> Iterator[ir.Node]:
 
 
 def _of_block(block: AttentionBlock) -> Site:
-    output = block.output
-    assert output is not None
-    weight = output.matrix().astype(np.float64)
-    bias = np.broadcast_to(output.offset(), weight.shape[1:]).astype(np.float64)
-    return Site(block.name, output.input, output.output, weight, bias, weight, block)
+    assert block.output is not None
+    return Site(block.name, block.output.input, block.output.output, block)
 
 
 def _of_feed_forward(block: FeedForwardBlock) -> Site:
-    weight = block.second_matrix().astype(np.float64)
-    bias = np.zeros(1) if block.bias is None else constant_array(block.bias).reshape(-1)
-    bias = np.broadcast_to(bias, weight.shape[1:]).astype(np.float64)
-    return Site(block.name, block.hidden, block.output, weight, bias, weight, block)
+    return Site(block.name, block.hidden, block.output, block)
 
 
 def _of_skipped(gap: Skipped) -> Site:
-    """The map that replaces a removed attention is regularized towards zero."""
-    bias, weight = gap.affine.bias.astype(np.float64), gap.affine.weight
-    tokens = None if weight is None else gap.input
-    weight = np.zeros((0, len(bias))) if weight is None else weight.astype(np.float64)
-    return Site(gap.name, tokens, gap.output, weight, bias, np.zeros_like(weight), gap)
+    tokens = None if gap.affine.weight is None else gap.input
+    return Site(gap.name, tokens, gap.output, gap)
 
 
 class _Folds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from attnserve.models.datasets import load_inputs, token_mask
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import is_bfloat16, on_cpu
 from attnserve.paths import StrPath, as_path
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.session import Batch, open_session, run, weight_bytes
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
@@ -33,6 +33,11 @@ __all__ = [
     "shaped_for",
     "verify",
 ]
+
+KEPT_BYTES = 2**26
+KEPT_SHARE = 0.25
+"""The outputs of one model that are kept while the other one runs: bytes, or the share of the
+model's size if that is more."""
 
 RANDOM_SHAPES = ((1, 4), (1, 8), (2, 16), (4, 32))
 """(batch, sequence) of the random inputs; models with few positions use the first of them."""
@@ -300,14 +305,7 @@ def compare(
     if context.provider == "cpu" and any(map(is_bfloat16, models)):
         source += ", bfloat16 rounded in float32"
         models = tuple(map(on_cpu, models))
-    sessions = [
-        open_session(model, provider=context.provider, threads=context.threads, spinning=False)
-        for model in models
-    ]
-    progress = context.stage("verify")
-    for done, batch in enumerate(batches, start=1):
-        feeds = [shaped_for(model, batch, empty) for model in (before, after)]
-        ours, found = (run(session, feed) for session, feed in zip(sessions, feeds, strict=True))
+    for batch, ours, found in _outputs(models, batches, empty, context):
         new = dict(zip(counterparts, found, strict=True))
         theirs = [
             new.get(value.name, array)  # a removed cache is not compared
@@ -324,7 +322,6 @@ def compare(
             tally.add(a, b, batch)
         if meter is not None:
             meter.add(ours, theirs, batch)
-        progress(done, len(batches))
     results = [
         tally.result(before.graph.outputs[index].name or "") for index, tally in tallies.items()
     ]
@@ -336,6 +333,45 @@ def compare(
         source,
         tuple(meter.results()) if meter is not None else (),
     )
+
+
+def _outputs(
+    models: Sequence[ir.Model],
+    batches: Sequence[Batch],
+    empty: Collection[str],
+    context: RunContext,
+) -> Iterator[tuple[Batch, list[np.ndarray], list[np.ndarray]]]:
+    """Yield each batch with the outputs of both models.
+
+    The models take turns, because a session needs as much memory as its model. The outputs of the
+    first one are kept until they reach ``KEPT_SHARE`` of its size.
+    """
+    progress, runs = context.stage("verify"), 0
+    limit = max(KEPT_BYTES, int(KEPT_SHARE * weight_bytes(models[0])))
+
+    def run_each(model: ir.Model, some: Sequence[Batch]) -> Iterator[list[np.ndarray]]:
+        nonlocal runs
+        session = open_session(
+            model, provider=context.provider, threads=context.threads, spinning=False
+        )
+        for batch in some:
+            outputs = run(session, shaped_for(model, batch, empty))
+            runs += 1
+            progress(runs, len(models) * len(batches))
+            yield outputs
+
+    done = 0
+    while done < len(batches):
+        kept: list[list[np.ndarray]] = []
+        size = 0
+        for outputs in run_each(models[0], batches[done:]):
+            kept.append(outputs)
+            size += sum(array.nbytes for array in outputs)
+            if size >= limit:
+                break
+        some = batches[done : done + len(kept)]
+        yield from zip(some, kept, run_each(models[1], some), strict=True)
+        done += len(kept)
 
 
 class Tally:

@@ -29,6 +29,7 @@ from attnserve.models.onnx_validation import validated
 from attnserve.paths import StrPath
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.onnx_reader import read_in_place
+from attnserve.runtime.onnx_writer import write_model
 from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, weight_bytes
 from graph_passes.emit.editing import capture_weights
 from graph_passes.errors import InvalidModel, InvalidOutput
@@ -412,8 +413,10 @@ def save_model(model: ir.Model, path: Path, *, external: bool = False) -> None:
     if external_files(model):
         model = model.clone()
         map_external_data(model)
-    beside = external or weight_bytes(model) >= PROTOBUF_LIMIT_BYTES
-    ir.save(model, path, external_data=_data_file(path).name if beside else None)
+    if external or weight_bytes(model) >= PROTOBUF_LIMIT_BYTES:
+        ir.save(model, path, external_data=_data_file(path).name)
+    else:
+        write_model(model, path)
 
 
 def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnx_ir as ir
 
-__all__ = ["external_files", "map_external_data"]
+__all__ = ["external_files", "map_external_data", "without_content"]
 
 
 def external_files(model: ir.Model) -> tuple[Path, ...]:
@@ -39,6 +40,29 @@ def map_external_data(model: ir.Model) -> None:
                 node.attributes[name] = (
                     ir.AttrTensor(name, tensors[0]) if single else ir.AttrTensors(name, tensors)
                 )
+
+
+@contextmanager
+def without_content(model: ir.Model, names: Collection[str]) -> Generator[None]:
+    """Remove the content of these initializers inside the context, for serialization."""
+    removed = {name: model.graph.initializers[name].const_value for name in names}
+    try:
+        for name, tensor in removed.items():
+            assert tensor is not None
+            model.graph.initializers[name].const_value = ir.ExternalTensor(
+                "memory",
+                0,
+                tensor.nbytes,
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=name,
+                doc_string=tensor.doc_string,
+                metadata_props=dict(tensor.metadata_props),
+            )
+        yield
+    finally:
+        for name, tensor in removed.items():
+            model.graph.initializers[name].const_value = tensor
 
 
 def _mapped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:

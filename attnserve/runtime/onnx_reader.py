@@ -16,7 +16,7 @@ from pathlib import Path
 
 import onnx
 
-__all__ = ["read_in_place"]
+__all__ = ["GRAPH", "INITIALIZER", "LARGE", "RAW_DATA", "fields", "read_in_place"]
 
 LARGE = 1 << 16
 """Minimum size in bytes of weights that stay in the file."""
@@ -36,11 +36,11 @@ def read_in_place(path: Path) -> onnx.ModelProto:
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         model = onnx.ModelProto.FromString(_without(data, 0, len(data), GRAPH))
-        for number, _, first, end in _fields(data, 0, len(data)):
+        for number, _, first, end in fields(data, 0, len(data)):
             if number != GRAPH:
                 continue
             graph = onnx.GraphProto.FromString(_without(data, first, end, INITIALIZER))
-            for inner, _, start, stop in _fields(data, first, end):
+            for inner, _, start, stop in fields(data, first, end):
                 if inner == INITIALIZER:
                     graph.initializer.append(_initializer(data, start, stop, path))
             model.graph.MergeFrom(graph)
@@ -48,7 +48,7 @@ def read_in_place(path: Path) -> onnx.ModelProto:
 
 
 def _initializer(data: mmap.mmap, first: int, end: int, path: Path) -> onnx.TensorProto:
-    raw = [field for field in _fields(data, first, end) if field[0] == RAW_DATA]
+    raw = [field for field in fields(data, first, end) if field[0] == RAW_DATA]
     if len(raw) != 1 or raw[0][3] - raw[0][2] < LARGE:
         return onnx.TensorProto.FromString(data[first:end])
     tensor = onnx.TensorProto.FromString(_without(data, first, end, RAW_DATA))
@@ -61,12 +61,13 @@ def _initializer(data: mmap.mmap, first: int, end: int, path: Path) -> onnx.Tens
 
 def _without(data: mmap.mmap, first: int, end: int, number: int) -> bytes:
     """The message without the fields of this number."""
-    kept = (data[start:stop] for n, start, _, stop in _fields(data, first, end) if n != number)
+    kept = (data[start:stop] for n, start, _, stop in fields(data, first, end) if n != number)
     return b"".join(kept)
 
 
-def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
+def fields(data: mmap.mmap | bytes, at: int = 0, end: int | None = None) -> Iterator[Field]:
     """The fields of the message from ``at`` to ``end``."""
+    end = len(data) if end is None else end
     while at < end:
         start = at
         key, at = _varint(data, at, end)
@@ -88,7 +89,7 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
         yield key >> 3, start, first, at
 
 
-def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
+def _varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:
     """Decode a little-endian base-128 number; return it and the position after it."""
     value = 0
     for shift in range(0, 70, 7):

@@ -9,8 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,7 +20,8 @@ import onnx_ir as ir
 
 from attnserve.context import Provider
 from attnserve.runtime.cuda import PARITY, Cuda
-from attnserve.runtime.external_data import external_files, map_external_data
+from attnserve.runtime.external_data import external_files, map_external_data, without_content
+from attnserve.runtime.memory import return_freed_memory
 from attnserve.runtime.onnx_reader import read_in_place
 from graph_passes.errors import (
     AttnserveError,
@@ -139,8 +139,10 @@ def open_session(
         source = source.clone()
         map_external_data(source)
     shared = _shared_weights(source) if provider == "cpu" else {}
+    if weight_bytes(source) >= LARGE_BYTES:
+        return_freed_memory()
     if weight_bytes(source) - sum(a.nbytes for a in shared.values()) < PROTOBUF_LIMIT_BYTES:
-        with _without(source, shared):
+        with without_content(source, shared):
             content = ir.to_proto(source).SerializeToString()
         values = [ort.OrtValue.ortvalue_from_numpy(array) for array in shared.values()]
         if values:
@@ -154,6 +156,9 @@ def open_session(
         ir.save(source, path, external_data="model.onnx.data")
         return _start(ort, str(path), name, options, providers)
 
+
+LARGE_BYTES = 2**24
+"""Minimum size of the weights of a model in memory for which freed memory is returned first."""
 
 SHARED_BYTES = 2**16
 """Minimum size of weights that are shared with a session instead of serialized. A session of
@@ -173,27 +178,6 @@ def _shared_weights(model: ir.Model) -> dict[str, np.ndarray]:
         if tensor.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT64):
             found[name] = np.ascontiguousarray(tensor.numpy())
     return found
-
-
-@contextmanager
-def _without(model: ir.Model, names: Collection[str]) -> Generator[None]:
-    """Remove the content of these initializers inside the context, for serialization."""
-    removed = {name: model.graph.initializers[name].const_value for name in names}
-    try:
-        for name, tensor in removed.items():
-            assert tensor is not None
-            model.graph.initializers[name].const_value = ir.ExternalTensor(
-                "memory",
-                0,
-                tensor.nbytes,
-                tensor.dtype,
-                shape=ir.Shape(tensor.shape.numpy()),
-                name=name,
-            )
-        yield
-    finally:
-        for name, tensor in removed.items():
-            model.graph.initializers[name].const_value = tensor
 
 
 def _patched(path: Path) -> ir.Model | None:

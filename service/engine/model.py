@@ -7,11 +7,9 @@ or reloads the model.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +31,7 @@ from attnserve.models.tokenizer import (
 )
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda
+from attnserve.runtime.memory import return_freed_memory
 from graph_passes.errors import CheckFailed, InvalidData, InvalidModel
 from service.errors import ModelFailed, NotFound, OutOfMemory, TooLarge
 
@@ -379,8 +378,7 @@ class Model:
     def close(self) -> None:
         """Free the session and return its memory to the system; the model cannot run afterwards."""
         self._session = _Closed()
-        with suppress(OSError, AttributeError, TypeError):  # not glibc; Windows: TypeError
-            ctypes.CDLL(None).malloc_trim(0)
+        return_freed_memory()
 
     def _is_independent(
         self,

@@ -51,12 +51,12 @@ class LossEstimator:
         self.context = context
         part = model.clone()
         found = find_sites(part, names)
-        self.maps = {name: (found[name].weight, found[name].bias) for name in names}
+        self.maps: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.inputs: dict[str, tuple[str, str]] = {}
         for name in names:
             site, shapes = found[name], infer_shapes_small(part, batch=2, sequence=5)
-            width = site.weight.shape[1]
-            product = install(site, np.ones_like(site.weight), np.ones(width), shapes)
+            current = site.weight, site.bias
+            product = install(site, np.ones_like(current[0]), np.ones_like(current[1]), shapes)
             assert product is not None, f"{name} has no last product"
             weight = product.inputs[1]
             bias = next(
@@ -67,11 +67,12 @@ class LossEstimator:
             )
             assert weight is not None
             self.inputs[name] = weight.name or "", bias.name or ""
+            dtype = np.dtype((weight.dtype or ir.DataType.FLOAT).numpy())
+            self.maps[name] = current[0].astype(dtype), current[1].astype(dtype)
             for value in (weight, bias):
                 del part.graph.initializers[value.name or ""]
                 value.const_value = None
                 part.graph.inputs.append(value)
-        self.types = {v.name: np.dtype(v.dtype.numpy()) for v in part.graph.inputs if v.dtype}
         self.session = self._open(part)
         self.whole = [self._run(batch, {}) for batch in batches]
 
@@ -101,6 +102,7 @@ class LossEstimator:
     def _run(self, batch: Batch, maps: Maps) -> list[np.ndarray]:
         feed = dict(batch)
         for name, names in self.inputs.items():
-            for key, array in zip(names, maps.get(name, self.maps[name]), strict=True):
-                feed[key] = array.astype(self.types[key])
+            own = self.maps[name]
+            for key, array, current in zip(names, maps.get(name, own), own, strict=True):
+                feed[key] = array.astype(current.dtype, copy=False)
         return run(self.session, feed)
