@@ -49,19 +49,22 @@ def output_option(metavar: str, help: str) -> Any:
 Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="An .onnx file or an artifact folder.")
 ]
-_CALIB = typer.Option(
-    metavar="FILE",
-    help="Calibration data: text with one sentence per line, an .npz of input arrays, or a folder"
-    " of .npz.",
-)
+_INPUTS = "text with one sentence per line, an .npz of input arrays, or a folder of .npz"
+_CALIB = typer.Option(metavar="FILE", help=f"Calibration data: {_INPUTS}.")
 Calib = Annotated[Path, _CALIB]
 _CALIBS = typer.Option(
     metavar="FILE",
-    help="Calibration data: text with one sentence per line, an .npz of input arrays, or a folder"
-    " of .npz; can be repeated. The quality of each file is measured.",
+    help=f"Calibration data: {_INPUTS}; can be repeated. The quality of each file is measured.",
 )
 Calibs = Annotated[list[Path], _CALIBS]
 OptionalCalibs = Annotated[list[Path] | None, _CALIBS]
+TrainingData = Annotated[
+    list[Path],
+    typer.Option(
+        metavar="FILE",
+        help=f"Unlabelled data like that to be served: {_INPUTS}; can be repeated.",
+    ),
+]
 CalibWeights = Annotated[
     str | None,
     typer.Option(

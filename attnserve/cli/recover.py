@@ -40,18 +40,12 @@ def recover(
         Path,
         typer.Option(metavar="ORIGINAL", help="The model that it was made from."),
     ],
-    data: Annotated[
-        list[Path],
-        typer.Option(
-            metavar="FILE",
-            help="Unlabelled text like that to be served, one per line, an .npz of input arrays, or"
-            " a folder of .npz; can be repeated.",
-        ),
-    ],
+    data: opt.TrainingData,
     output: Annotated[Path, opt.output_option("PATH", "Output .onnx file or folder.")],
     minutes: Annotated[
         float, typer.Option(min=0, metavar="N", help="Time of the training.")
     ] = 20.0,
+    int8: opt.Int8 = False,
     measure: opt.CheckMeasure = "auto",
     tokenizer: opt.DataTokenizer = None,
     force: opt.Force = False,
@@ -64,7 +58,8 @@ def recover(
 ) -> None:
     """Train a rewritten model to give the outputs of its original again (distillation).
 
-    The graph stays as it is; only its weights change. An interrupted training continues
+    The graph stays as it is; only its weights change. With --int8 they are trained for the
+    rounding of int8 kernels, and the result is quantized. An interrupted training continues
     when the command is repeated. Needs PyTorch (extra torch).
     """
     set_log_level(quiet, verbose)
@@ -75,6 +70,7 @@ def recover(
             teacher=teacher,
             data=data,
             minutes=minutes,
+            int8=int8,
             measure=measure,
             tokenizer=tokenizer,
             provider=provider,

@@ -40,6 +40,7 @@ products of activations stay float32.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,9 +55,12 @@ from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int8
+    from jaxtyping import Float, Int8, UInt8
 
-__all__ = ["quantize"]
+__all__ = ["LEVELS", "Grid", "Group", "byte_table", "large_tables", "product_groups", "quantize"]
+
+LEVELS: Mapping[Bits, tuple[int, int]] = {7: (-64, 63), 8: (-127, 127)}
+"""The least and the largest byte of weights."""
 
 TABLE = 1 / 20
 """Minimum share of the weight bytes for which the table of a Gather is quantized. Smaller tables
@@ -105,8 +109,69 @@ def quantize(
     Raises:
         CannotRewrite: There are no products to quantize, or weights are not finite.
     """
-    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
-    least = TABLE * weight_bytes(model)
+    groups = product_groups(model, bits, ranges, keep=keep, smooth=smooth)
+    gathers = large_tables(model) if tables else []
+    writer = _Writer(model, bits, groups, correct=correct, moments=moments)
+    for group in groups:
+        if group.grid is None:
+            writer.write_per_row(group.products)
+        else:
+            writer.write_static(group.products, group.grid)
+    for node in gathers:
+        writer.write_table(node)
+    model.opset_imports.setdefault(MICROSOFT, 1)
+    remove_unused(model)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The bytes of a static activation x: round(x / divisors / step) + zero_point.
+
+    Attributes:
+        divisors: Of smoothing; None if all are 1.
+        mean: Of x on the calibration data, for the bias correction.
+    """
+
+    divisors: Float[np.ndarray, " D"] | None
+    step: Float[np.ndarray, ""]
+    zero_point: UInt8[np.ndarray, ""]
+    mean: Float[np.ndarray, " D"]
+
+    @property
+    def scaled(self) -> Float[np.ndarray, " D"]:
+        """The divisors, or ones."""
+        return np.ones(len(self.mean)) if self.divisors is None else self.divisors
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Products of the same activation in the same graph.
+
+    Attributes:
+        grid: The static grid of the activation; None for scales per row.
+    """
+
+    products: Sequence[Product]
+    grid: Grid | None
+
+
+def product_groups(
+    model: ir.Model,
+    bits: Bits,
+    ranges: Mapping[str, Range],
+    *,
+    keep: Collection[ir.Node] = (),
+    smooth: bool = True,
+) -> list[Group]:
+    """The products that ``quantize`` converts, with the grids of their activations.
+
+    Args:
+        Those of ``quantize``.
+
+    Raises:
+        CannotRewrite: There are no products to quantize.
+    """
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     found = [each for each in map(product_of, nodes) if each is not None]
     able = [each for each in found if each.x.name in ranges or not each.is_attention]
     if not able:
@@ -117,22 +182,37 @@ def quantize(
             code="precision.no_weights",
         )
     products = [each for each in able if each.node not in keep]
-    writer = _Writer(model, bits, products, smooth=smooth, correct=correct, moments=moments)
+    inputs = _activations_of(products)
     groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Product]] = {}
     for product in products:
         groups.setdefault((product.x, product.node.graph), []).append(product)
+    made: list[Group] = []
     for (x, _), group in groups.items():
-        source = group[0].node.inputs[0]  # x, or the quantized product that replaced it
-        assert source is not None
-        if (name := x.name or "") in ranges:
-            writer.write_static(source, group, ranges[name])
-        else:
-            writer.write_per_row(source, group)
-    for node in nodes if tables else ():
-        if _is_table(node, least):
-            writer.write_table(node)
-    model.opset_imports.setdefault(MICROSOFT, 1)
-    remove_unused(model)
+        range_ = ranges.get(x.name or "")
+        # Shared weights would need a copy for each activation.
+        is_shared = any(len(inputs[product.key]) > 1 for product in group)
+        grid = None if range_ is None else _grid(group, range_, bits, smooth and not is_shared)
+        made.append(Group(group, grid))
+    return made
+
+
+def _grid(group: Sequence[Product], range_: Range, bits: Bits, smooth: bool) -> Grid:
+    divisors = None
+    if smooth:
+        weights = np.concatenate([product.matrix() for product in group], axis=1)
+        least = 1.0 if _folds(group[0].x, group) else 1 + COST / weights.shape[1]
+        divisors = smoothing(range_, weights, bits, least)
+    scaled = 1.0 if divisors is None else divisors
+    step, zero_point = _byte_step((range_.low / scaled).min(), (range_.high / scaled).max())
+    return Grid(divisors, step, zero_point, range_.mean)
+
+
+def _activations_of(products: Sequence[Product]) -> dict[tuple[ir.Value, bool], set[ir.Value]]:
+    """The activations that weights are multiplied by."""
+    inputs: dict[tuple[ir.Value, bool], set[ir.Value]] = {}
+    for product in products:
+        inputs.setdefault(product.key, set()).add(product.x)
+    return inputs
 
 
 class _Writer:
@@ -142,33 +222,29 @@ class _Writer:
         self,
         model: ir.Model,
         bits: Bits,
-        products: Sequence[Product],
+        groups: Sequence[Group],
         *,
-        smooth: bool,
         correct: bool,
         moments: Moments | None,
     ) -> None:
         self.graph, self.opset = model.graph, model.opset_imports.get("", 1)
         self.bits: Bits = bits
-        self.smooth, self.correct, self.moments = smooth, correct, moments
-        self.inputs: dict[tuple[ir.Value, bool], set[ir.Value]] = {}
-        for product in products:
-            self.inputs.setdefault(product.key, set()).add(product.x)
+        self.correct, self.moments = correct, moments
+        self.inputs = _activations_of([p for group in groups for p in group.products])
         self.weights: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
 
-    def write_static(self, x: ir.Value, group: Sequence[Product], range_: Range) -> None:
-        """QuantizeLinear with constants, and the products of x."""
-        make = _inserter(group[0])
-        divisors = self._divisors(x, group, range_)
-        source, scaled = x, divisors if divisors is not None else np.ones(len(range_.low))
-        if divisors is not None and not _fold_into_normalization(x, group, divisors):
+    def write_static(self, group: Sequence[Product], grid: Grid) -> None:
+        """QuantizeLinear with constants, and the products of the activation."""
+        make, source = _inserter(group[0]), _source(group)
+        divisors, scaled = grid.divisors, grid.scaled
+        if divisors is not None and not _fold_into_normalization(source, group, divisors):
             factors = make.constant((1 / divisors).astype(np.float32), "factors")
-            source = make.op("Mul", [x, factors], "smooth", dtype=ir.DataType.FLOAT)
-        step, zero = _byte_step((range_.low / scaled).min(), (range_.high / scaled).max())
-        scale, zero_point = make.constant(step, "scale"), make.constant(zero, "zero_point")
+            source = make.op("Mul", [source, factors], "smooth", dtype=ir.DataType.FLOAT)
+        scale = make.constant(grid.step, "scale")
+        zero_point = make.constant(grid.zero_point, "zero_point")
         q = make.op("QuantizeLinear", [source, scale, zero_point], "q", dtype=ir.DataType.UINT8)
-        rounder = self._rounder(group[0].x, scaled, float(step))
+        rounder = self._rounder(group[0].x, scaled, float(grid.step))
         for product in group:
             make = _inserter(product)
             weight, weight_scale = self._weight(product, divisors, rounder)
@@ -177,7 +253,7 @@ class _Writer:
                 shift += constant_array(product.bias).reshape(-1)
             if self.correct:
                 rounded = constant_array(weight) * constant_array(weight_scale).astype(np.float64)
-                shift += range_.mean @ product.matrix() - (range_.mean / scaled) @ rounded
+                shift += grid.mean @ product.matrix() - (grid.mean / scaled) @ rounded
             bias = make.constant(shift.astype(np.float32), "bias")
             if product.is_attention:
                 self._write_attention(product, q, scale, weight, weight_scale, zero_point, bias)
@@ -210,9 +286,9 @@ class _Writer:
         made.attributes.pop("qkv_hidden_sizes", None)  # equal sizes are the default
         replace_uses(product.result, y)
 
-    def write_per_row(self, x: ir.Value, group: Sequence[Product]) -> None:
+    def write_per_row(self, group: Sequence[Product]) -> None:
         """Bytes of -127..127 times the largest absolute value of each row, and the products."""
-        make, axes = _inserter(group[0]), np.array([-1])
+        make, x, axes = _inserter(group[0]), _source(group), np.array([-1])
         absolute = make.op("Abs", [x], "absolute")
         if self.opset < 18:
             largest = make.op("ReduceMax", [absolute], "largest", axes=axes.tolist())
@@ -244,9 +320,7 @@ class _Writer:
         table = node.inputs[0]
         assert table is not None
         if table not in self.tables:
-            array = constant_array(table)
-            step, zero = _byte_step(array.min(), array.max())
-            bytes_ = np.clip(np.round(array / step) + zero, 0, 255).astype(np.uint8)
+            bytes_, step, zero = byte_table(constant_array(table))
             self.tables[table] = (make.constant(bytes_, "table"), make.constant(step, "scale"),
                                   make.constant(zero, "zero_point"))  # fmt: skip
         quantized, scale, zero_point = self.tables[table]
@@ -263,16 +337,6 @@ class _Writer:
         if product.has_addend:
             y = make.op("Add", [y, product.node.inputs[2]], "sum")
         replace_uses(product.result, y)
-
-    def _divisors(
-        self, x: ir.Value, group: Sequence[Product], range_: Range
-    ) -> Float[np.ndarray, " D"] | None:
-        """Divisors of the channels of x; None if all are 1."""
-        if not self.smooth or any(len(self.inputs[product.key]) > 1 for product in group):
-            return None  # shared weights would need a copy for each activation
-        weights = np.concatenate([product.matrix() for product in group], axis=1)
-        least = 1.0 if _folds(x, group) else 1 + COST / weights.shape[1]
-        return smoothing(range_, weights, self.bits, least)
 
     def _rounder(self, x: ir.Value, divisors: np.ndarray, step: float) -> Rounder | None:
         """Rounds for the divided and quantized activation."""
@@ -299,6 +363,13 @@ class _Writer:
         return found
 
 
+def _source(group: Sequence[Product]) -> ir.Value:
+    """The activation, or the quantized product that replaced it."""
+    source = group[0].node.inputs[0]
+    assert source is not None
+    return source
+
+
 def _inserter(product: Product) -> Inserter:
     graph = product.node.graph
     assert isinstance(graph, ir.Graph)
@@ -313,7 +384,7 @@ def quantized_weights(
     Raises:
         CannotRewrite: Weights are not finite.
     """
-    least, largest = (-64, 63) if bits == 7 else (-127, 127)
+    least, largest = LEVELS[bits]
     if not np.isfinite(matrix).all():
         raise CannotRewrite(
             "int8: the weights are not finite", "check the model", code="precision.failed"
@@ -395,6 +466,22 @@ def _fold_into_normalization(
             array = (constant_array(value) / divisors).astype(np.float32)
             node.replace_input_with(place, make.constant(array, "smooth"))
     return True
+
+
+def byte_table(
+    table: Float[np.ndarray, "V D"],
+) -> tuple[UInt8[np.ndarray, "V D"], Float[np.ndarray, ""], UInt8[np.ndarray, ""]]:
+    """Bytes, their scale and their zero point."""
+    step, zero_point = _byte_step(table.min(), table.max())
+    bytes_ = np.clip(np.round(table / step) + zero_point, 0, 255).astype(np.uint8)
+    return bytes_, step, zero_point
+
+
+def large_tables(model: ir.Model) -> list[ir.Node]:
+    """The Gather nodes whose tables ``quantize`` converts."""
+    least = TABLE * weight_bytes(model)
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    return [node for node in nodes if _is_table(node, least)]
 
 
 def _is_table(node: ir.Node, least: float) -> bool:

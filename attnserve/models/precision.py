@@ -60,6 +60,7 @@ from graph_passes.passes.round_bfloat16 import RoundInFloat32
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = [
+    "BITS",
     "LARGEST",
     "Precision",
     "check_cpu",

@@ -23,7 +23,15 @@ from graph_passes.errors import InvalidData
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["MICROSOFT", "Moments", "Product", "Range", "collect_ranges", "product_of"]
+__all__ = [
+    "MICROSOFT",
+    "MOMENT_TOKENS",
+    "Moments",
+    "Product",
+    "Range",
+    "collect_ranges",
+    "product_of",
+]
 
 MICROSOFT = "com.microsoft"
 

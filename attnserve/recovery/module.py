@@ -66,6 +66,9 @@ class GraphModule(torch.nn.Module):
             masks, and single numbers.
         device: The device of the weights.
 
+    Attributes:
+        replaced: Functions of single nodes that are run instead of those of ``OPERATORS``.
+
     Raises:
         InvalidModel: An operator is not supported.
     """
@@ -82,6 +85,7 @@ class GraphModule(torch.nn.Module):
         self.model = model
         self.device = torch.device(device)
         self.outputs = [*model.graph.outputs, *states]
+        self.replaced: Mapping[ir.Node, Operator] = {}
         self.names = [name for name in trainable_weights(model) if name not in frozen]
         weights = [tensor_of(_tensor(model.graph.initializers[name])) for name in self.names]
         self.weights = torch.nn.ParameterList(
@@ -128,8 +132,9 @@ class GraphModule(torch.nn.Module):
         inputs = [None if value is None else values[value] for value in step.inputs]
         if self.device.type != "cpu":
             inputs = _on_one_device(step, inputs, self.device)
+        function = self.replaced.get(step.call.node, step.function)
         try:
-            results = step.function(step.call, *inputs)
+            results = function(step.call, *inputs)
         except AttnserveError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:

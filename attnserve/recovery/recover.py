@@ -31,7 +31,15 @@ from attnserve.models.artifact import (
     versions,
     write_rewritten,
 )
-from attnserve.models.datasets import Dataset, check_calibration_files, load_inputs
+from attnserve.models.datasets import (
+    Dataset,
+    check_calibration_files,
+    load_inputs,
+    thinned,
+)
+from attnserve.models.precision import BITS, convert
+from attnserve.models.products import MOMENT_TOKENS, collect_ranges
+from attnserve.models.quantized import Bits, Int8Activations, int8_activations, int8_weight_bits
 from attnserve.models.token_statistics import token_statistics
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.recovery.batches import regroup
@@ -43,11 +51,13 @@ from attnserve.recovery.distillation import (
 )
 from attnserve.recovery.module import GraphModule
 from attnserve.recovery.operators import HALF
+from attnserve.recovery.quantization import fake_operators
 from attnserve.recovery.training import Checkpoint, Lesson, Training, train
 from attnserve.runtime.cache import cache_folder
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import Batch, open_session, run
-from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
+from graph_passes.analysis.cost import parameter_bytes
+from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 
 __all__ = ["RecoverReport", "Recovery", "recover"]
 
@@ -75,6 +85,7 @@ class RecoverReport:
         training: The course of the training.
         states: The number of hidden states that were learned, besides the outputs.
         weights: The number of trained elements.
+        int8_weight_bits, int8_activations: As in ``OptimizeReport``; None without int8.
         warnings: What the user should know.
     """
 
@@ -85,6 +96,8 @@ class RecoverReport:
     training: Training
     states: int
     weights: int
+    int8_weight_bits: Bits | None = None
+    int8_activations: Int8Activations | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -93,9 +106,10 @@ class RecoverReport:
         old, new = self.before.quality, self.after.quality
         assert old is not None and new is not None
         if not self.gain:
+            rounded = "" if self.int8_weight_bits is None else "rounded "
             return (
                 f"no gain: {new.measure} {new.value:.4f} after {self.training.steps} steps; "
-                "the weights of the rewritten model are returned"
+                f"the {rounded}weights of the rewritten model are returned"
             )
         return (
             f"{new.measure} {old.value:.4f} -> {new.value:.4f} after {self.training.steps} steps "
@@ -103,6 +117,7 @@ class RecoverReport:
         )
 
     def to_json(self) -> dict[str, Any]:
+        int8 = {"weight_bits": self.int8_weight_bits, "activations": self.int8_activations}
         return {
             "fidelity": _fidelity(self.after),
             **self.after.quality_json(),
@@ -112,6 +127,7 @@ class RecoverReport:
             "training": {
                 **self.training.to_json(), "states": self.states, "weights": self.weights,
             },
+            **{f"int8_{name}": value for name, value in int8.items() if value is not None},
             "warnings": list(self.warnings),
         }  # fmt: skip
 
@@ -131,6 +147,7 @@ def recover(
     teacher: StrPath,
     data: StrPath | Sequence[StrPath],
     minutes: float = 20.0,
+    int8: bool = False,
     measure: Measure = "auto",
     tokenizer: StrPath | None = None,
     provider: Provider = "cpu",
@@ -141,9 +158,9 @@ def recover(
 ) -> RecoverReport:
     """Train the weights of a rewritten model on outputs and hidden states of its original.
 
-    The graph keeps its nodes, names, inputs and outputs. The rows are split into parts to fit, to
-    choose the best weights, and to prove the result; a result that is not better on the last part
-    has the weights of ``model``.
+    The graph keeps its names, inputs and outputs, and without ``int8`` its nodes. The rows are
+    split into parts to fit, to choose the best weights, and to prove the result. A result that is
+    not better on the last part has the weights of ``model``.
 
     The state is saved in the user's cache folder with each measurement, so that an interrupted
     training continues when it is called again; with ``minutes`` 0 its best weights are written.
@@ -154,6 +171,10 @@ def recover(
         teacher: The original, with the same inputs and outputs.
         data: Unlabelled text (one per line), an .npz or a folder of .npz, or several of them.
         minutes: The time of the training, without loading and proof.
+        int8: Train with the rounding of the int8 kernels, and return the model that ``optimize``
+            converts with the precision "int8", calibrated on ``data``. ``before`` and ``after`` are
+            those of int8 models, and without a gain the conversion of ``model`` is returned.
+            ``model`` has to be float32.
         measure: The measure of quality that chooses the weights; see ``attnserve.verify``.
         provider: "cuda" trains on a GPU, in bfloat16 if it has it.
         force: Replace an existing output; never an input.
@@ -161,6 +182,7 @@ def recover(
     Raises:
         MissingExtra: PyTorch is not installed.
         InvalidModel: The models differ in inputs or outputs, or an operator cannot be trained.
+        CannotRewrite: The model cannot be converted to int8.
         InvalidArgument, InvalidData, InvalidOutput: The input cannot be used.
         CheckFailed: PyTorch does not compute what ONNX Runtime computes, or the loss is not finite.
     """
@@ -190,12 +212,12 @@ def recover(
     if threads:
         torch.set_num_threads(threads)
     try:
-        recovery = Recovery(rewritten, original, texts, rows, measure, context)
+        recovery = Recovery(rewritten, original, texts, rows, measure, context, int8=int8)
         key = {
             "student": fingerprint(artifact),
             "teacher": fingerprint(original_artifact),
             "data": dict(rows.source),
-            "asked": [measure, provider, seed],
+            "asked": [measure, provider, seed, int8],
             "versions": {**versions(), "torch": torch.__version__},
         }
         checkpoint = Checkpoint(cache_folder() / "recover", _digest(key))
@@ -258,9 +280,11 @@ class Recovery:
         data: The rows to learn, and those to choose the best weights.
         measure: The measure of quality that chooses the weights.
         context: Its provider is the device of PyTorch too.
+        int8: Train with fake quantization, and measure the int8 conversions of both models.
 
     Raises:
         InvalidModel: The models differ in inputs or outputs, or an operator cannot be trained.
+        CannotRewrite: The model cannot be converted to int8.
         InvalidArgument: PyTorch has no CUDA device.
         InvalidData: Nothing in the models or in the data can be learned.
         CheckFailed: PyTorch does not compute what ONNX Runtime computes.
@@ -274,15 +298,19 @@ class Recovery:
         data: Dataset,
         measure: Measure,
         context: RunContext,
+        *,
+        int8: bool = False,
     ) -> None:
         _require_rows(data)
         device = _device(context.provider)
         self.rewritten, self.original, self.data = rewritten, original, data
-        self.texts, self.context = texts, context
+        self.texts, self.context, self.int8 = texts, context, int8
         self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
         self.empty = empty_axes(original, rewritten)
+        self.calibration = [self._feed(batch) for batch in data.fit]
+        self.plain = self._served(rewritten)
         # Raises an error if the models do not have the same inputs and outputs.
-        self.first = self._compare(rewritten, data.choose, "choose")
+        self.first = self._compare(self.plain, data.choose, "choose")
         if not self.first.qualities:
             raise InvalidData(
                 "the models have no float output that can be learned",
@@ -303,6 +331,7 @@ class Recovery:
                 code="recovery.no_weights",
             )
         self._check_module()
+        self._quantize(self.calibration)
         self.states = [theirs for theirs, _ in pairs]
 
     def train(self, seconds: float, checkpoint: Checkpoint) -> Training:
@@ -337,12 +366,13 @@ class Recovery:
         """Train, and prove; returns the report and the model to write."""
         data = self.data
         course = self.train(seconds, checkpoint)
-        before = after = self._compare(self.rewritten, data.held_out, "prove")
-        gain = False
+        before = after = self._compare(self.plain, data.held_out, "prove")
+        result, gain = self.plain, False
         if course.is_better:
-            proved = self._compare(self.trained, data.held_out, "prove")
+            served = self._served(self.trained)
+            proved = self._compare(served, data.held_out, "prove")
             gain = _largest_loss(proved) < _largest_loss(before)
-            after = proved if gain else before
+            result, after = (served, proved) if gain else (result, before)
         warnings: list[str] = []
         if not gain:
             warnings.append("no gain: give more text like that to be served, or more minutes")
@@ -352,24 +382,45 @@ class Recovery:
             warnings.append("no hidden states match in both graphs: only the outputs were learned")
         size = sum(weight.numel() for weight in self.module.weights)
         report = RecoverReport(
-            target, before, after, gain, course, len(self.states), size, tuple(warnings)
-        )
-        return report, self.trained if gain else self.rewritten
+            target, before, after, gain, course, len(self.states), size,
+            int8_weight_bits(result), int8_activations(result), tuple(warnings),
+        )  # fmt: skip
+        return report, result
+
+    def _served(self, model: ir.Model, rows: Sequence[Batch] | None = None) -> ir.Model:
+        """The model as it is served: with ``int8``, converted like ``optimize`` converts it."""
+        return convert(model, "int8", rows or self.calibration) if self.int8 else model
+
+    def _quantize(self, rows: Sequence[Batch]) -> None:
+        """With ``int8``, let the module compute what the conversion of ``trained`` will."""
+        if self.int8:
+            ranges = collect_ranges(self.trained, rows)
+            self.module.replaced = fake_operators(
+                self.trained, BITS["int8"], ranges, self.module.device
+            )
 
     def _feed(self, batch: Batch) -> Batch:
         """The inputs of the rewritten model."""
         return shaped_for(self.rewritten, batch, self.empty)
 
     def _loss(self, expected: Sequence[list[np.ndarray]], weights: Sequence[Tensor]) -> float:
-        """The loss of weights on the rows to choose, computed by ONNX Runtime."""
+        """The loss of weights on the rows to choose, computed by ONNX Runtime.
+
+        It is measured often, so that int8 models are converted with few rows.
+        """
         self.module.write_weights(weights)
+        few = thinned(self.calibration, MOMENT_TOKENS)
+        try:
+            self._quantize(few)  # ranges of activations follow the weights
+            served = self._served(self.trained, few)
+        except (CannotRewrite, InvalidData):  # weights or activations are not finite
+            return math.inf
         session = open_session(
-            self.trained, provider=self.context.provider, threads=self.context.threads,
-            spinning=False,
-        )  # fmt: skip
+            served, provider=self.context.provider, threads=self.context.threads, spinning=False
+        )
         meter = self.new_meter(split="choose")
         for batch, theirs in zip(self.data.choose, expected, strict=True):
-            ours = _by_name(self.trained, run(session, self._feed(batch)))
+            ours = _by_name(served, run(session, self._feed(batch)))
             pairs = zip(self.original.graph.outputs, theirs, strict=True)
             meter.add(theirs, [ours.get(value.name or "", array) for value, array in pairs], batch)
         losses = [quality.loss for quality in meter.results()]
@@ -440,6 +491,12 @@ def _relative_error(a: np.ndarray, b: np.ndarray) -> float:
     return error / size if size else error
 
 
+def _as_int8(kept: Mapping[str, Any], model: ir.Model) -> dict[str, Any]:
+    """The record of the rewrite, with the precision and the bytes of the converted model."""
+    changed = {"plan": {"precision": "int8"}, "after": {"bytes": parameter_bytes(model)}}
+    return {**kept, **{key: {**kept[key], **new} for key, new in changed.items() if key in kept}}
+
+
 def _write(
     artifact: Artifact,
     teacher: Artifact,
@@ -450,14 +507,17 @@ def _write(
 ) -> None:
     last = artifact.lineage[-1] if artifact.lineage else {}
     tokens = token_statistics(data)
+    kept = {key: last[key] for key in KEPT if key in last}
+    if report.int8_weight_bits is not None:
+        kept = _as_int8(kept, model)
     entry = {
-        "rewrite": "recover",
+        "rewrite": "recover" if report.int8_weight_bits is None else "recover+int8",
         # The quality is measured against the teacher, not against the model before.
         "source": {"file": teacher.model.name, "sha256": sha256(teacher.model)},
         "rewritten": {"file": artifact.model.name, "sha256": sha256(artifact.model)},
         "calibration": {**data.source, **({} if tokens is None else {"token_ids": tokens})},
         "seed": seed,
-        **{key: last[key] for key in KEPT if key in last},
+        **kept,
         **report.to_json(),
         "versions": {**versions(), "torch": torch.__version__},
     }

@@ -1,0 +1,107 @@
+"""Fake quantization: a module computes what int8 kernels compute, with gradients.
+
+Activations and weights are rounded to the grids of ``models.int8``. These are static bytes of
+activations with the same divisors, scales and zero points, weights with one scale per column and
+corrected biases, and bytes of large embedding tables. Weights are rounded to the nearest.
+
+The gradient of rounding is 1, and that of clipping is that of a clamp (straight-through estimator,
+arXiv 1308.3432). Products without a static grid stay float: those of constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from attnserve.models.int8 import LEVELS, Grid, byte_table, large_tables, product_groups
+from attnserve.models.products import Product, Range
+from attnserve.models.quantized import Bits
+from attnserve.recovery.operators import OPERATORS, Call, Operator, operator_key
+from graph_passes.analysis.constants import constant_array
+
+__all__ = ["fake_operators"]
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def fake_operators(
+    model: ir.Model, bits: Bits, ranges: Mapping[str, Range], device: torch.device
+) -> dict[ir.Node, Operator]:
+    """Functions that replace those of ``OPERATORS`` for the nodes that ``int8.quantize`` converts.
+
+    Args:
+        bits: Of the weights.
+        ranges: Of the activations, by name.
+
+    Raises:
+        CannotRewrite: There are no products to quantize.
+    """
+    found: dict[ir.Node, Operator] = {
+        product.node: _FakeProduct(product, group.grid, bits, device)
+        for group in product_groups(model, bits, ranges)
+        if group.grid is not None
+        for product in group.products
+    }
+    return found | {node: _FakeTable(node) for node in large_tables(model)}
+
+
+class _FakeProduct:
+    """A product of a rounded activation and rounded weights."""
+
+    def __init__(self, product: Product, grid: Grid, bits: Bits, device: torch.device) -> None:
+        self._function = OPERATORS[operator_key(product.node)]
+        self._is_transposed, self._is_attention = product.key[1], product.is_attention
+        self._least, self._largest = LEVELS[bits]
+        self._step, self._zero_point = float(grid.step), int(grid.zero_point)
+        scaled = torch.from_numpy(grid.scaled.astype(np.float32))
+        self._divisors = scaled.to(device)  # D
+        mean = torch.from_numpy((grid.mean / grid.scaled).astype(np.float32))
+        self._mean = mean.to(device)  # D, of the divided activation
+
+    def __call__(self, call: Call, x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
+        matrix = weight.T if self._is_transposed else weight  # D N
+        matrix = matrix * self._divisors[:, None]
+        with torch.no_grad():
+            error = self._rounded(matrix) - matrix
+            shift = -(self._mean @ error)  # the correction of the bias
+        matrix = matrix + error
+        x = _as_bytes(x.float() / self._divisors, self._step, self._zero_point)
+        weight = matrix.T if self._is_transposed else matrix
+        if self._is_attention:
+            bias, *others = rest
+            assert bias is not None
+            return self._function(call, x, weight, bias + shift, *others)
+        return self._function(call, x, weight, *rest) + shift
+
+    def _rounded(self, matrix: Tensor) -> Tensor:
+        scales = torch.maximum(matrix.amax(0) / self._largest, matrix.amin(0) / self._least)
+        scales = torch.where(scales < TINY, torch.ones_like(scales), scales)  # columns of zeros
+        return (matrix / scales).round().clamp(self._least, self._largest) * scales
+
+
+class _FakeTable:
+    """Rows of a rounded table, which is not trained."""
+
+    def __init__(self, node: ir.Node) -> None:
+        table = node.inputs[0]
+        assert table is not None
+        self._function = OPERATORS[operator_key(node)]
+        _, step, zero_point = byte_table(constant_array(table))
+        self._step, self._zero_point = float(step), int(zero_point)
+
+    def __call__(self, call: Call, table: Tensor, indices: Tensor) -> Tensor:
+        return _as_bytes(self._function(call, table, indices), self._step, self._zero_point)
+
+
+def _as_bytes(x: Tensor, step: float, zero_point: int) -> Tensor:
+    """Round to unsigned bytes and back."""
+    low, high = -zero_point * step, (255 - zero_point) * step
+    clipped = x.clamp(low, high)
+    with torch.no_grad():
+        bytes_ = ((x / step).round() + zero_point).clamp(0, 255)
+        error = (bytes_ - zero_point) * step - clipped
+    return clipped + error
