@@ -277,6 +277,28 @@ def _status_bytes(field: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
+MEASURED = """
+import sys
+from attnserve.cli.app import main
+from benchmarks._common import peak_memory
+status = main(sys.argv[1:])
+print(peak_memory())
+sys.exit(status)
+"""
+"""The command line, and its peak memory in the last line. ``ru_maxrss`` of a child starts with that
+of its parent, which exports the model."""
+
+
+def run_measured(*arguments: object) -> tuple[dict[str, Any], float, int]:
+    """Run a command with ``--json``; return its output, its seconds and its peak bytes."""
+    command = [sys.executable, "-c", MEASURED, *map(str, arguments), "--json"]
+    started = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    seconds = time.perf_counter() - started
+    output, peak = done.stdout.rstrip().rsplit(b"\n", 1)
+    return json.loads(output), seconds, int(peak)
+
+
 # Servers
 
 

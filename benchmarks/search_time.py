@@ -10,13 +10,10 @@ the whole command: export is not part of it, calibration, search, proof and veri
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from benchmarks._common import (
     description,
     minilm,
     number_table,
+    run_measured,
     sentences,
     spread,
     stored_rows,
@@ -69,15 +67,11 @@ def search(size: str, train: Path, folder: Path) -> dict[str, Any]:
     """Export a random encoder and search it; return the row of the result file."""
     original = random_bert(size, folder)
     texts = write_lines(folder / "texts.txt", spread(sentences(train, sys.maxsize), ROWS))
-    command = [
-        sys.executable, "-m", "attnserve", "optimize", original, "-o", folder / "new",
-        "--calib", texts, "--keep", "0.99", "--allow", "ffn", "--json",
-    ]  # fmt: skip
-    started = time.perf_counter()
-    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, check=True)
-    seconds = time.perf_counter() - started
+    report, seconds, peak = run_measured(
+        "optimize", original, "-o", folder / "new",
+        "--calib", texts, "--keep", "0.99", "--allow", "ffn",
+    )  # fmt: skip
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    report = json.loads(done.stdout)
     layers, width, _ = SIZES[size]
     return {
         "size": size,
@@ -86,7 +80,7 @@ def search(size: str, train: Path, folder: Path) -> dict[str, Any]:
         "parameters": report["before"]["parameters"],
         "minutes": seconds / 60,
         "cpu_minutes": (used.ru_utime + used.ru_stime) / 60,
-        "peak_rss_bytes": used.ru_maxrss * 1024,
+        "peak_rss_bytes": peak,
         "model_bytes": report["before"]["bytes"],
         "quality": report["quality"],
     }

@@ -12,13 +12,10 @@ The weights are random: this is about time and memory, not about quality.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from benchmarks._common import (
     description,
     minilm,
     number_table,
+    run_measured,
     sentences,
     spread,
     stored_rows,
@@ -61,17 +59,6 @@ LENGTHS = (128, 512)
 ROWS = 64
 """Sentences of the calibration."""
 
-MEASURED = """
-import sys
-from attnserve.cli.app import main
-from benchmarks._common import peak_memory
-status = main(sys.argv[1:])
-print(peak_memory())
-sys.exit(status)
-"""
-"""The command line, and its peak memory in the last line. ``ru_maxrss`` of a child starts with that
-of its parent, which exports the model."""
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=description(__doc__))
@@ -98,15 +85,10 @@ def measure(shape: str, train: Path, folder: Path, rounds: int | None) -> dict[s
     """Export, prune and time one shape; return the row of the result file."""
     original = random_model(shape, folder)
     texts = write_lines(folder / "texts.txt", spread(sentences(train, sys.maxsize), ROWS))
-    command = [
-        sys.executable, "-c", MEASURED, "optimize", original, "-o", folder / "pruned",
-        "--calib", texts, "--prune", str(PRUNED), "--ffn", str(PRUNED), "--json",
-    ]  # fmt: skip
-    started = time.perf_counter()
-    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, check=True)
-    seconds = time.perf_counter() - started
-    output, peak = done.stdout.rstrip().rsplit(b"\n", 1)
-    report = json.loads(output)
+    report, seconds, peak = run_measured(
+        "optimize", original, "-o", folder / "pruned",
+        "--calib", texts, "--prune", PRUNED, "--ffn", PRUNED,
+    )  # fmt: skip
     models, failed = other_graphs(original, folder)
     fuse_lossless(open_artifact(folder / "pruned"), fused := folder / "fused.onnx", threads=1)
     ours = {"pruned": folder / "pruned", "pruned, as served": fused}
@@ -128,7 +110,7 @@ def measure(shape: str, train: Path, folder: Path, rounds: int | None) -> dict[s
         "shape": shape,
         "parameters": [report[key]["parameters"] for key in ("before", "after")],
         "model_bytes": report["before"]["bytes"],
-        "peak_rss_bytes": int(peak),
+        "peak_rss_bytes": peak,
         "minutes": seconds / 60,
         "other_tools_failed": failed,
         "speedup_over": ratios,

@@ -43,13 +43,17 @@ def write_model(model: ir.Model, path: Path) -> None:
     graph = _with_fields(proto.graph.SerializeToString(), INITIALIZER, messages)
     proto.ClearField("graph")
     new = path.with_name(f".{path.name}.new")  # the weights may be mapped from ``path``
-    with new.open("wb") as file:
-        for part in _with_fields(proto.SerializeToString(), GRAPH, [graph]):
-            if isinstance(part, bytes):
-                file.write(part)
-            else:
-                part.tofile(file)
-    new.replace(path)
+    try:
+        with new.open("wb") as file:
+            for part in _with_fields(proto.SerializeToString(), GRAPH, [graph]):
+                if isinstance(part, bytes):
+                    file.write(part)
+                else:
+                    part.tofile(file)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _tensor(proto: onnx.TensorProto, content: Content | None) -> list[Part]:

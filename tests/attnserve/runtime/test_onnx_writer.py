@@ -52,3 +52,18 @@ def test_write_model_of_other_types_equals_protobuf(dtype: ir.DataType, tmp_path
     model = model_of(tensor)
     write_model(model, tmp_path / "m.onnx")
     assert (tmp_path / "m.onnx").read_bytes() == ir.to_proto(model).SerializeToString()
+
+
+def test_interrupted_write_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(ir.Tensor, "tofile", full)
+    with pytest.raises(OSError, match="No space"):
+        write_model(model_of(ir.tensor(weights(LARGE), name="w")), path)
+    assert path.read_bytes() == b"old"
+    assert [each.name for each in tmp_path.iterdir()] == ["model.onnx"]
