@@ -23,13 +23,9 @@ from attnserve.runtime.cache import private_folder, read_private, write_atomical
 from attnserve.runtime.session import Batch
 from graph_passes.errors import CheckFailed
 
-__all__ = ["Checkpoint", "Lesson", "Training", "is_stuck", "learning_rate", "train"]
+__all__ = ["Checkpoint", "Lesson", "Training", "is_stuck", "train"]
 
-LEARNING_RATE, MOST_RATE = 0.23, 1e-3
-"""The learning rate, times the width of the model, and the highest one: the best rate of AdamW
-falls with the width (arXiv 2203.03466). The factor was chosen on a pruned encoder of width 384,
-where 6e-4 left less loss after three minutes than 2e-4."""
-
+LEARNING_RATE = 2e-4
 WARM_UP = 20
 """Steps with a growing learning rate."""
 
@@ -160,15 +156,6 @@ def is_stuck(losses: Sequence[float], seconds: float, budget: float) -> bool:
     return min(losses[-PATIENCE:]) >= min(losses[:-PATIENCE])
 
 
-def learning_rate(weights: Sequence[Tensor]) -> float:
-    """The highest learning rate of a model with these weights, by its width.
-
-    The width is the largest short side of a matrix: long sides are vocabularies and neurons.
-    """
-    width = max((min(weight.shape) for weight in weights if weight.ndim == 2), default=1)
-    return min(LEARNING_RATE / max(width, 1), MOST_RATE)
-
-
 class _Run:
     def __init__(
         self,
@@ -183,8 +170,7 @@ class _Run:
         self.weights = list(module.weights)
         self.average = [weight.detach().clone() for weight in self.weights]
         self.best = [weight.detach().clone() for weight in self.weights]
-        self.rate = learning_rate(self.weights)
-        self.optimizer = torch.optim.AdamW(self.weights, self.rate)
+        self.optimizer = torch.optim.AdamW(self.weights, LEARNING_RATE)
         self.course = Training()
         self._known: dict[int, list[list[np.ndarray]]] = {}
         self._known_bytes = 0
@@ -229,7 +215,7 @@ class _Run:
     def _step(self, share: float) -> float:
         """One step of the optimizer, at a share of the time; returns the loss."""
         step = self.course.steps
-        rate = self.rate * min((step + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
+        rate = LEARNING_RATE * min((step + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         index = self._index(step)

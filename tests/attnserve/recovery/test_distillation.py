@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 from attnserve.checks.quality import Quality  # noqa: E402
-from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.distillation import Objective  # noqa: E402
 from graph_passes.errors import InvalidData  # noqa: E402
 
@@ -86,13 +85,3 @@ def test_constant_teacher_is_refused():
     with pytest.raises(InvalidData) as caught:
         objective("r2", [np.ones((3, 4, 8), np.float32)])
     assert caught.value.code == "recovery.constant_teacher"
-
-
-def test_learning_rate_falls_with_the_width_and_has_an_upper_limit():
-    def rate(width: int) -> float:
-        shapes = [(30000, width), (width, width // 2), (width, 4 * width), (width,)]
-        return training.learning_rate([torch.zeros(shape) for shape in shapes])
-
-    assert rate(768) == pytest.approx(rate(384) / 2)
-    assert rate(16) == rate(64) == 1e-3
-    assert training.learning_rate([torch.zeros(3)]) == 1e-3

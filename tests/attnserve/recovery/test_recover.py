@@ -65,7 +65,7 @@ def record(folder: Path) -> dict[str, Any]:
 def test_recover_pruned_bert_raises_quality_on_unseen_rows(
     pruned: Path, tiny: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(training, "learning_rate", lambda weights: 3e-3)
+    monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
     stages: list[tuple[str, int, int]] = []
     report = attnserve.recover(
         pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES,
@@ -114,7 +114,7 @@ def test_recover_without_time_returns_an_equal_model(
 def test_int8_recover_raises_quality_of_the_served_model_on_unseen_rows(
     pruned: Path, tiny: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(training, "learning_rate", lambda weights: 3e-3)
+    monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
     report = attnserve.recover(
         pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES, int8=True
     )
@@ -161,7 +161,7 @@ def test_failed_training_never_returns_worse_weights(
     pruned: Path, tiny: Path, texts: Path, tmp_path: Path, rate: float, int8: bool,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    monkeypatch.setattr(training, "learning_rate", lambda weights: rate)
+    monkeypatch.setattr(training, "LEARNING_RATE", rate)
     call: Callable[[], Any] = lambda: attnserve.recover(  # noqa: E731
         pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES / 4, int8=int8
     )
@@ -181,7 +181,7 @@ def test_failed_training_never_returns_worse_weights(
 def test_interrupted_training_continues_from_its_checkpoint(
     pruned: Path, tiny: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(training, "learning_rate", lambda weights: 3e-3)
+    monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
     output = tmp_path / "out"
 
     def interrupt(stage: str, done: int, total: int) -> None:
@@ -205,7 +205,7 @@ def test_interrupted_training_continues_from_its_checkpoint(
 def test_recover_decoder_learns_its_logits(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(training, "learning_rate", lambda weights: 1e-3)
+    monkeypatch.setattr(training, "LEARNING_RATE", 1e-3)
     folder = shared / "models" / "stories260K"
     model = folder / "stories260K.onnx"
     np.savez(tmp_path / "ids.npz", idx=np.load(SAMPLES)["idx"][:60].astype(np.int64))

@@ -41,7 +41,7 @@ Optimize = Callable[..., Any]
 def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(np.arange(0, 1e6, 0.2))
     monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
-    monkeypatch.setattr(training, "learning_rate", lambda weights: 1e-2)
+    monkeypatch.setattr(training, "LEARNING_RATE", 1e-2)
     count_instead_of_timing(monkeypatch)
 
 
@@ -120,7 +120,7 @@ def test_search_with_training_finds_a_faster_model(
 def test_training_that_fails_returns_the_model_of_the_plain_search(
     plain: OptimizeReport, optimized: Optimize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(training, "learning_rate", lambda weights: 1e30)
+    monkeypatch.setattr(training, "LEARNING_RATE", 1e30)
     report = optimized(recover=MINUTES / 8)
     assert report.found.gain and not report.found.recovered.gain
     assert "not finite" in report.found.recovered.verdict
