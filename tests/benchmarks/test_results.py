@@ -86,3 +86,14 @@ def test_rotary_forms_are_exact_at_full_size_and_sharing_loses_less():
         assert rows[form, 32]["largest_change"] <= 1e-4
     for elements in (24, 16):
         assert rows["shared", elements]["top1"] >= rows["truncated", elements]["top1"] + 0.1
+
+
+def test_training_brings_back_the_score_and_most_of_the_similarities():
+    (row,) = [
+        row for row in load("recovery")["rows"] if row["case"].startswith("half of the heads")
+    ]
+    before, after = row["before"], row["after"]
+    assert after["kept"] >= 1.0 > before["kept"]
+    assert after["mean_cosine"] >= 0.98 > before["mean_cosine"]
+    for kind in ("sentences", "paragraphs"):
+        assert 1 - after[kind]["r2"] <= (1 - before[kind]["r2"]) / 2
