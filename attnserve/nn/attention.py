@@ -18,7 +18,7 @@ __all__ = [
     "Latest",
     "Rotation",
     "check_size",
-    "refuse_rotation",
+    "rotary_error",
 ]
 
 Rotation = tuple[Tensor, Tensor]
@@ -350,7 +350,7 @@ def rotated(heads: Tensor, rotation: Rotation) -> Tensor:
     return heads * cos + torch.cat([-second, first], -1) * sin
 
 
-def refuse_rotation(kind: str) -> InvalidArgument:
+def rotary_error(kind: str) -> InvalidArgument:
     """The error of a layer that cannot have rotary positions."""
     return InvalidArgument(
         f"{kind} cannot have rotary positions",

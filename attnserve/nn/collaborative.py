@@ -13,7 +13,7 @@ from attnserve.nn.attention import (
     Rotation,
     check_size,
     projection,
-    refuse_rotation,
+    rotary_error,
 )
 from attnserve.nn.trained import TrainedAttention
 from graph_passes.errors import InvalidArgument
@@ -119,7 +119,7 @@ class CollaborativeAttention(AttentionLayer):
             InvalidModel: Weights are not finite.
         """
         if layer.rotary:
-            raise refuse_rotation("CollaborativeAttention")
+            raise rotary_error("CollaborativeAttention")
         q, k, bias = (_array(part) for part in (layer.query, layer.key, layer.query_bias))
         if head_size is None:
             factors = collaborative_factors(q, k, rank, query_bias=bias, moments=moments)
@@ -158,7 +158,7 @@ class CollaborativeAttention(AttentionLayer):
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
         if rotation is not None:
-            raise refuse_rotation("CollaborativeAttention")
+            raise rotary_error("CollaborativeAttention")
         q, k = self.q_proj(query) * self.scale, self.k_proj(key)
         if self.columns is None or self.reads is None:
             q, k = q.unsqueeze(1) * self.mixing.unsqueeze(1), k.unsqueeze(1)
