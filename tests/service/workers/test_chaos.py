@@ -37,13 +37,13 @@ class Load:
 
     Attributes:
         statuses: Number of answers by status.
-        lost: Requests whose connection ended without an answer.
+        lost: Requests whose connection ended without an answer, by client.
         wrong: Requests with an answer that is not that of their own tokens.
     """
 
     def __init__(self, server: Server) -> None:
         self.port = server.port
-        self.statuses, self.lost, self.wrong = Counter[int](), 0, list[list[int]]()
+        self.statuses, self.lost, self.wrong = Counter[int](), Counter[int](), list[list[int]]()
         self.done = threading.Event()
         self._lock = threading.Lock()
 
@@ -65,7 +65,7 @@ class Load:
             except (OSError, http.client.HTTPException):
                 connection.close()
                 with self._lock:
-                    self.lost += 1
+                    self.lost[seed] += 1
                 continue
             right = answer.status != 200 or (
                 _is_mean(content, ids) if is_text else _are_states(content, ids)
@@ -144,12 +144,15 @@ def test_answers_are_right_while_workers_die_and_models_change(tmp_path: Path) -
                 running.result()
             replaced = replacing.result()
         print(
-            dict(load.statuses), "lost", load.lost, "killed", killed, "control", Counter(replaced)
+            *(dict(load.statuses), "lost", load.lost.total()),
+            *("killed", killed, "control", Counter(replaced)),
         )
         assert not load.wrong, load.wrong[:3]
         assert set(load.statuses) <= {200, 429, 503, 504}, load.statuses
         assert load.statuses[200] > 20 * SECONDS and load.statuses[429]
-        # Each connection loses at most the one request that it had sent to the killed worker.
-        assert load.lost <= CLIENTS * killed
+        # A client loses the one request that it had sent to the killed worker, and at most one more:
+        # Linux ends the connections of a killed process before it closes its listening socket, which
+        # still takes a connection that comes at once.
+        assert max(load.lost.values(), default=0) <= 2 * killed, load.lost
         assert set(replaced) <= {0, 200, 503}, replaced
         assert "Traceback" not in server.log, server.log[-3000:]
