@@ -150,9 +150,9 @@ def test_answers_are_right_while_workers_die_and_models_change(tmp_path: Path) -
         assert not load.wrong, load.wrong[:3]
         assert set(load.statuses) <= {200, 429, 503, 504}, load.statuses
         assert load.statuses[200] > 20 * SECONDS and load.statuses[429]
-        # A client loses the one request that it had sent to the killed worker, and at most one more:
-        # Linux ends the connections of a killed process before it closes its listening socket, which
-        # still takes a connection that comes at once.
+        # A client loses the request that it had sent to the killed worker, and at most one more:
+        # Linux ends the connections of a killed process before it closes its listening socket,
+        # which still takes a connection that comes at once.
         assert max(load.lost.values(), default=0) <= 2 * killed, load.lost
         assert set(replaced) <= {0, 200, 503}, replaced
         assert "Traceback" not in server.log, server.log[-3000:]
