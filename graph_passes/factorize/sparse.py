@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 
 __all__ = ["sparse_factors"]
 
+FEW, FEW_SWEEPS = 1 / 4, 10
+"""If heads read at most this share of the dimensions, the dense start takes this many sweeps: a
+converged one is no better. With it, the errors of three layers of MiniLM, whose heads read 15 of
+120 dimensions, were 2 % smaller, 6 % larger and 1 % larger."""
+
 SHRINK = 0.8  # share of the entries kept in each step
 SWEEPS = 4  # least-squares sweeps per step
 LAST_SWEEPS = 40  # maximum sweeps on the final support
@@ -103,8 +108,9 @@ def sparse_factors(
         factors = _truncated(stack, entries, limit)
         iterations = 0
     else:
+        sweeps = {"max_iterations": FEW_SWEEPS} if head_size <= FEW * rank else {}
         dense = collaborative_factors(
-            queries, keys, rank, query_bias=bias, moments=moments, progress=progress
+            queries, keys, rank, query_bias=bias, moments=moments, progress=progress, **sweeps
         )
         start = metric.whiten(dense.query, dense.key, dense.mixing)
         factors, iterations = _shrunk(stack, *start, entries, limit)
