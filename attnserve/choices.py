@@ -11,6 +11,7 @@ __all__ = [
     "Attention",
     "Exporter",
     "Importance",
+    "LearnedTask",
     "Measure",
     "Mixing",
     "Padding",
@@ -25,6 +26,7 @@ Alignment = Literal["similarity", "index"]
 Attention = Literal["sdpa", "eager"]
 Exporter = Literal["dynamo", "torchscript"]
 Importance = Literal["energy", "loo", "voting"]
+LearnedTask = Literal["sts", "classification"]
 Measure = Literal["auto", "similarity", "r2", "kl", "top1", "cosine", "score"]
 Mixing = Literal["auto", "dense", "sparse"]
 Padding = Literal["right", "left"]

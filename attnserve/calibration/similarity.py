@@ -9,25 +9,26 @@ all texts have equal weight. The code sums minima, because |a - b| = a + b - 2 m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.activations import no_token, not_finite, observe, row_count
+from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
-from graph_passes.errors import InvalidArgument
+from graph_passes.errors import InvalidArgument, InvalidData
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-__all__ = ["HeadSimilarity", "measure_similarity"]
+__all__ = ["HeadSimilarity", "measure_similarity", "similarities"]
 
 MOST_QUERIES = 8192
 """Default number of queries: gives three digits of the mean. The cost is proportional to it."""
@@ -134,6 +135,36 @@ def measure_similarity(
     for batch, arrays in observe(model, values, batches, context, "compare heads"):
         sums.add([p for (p,) in arrays], batch, share)
     return sums.similarity()
+
+
+def similarities(
+    model: ir.Model,
+    groups: Sequence[Sequence[AttentionBlock]],
+    batches: Sequence[Batch],
+    *,
+    context: RunContext = DEFAULT_CONTEXT,
+) -> Iterator[HeadSimilarity | None]:
+    """Compare the heads within each group of blocks, as ``measure_similarity``.
+
+    The model runs once for all groups if they are in execution order. None for a group of which a
+    block sees no real token or has probabilities that are not finite.
+
+    Raises:
+        InvalidData: The model refuses a batch.
+    """
+    runner = LayerwiseRunner(model, batches, context=context)
+    values = [[*map(_probabilities, blocks)] for blocks in groups]
+    share = max(1, MOST_QUERIES // max(1, sum(map(row_count, batches))))
+    for index, blocks in enumerate(groups):
+        sums = _Sums(blocks)
+        later = list(chain(*values[index + 1 :]))
+        runs = runner.run_to(values[index], later)
+        for batch, arrays in zip(batches, runs, strict=True):
+            sums.add(arrays, batch, share)
+        try:
+            yield sums.similarity()
+        except InvalidData:
+            yield None
 
 
 def _probabilities(block: AttentionBlock) -> ir.Value:

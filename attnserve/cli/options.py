@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnserve.choices import Measure, Precision, TaskName
+from attnserve.choices import LearnedTask, Measure, Precision, TaskName
 from attnserve.context import Provider
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ TrainingData = Annotated[
         metavar="FILE",
         help=f"Unlabelled data like that to be served: {_INPUTS}; can be repeated.",
     ),
+]
+LabeledTask = Annotated[
+    LearnedTask | None,
+    typer.Option(help="Learn the labels of the tables (.tsv) in --data too."),
 ]
 CalibWeights = Annotated[
     str | None,

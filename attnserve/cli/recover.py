@@ -19,7 +19,7 @@ from attnserve.cli.display import (
 )
 
 if TYPE_CHECKING:
-    from attnserve.recovery.recover import RecoverReport
+    from attnserve.recovery.report import RecoverReport
 
 __all__ = ["app"]
 
@@ -46,6 +46,7 @@ def recover(
         float, typer.Option(min=0, metavar="N", help="Time of the training.")
     ] = 20.0,
     int8: opt.Int8 = False,
+    task: opt.LabeledTask = None,
     measure: opt.CheckMeasure = "auto",
     tokenizer: opt.DataTokenizer = None,
     force: opt.Force = False,
@@ -71,6 +72,7 @@ def recover(
             data=data,
             minutes=minutes,
             int8=int8,
+            task=task,
             measure=measure,
             tokenizer=tokenizer,
             provider=provider,

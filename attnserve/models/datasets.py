@@ -126,6 +126,7 @@ def load_inputs(
     tokenizer: Path | None = None,
     sequence: Lengths | None = None,
     split: bool = True,
+    read: Callable[[Path], list[str]] = read_sentences,
 ) -> Dataset:
     """Read a text (one sentence per line), an .npz (named input arrays) or a folder of .npz.
 
@@ -144,6 +145,7 @@ def load_inputs(
             much shorter, rows of mixed lengths up to it, or over the range, are made of several
             texts of the same part, beside the texts.
         split: Split the distinct rows into parts; False puts all rows into each part.
+        read: Reads the texts of a file.
 
     Raises:
         InvalidData: The data is empty, unreadable or does not fit the model, or text is given
@@ -153,9 +155,12 @@ def load_inputs(
     paths = [path] if isinstance(path, Path) else list(path)
     check_calibration_files(paths, weights)
     files = [
-        _read_file(one, model, artifact, tokenizer=tokenizer, sequence=sequence, split=split)
+        _read_file(
+            one, model, artifact,
+            tokenizer=tokenizer, sequence=sequence, split=split, read=read,
+        )
         for one in paths
-    ]
+    ]  # fmt: skip
     if len(files) == 1:
         return files[0].dataset(paths[0].name)
     _drop_held_out(files)
@@ -242,6 +247,7 @@ def _read_file(
     tokenizer: Path | None,
     sequence: Lengths | None,
     split: bool,
+    read: Callable[[Path], list[str]],
 ) -> _File:
     if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path", code="data.missing")
@@ -262,7 +268,7 @@ def _read_file(
                 code="data.no_tokenizer",
             )
         encoder = load_encoder(artifact, encoder_path)
-        texts = read_sentences(path)
+        texts = read(path)
         are_pairs = artifact.record.get("task") == "rerank"
         rows = encoder.encode([_pair(line) for line in texts] if are_pairs else texts)
         lengths = [len(encoding) for encoding in rows]

@@ -67,6 +67,7 @@ __all__ = [
     "convert",
     "convert_alone",
     "is_bfloat16",
+    "nodes_of_blocks",
     "on_cpu",
     "precision_of",
 ]
@@ -136,7 +137,7 @@ def convert(
     require_runtime()
     with _conversion(precision):
         copy = model.clone()
-        kept = _weight_nodes(copy, float_blocks)
+        kept = nodes_of_blocks(copy, float_blocks)
         _prepare(copy)
         ranges = collect_ranges(copy, calibration) if precision in BITS else {}
         if precision in MAKE:
@@ -169,7 +170,7 @@ def convert_alone(
     for names in parts:
         with _conversion(precision):
             copy = model.clone()
-            chosen = _weight_nodes(copy, names)
+            chosen = nodes_of_blocks(copy, names)
             _prepare(copy)
             if ranges is None or moments is None:
                 moments = Moments(copy, calibration)
@@ -228,8 +229,8 @@ def _finish(model: ir.Model, made: ir.Model, precision: Precision, *, is_whole: 
     _load(made)
 
 
-def _weight_nodes(model: ir.Model, blocks: Collection[str]) -> set[ir.Node]:
-    """The products of these blocks with their weights.
+def nodes_of_blocks(model: ir.Model, blocks: Collection[str]) -> set[ir.Node]:
+    """The products of these attention and feed-forward blocks with their weights.
 
     Raises:
         InvalidArgument: The model has no such block.

@@ -18,6 +18,7 @@ except ImportError as error:
     ) from error
 
 from attnserve.recovery.module import GraphModule
-from attnserve.recovery.recover import RecoverReport, recover
+from attnserve.recovery.recover import recover
+from attnserve.recovery.report import RecoverReport
 
 __all__ = ["GraphModule", "RecoverReport", "recover"]

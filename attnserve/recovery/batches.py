@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from attnserve.runtime.session import Batch
 
-__all__ = ["TOKENS", "count_tokens", "regroup"]
+__all__ = ["TOKENS", "count_tokens", "regroup", "row_contents"]
 
 TOKENS = 1000
 """Tokens of a training batch."""
@@ -79,6 +79,14 @@ def count_tokens(batch: Batch) -> int:
     first = next(iter(batch.values()))
     is_ids = first.ndim == 2 and first.dtype.kind in "iu"
     return int(first.size) if is_ids else len(first) * TOKENS // ROWS
+
+
+def row_contents(batch: Batch) -> Iterator[bytes]:
+    """The inputs of each row as bytes, without padding, to find equal rows."""
+    for row in _rows(batch):
+        mask = _mask(row)
+        arrays = row.values() if mask is None else (a[mask != 0] for a in row.values())
+        yield b"".join(array.tobytes() for array in arrays)
 
 
 def _rows(batch: Batch) -> list[Batch]:

@@ -24,7 +24,14 @@ from graph_passes.matching.find import find_attention
 if TYPE_CHECKING:
     from jaxtyping import Bool
 
-__all__ = ["Objective", "Teacher", "matching_states", "rotary_constants", "value_named"]
+__all__ = [
+    "Objective",
+    "Teacher",
+    "matching_states",
+    "rotary_constants",
+    "served_vectors",
+    "value_named",
+]
 
 HIDDEN_WEIGHT = 0.5
 LAST_WEIGHT = 2.0
@@ -155,7 +162,7 @@ class Objective:
         pooling: Pooling,
         examples: Sequence[tuple[Batch, list[np.ndarray]]],
     ) -> None:
-        self.pooling = pooling
+        self.pooling: Pooling = pooling
         measured = {quality.output: quality.measure for quality in qualities}
         wanted: list[tuple[int, Kind, float]] = []
         for index, name in enumerate(outputs):
@@ -197,16 +204,10 @@ class Objective:
 
     def _rows(self, x: Tensor, kind: Kind, batch: Mapping[str, np.ndarray]) -> Tensor:
         """The vectors that are compared, (rows, D)."""
+        if kind == "pooled":
+            return served_vectors(x, batch, self.pooling)
         mask = torch.from_numpy(_real(tuple(x.shape), batch)).to(x.device)
-        if kind != "pooled":
-            return x[mask] if x.ndim > 1 else x[:, None]
-        if x.ndim == 3:
-            if self.pooling == "cls":
-                x = x[:, 0]
-            else:
-                weights = mask[..., None].to(x.dtype)
-                x = (x * weights).sum(1) / weights.sum(1).clamp(min=1)
-        return F.normalize(x, dim=-1)
+        return x[mask] if x.ndim > 1 else x[:, None]
 
     def _unit(
         self, index: int, kind: Kind, examples: Sequence[tuple[Batch, list[np.ndarray]]]
@@ -223,6 +224,24 @@ class Objective:
         unit = float(_distance(a, constant.expand_as(a), kind).mean())
         scale = 1.0 if kind == "logits" else max(float((a * a).sum(-1).mean()), 1e-30)
         return unit if np.isfinite(unit) and unit > 1e-9 * scale else 0.0
+
+
+def served_vectors(x: Tensor, batch: Mapping[str, np.ndarray], pooling: Pooling) -> Tensor:
+    """Vectors of length one (B, D) of hidden states (B, T, D), or of pooled vectors (B, D).
+
+    As ``models.tokenizer.pool``, with gradients; "none" pools hidden states by their mean.
+    """
+    if x.ndim == 3:
+        mask = torch.from_numpy(_real(tuple(x.shape), batch)).to(x.device)
+        rows = torch.arange(len(x), device=x.device)
+        if pooling == "cls":
+            x = x[rows, mask.int().argmax(1)]
+        elif pooling == "last":
+            x = x[rows, mask.shape[1] - 1 - mask.flip(1).int().argmax(1)]
+        else:
+            weights = mask[..., None].to(x.dtype)
+            x = (x * weights).sum(1) / weights.sum(1).clamp(min=1)
+    return F.normalize(x, dim=-1)
 
 
 def _distance(a: Tensor, b: Tensor, kind: Kind) -> Any:

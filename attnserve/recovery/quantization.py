@@ -10,7 +10,7 @@ arXiv 1308.3432). Products without a static grid stay float: those of constants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -29,20 +29,26 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def fake_operators(
-    model: ir.Model, bits: Bits, ranges: Mapping[str, Range], device: torch.device
+    model: ir.Model,
+    bits: Bits,
+    ranges: Mapping[str, Range],
+    device: torch.device,
+    *,
+    keep: Collection[ir.Node] = (),
 ) -> dict[ir.Node, Operator]:
     """Functions that replace those of ``OPERATORS`` for the nodes that ``int8.quantize`` converts.
 
     Args:
         bits: Of the weights.
         ranges: Of the activations, by name.
+        keep: Products that stay float.
 
     Raises:
         CannotRewrite: There are no products to quantize.
     """
     found: dict[ir.Node, Operator] = {
         product.node: _FakeProduct(product, group.grid, bits, device)
-        for group in product_groups(model, bits, ranges)
+        for group in product_groups(model, bits, ranges, keep=keep)
         if group.grid is not None
         for product in group.products
     }

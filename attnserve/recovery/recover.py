@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attnserve.checks.compare import Fidelity, compare, empty_axes, shaped_for
 from attnserve.checks.quality import QualityMeter
-from attnserve.choices import Measure
+from attnserve.checks.scores import Score
+from attnserve.choices import LearnedTask, Measure, Precision
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import (
     Artifact,
@@ -29,7 +30,6 @@ from attnserve.models.artifact import (
     open_artifact,
     sha256,
     versions,
-    write_rewritten,
 )
 from attnserve.models.datasets import (
     Dataset,
@@ -37,10 +37,10 @@ from attnserve.models.datasets import (
     load_inputs,
     thinned,
 )
-from attnserve.models.precision import BITS, convert
+from attnserve.models.precision import BITS, convert, nodes_of_blocks
 from attnserve.models.products import MOMENT_TOKENS, collect_ranges
-from attnserve.models.quantized import Bits, Int8Activations, int8_activations, int8_weight_bits
-from attnserve.models.token_statistics import token_statistics
+from attnserve.models.quantized import Bits, int8_activations, int8_weight_bits
+from attnserve.models.tokenizer import read_sentences
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.recovery.batches import regroup
 from attnserve.recovery.distillation import (
@@ -49,17 +49,18 @@ from attnserve.recovery.distillation import (
     matching_states,
     rotary_constants,
 )
+from attnserve.recovery.labels import LabeledRow, LabelReport, Labels, read_labeled
 from attnserve.recovery.module import GraphModule
 from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
+from attnserve.recovery.report import RecoverReport, write_recovered
 from attnserve.recovery.training import Checkpoint, Lesson, Training, train
 from attnserve.runtime.cache import cache_folder
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import Batch, open_session, run
-from graph_passes.analysis.cost import parameter_bytes
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 
-__all__ = ["RecoverReport", "Recovery", "recover"]
+__all__ = ["Recovery", "recover"]
 
 MIN_TEXTS = 8
 """The fewest distinct rows of a file, which is split into parts to fit, to choose and to prove."""
@@ -70,75 +71,6 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 EXAMPLES = 8
 """Steps from whose batches the losses are scaled."""
 
-KEPT = ("plan", "before", "after", "batch", "sequence", "break_even_sequence")
-"""What the record of the rewrite says of the graph, and what training does not change."""
-
-
-@dataclass(frozen=True)
-class RecoverReport:
-    """The quality before and after, on rows that the training never saw.
-
-    Attributes:
-        before: The rewritten model against the original.
-        after: The result against the original; equal to ``before`` without a gain.
-        gain: Whether the result is better. If not, it has the weights of the rewritten model.
-        training: The course of the training.
-        states: The number of hidden states that were learned, besides the outputs.
-        weights: The number of trained elements.
-        int8_weight_bits, int8_activations: As in ``OptimizeReport``; None without int8.
-        warnings: What the user should know.
-    """
-
-    output: Path
-    before: Fidelity
-    after: Fidelity
-    gain: bool
-    training: Training
-    states: int
-    weights: int
-    int8_weight_bits: Bits | None = None
-    int8_activations: Int8Activations | None = None
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def verdict(self) -> str:
-        """One line for people."""
-        old, new = self.before.quality, self.after.quality
-        assert old is not None and new is not None
-        if not self.gain:
-            rounded = "" if self.int8_weight_bits is None else "rounded "
-            return (
-                f"no gain: {new.measure} {new.value:.4f} after {self.training.steps} steps; "
-                f"the {rounded}weights of the rewritten model are returned"
-            )
-        return (
-            f"{new.measure} {old.value:.4f} -> {new.value:.4f} after {self.training.steps} steps "
-            f"in {self.training.seconds / 60:.1f} minutes"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        int8 = {"weight_bits": self.int8_weight_bits, "activations": self.int8_activations}
-        return {
-            "fidelity": _fidelity(self.after),
-            **self.after.quality_json(),
-            "before_recovery": {"fidelity": _fidelity(self.before), **self.before.quality_json()},
-            "gain": self.gain,
-            "verdict": self.verdict,
-            "training": {
-                **self.training.to_json(), "states": self.states, "weights": self.weights,
-            },
-            **{f"int8_{name}": value for name, value in int8.items() if value is not None},
-            "warnings": list(self.warnings),
-        }  # fmt: skip
-
-
-def _fidelity(fidelity: Fidelity) -> dict[str, Any]:
-    return {
-        "mean_cosine": fidelity.mean_cosine,
-        "min_cosine": fidelity.min_cosine,
-        "data": fidelity.data,
-    }
-
 
 def recover(
     model: StrPath,
@@ -148,6 +80,7 @@ def recover(
     data: StrPath | Sequence[StrPath],
     minutes: float = 20.0,
     int8: bool = False,
+    task: LearnedTask | None = None,
     measure: Measure = "auto",
     tokenizer: StrPath | None = None,
     provider: Provider = "cpu",
@@ -175,6 +108,9 @@ def recover(
             converts with the precision "int8", calibrated on ``data``. ``before`` and ``after`` are
             those of int8 models, and without a gain the conversion of ``model`` is returned.
             ``model`` has to be float32.
+        task: "sts" or "classification": the labels of the tables (.tsv) in ``data`` are learned too
+            (columns: see ``evaluate``). Weights are chosen by the sum of both losses, and a result
+            whose score on held-out rows is below that of ``model`` is no gain.
         measure: The measure of quality that chooses the weights; see ``attnserve.verify``.
         provider: "cuda" trains on a GPU, in bfloat16 if it has it.
         force: Replace an existing output; never an input.
@@ -207,17 +143,27 @@ def recover(
     for path in (original_artifact.model, *external_files(original)):
         check_output(target, source=Path(path), force=force)
     texts = artifact if artifact.tokenizer is not None else original_artifact
-    rows = load_inputs(files, original, texts, tokenizer=as_path(tokenizer))
+    tables = {} if task is None else read_labeled(files, task, texts)
+    rows = load_inputs(
+        files, original, texts, tokenizer=as_path(tokenizer), read=partial(_read_texts, tables)
+    )
+    labels = None
+    if task is not None:
+        labeled = [row for table in tables.values() for row in table]
+        labels = Labels(task, labeled, rows, original, texts, as_path(tokenizer))
     before_threads = torch.get_num_threads()
     if threads:
         torch.set_num_threads(threads)
     try:
-        recovery = Recovery(rewritten, original, texts, rows, measure, context, int8=int8)
+        precision: Precision = "int8" if int8 else "float32"
+        recovery = Recovery(
+            rewritten, original, texts, rows, measure, context, precision, labels=labels
+        )
         key = {
             "student": fingerprint(artifact),
             "teacher": fingerprint(original_artifact),
             "data": dict(rows.source),
-            "asked": [measure, provider, seed, int8],
+            "asked": [measure, provider, seed, int8, task],
             "versions": {**versions(), "torch": torch.__version__},
         }
         checkpoint = Checkpoint(cache_folder() / "recover", _digest(key))
@@ -227,9 +173,16 @@ def recover(
     if not _is_source(artifact, original_artifact):
         other = f"{original_artifact.model} is not the model that {artifact.model} was made from"
         report = replace(report, warnings=(*report.warnings, f"{other}, by its record"))
-    _write(artifact, original_artifact, trained, report, rows, seed)
+    write_recovered(artifact, original_artifact, trained, report, rows, seed)
     checkpoint.remove()
     return report
+
+
+def _read_texts(tables: Mapping[Path, Sequence[LabeledRow]], path: Path) -> list[str]:
+    """The texts of a file, those of the labeled rows of a table."""
+    if path not in tables:
+        return read_sentences(path)
+    return [text for row in tables[path] for text in row.texts]
 
 
 def _is_source(artifact: Artifact, teacher: Artifact) -> bool:
@@ -280,7 +233,10 @@ class Recovery:
         data: The rows to learn, and those to choose the best weights.
         measure: The measure of quality that chooses the weights.
         context: Its provider is the device of PyTorch too.
-        int8: Train with fake quantization, and measure the int8 conversions of both models.
+        precision: That of the served model. With "int8" and "int8-full", fake quantization is
+            trained and conversions are measured; another one is trained and measured in float.
+        float_blocks: Blocks that stay float32 in int8.
+        labels: Labeled rows to learn too.
 
     Raises:
         InvalidModel: The models differ in inputs or outputs, or an operator cannot be trained.
@@ -298,17 +254,23 @@ class Recovery:
         data: Dataset,
         measure: Measure,
         context: RunContext,
-        *,
-        int8: bool = False,
+        precision: Precision = "float32",
+        float_blocks: Collection[str] = (),
+        labels: Labels | None = None,
     ) -> None:
         _require_rows(data)
         device = _device(context.provider)
         self.rewritten, self.original, self.data = rewritten, original, data
-        self.texts, self.context, self.int8 = texts, context, int8
+        self.texts, self.context = texts, context
+        self.precision: Precision = precision
+        self.bits: Bits | None = BITS.get(precision)
+        self.float_blocks, self.labels = float_blocks, labels
         self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
         self.empty = empty_axes(original, rewritten)
         self.calibration = [self._feed(batch) for batch in data.fit]
         self.plain = self._served(rewritten)
+        if labels is not None:  # raises an error if the model is not one of the task
+            self.teacher_score = self._score(original, "prove")[1]
         # Raises an error if the models do not have the same inputs and outputs.
         self.first = self._compare(self.plain, data.choose, "choose")
         if not self.first.qualities:
@@ -354,7 +316,10 @@ class Recovery:
         )
         outputs = len(names)
         expected = [teacher(batch)[:outputs] for batch in data.choose]
-        lesson = Lesson(steps, teacher, self._feed, objective, partial(self._loss, expected))
+        lesson = Lesson(
+            steps, teacher, self._feed, objective, partial(self._loss, expected),
+            None if self.labels is None else partial(self._labeled_loss, self.labels),
+        )  # fmt: skip
         course, best = train(self.module, lesson, seconds, checkpoint, context)
         if course.is_better:
             self.module.write_weights(best)
@@ -364,14 +329,13 @@ class Recovery:
         self, target: Path, seconds: float, checkpoint: Checkpoint
     ) -> tuple[RecoverReport, ir.Model]:
         """Train, and prove; returns the report and the model to write."""
-        data = self.data
         course = self.train(seconds, checkpoint)
-        before = after = self._compare(self.plain, data.held_out, "prove")
+        before = after = self._prove(self.plain)
         result, gain = self.plain, False
         if course.is_better:
             served = self._served(self.trained)
-            proved = self._compare(served, data.held_out, "prove")
-            gain = _largest_loss(proved) < _largest_loss(before)
+            proved = self._prove(served)
+            gain = proved.is_better_than(before)
             result, after = (served, proved) if gain else (result, before)
         warnings: list[str] = []
         if not gain:
@@ -381,22 +345,29 @@ class Recovery:
         if not self.states:
             warnings.append("no hidden states match in both graphs: only the outputs were learned")
         size = sum(weight.numel() for weight in self.module.weights)
+        scores = None
+        if before.score is not None and after.score is not None:
+            scores = LabelReport(self.teacher_score, before.score, after.score)
         report = RecoverReport(
-            target, before, after, gain, course, len(self.states), size,
-            int8_weight_bits(result), int8_activations(result), tuple(warnings),
+            target, before.fidelity, after.fidelity, gain, course, len(self.states), size,
+            int8_weight_bits(result), int8_activations(result), scores, tuple(warnings),
         )  # fmt: skip
         return report, result
 
     def _served(self, model: ir.Model, rows: Sequence[Batch] | None = None) -> ir.Model:
-        """The model as it is served: with ``int8``, converted like ``optimize`` converts it."""
-        return convert(model, "int8", rows or self.calibration) if self.int8 else model
+        """The model as it is served: int8 models are converted like ``optimize`` converts them."""
+        if self.bits is None:
+            return model
+        rows = rows or self.calibration
+        return convert(model, self.precision, rows, float_blocks=self.float_blocks)
 
     def _quantize(self, rows: Sequence[Batch]) -> None:
-        """With ``int8``, let the module compute what the conversion of ``trained`` will."""
-        if self.int8:
+        """Let the module compute what the int8 conversion of ``trained`` will."""
+        if self.bits is not None:
             ranges = collect_ranges(self.trained, rows)
+            keep = nodes_of_blocks(self.trained, self.float_blocks)
             self.module.replaced = fake_operators(
-                self.trained, BITS["int8"], ranges, self.module.device
+                self.trained, self.bits, ranges, self.module.device, keep=keep
             )
 
     def _feed(self, batch: Batch) -> Batch:
@@ -424,7 +395,35 @@ class Recovery:
             pairs = zip(self.original.graph.outputs, theirs, strict=True)
             meter.add(theirs, [ours.get(value.name or "", array) for value, array in pairs], batch)
         losses = [quality.loss for quality in meter.results()]
-        return max(losses) if np.isfinite(losses).all() else math.inf
+        if not np.isfinite(losses).all():
+            return math.inf
+        return max(losses) + (0.0 if self.labels is None else self._score(served, "choose")[0])
+
+    def _labeled_loss(self, labels: Labels, step: int) -> Tensor:
+        """The loss of labeled rows in a training step."""
+        labeled = labels.step(step, self.context.seed)
+        names = [value.name for value in self.trained.graph.outputs]
+        found = self.module(self._feed(labeled.batch))
+        return labels.loss(found[names.index(labels.output)], labeled)
+
+    def _score(self, model: ir.Model, part: Literal["choose", "prove"]) -> tuple[float, Score]:
+        """The loss and the score of a model on labeled rows."""
+        assert self.labels is not None
+        session = open_session(
+            model, provider=self.context.provider, threads=self.context.threads, spinning=False
+        )
+
+        def outputs(batch: Batch) -> Mapping[str, np.ndarray]:
+            feed = batch if model is self.original else self._feed(batch)
+            return _by_name(model, run(session, feed))
+
+        return self.labels.measure(outputs, part, self.context.seed)
+
+    def _prove(self, model: ir.Model) -> _Proof:
+        fidelity = self._compare(model, self.data.held_out, "prove")
+        if self.labels is None:
+            return _Proof(fidelity)
+        return _Proof(fidelity, *self._score(model, "prove"))
 
     def _compare(self, model: ir.Model, batches: Sequence[Batch], split: str) -> Fidelity:
         source = f"held out of {self.data.source['file']}"
@@ -469,13 +468,32 @@ class Recovery:
                     )
 
 
+@dataclass(frozen=True)
+class _Proof:
+    """A model on rows that the training never saw.
+
+    Attributes:
+        labeled_loss, score: On labeled rows; 0 and None without labels.
+    """
+
+    fidelity: Fidelity
+    labeled_loss: float = 0.0
+    score: Score | None = None
+
+    @property
+    def loss(self) -> float:
+        losses = [quality.point_loss for quality in self.fidelity.qualities]
+        return max(losses) + self.labeled_loss if np.isfinite(losses).all() else math.inf
+
+    def is_better_than(self, other: _Proof) -> bool:
+        """Whether the loss is smaller, and the score no lower."""
+        if self.score is None or other.score is None:
+            return self.loss < other.loss
+        return self.loss < other.loss and self.score.value >= other.score.value
+
+
 def _by_name(model: ir.Model, arrays: Sequence[np.ndarray]) -> Mapping[str, np.ndarray]:
     return dict(zip((v.name or "" for v in model.graph.outputs), arrays, strict=True))
-
-
-def _largest_loss(fidelity: Fidelity) -> float:
-    losses = [quality.point_loss for quality in fidelity.qualities]
-    return max(losses) if np.isfinite(losses).all() else math.inf
 
 
 def _relative_error(a: np.ndarray, b: np.ndarray) -> float:
@@ -489,38 +507,3 @@ def _relative_error(a: np.ndarray, b: np.ndarray) -> float:
     size = float(np.linalg.norm(x))
     error = float(np.linalg.norm(x - y))
     return error / size if size else error
-
-
-def _as_int8(kept: Mapping[str, Any], model: ir.Model) -> dict[str, Any]:
-    """The record of the rewrite, with the precision and the bytes of the converted model."""
-    changed = {"plan": {"precision": "int8"}, "after": {"bytes": parameter_bytes(model)}}
-    return {**kept, **{key: {**kept[key], **new} for key, new in changed.items() if key in kept}}
-
-
-def _write(
-    artifact: Artifact,
-    teacher: Artifact,
-    model: ir.Model,
-    report: RecoverReport,
-    data: Dataset,
-    seed: int,
-) -> None:
-    last = artifact.lineage[-1] if artifact.lineage else {}
-    tokens = token_statistics(data)
-    kept = {key: last[key] for key in KEPT if key in last}
-    if report.int8_weight_bits is not None:
-        kept = _as_int8(kept, model)
-    entry = {
-        "rewrite": "recover" if report.int8_weight_bits is None else "recover+int8",
-        # The quality is measured against the teacher, not against the model before.
-        "source": {"file": teacher.model.name, "sha256": sha256(teacher.model)},
-        "rewritten": {"file": artifact.model.name, "sha256": sha256(artifact.model)},
-        "calibration": {**data.source, **({} if tokens is None else {"token_ids": tokens})},
-        "seed": seed,
-        **kept,
-        **report.to_json(),
-        "versions": {**versions(), "torch": torch.__version__},
-    }
-
-    external = bool(external_files(model))
-    write_rewritten(report.output, model, artifact, entry, external=external)

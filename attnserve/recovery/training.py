@@ -6,7 +6,7 @@ import io
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ class Lesson:
         feed: Converts a batch to the inputs that the module takes.
         objective: The loss of a batch.
         measure: The loss of weights on held-out rows.
+        labeled: The weighted loss of labeled rows for a step; None without labels.
     """
 
     steps: Sequence[Sequence[Batch]]
@@ -123,6 +124,7 @@ class Lesson:
     feed: Callable[[Batch], Batch]
     objective: Objective
     measure: Callable[[Sequence[Tensor]], float]
+    labeled: Callable[[int], Tensor] | None = None
 
 
 def train(
@@ -223,10 +225,16 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for batch, target in zip(batches, self._targets(index), strict=True):
-            half = torch.autocast("cuda", torch.bfloat16) if self._is_half else nullcontext()
-            with half:
+            with self._precision():
                 found = self.module(self.lesson.feed(batch))
             loss = self.lesson.objective(found, target, batch) / len(batches)
+            total += float(loss.detach())
+            if not math.isfinite(total):
+                return total
+            loss.backward()
+        if self.lesson.labeled is not None:
+            with self._precision():
+                loss = self.lesson.labeled(step)
             total += float(loss.detach())
             if not math.isfinite(total):
                 return total
@@ -242,6 +250,9 @@ class _Run:
             for average, weight in zip(self.average, self.weights, strict=True):
                 average.lerp_(weight, 1 - kept)
         return total
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cuda", torch.bfloat16) if self._is_half else nullcontext()
 
     def _index(self, step: int) -> int:
         """The place of a step; each epoch has its own random order."""

@@ -26,7 +26,7 @@ from attnserve.calibration.refit import (
     enough,
     refit,
 )
-from attnserve.calibration.similarity import measure_similarity
+from attnserve.calibration.similarity import similarities
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
 from attnserve.models.datasets import thinned
@@ -222,19 +222,20 @@ class _ChangeLosses:
             plain, {name for pair in pairs for name in (*pair.source.names, *pair.reader.names)}
         )
         blocks = {block.name: block for block in find_attention(plain)[0]}
-        for done, pair in enumerate(pairs, start=1):
-            source, reader = pair.source.names[0], pair.reader.names[0]
-            both = [blocks[source], blocks[reader]]
+        both = [[blocks[one.names[0]] for one in (pair.source, pair.reader)] for pair in pairs]
+        found = similarities(plain, both, self.batches, context=self.silent)
+        for done, (pair, measured) in enumerate(zip(pairs, both, strict=True), start=1):
+            reader = pair.reader.names[0]
+            alike = next(found)
             with suppress(AttnserveError):  # an impossible change is no candidate
-                alike = measure_similarity(plain, both, self.batches, context=self.silent)
-                edges = edges_of(Reuse("full"), both, [reader], masks={}, similarity=alike)
+                edges = edges_of(Reuse("full"), measured, [reader], masks={}, similarity=alike)
                 taken = edges.get(reader, {})
-                if len(taken) < pair.reader.count:  # similarities were not measurable
-                    continue
-                heads = tuple(taken[head][1] for head in range(pair.reader.count))
-                new = self.model.clone()
-                apply_reuse(new, edges, {})
-                yield replace(pair, heads=heads, loss=self._loss(new, [reader]))
+                # Similarities may not be measurable.
+                if alike is not None and len(taken) == pair.reader.count:
+                    heads = tuple(taken[head][1] for head in range(pair.reader.count))
+                    new = self.model.clone()
+                    apply_reuse(new, edges, {})
+                    yield replace(pair, heads=heads, loss=self._loss(new, [reader]))
             self.context.progress("measure pairs", done, len(pairs))
 
     def _loss(self, new: ir.Model, fitted: Sequence[str]) -> float:

@@ -1,18 +1,20 @@
 """Estimate the output loss of a candidate by overriding output-projection weights at run time.
 
 The output projections of attention blocks and the second matrices of feed-forward blocks become
-inputs of one session. A removed head or neuron is then a set of zero rows, so that a candidate
-costs one run and no graph is rewritten.
+inputs of the model. A removed head or neuron is then a set of zero rows, so that a candidate costs
+one run and no graph is rewritten. The run starts in front of the first changed block; what comes
+before is computed once if blocks are changed in the order of execution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.calibration.layerwise import SegmentedModel
 from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
@@ -52,8 +54,8 @@ class LossEstimator:
         part = model.clone()
         found = find_sites(part, names)
         self.maps: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self.inputs: dict[str, tuple[str, str]] = {}
-        for name in names:
+        self.inputs: dict[str, tuple[ir.Value, ir.Value]] = {}
+        for name in (name for name in found if name in names):  # in execution order
             site, shapes = found[name], infer_shapes_small(part, batch=2, sequence=5)
             current = site.weight, site.bias
             product = install(site, np.ones_like(current[0]), np.ones_like(current[1]), shapes)
@@ -66,24 +68,53 @@ class LossEstimator:
                 if each is not None and each.is_initializer()
             )
             assert weight is not None
-            self.inputs[name] = weight.name or "", bias.name or ""
+            self.inputs[name] = weight, bias
             dtype = np.dtype((weight.dtype or ir.DataType.FLOAT).numpy())
             self.maps[name] = current[0].astype(dtype), current[1].astype(dtype)
             for value in (weight, bias):
                 del part.graph.initializers[value.name or ""]
                 value.const_value = None
                 part.graph.inputs.append(value)
-        self.session = self._open(part)
-        self.whole = [self._run(batch, {}) for batch in batches]
+        self.places = {name: place for place, name in enumerate(self.inputs)}
+        weights = [weight for weight, _ in self.inputs.values()]
+        self._segments = SegmentedModel(part, weights, context)
+        self._place, self._states = 0, [self._start(batch) for batch in batches]
+        self.whole = [self._segments.finish(0, state) for state in self._states]
 
     def loss(self, maps: Maps) -> float:
         """The additive loss with other last maps (``QualityMeter.additive_loss``)."""
-        return self._loss(lambda batch: self._run(batch, maps))
+        changed = {
+            value: array.astype(current.dtype, copy=False)
+            for name, arrays in maps.items()
+            for value, array, current in zip(
+                self.inputs[name], arrays, self.maps[name], strict=True
+            )
+        }
+        self._go_to(min((self.places[name] for name in maps), default=0))
+        return self._loss(
+            self._segments.finish(self._place, state | changed) for state in self._states
+        )
 
     def loss_of(self, other: ir.Model) -> float:
         """The additive loss of another model."""
         session = self._open(other)
-        return self._loss(lambda batch: run(session, batch))
+        return self._loss(run(session, batch) for batch in self.batches)
+
+    def _start(self, batch: Batch) -> dict[ir.Value, np.ndarray]:
+        own = {
+            value.name or "": array
+            for name, values in self.inputs.items()
+            for value, array in zip(values, self.maps[name], strict=True)
+        }
+        return self._segments.start(batch | own)
+
+    def _go_to(self, place: int) -> None:
+        """Compute the states in front of a block."""
+        if place < self._place:
+            self._place, self._states = 0, [self._start(batch) for batch in self.batches]
+        while self._place < place:
+            self._states = [self._segments.run(self._place, state) for state in self._states]
+            self._place += 1
 
     def _open(self, model: ir.Model) -> onnxruntime.InferenceSession:
         return open_session(
@@ -93,16 +124,8 @@ class LossEstimator:
             spinning=False,
         )
 
-    def _loss(self, outputs: Callable[[Batch], list[np.ndarray]]) -> float:
+    def _loss(self, outputs: Iterable[list[np.ndarray]]) -> float:
         meter = self.new_meter()
-        for batch, before in zip(self.batches, self.whole, strict=True):
-            meter.add(before, outputs(batch), batch)
+        for batch, before, after in zip(self.batches, self.whole, outputs, strict=True):
+            meter.add(before, after, batch)
         return meter.additive_loss()
-
-    def _run(self, batch: Batch, maps: Maps) -> list[np.ndarray]:
-        feed = dict(batch)
-        for name, names in self.inputs.items():
-            own = self.maps[name]
-            for key, array, current in zip(names, maps.get(name, own), own, strict=True):
-                feed[key] = array.astype(current.dtype, copy=False)
-        return run(self.session, feed)

@@ -17,6 +17,7 @@ import numpy as np
 
 from attnserve.choices import Measure
 from attnserve.models.artifact import package_versions
+from attnserve.models.precision import BITS
 from attnserve.planning.search.checkpoint import digest
 from attnserve.planning.search.front_search import (
     FIRST_GUESS,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from attnserve.context import RunContext
+    from attnserve.planning.plan import Plan
     from attnserve.recovery.recover import Recovery
     from attnserve.recovery.training import Checkpoint
 
@@ -78,15 +80,20 @@ def check_trainable(given: SearchInput) -> None:
     _recovery(given, given.model, replace(given.context, threads=0).labeled("can be trained"))
 
 
-def _recovery(given: SearchInput, model: ir.Model, context: RunContext) -> Recovery:
-    """The training of a model to give the outputs of the original.
+def _recovery(
+    given: SearchInput, model: ir.Model, context: RunContext, plan: Plan | None = None
+) -> Recovery:
+    """The training of a model to give the outputs of the original, in the precision of its plan.
 
     The measure that chooses weights cannot be the score of a task.
     """
     from attnserve.recovery.recover import Recovery  # needs PyTorch
 
     measure: Measure = "auto" if given.goal.measure == "score" else given.goal.measure
-    return Recovery(model, given.model, given.artifact, given.data, measure, context)
+    asked = (model, given.model, given.artifact, given.data, measure, context)
+    if plan is None or plan.precision not in BITS:
+        return Recovery(*asked)
+    return Recovery(*asked, plan.precision, plan.float_blocks)
 
 
 @dataclass(eq=False)
@@ -163,7 +170,7 @@ class RecoverySearch:
 
         built = self.judge.build(choice)
         context = replace(self.given.context, threads=0).labeled(f"round {number}")
-        recovery = _recovery(self.given, built.float32_model, context)
+        recovery = _recovery(self.given, built.float32_model, context, built.plan)
         name = digest((self.key, built.plan.to_json()))
         checkpoint = Checkpoint(cache_folder() / "recover", name)
         self._checkpoints.append(checkpoint)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.calibration.similarity import HeadSimilarity, measure_similarity
+from attnserve.calibration.similarity import HeadSimilarity, measure_similarity, similarities
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
@@ -113,6 +113,22 @@ def test_measure_similarity_equals_the_definition():
     np.testing.assert_allclose(np.diag(got.matrix), 1.0, rtol=0, atol=1e-6)
     assert got.matrix.min() >= 0.0
     assert got.matrix[~np.eye(2 * H, dtype=bool)].max() < 0.99, "independent heads differ"
+
+
+def test_similarities_of_groups_equal_those_of_single_measurements():
+    model = two_layers()
+    blocks = read_attention(model).blocks
+    batches = [texts(9, 4, 6), texts(3, 7, seed=2)]
+    groups = [blocks, blocks[:1], blocks[1:]]
+    for group, found in zip(groups, similarities(model, groups, batches), strict=True):
+        assert found is not None and found.layers == tuple(block.name for block in group)
+        expected = measure_similarity(model, group, batches)
+        np.testing.assert_allclose(found.matrix, expected.matrix, atol=1e-6)
+
+
+def test_similarities_of_padding_only_are_none():
+    model = two_layers()
+    assert [*similarities(model, [read_attention(model).blocks], [texts(0, 0)])] == [None]
 
 
 def test_measure_similarity_of_equal_layers_is_one():

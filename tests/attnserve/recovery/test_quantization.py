@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
 from attnserve.models.datasets import load_inputs  # noqa: E402
 from attnserve.models.int8 import product_groups  # noqa: E402
-from attnserve.models.precision import BITS, Precision, convert  # noqa: E402
+from attnserve.models.precision import BITS, Precision, convert, nodes_of_blocks  # noqa: E402
 from attnserve.models.products import collect_ranges  # noqa: E402
 from attnserve.recovery.module import GraphModule  # noqa: E402
 from attnserve.recovery.quantization import fake_operators  # noqa: E402
@@ -28,10 +28,17 @@ two bytes, float32 sums that differ in the last bit are rounded to different byt
 at most, and 7e-4 at least without fake quantization."""
 
 
-def quantized(model: ir.Model, rows: list[Batch], precision: Precision = "int8") -> GraphModule:
+def quantized(
+    model: ir.Model,
+    rows: list[Batch],
+    precision: Precision = "int8",
+    float_blocks: Sequence[str] = (),
+) -> GraphModule:
     module = GraphModule(model)
-    ranges = collect_ranges(model, rows)
-    module.replaced = fake_operators(model, BITS[precision], ranges, torch.device("cpu"))
+    module.replaced = fake_operators(
+        model, BITS[precision], collect_ranges(model, rows), torch.device("cpu"),
+        keep=nodes_of_blocks(model, float_blocks),
+    )  # fmt: skip
     return module
 
 
@@ -102,3 +109,15 @@ def test_fake_quantization_equals_int8_model_in_onnx_runtime(
         expected = run(served, batch)[0]
         assert error(expected, output(module, batch)) < TOLERANCE
         assert error(expected, run(original, batch)[0]) > 10 * TOLERANCE
+
+
+def test_blocks_that_stay_float_are_not_rounded(tiny: Path, rows: list[Batch]):
+    model = plain(tiny)
+    blocks = [block.name for block in find_attention(model)[0]][:1]
+    kept = quantized(model, rows, float_blocks=blocks)
+    served = open_session(convert(model, "int8", rows, float_blocks=blocks, to_nearest=True))
+    whole = quantized(model, rows)
+    for batch in rows[:3]:
+        expected = run(served, batch)[0]
+        assert error(expected, output(kept, batch)) < TOLERANCE
+        assert error(expected, output(whole, batch)) > 10 * TOLERANCE

@@ -21,12 +21,18 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 import attnserve  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.cli.options import parse_minutes  # noqa: E402
+from attnserve.context import DEFAULT_CONTEXT  # noqa: E402
+from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
+from attnserve.models.datasets import load_inputs  # noqa: E402
+from attnserve.models.precision import Precision  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
+from attnserve.planning.plan import Plan  # noqa: E402
 from attnserve.planning.search import recovery_search, search  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.operators import OPERATORS  # noqa: E402
 from attnserve.runtime.cache import cache_folder  # noqa: E402
 from graph_passes.errors import AttnserveError  # noqa: E402
+from graph_passes.matching.find import find_attention  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
 from tests.attnserve.costs import count_instead_of_timing  # noqa: E402
 
@@ -160,6 +166,24 @@ def test_training_for_a_target_speedup_loses_less(optimized: Optimize):
     recovered = report.found.recovered
     assert len(recovered.rounds) == 1 and report.found.speedup >= 1.8
     assert recovered.gain and recovered.rounds[0].loss < recovered.rounds[0].built_loss
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8", "int4"])
+def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, texts: Path):
+    artifact = open_artifact(tiny)
+    model = load_model(artifact)
+    data = load_inputs([texts], model, artifact)
+    goal: Any = SimpleNamespace(measure="auto")
+    given: Any = SimpleNamespace(goal=goal, model=model, artifact=artifact, data=data)
+    plan = Plan((), precision, (find_attention(model)[0][0].name,))
+    recovery = recovery_search._recovery(given, model.clone(), DEFAULT_CONTEXT, plan)
+    rounded = recovery.module.replaced
+    if precision != "int8":  # int4 is converted after the training
+        assert not rounded
+        return
+    first, second = find_attention(recovery.trained)[0]
+    assert rounded and not {*first.nodes} & rounded.keys()
+    assert {*second.nodes} & rounded.keys()
 
 
 @pytest.mark.parametrize(

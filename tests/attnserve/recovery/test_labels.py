@@ -1,0 +1,227 @@
+"""Labels that ``attnserve.recover`` learns, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+
+import attnserve  # noqa: E402
+from attnserve.cli.app import main  # noqa: E402
+from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
+from attnserve.models.datasets import Dataset, load_inputs, wanted_inputs  # noqa: E402
+from attnserve.models.tokenizer import load_encoder, pool  # noqa: E402
+from attnserve.recovery import training  # noqa: E402
+from attnserve.recovery.batches import row_contents  # noqa: E402
+from attnserve.recovery.distillation import served_vectors  # noqa: E402
+from attnserve.recovery.labels import LabeledRow, Labels  # noqa: E402
+from graph_passes.errors import AttnserveError  # noqa: E402
+
+WORDS = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+
+MINUTES = 1.0
+"""Of a clock that runs by calls: about 120 steps."""
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(np.arange(0, 1e6, 0.2))
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
+
+
+def table(path: Path, rows: int = 600) -> Path:
+    """Pairs of sentences with the share of common words."""
+    chosen = random.Random(2)
+    lines = ["score\tsentence1\tsentence2"]
+    for _ in range(rows):
+        first = chosen.choices(WORDS, k=chosen.randint(3, 10))
+        second = chosen.sample(first, k=len(first) // 2) + chosen.choices(WORDS, k=2)
+        score = 5 * len({*first} & {*second}) / len({*first, *second})
+        lines.append(f"{score:.2f}\t{' '.join(first)}\t{' '.join(second)}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return table(tmp_path_factory.mktemp("pairs") / "pairs.tsv")
+
+
+@pytest.fixture(scope="module")
+def pruned(tiny: Path, sentences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pruned") / "pruned"
+    attnserve.optimize(tiny, folder, prune=0.5, calib=sentences)
+    return folder
+
+
+@pytest.mark.timing(seconds=30)
+def test_labels_raise_the_score_on_unseen_rows(
+    pruned: Path, tiny: Path, pairs: Path, tmp_path: Path
+):
+    report = attnserve.recover(
+        pruned, tmp_path / "out", teacher=tiny, data=pairs, minutes=MINUTES, task="sts"
+    )
+    assert report.gain and report.scores is not None
+    scores = report.scores
+    # The original never saw these labels, so that training may exceed it.
+    assert scores.after.value > scores.before.value + 0.05
+    assert scores.after.value > scores.teacher.value
+    entry = json.loads((tmp_path / "out" / "attnserve.json").read_text())["lineage"][-1]
+    assert entry["scores"]["after"]["spearman"] == scores.after.value
+    assert entry["scores"]["before"]["task"] == "sts"
+    # The file that was written has the score of the report on all rows, up to the rows to fit.
+    before, after = (
+        attnserve.evaluate(folder, task="sts", data=pairs).value
+        for folder in (pruned, tmp_path / "out")
+    )
+    assert after > before + 0.05
+
+
+def test_labels_without_time_return_an_equal_model(
+    pruned: Path, tiny: Path, pairs: Path, tmp_path: Path
+):
+    report = attnserve.recover(
+        pruned, tmp_path / "out", teacher=tiny, data=pairs, minutes=0, task="sts"
+    )
+    assert not report.gain and report.scores is not None
+    assert report.scores.after == report.scores.before
+    assert attnserve.verify(pruned, tmp_path / "out", data=pairs).mean_cosine == 1.0
+
+
+@pytest.mark.timing(seconds=30)
+def test_labels_teach_a_classifier(tiny_bert: Callable[..., Path], tmp_path: Path):
+    source = tiny_bert("BertForSequenceClassification", num_labels=2)
+    attnserve.export(str(source), tmp_path / "model", task="sequence-classification")
+    chosen = random.Random(3)
+    lines = ["text\tlabel"]
+    for _ in range(400):
+        words = chosen.choices("abcdefgh", k=chosen.randint(3, 9))
+        lines.append(f"{' '.join(words)}\t{int('a' in words)}")
+    data = tmp_path / "labels.tsv"
+    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    model = tmp_path / "model"
+    report = attnserve.recover(
+        model, tmp_path / "out", teacher=model, data=data, minutes=MINUTES, task="classification"
+    )
+    assert report.scores is not None
+    assert report.scores.before.value == report.scores.teacher.value
+    assert report.gain and report.scores.after.value > report.scores.before.value + 0.05
+    assert report.scores.after.to_json()["task"] == "classification"
+
+
+def load(model: Path, data: Path, rows: Sequence[LabeledRow]) -> tuple[ir.Model, Dataset]:
+    artifact = open_artifact(model)
+    graph = load_model(artifact)
+    texts = [text for row in rows for text in row.texts]
+    return graph, load_inputs([data], graph, artifact, read=lambda _: texts)
+
+
+def read(path: Path) -> list[LabeledRow]:
+    lines = [line.split("\t") for line in path.read_text().splitlines()[1:]]
+    return [LabeledRow((first, second), float(score)) for score, first, second in lines]
+
+
+def test_rows_to_fit_have_no_text_that_is_held_out(tiny: Path, pairs: Path):
+    rows = read(pairs)
+    graph, data = load(tiny, pairs, rows)
+    labels = Labels("sts", rows, data, graph, open_artifact(tiny))
+    fit, choose, prove = (
+        {content for one in part for content in row_contents(one.batch)}
+        for part in (labels.fit, labels.choose, labels.prove)
+    )
+    unseen = {content for batch in data.held_out for content in row_contents(batch)}
+    watched = {content for batch in data.choose for content in row_contents(batch)}
+    assert not fit & (unseen | watched)
+    assert not choose & unseen
+    assert unseen <= prove
+    parts = (labels.fit, labels.choose, labels.prove)
+    assert sum(len(one.labels) for part in parts for one in part) == len(rows)
+    # Each score is with its own pair.
+    encoder, wanted = load_encoder(open_artifact(tiny)), wanted_inputs(graph)
+
+    def content(text: str) -> bytes:
+        return next(row_contents(encoder.batch_inputs(encoder.encode([text]), wanted)))
+
+    known = {tuple(map(content, row.texts)): row.label for row in rows}
+    for one in labels.fit:
+        texts = [*row_contents(one.batch)]
+        count = len(one.labels)
+        pairs_of_texts = zip(texts[:count], texts[count:], strict=True)
+        assert [known[pair] for pair in pairs_of_texts] == one.labels.tolist()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_served_vectors_equal_those_of_the_service(pooling: str, side: str):
+    random_ = np.random.default_rng(0)
+    hidden = random_.standard_normal((4, 6, 8)).astype(np.float32)
+    mask = (np.arange(6) < np.array([1, 3, 6, 4])[:, None]).astype(np.int64)
+    mask = mask if side == "right" else mask[:, ::-1].copy()
+    found = served_vectors(torch.from_numpy(hidden), {"attention_mask": mask}, pooling)
+    np.testing.assert_allclose(found.numpy(), pool(hidden, mask, pooling, True), atol=1e-6)
+
+
+def test_perfect_predictions_have_no_loss_and_constant_ones_a_loss_of_one():
+    labels = object.__new__(Labels)
+    labels.task, labels.unit = "sts", 1.0
+    gold = np.array([0.0, 1.0, 2.0, 5.0])
+    assert float(labels._loss(torch.from_numpy(3 * gold - 1), gold)) == pytest.approx(0, abs=1e-6)
+    assert float(labels._loss(torch.ones(4), gold)) == pytest.approx(1)
+    shares = np.array([0.25, 0.75])
+    labels.task, labels.unit = "classification", float(-(shares * np.log(shares)).sum())
+    constant = torch.from_numpy(np.log(shares)).float().expand(4, 2)
+    assert float(labels._loss(constant, np.array([0, 1, 1, 1]))) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("content", "task", "code"),
+    [
+        (None, "sts", "recovery.no_table"),
+        ("score\tsentence1\tsentence2\n" + "1.0\ta dog\ta cat\n" * 9, "sts", "recovery.few_labels"),
+        ("score\tsentence1\n1.0\ta dog\n", "sts", "evaluate.no_column"),
+        ("score\tsentence1\tsentence2\nhigh\ta\tb\n", "sts", "evaluate.score_not_number"),
+        ("score\tsentence1\tsentence2\n", "sts", "evaluate.no_rows"),
+    ],
+)
+def test_labels_that_cannot_be_used_are_refused(
+    pruned: Path, tiny: Path, sentences: Path, tmp_path: Path, content: str | None, task: str,
+    code: str,
+):  # fmt: skip
+    data = sentences
+    if content is not None:
+        data = tmp_path / "table.tsv"
+        data.write_text(content, encoding="utf-8")
+    with pytest.raises(AttnserveError) as caught:
+        attnserve.recover(pruned, tmp_path / "out", teacher=tiny, data=data, minutes=0, task=task)
+    assert caught.value.code == code
+    assert not (tmp_path / "out").exists()
+
+
+def test_task_without_labels_to_learn_is_refused(
+    pruned: Path, tiny: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(AttnserveError) as caught:
+        attnserve.recover(pruned, tmp_path / "out", teacher=tiny, data=pairs, task="retrieval")
+    assert caught.value.code == "recovery.task"
+    command = ["recover", pruned, "--teacher", tiny, "--data", pairs, "--task", "rerank"]
+    assert main([str(part) for part in (*command, "-o", tmp_path / "out")]) == 2
+    assert "sts" in capsys.readouterr().err
+
+
+def test_constant_scores_are_refused(pruned: Path, tiny: Path, pairs: Path, tmp_path: Path):
+    data = tmp_path / "constant.tsv"
+    lines = pairs.read_text().splitlines()
+    rows = ["1.0\t" + line.split("\t", 1)[1] for line in lines[1:]]
+    data.write_text("\n".join([lines[0], *rows]) + "\n", encoding="utf-8")
+    with pytest.raises(AttnserveError) as caught:
+        attnserve.recover(pruned, tmp_path / "out", teacher=tiny, data=data, minutes=0, task="sts")
+    assert caught.value.code == "recovery.constant_labels"
