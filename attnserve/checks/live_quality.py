@@ -172,7 +172,7 @@ class LiveQuality:
             self._next_look = grown if grown > self._rows else self._rows + LOOK_STEP
             if promise is not None:
                 broken = self._is_broken(scores.influence, promise, broken)
-        ci95 = interval(scores.influence) if rows >= MIN_ROWS else None
+        ci95 = interval(scores.influence, highest=1.0) if rows >= MIN_ROWS else None
         self.report = LiveReport(before.measure, scores.value, ci95, promise, broken, rows)
         return broken != before.broken
 

@@ -183,7 +183,7 @@ class QualityMeter:
         self.measure: Measure = "auto" if measure == "score" else measure
         self.pooling: Pooling | None = None if artifact.tokenizer is None else artifact.pooling
         self.dimensions = artifact.dimensions
-        self.vocabularies = _table_sizes(model)
+        self.vocabulary = _vocabulary(model)
         self.data = data
         self.split = split
         self._meters: dict[tuple[int, str, str], Meter] = {}
@@ -229,7 +229,7 @@ class QualityMeter:
         width = array.shape[-1] if array.ndim > 1 else 1
         is_logits = "logits" in name.lower() and width > 1
         is_classes = array.ndim == 2 and width > 1 and (is_logits or width < MIN_CLASSES)
-        is_vocabulary = array.ndim == 3 and (is_logits or width in self.vocabularies)
+        is_vocabulary = array.ndim == 3 and (is_logits or width == self.vocabulary)
         is_embedding = array.ndim == 2 and width > 1 and not is_classes
         is_tokens = array.ndim == 3 and self.pooling not in (None, "none") and not is_vocabulary
         measure: Measure = self.measure
@@ -266,15 +266,18 @@ def new_meter(
             return _Features(window)
 
 
-def _table_sizes(model: ir.Model) -> set[int]:
-    """The numbers of rows of tables from which rows are gathered; one is the token embedding."""
-    found: set[int] = set()
+def _vocabulary(model: ir.Model) -> int:
+    """The rows of the largest table from which rows are gathered: the token embedding; else 0.
+
+    Tables of positions and of token types have fewer rows, sometimes as many as the width.
+    """
+    sizes = [0]
     for node in model.graph:
         table = node.inputs[0] if node.op_type == "Gather" else None
         if table is not None and table.is_initializer() and table.shape is not None:
             size = table.shape[0] if len(table.shape) == 2 else None
-            found |= {size} if isinstance(size, int) else set()
-    return found
+            sizes.append(size if isinstance(size, int) else 0)
+    return max(sizes)
 
 
 def is_cache_name(name: str) -> bool:
@@ -307,9 +310,13 @@ def lower_bound(values: Float[np.ndarray, " N"], confidence: float = 0.95) -> fl
     return mean - spread * quantile
 
 
-def interval(values: Float[np.ndarray, " N"]) -> tuple[float, float]:
-    """The two-sided 95 % interval of the mean; see ``lower_bound``."""
-    return lower_bound(values, 0.975), -lower_bound(-values, 0.975)
+def interval(values: Float[np.ndarray, " N"], highest: float = np.inf) -> tuple[float, float]:
+    """The two-sided 95 % interval of the mean; see ``lower_bound``.
+
+    Args:
+        highest: The largest possible mean.
+    """
+    return lower_bound(values, 0.975), min(-lower_bound(-values, 0.975), highest)
 
 
 # ---- one output ---------------------------------------------------------------------------------
@@ -359,7 +366,7 @@ class Meter(ABC):
             scores.value,
             scores.bound(0.95),
             scores.bound(CHOICE),
-            interval(scores.influence) if rows >= MIN_ROWS else None,
+            None if rows < MIN_ROWS else interval(scores.influence, highest=1.0),
             float(np.percentile(scores.single, 5)) if rows else 1.0,
             scores.constant,
             rows,

@@ -652,6 +652,24 @@ def inspect_speed() -> str:
     )
 
 
+def search_time() -> str:
+    """Time and memory of a search of large encoders."""
+    return table(
+        ["shape", "layers", "width", "minutes", "processor minutes", "peak memory / model"],
+        [
+            [
+                row["size"],
+                str(row["layers"]),
+                str(row["width"]),
+                f"{row['minutes']:.0f}",
+                f"{row['cpu_minutes']:.0f}",
+                f"{row['peak_rss_bytes'] / row['model_bytes']:.1f}",
+            ]
+            for row in load("search_time")["rows"]
+        ],
+    )
+
+
 def int8() -> str:
     """Quality, batch dependence and speed of int8 schemes."""
     result = load("int8")

@@ -87,6 +87,27 @@ def test_output_as_wide_as_the_token_table_is_a_vocabulary(text_folder: Path):
     assert measured(found, a, a).measure == "top1"
 
 
+def test_output_as_wide_as_the_table_of_positions_is_no_vocabulary():
+    model = ir.from_onnx_text(
+        f"{HEADER} (int64[b, t] ids, int64[b, t] positions) => (float[b, t, d] y) "
+        f"<float[30, 4] table = {{{', '.join(['0'] * 120)}}}, "
+        f"float[4, 4] places = {{{', '.join(['0'] * 16)}}}> "
+        "{ a = Gather(table, ids) b = Gather(places, positions) y = Add(a, b) }"
+    )
+    a = RANDOM.standard_normal((40, 5, 4))
+    assert measured(QualityMeter(model, Artifact(Path("model.onnx"))), a, a).measure == "r2"
+
+
+def test_interval_ends_at_the_largest_possible_value():
+    found = meter("float[b, t, v] logits", tokenizer=None)
+    a = logits(40 * 5, 30).reshape(40, 5, 30)
+    b = a.copy()
+    b[0, 0] = -b[0, 0]  # one token of 200
+    quality = measured(found, a, b)
+    assert quality.measure == "top1" and quality.ci95 is not None
+    assert quality.ci95[0] < quality.value < quality.ci95[1] <= 1.0
+
+
 def test_caches_are_not_measured():
     model = ir.from_onnx_text(
         f"{HEADER} (float[b, t] x) => (float[b, t, v] logits, float[b, h, t, k] present_0_key) "
