@@ -99,8 +99,11 @@ def test_labels_without_time_return_an_equal_model(
 
 
 @pytest.mark.timing(seconds=30)
-def test_labels_teach_a_classifier(tiny_bert: Callable[..., Path], tmp_path: Path):
-    source = tiny_bert("BertForSequenceClassification", num_labels=4, initializer_range=1.0)
+def test_labels_teach_a_classifier(
+    tiny_bert: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training, "LEARNING_RATE", 1e-2)
+    source = tiny_bert("BertForSequenceClassification", num_labels=4, initializer_range=0.3)
     model = tmp_path / "model"
     attnserve.export(str(source), model, task="sequence-classification")
     chosen = random.Random(3)
