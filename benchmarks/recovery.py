@@ -4,7 +4,7 @@
         [--case NAME ...] [--minutes 20] [--threads 2] [--resume]
 
 Each case makes the encoder smaller, calibrated on 900 sentences of --train or on sentences and
-paragraphs of TEXT (one paragraph a line), and trains the result for --minutes on unlabelled text:
+paragraphs of TEXT (one paragraph a line), and trains the result for --minutes on unlabeled text:
 all sentences of --train, and the first half of TEXT. Before and after the training, the score on
 --dev, the cosine of the tokens of 500 of its sentences, and the similarities of sentences and
 paragraphs of the second half of TEXT are measured. The smaller model is timed beside the exported
@@ -84,7 +84,7 @@ class Study:
     """The exported encoder, the models of other tools, and the texts.
 
     Attributes:
-        training: Unlabelled texts to learn from.
+        training: Unlabeled texts to learn from.
         unseen: Texts for the measurement by kind.
     """
 

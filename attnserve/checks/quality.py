@@ -267,17 +267,24 @@ def new_meter(
 
 
 def _vocabulary(model: ir.Model) -> int:
-    """The rows of the largest table from which rows are gathered: the token embedding; else 0.
+    """The rows of the table of tokens; 0 if there is none.
 
-    Tables of positions and of token types have fewer rows, sometimes as many as the width.
+    It is the one that ``input_ids`` chooses rows of, or else the largest. Tables of positions may
+    have as many rows as the model has columns.
     """
-    sizes = [0]
+    sizes: dict[bool, list[int]] = {True: [], False: []}
     for node in model.graph:
-        table = node.inputs[0] if node.op_type == "Gather" else None
-        if table is not None and table.is_initializer() and table.shape is not None:
-            size = table.shape[0] if len(table.shape) == 2 else None
-            sizes.append(size if isinstance(size, int) else 0)
-    return max(sizes)
+        if node.op_type != "Gather" or len(node.inputs) < 2:
+            continue
+        table, ids = node.inputs[:2]
+        if table is None or not table.is_initializer() or table.shape is None:
+            continue
+        size = table.shape[0] if len(table.shape) == 2 else None
+        cast = None if ids is None else ids.producer()
+        source = cast.inputs[0] if cast is not None and cast.op_type == "Cast" else ids
+        if isinstance(size, int):
+            sizes[source is not None and source.name == "input_ids"].append(size)
+    return max(sizes[True] or sizes[False], default=0)
 
 
 def is_cache_name(name: str) -> bool:

@@ -62,7 +62,7 @@ TrainingData = Annotated[
     list[Path],
     typer.Option(
         metavar="FILE",
-        help=f"Unlabelled data like that to be served: {_INPUTS}; can be repeated.",
+        help=f"Data like that to be served: {_INPUTS}; can be repeated.",
     ),
 ]
 LabeledTask = Annotated[

@@ -149,6 +149,7 @@ class Objective:
         pairs: The number of states behind the outputs.
         pooling: How tokens are pooled.
         examples: Outputs and states of the teacher on some batches, for the units.
+        dimensions: Those of embeddings that are served; None for all.
 
     Raises:
         InvalidData: No output or state depends on the data.
@@ -161,8 +162,10 @@ class Objective:
         pairs: int,
         pooling: Pooling,
         examples: Sequence[tuple[Batch, list[np.ndarray]]],
+        dimensions: int | None = None,
     ) -> None:
         self.pooling: Pooling = pooling
+        self.dimensions = dimensions
         measured = {quality.output: quality.measure for quality in qualities}
         wanted: list[tuple[int, Kind, float]] = []
         for index, name in enumerate(outputs):
@@ -205,7 +208,7 @@ class Objective:
     def _rows(self, x: Tensor, kind: Kind, batch: Mapping[str, np.ndarray]) -> Tensor:
         """The vectors that are compared, (rows, D)."""
         if kind == "pooled":
-            return served_vectors(x, batch, self.pooling)
+            return served_vectors(x, batch, self.pooling, self.dimensions)
         mask = torch.from_numpy(_real(tuple(x.shape), batch)).to(x.device)
         return x[mask] if x.ndim > 1 else x[:, None]
 
@@ -226,7 +229,12 @@ class Objective:
         return unit if np.isfinite(unit) and unit > 1e-9 * scale else 0.0
 
 
-def served_vectors(x: Tensor, batch: Mapping[str, np.ndarray], pooling: Pooling) -> Tensor:
+def served_vectors(
+    x: Tensor,
+    batch: Mapping[str, np.ndarray],
+    pooling: Pooling,
+    dimensions: int | None = None,
+) -> Tensor:
     """Vectors of length one (B, D) of hidden states (B, T, D), or of pooled vectors (B, D).
 
     As ``models.tokenizer.pool``, with gradients; "none" pools hidden states by their mean.
@@ -241,7 +249,7 @@ def served_vectors(x: Tensor, batch: Mapping[str, np.ndarray], pooling: Pooling)
         else:
             weights = mask[..., None].to(x.dtype)
             x = (x * weights).sum(1) / weights.sum(1).clamp(min=1)
-    return F.normalize(x, dim=-1)
+    return F.normalize(x[..., :dimensions], dim=-1)
 
 
 def _distance(a: Tensor, b: Tensor, kind: Kind) -> Any:

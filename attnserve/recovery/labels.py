@@ -10,10 +10,10 @@ Both losses are 1 for the best constant predictor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -37,7 +37,7 @@ from attnserve.models.tokenizer import Encoding, load_encoder
 from attnserve.recovery.batches import TOKENS, row_contents
 from attnserve.recovery.distillation import served_vectors
 from attnserve.runtime.session import Batch
-from graph_passes.errors import InvalidArgument, InvalidData
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
 __all__ = ["LEARNED", "LabelReport", "Labels", "read_labeled"]
 
@@ -50,6 +50,9 @@ WEIGHT = 3.0
 MIN_ROWS = 8
 """The fewest labeled rows of each part."""
 
+MIN_PAIRS = 4
+"""The fewest pairs of a batch, whose correlation is taken; long texts may exceed its tokens."""
+
 
 @dataclass(frozen=True)
 class LabeledRow:
@@ -60,7 +63,7 @@ class LabeledRow:
 
 
 @dataclass(frozen=True, eq=False)
-class _Labeled:
+class Labeled:
     """A batch of N labeled rows. Of pairs, all first texts come before all second ones."""
 
     batch: Batch
@@ -69,8 +72,15 @@ class _Labeled:
 
 @dataclass(frozen=True)
 class LabelReport:
-    """Scores on labeled rows that the training never saw."""
+    """Scores on rows to prove, whose labels the training never saw.
 
+    One of both texts of a pair may have been learned, or be part of a pair that was.
+
+    Attributes:
+        rows: The numbers of rows to fit, to choose and to prove.
+    """
+
+    rows: tuple[int, int, int]
     teacher: Score
     before: Score
     after: Score
@@ -85,6 +95,7 @@ class LabelReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "rows": dict(zip(("fit", "choose", "prove"), self.rows, strict=True)),
             "teacher": self.teacher.to_json(),
             "before": self.before.to_json(),
             "after": self.after.to_json(),
@@ -160,7 +171,15 @@ class Labels:
         _check_shapes(teacher)
         self.task: LearnedTask = task
         self.pooling: Pooling = artifact.pooling
-        self.output = artifact.output or teacher.graph.outputs[0].name or ""
+        self.dimensions = artifact.dimensions
+        outputs = [value.name or "" for value in teacher.graph.outputs]
+        self.output = artifact.output or outputs[0]
+        if self.output not in outputs:
+            raise InvalidArgument(
+                f"`output` is {self.output!r}: the outputs of the model are {', '.join(outputs)}",
+                "correct it in attnserve.json",
+                code="recovery.output",
+            )
         wanted, encoder = wanted_inputs(teacher), load_encoder(artifact, tokenizer)
         made = encoder.encode([text for row in rows for text in row.texts])
         count = len(rows[0].texts)
@@ -174,6 +193,7 @@ class Labels:
         parts = [[i for i, level in enumerate(levels) if level == part] for part in range(3)]
         labels = np.array([row.label for row in rows])
         self._check_rows(parts, labels)
+        self.counts = (len(parts[0]), len(parts[1]), len(parts[2]))
         self.fit, self.choose, self.prove = (
             [_batch([encodings[i] for i in places], labels[places], inputs)
              for places in _grouped(part, encodings)]
@@ -182,56 +202,67 @@ class Labels:
         shares = np.unique(labels[parts[0]], return_counts=True)[1] / len(parts[0])
         self.unit = 1.0 if task == "sts" else float(-(shares * np.log(shares)).sum())
 
-    def step(self, number: int, seed: int) -> _Labeled:
+    def step(self, number: int, seed: int) -> Labeled:
         """The batch of a training step; each epoch has its own random order."""
         epoch, place = divmod(number, len(self.fit))
         order = np.random.default_rng((seed, epoch, len(self.fit))).permutation(len(self.fit))
         return self.fit[int(order[place])]
 
-    def loss(self, output: Tensor, labeled: _Labeled) -> Tensor:
+    def loss(self, output: Tensor, labeled: Labeled) -> Tensor:
         """The weighted loss of a batch."""
         return WEIGHT * self._loss(self._predictions(output, labeled), labeled.labels)
 
-    def measure(
-        self, run: Callable[[Batch], Mapping[str, np.ndarray]], part: Literal["choose", "prove"],
-        seed: int,
-    ) -> tuple[float, Score]:  # fmt: skip
-        """The loss, without its weight, and the score of a model on a held-out part.
+    def held_out_loss(self, outputs: Sequence[tuple[Labeled, np.ndarray]]) -> float:
+        """The loss of a held-out part, without its weight; infinite if it is not a number."""
+        predictions, labels = self._joined(outputs)
+        loss = float(self._loss(torch.from_numpy(predictions), labels))
+        return loss if np.isfinite(loss) else np.inf
 
-        Args:
-            run: The outputs of the model by name.
+    def score(self, outputs: Sequence[tuple[Labeled, np.ndarray]], seed: int = 0) -> Score:
+        """The score of a held-out part, with its interval.
 
         Raises:
-            InvalidData: A label is not a class of the model.
+            CheckFailed: The outputs are not finite, or those of pairs are all the same.
         """
-        batches: Sequence[_Labeled] = getattr(self, part)
-        found = [
-            self._predictions(torch.from_numpy(run(one.batch)[self.output]), one) for one in batches
-        ]
-        predictions, labels = torch.cat(found), np.concatenate([one.labels for one in batches])
-        loss = float(self._loss(predictions, labels))
-        count, values = len(labels), predictions.numpy()
+        values, labels = self._joined(outputs)
+        count = len(labels)
+        if not np.isfinite(values).all() or (self.task == "sts" and np.ptp(values) == 0):
+            raise CheckFailed(
+                "the model returns NaN, infinity, or the same for all labeled rows",
+                "check its weights, and `task`",
+                code="recovery.constant_scores",
+            )
         if self.task == "sts":
             ci = interval(count, lambda at: spearman(values[at], labels[at]), seed)
             r = float(pearson(values, labels))
-            return loss, StsScore(count, float(spearman(values, labels)), r, ci, values, labels)
-        classes = values.argmax(axis=1)
-        right = classes == labels
+            return StsScore(count, float(spearman(values, labels)), r, ci, values, labels)
+        classes, gold = values.argmax(axis=1), labels.astype(np.int64)
+        right = classes == gold
         ci = interval(count, lambda at: right[at].mean(axis=-1), seed)
-        gold = labels.astype(np.int64)
-        return loss, ClassificationScore(count, float(right.mean()), ci, classes, gold)
+        return ClassificationScore(count, float(right.mean()), ci, classes, gold)
 
-    def _predictions(self, output: Tensor, labeled: _Labeled) -> Tensor:
+    def _joined(
+        self, outputs: Sequence[tuple[Labeled, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The predictions and the labels of all batches."""
+        found = [self._predictions(torch.from_numpy(array), one) for one, array in outputs]
+        return torch.cat(found).numpy(), np.concatenate([one.labels for one, _ in outputs])
+
+    def _predictions(self, output: Tensor, labeled: Labeled) -> Tensor:
         """The cosines of pairs (N), or the logits of texts (N, classes)."""
-        if self.task == "sts":
-            first, second = served_vectors(output.float(), labeled.batch, self.pooling).chunk(2)
-            return (first * second).sum(-1)
-        if output.ndim != 2:
+        is_sts = self.task == "sts"
+        if output.ndim not in ((2, 3) if is_sts else (2,)) or output.shape[-1] < 2:
+            wanted = "embeddings" if is_sts else "logits [batch, classes]"
             raise InvalidArgument(
-                f"`task` expects logits [batch, classes], the model returns {list(output.shape)}",
-                "export the model with the task of this score",
-                code="recovery.no_logits",
+                f"`task` is {self.task}, which takes {wanted}: the model returns "
+                f"{list(output.shape)}",
+                "give the task of this model, or leave it out",
+                code="recovery.task_output",
             )
+        if is_sts:
+            vectors = served_vectors(output.float(), labeled.batch, self.pooling, self.dimensions)
+            first, second = vectors.chunk(2)
+            return (first * second).sum(-1)
         if labeled.labels.max() >= output.shape[1]:
             raise InvalidData(
                 f"`data` has the label {int(labeled.labels.max())}, but the model has"
@@ -242,12 +273,14 @@ class Labels:
         return output.float()
 
     def _loss(self, predictions: Tensor, labels: np.ndarray) -> Tensor:
-        gold = torch.from_numpy(labels).to(predictions.device)
         if self.task == "classification":
+            gold = torch.from_numpy(labels).to(predictions.device)
             return F.cross_entropy(predictions, gold.long()) / self.unit
-        x, y = (values.float() - values.float().mean() for values in (predictions, gold))
+        spread = float(np.std(labels)) or 1.0
+        gold = torch.from_numpy((labels - labels.mean()) / spread).to(predictions.device)
+        x, y = predictions.float() - predictions.float().mean(), gold.float()
         size = torch.linalg.vector_norm(x) * torch.linalg.vector_norm(y)
-        return 1 - (x @ y) / size.clamp(min=1e-6)
+        return 1 - (x * y).sum() / size.clamp(min=1e-6)  # a product would be rounded by autocast
 
     def _check_rows(self, parts: Sequence[Sequence[int]], labels: np.ndarray) -> None:
         if min(map(len, parts)) < MIN_ROWS:
@@ -293,14 +326,15 @@ def _level(
 
 
 def _grouped(part: Sequence[int], rows: Sequence[Sequence[Encoding]]) -> list[list[int]]:
-    """Rows of like length with about ``TOKENS`` tokens together, and at least ``MIN_ROWS``."""
+    """Rows of like length with about ``TOKENS`` tokens together."""
     groups: list[list[int]] = [[]]
     for place in sorted(part, key=lambda place: max(map(len, rows[place]))):
         tokens = (len(groups[-1]) + 1) * len(rows[place]) * max(map(len, rows[place]))
-        if tokens > TOKENS and len(groups[-1]) >= MIN_ROWS:
+        least = MIN_PAIRS if len(rows[place]) > 1 else 1
+        if tokens > TOKENS and len(groups[-1]) >= least:
             groups.append([])
         groups[-1].append(place)
-    if len(groups) > 1 and len(groups[-1]) < MIN_ROWS:
+    if len(groups) > 1 and len(groups[-1]) < MIN_PAIRS:
         last = groups.pop()
         groups[-1] += last
     return groups
@@ -310,5 +344,5 @@ def _batch(
     rows: Sequence[Sequence[Encoding]],
     labels: np.ndarray,
     inputs: Callable[[Sequence[Encoding]], Batch],
-) -> _Labeled:
-    return _Labeled(inputs([one for texts in zip(*rows, strict=True) for one in texts]), labels)
+) -> Labeled:
+    return Labeled(inputs([one for texts in zip(*rows, strict=True) for one in texts]), labels)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -49,7 +49,13 @@ from attnserve.recovery.distillation import (
     matching_states,
     rotary_constants,
 )
-from attnserve.recovery.labels import LabeledRow, LabelReport, Labels, read_labeled
+from attnserve.recovery.labels import (
+    Labeled,
+    LabeledRow,
+    LabelReport,
+    Labels,
+    read_labeled,
+)
 from attnserve.recovery.module import GraphModule
 from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
@@ -59,6 +65,9 @@ from attnserve.runtime.cache import cache_folder
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 __all__ = ["Recovery", "recover"]
 
@@ -102,15 +111,16 @@ def recover(
         model: The rewritten model, in float32 or half precision.
         output: An .onnx file, or a folder for model.onnx.
         teacher: The original, with the same inputs and outputs.
-        data: Unlabelled text (one per line), an .npz or a folder of .npz, or several of them.
+        data: Text (one per line), an .npz or a folder of .npz, or several of them; with ``task``,
+            tables with labels too.
         minutes: The time of the training, without loading and proof.
         int8: Train with the rounding of the int8 kernels, and return the model that ``optimize``
             converts with the precision "int8", calibrated on ``data``. ``before`` and ``after`` are
             those of int8 models, and without a gain the conversion of ``model`` is returned.
             ``model`` has to be float32.
-        task: "sts" or "classification": the labels of the tables (.tsv) in ``data`` are learned too
-            (columns: see ``evaluate``). Weights are chosen by the sum of both losses, and a result
-            whose score on held-out rows is below that of ``model`` is no gain.
+        task: "sts" or "classification": the labels of the tables (.tsv) in ``data`` are learned
+            too (columns: see ``evaluate``). Weights are chosen by the sum of both losses. A gain is
+            then a smaller sum and no lower score; the distance to the original may grow.
         measure: The measure of quality that chooses the weights; see ``attnserve.verify``.
         provider: "cuda" trains on a GPU, in bfloat16 if it has it.
         force: Replace an existing output; never an input.
@@ -130,8 +140,8 @@ def recover(
         )
     if measure == "score":
         raise InvalidArgument(
-            "`measure` is score: there is no task",
-            "give another `measure`, or leave it out",
+            "`measure` is score: weights are chosen by outputs of the original",
+            "give another `measure`; `task` adds labels",
             code="recovery.measure",
         )
     context = RunContext(provider, threads, seed, progress or ignore_progress)
@@ -204,7 +214,7 @@ def _require_rows(data: Dataset) -> None:
         raise InvalidData(
             f"{smallest['file']} has {smallest['distinct_rows']} distinct rows: expected at least "
             f"{MIN_TEXTS}, and thousands for a good result",
-            "give more unlabelled text like that to be served",
+            "give more unlabeled text like that to be served",
             code="recovery.few_rows",
         )
 
@@ -270,7 +280,7 @@ class Recovery:
         self.calibration = [self._feed(batch) for batch in data.fit]
         self.plain = self._served(rewritten)
         if labels is not None:  # raises an error if the model is not one of the task
-            self.teacher_score = self._score(original, "prove")[1]
+            self.teacher_score = labels.score(self._labeled_outputs(original, labels.prove))
         # Raises an error if the models do not have the same inputs and outputs.
         self.first = self._compare(self.plain, data.choose, "choose")
         if not self.first.qualities:
@@ -312,8 +322,9 @@ class Recovery:
         examples = [(batch, teacher(batch)) for batch in batches]
         names = [value.name or "" for value in self.original.graph.outputs]
         objective = Objective(
-            self.first.qualities, names, len(self.states), self.texts.pooling, examples
-        )
+            self.first.qualities, names, len(self.states), self.texts.pooling, examples,
+            self.texts.dimensions,
+        )  # fmt: skip
         outputs = len(names)
         expected = [teacher(batch)[:outputs] for batch in data.choose]
         lesson = Lesson(
@@ -346,8 +357,8 @@ class Recovery:
             warnings.append("no hidden states match in both graphs: only the outputs were learned")
         size = sum(weight.numel() for weight in self.module.weights)
         scores = None
-        if before.score is not None and after.score is not None:
-            scores = LabelReport(self.teacher_score, before.score, after.score)
+        if self.labels and before.score is not None and after.score is not None:
+            scores = LabelReport(self.labels.counts, self.teacher_score, before.score, after.score)
         report = RecoverReport(
             target, before.fidelity, after.fidelity, gain, course, len(self.states), size,
             int8_weight_bits(result), int8_activations(result), scores, tuple(warnings),
@@ -397,7 +408,11 @@ class Recovery:
         losses = [quality.loss for quality in meter.results()]
         if not np.isfinite(losses).all():
             return math.inf
-        return max(losses) + (0.0 if self.labels is None else self._score(served, "choose")[0])
+        labeled = 0.0
+        if self.labels is not None:
+            outputs = self._labeled_outputs(served, self.labels.choose, session)
+            labeled = self.labels.held_out_loss(outputs)
+        return max(losses) + labeled
 
     def _labeled_loss(self, labels: Labels, step: int) -> Tensor:
         """The loss of labeled rows in a training step."""
@@ -406,24 +421,27 @@ class Recovery:
         found = self.module(self._feed(labeled.batch))
         return labels.loss(found[names.index(labels.output)], labeled)
 
-    def _score(self, model: ir.Model, part: Literal["choose", "prove"]) -> tuple[float, Score]:
-        """The loss and the score of a model on labeled rows."""
+    def _labeled_outputs(
+        self,
+        model: ir.Model,
+        rows: Sequence[Labeled],
+        session: onnxruntime.InferenceSession | None = None,
+    ) -> list[tuple[Labeled, np.ndarray]]:
+        """The output of the task for batches of labeled rows."""
         assert self.labels is not None
-        session = open_session(
+        session = session or open_session(
             model, provider=self.context.provider, threads=self.context.threads, spinning=False
         )
-
-        def outputs(batch: Batch) -> Mapping[str, np.ndarray]:
-            feed = batch if model is self.original else self._feed(batch)
-            return _by_name(model, run(session, feed))
-
-        return self.labels.measure(outputs, part, self.context.seed)
+        place = [value.name for value in model.graph.outputs].index(self.labels.output)
+        feeds = (one.batch if model is self.original else self._feed(one.batch) for one in rows)
+        return [(one, run(session, feed)[place]) for one, feed in zip(rows, feeds, strict=True)]
 
     def _prove(self, model: ir.Model) -> _Proof:
         fidelity = self._compare(model, self.data.held_out, "prove")
         if self.labels is None:
             return _Proof(fidelity)
-        return _Proof(fidelity, *self._score(model, "prove"))
+        outputs = self._labeled_outputs(model, self.labels.prove)
+        return _Proof(fidelity, self.labels.held_out_loss(outputs), self.labels.score(outputs))
 
     def _compare(self, model: ir.Model, batches: Sequence[Batch], split: str) -> Fidelity:
         source = f"held out of {self.data.source['file']}"

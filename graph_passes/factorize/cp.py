@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tensorly.cp_tensor import CPTensor  # pyright: ignore[reportMissingTypeStubs]
 
 __all__ = [
+    "MAX_SWEEPS",
     "CollaborativeFactors",
     "Sweep",
     "collaborative_factors",
@@ -46,6 +47,7 @@ __all__ = [
     "sweep",
 ]
 
+MAX_SWEEPS = 200
 HEAT = 20  # sweeps after which the worse of two starts is dropped
 WINDOW = 10  # sweeps over which the decrease is measured: single sweeps are not monotonic
 
@@ -94,7 +96,7 @@ def collaborative_factors(
     *,
     query_bias: Float[np.ndarray, "H K"] | None = None,
     moments: TokenMoments | None = None,
-    max_iterations: int = 200,
+    max_iterations: int = MAX_SWEEPS,
     tolerance: float = 1e-3,
     progress: Callable[[int, float], None] | None = None,
 ) -> CollaborativeFactors:

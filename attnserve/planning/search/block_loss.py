@@ -26,7 +26,7 @@ from attnserve.calibration.refit import (
     enough,
     refit,
 )
-from attnserve.calibration.similarity import similarities
+from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
 from attnserve.models.datasets import thinned
@@ -44,7 +44,7 @@ from attnserve.planning.search.candidates import (
 from attnserve.planning.search.limits import MULTIPLE
 from attnserve.planning.search.loss_estimation import LossEstimator
 from attnserve.runtime.session import Batch
-from graph_passes.blocks import FeedForwardBlock
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.errors import AttnserveError
 from graph_passes.factorize.moments import TokenMoments
@@ -223,20 +223,30 @@ class _ChangeLosses:
         )
         blocks = {block.name: block for block in find_attention(plain)[0]}
         both = [[blocks[one.names[0]] for one in (pair.source, pair.reader)] for pair in pairs]
-        found = similarities(plain, both, self.batches, context=self.silent)
-        for done, (pair, measured) in enumerate(zip(pairs, both, strict=True), start=1):
-            reader = pair.reader.names[0]
-            alike = next(found)
-            with suppress(AttnserveError):  # an impossible change is no candidate
-                edges = edges_of(Reuse("full"), measured, [reader], masks={}, similarity=alike)
-                taken = edges.get(reader, {})
-                # Similarities may not be measurable.
-                if alike is not None and len(taken) == pair.reader.count:
-                    heads = tuple(taken[head][1] for head in range(pair.reader.count))
-                    new = self.model.clone()
-                    apply_reuse(new, edges, {})
-                    yield replace(pair, heads=heads, loss=self._loss(new, [reader]))
+        measured = similarities(plain, both, self.batches, context=self.silent)
+        for done, (pair, pair_blocks, alike) in enumerate(
+            zip(pairs, both, measured, strict=True), start=1
+        ):
+            if alike is not None:
+                with suppress(AttnserveError):  # an impossible change is no candidate
+                    found = self._reusing(pair, pair_blocks, alike)
+                    if found is not None:
+                        yield found
             self.context.progress("measure pairs", done, len(pairs))
+
+    def _reusing(
+        self, pair: ReusePair, blocks: Sequence[AttentionBlock], alike: HeadSimilarity
+    ) -> ReusePair | None:
+        """A pair with its heads and its loss; None if not all heads are comparable."""
+        reader = pair.reader.names[0]
+        edges = edges_of(Reuse("full"), blocks, [reader], masks={}, similarity=alike)
+        taken = edges.get(reader, {})
+        if len(taken) < pair.reader.count:
+            return None
+        new = self.model.clone()
+        apply_reuse(new, edges, {})
+        heads = tuple(taken[head][1] for head in range(pair.reader.count))
+        return replace(pair, heads=heads, loss=self._loss(new, [reader]))
 
     def _loss(self, new: ir.Model, fitted: Sequence[str]) -> float:
         """The loss of a changed model, after these layers are refitted."""

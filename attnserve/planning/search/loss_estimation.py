@@ -32,7 +32,9 @@ Maps = Mapping[str, tuple["Float[np.ndarray, 'N D']", "Float[np.ndarray, ' D']"]
 
 
 class LossEstimator:
-    """A session with the last maps of some blocks as inputs.
+    """A model with the last maps of some blocks as inputs, in one session per block.
+
+    The values in front of the block that was changed last are kept for all batches.
 
     Args:
         names: The attention and feed-forward blocks.

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
+from attnserve.choices import Pooling  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
 from attnserve.models.datasets import Dataset, load_inputs, wanted_inputs  # noqa: E402
@@ -79,6 +80,7 @@ def test_labels_raise_the_score_on_unseen_rows(
     entry = json.loads((tmp_path / "out" / "attnserve.json").read_text())["lineage"][-1]
     assert entry["scores"]["after"]["spearman"] == scores.after.value
     assert entry["scores"]["before"]["task"] == "sts"
+    assert sum(entry["scores"]["rows"].values()) == 600
     # The file that was written has the score of the report on all rows, up to the rows to fit.
     before, after = (
         attnserve.evaluate(folder, task="sts", data=pairs).value
@@ -175,13 +177,18 @@ def test_rows_to_fit_have_no_text_that_is_held_out(tiny: Path, pairs: Path):
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_served_vectors_equal_those_of_the_service(pooling: str, side: str):
+@pytest.mark.parametrize("dimensions", [None, 3])
+def test_served_vectors_equal_those_of_the_service(
+    pooling: Pooling, side: str, dimensions: int | None
+):
     random_ = np.random.default_rng(0)
     hidden = random_.standard_normal((4, 6, 8)).astype(np.float32)
     mask = (np.arange(6) < np.array([1, 3, 6, 4])[:, None]).astype(np.int64)
     mask = mask if side == "right" else mask[:, ::-1].copy()
-    found = served_vectors(torch.from_numpy(hidden), {"attention_mask": mask}, pooling)
-    np.testing.assert_allclose(found.numpy(), pool(hidden, mask, pooling, True), atol=1e-6)
+    batch = {"attention_mask": mask}
+    found = served_vectors(torch.from_numpy(hidden), batch, pooling, dimensions)
+    expected = pool(hidden, mask, pooling, True, dimensions)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
 
 
 def test_perfect_predictions_have_no_loss_and_constant_ones_a_loss_of_one():
@@ -190,6 +197,10 @@ def test_perfect_predictions_have_no_loss_and_constant_ones_a_loss_of_one():
     gold = np.array([0.0, 1.0, 2.0, 5.0])
     assert float(labels._loss(torch.from_numpy(3 * gold - 1), gold)) == pytest.approx(0, abs=1e-6)
     assert float(labels._loss(torch.ones(4), gold)) == pytest.approx(1)
+    # Scores have any unit.
+    other = torch.tensor([0.1, 0.5, 0.2, 0.9])
+    losses = [float(labels._loss(other, unit * gold)) for unit in (1e-7, 1.0, 1e30)]
+    np.testing.assert_allclose(losses, losses[1], rtol=1e-5)
     shares = np.array([0.25, 0.75])
     labels.task, labels.unit = "classification", float(-(shares * np.log(shares)).sum())
     constant = torch.from_numpy(np.log(shares)).float().expand(4, 2)
@@ -229,6 +240,18 @@ def test_task_without_labels_to_learn_is_refused(
     command = ["recover", pruned, "--teacher", tiny, "--data", pairs, "--task", "rerank"]
     assert main([str(part) for part in (*command, "-o", tmp_path / "out")]) == 2
     assert "sts" in capsys.readouterr().err
+
+
+def test_model_of_another_task_is_refused(pruned: Path, tiny: Path, tmp_path: Path):
+    data = tmp_path / "labels.tsv"
+    lines = [f"{place % 2}\t{' '.join(WORDS[: 1 + place % 9])} {place}" for place in range(90)]
+    data.write_text("\n".join(["label\ttext", *lines]) + "\n", encoding="utf-8")
+    with pytest.raises(AttnserveError) as caught:
+        attnserve.recover(
+            pruned, tmp_path / "out", teacher=tiny, data=data, minutes=0, task="classification"
+        )
+    assert caught.value.code == "recovery.task_output"
+    assert not (tmp_path / "out").exists()
 
 
 def test_constant_scores_are_refused(pruned: Path, tiny: Path, pairs: Path, tmp_path: Path):
