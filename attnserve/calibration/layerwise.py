@@ -12,7 +12,7 @@ import onnx_ir as ir
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.runtime.session import Batch, open_session, run
 
-__all__ = ["LayerwiseRunner", "SegmentedModel"]
+__all__ = ["LayerwiseRunner", "SegmentedModel", "depending_on"]
 
 
 class LayerwiseRunner:
@@ -28,6 +28,7 @@ class LayerwiseRunner:
         model: It is cloned before it runs and never changed.
         batches: Inputs of the model.
         feed: Converts a batch to the inputs that the model takes.
+        known: By batch, values of the graph that are known, by name; other names are ignored.
     """
 
     def __init__(
@@ -36,12 +37,21 @@ class LayerwiseRunner:
         batches: Sequence[Batch],
         *,
         feed: Callable[[Batch], Batch] = lambda batch: batch,
+        known: Sequence[Mapping[str, np.ndarray]] = (),
         context: RunContext = DEFAULT_CONTEXT,
     ) -> None:
         self.model = model
         self.context = context
         self._given = [_by_value(model.graph.inputs, feed(batch)) for batch in batches]
-        self._kept: list[dict[ir.Value, np.ndarray]] = [{} for _ in batches]
+        values = [value for node in model.graph for value in node.outputs] if known else []
+        self._kept: list[dict[ir.Value, np.ndarray]] = [
+            _by_value(values, arrays) for arrays in known or [{} for _ in batches]
+        ]
+
+    @property
+    def known(self) -> list[dict[str, np.ndarray]]:
+        """The cached values of each batch, by name."""
+        return [{v.name or "": array for v, array in kept.items()} for kept in self._kept]
 
     def run_to(
         self, wanted: Sequence[ir.Value], later: Collection[ir.Value] = ()
@@ -184,8 +194,10 @@ def _open(model: ir.Model, context: RunContext) -> Any:
     return open_session(model, provider=context.provider, threads=context.threads, spinning=False)
 
 
-def _by_value(inputs: Sequence[ir.Value], batch: Batch) -> dict[ir.Value, np.ndarray]:
-    return {value: batch[value.name] for value in inputs if value.name in batch}
+def _by_value(
+    values: Sequence[ir.Value], arrays: Mapping[str, np.ndarray]
+) -> dict[ir.Value, np.ndarray]:
+    return {value: arrays[name] for value in values if (name := value.name or "") in arrays}
 
 
 def _reads(node: ir.Node) -> set[ir.Value]:
@@ -202,13 +214,24 @@ def _reads(node: ir.Node) -> set[ir.Value]:
     return found
 
 
+def depending_on(graph: ir.Graph, nodes: Collection[ir.Node]) -> set[ir.Value]:
+    """The outputs of these nodes, and all values that depend on them."""
+    found = {value for node in nodes for value in node.outputs}
+    _add_dependents(graph, found)
+    return found
+
+
 def _varying(graph: ir.Graph) -> set[ir.Value]:
     """Values that depend on the inputs. All others are equal for each batch and not cached."""
     found = set(graph.inputs)
+    _add_dependents(graph, found)
+    return found
+
+
+def _add_dependents(graph: ir.Graph, found: set[ir.Value]) -> None:
     for node in graph:
         if not found.isdisjoint(_reads(node)):
             found.update(node.outputs)
-    return found
 
 
 def _is_tensor(value: ir.Value) -> bool:

@@ -286,6 +286,7 @@ def refit(
     feed: Callable[[Batch], Batch] = lambda batch: batch,
     context: RunContext = DEFAULT_CONTEXT,
     targets: Targets | None = None,
+    known: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> dict[str, Refit]:
     """Fit the output projections of rewritten blocks in place, and return the errors by name.
 
@@ -301,6 +302,7 @@ def refit(
         feed: Converts a batch to the rewritten model's inputs (caches may have other shapes).
         targets: Outputs of the original on these batches, for fitting several models to it; names
             without targets are ignored. None computes them layer by layer (``LayerwiseRunner``).
+        known: Values of the rewritten model in front of its changes, see ``LayerwiseRunner``.
 
     Raises:
         InvalidData: A model refuses a batch, or its activations are not finite.
@@ -313,7 +315,7 @@ def refit(
         shapes = graph.get(infer_shapes_small, batch=2, sequence=5)
         found = find_sites(model, chosen)
     groups = _groups(found, chosen)
-    mine = LayerwiseRunner(model, batches, feed=feed, context=context)
+    mine = LayerwiseRunner(model, batches, feed=feed, known=known, context=context)
     progress = context.stage("refit outputs")
     done: dict[str, Refit] = {}
     for index, group in enumerate(groups):

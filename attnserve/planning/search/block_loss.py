@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
+from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import (
     Moments,
@@ -208,7 +209,7 @@ class _ChangeLosses:
                 new = plain.clone() if config.head_size else self.model.clone()
                 with suppress(AttnserveError):  # an impossible change is no candidate
                     apply_config(new, block, config, moments.get(name))
-                    loss = self._loss(new, [] if config.kept else [name])
+                    loss = self._loss(new, name, [] if config.kept else [name])
                     found.setdefault(group.key, []).append((config, loss))
             self.context.progress("measure changes", done, len(single))
         return found
@@ -246,14 +247,52 @@ class _ChangeLosses:
         new = self.model.clone()
         apply_reuse(new, edges, {})
         heads = tuple(taken[head][1] for head in range(pair.reader.count))
-        return replace(pair, heads=heads, loss=self._loss(new, [reader]))
+        return replace(pair, heads=heads, loss=self._loss(new, pair.source.names[0], [reader]))
 
-    def _loss(self, new: ir.Model, fitted: Sequence[str]) -> float:
-        """The loss of a changed model, after these layers are refitted."""
+    def _loss(self, new: ir.Model, first: str, fitted: Sequence[str]) -> float:
+        """The loss of a changed model, after these layers are refitted.
+
+        Args:
+            first: The first changed block. What comes before is not computed again.
+        """
         if fitted:
-            context, targets = self.silent, self.targets
-            refit(new, self.model, fitted, self.few, context=context, targets=targets)
-        return max(self.estimator.loss_of(new), 1e-9)
+            refit(
+                new, self.model, fitted, self.few,
+                context=self.silent, targets=self.targets, known=self.prefix.before(first),
+            )  # fmt: skip
+        return max(self.estimator.loss_of(new, first), 1e-9)
+
+    @cached_property
+    def prefix(self) -> _Prefix:
+        """The values in front of a block on the data that changed blocks are fitted to."""
+        return _Prefix(self.model, self.few, self.silent)
+
+
+class _Prefix:
+    """Values in front of one attention block at a time, cheapest in the order of execution."""
+
+    def __init__(self, model: ir.Model, batches: Sequence[Batch], context: RunContext) -> None:
+        self.model, self.batches, self.context = model, batches, context
+        order = [value for node in model.graph for value in node.outputs]
+        places = {value: place for place, value in enumerate(order)}
+        self.inputs = {block.name: block.x for block in find_attention(model)[0]}
+        self.places = {name: places.get(x, -1) for name, x in self.inputs.items()}
+        self._place, self._runner = -1, self._start()
+
+    def before(self, name: str) -> list[dict[str, np.ndarray]]:
+        """By batch, what the block and all behind it read, by name; empty if nothing is known."""
+        place = self.places.get(name, -1)
+        if place < 0:  # the input of the model, or the body of another node
+            return []
+        if place < self._place:
+            self._runner = self._start()
+        self._place = place
+        for _ in self._runner.run_to([self.inputs[name]], self.model.graph.outputs):
+            pass
+        return self._runner.known
+
+    def _start(self) -> LayerwiseRunner:
+        return LayerwiseRunner(self.model, self.batches, context=self.context)
 
 
 def _by_group(

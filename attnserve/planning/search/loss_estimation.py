@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.layerwise import SegmentedModel
+from attnserve.calibration.layerwise import LayerwiseRunner, SegmentedModel, depending_on
 from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
@@ -79,6 +79,8 @@ class LossEstimator:
                 part.graph.inputs.append(value)
         self.places = {name: place for place, name in enumerate(self.inputs)}
         weights = [weight for weight, _ in self.inputs.values()]
+        self._part = part
+        self._nodes = {name: found[name].of.nodes for name in self.inputs}
         self._segments = SegmentedModel(part, weights, context)
         self._place, self._states = 0, [self._start(batch) for batch in batches]
         self.whole = [self._segments.finish(0, state) for state in self._states]
@@ -97,10 +99,23 @@ class LossEstimator:
             self._segments.finish(self._place, state | changed) for state in self._states
         )
 
-    def loss_of(self, other: ir.Model) -> float:
-        """The additive loss of another model."""
-        session = self._open(other)
-        return self._loss(run(session, batch) for batch in self.batches)
+    def loss_of(self, other: ir.Model, first: str | None = None) -> float:
+        """The additive loss of another model.
+
+        Args:
+            first: Its first changed block; the run starts in front of it. None for all of it.
+        """
+        if first is None:
+            session = self._open(other)
+            return self._loss(run(session, batch) for batch in self.batches)
+        self._go_to(self.places[first])
+        changed = depending_on(self._part.graph, self._nodes[first])
+        known = [
+            {v.name or "": array for v, array in state.items() if v not in changed}
+            for state in self._states
+        ]
+        runner = LayerwiseRunner(other, self.batches, known=known, context=self.context)
+        return self._loss(runner.run_to(list(other.graph.outputs)))
 
     def _start(self, batch: Batch) -> dict[ir.Value, np.ndarray]:
         own = {

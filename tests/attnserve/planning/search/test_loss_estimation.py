@@ -102,6 +102,16 @@ def test_loss_of_changed_maps_equals_rewritten_model(
     assert all(1e-4 < loss < expected for loss in alone)
 
 
+def test_loss_of_a_model_from_its_first_changed_block_on(estimator: LossEstimator, bert: ir.Model):
+    names = [block.name for block in find_attention(bert)[0]]
+    for name in (*names, names[0]):
+        pruned = bert.clone()
+        PruneHeads({name: [0, 1, 0, 1]})(pruned)
+        whole = estimator.loss_of(pruned)
+        assert whole > 1e-3
+        assert estimator.loss_of(pruned, name) == pytest.approx(whole, rel=0, abs=1e-6)
+
+
 def test_loss_estimator_keeps_no_state(estimator: LossEstimator):
     name = next(iter(estimator.maps))
     weight, bias = estimator.maps[name]
