@@ -363,12 +363,15 @@ def test_load_returns_memory_of_weights_to_the_system(tmp_path: Path) -> None:
 
     async def script(repository: Repository) -> None:
         before = psutil.Process().memory_info().rss
+        grown: list[float] = []
         for _ in range(10):
             await repository.unload("large")
             await repository.settled()
             await repository.load("large")
-        grown = psutil.Process().memory_info().rss - before
-        assert grown < 2 * size  # without it: about 18 copies
+            grown.append((psutil.Process().memory_info().rss - before) / size)
+        print("copies of the weights:", [round(copies, 2) for copies in grown])
+        # One load may leave two in the heap; without it, ten leave about 18.
+        assert grown[-1] < 3
 
     play(folder, script, threads=1)
 
