@@ -7,8 +7,9 @@ Each case makes the encoder smaller, calibrated on 900 sentences of --train or o
 paragraphs of TEXT (one paragraph a line), and trains the result for --minutes on unlabeled text:
 all sentences of --train, and the first half of TEXT. Before and after the training, the score on
 --dev, the cosine of the tokens of 500 of its sentences, and the similarities of sentences and
-paragraphs of the second half of TEXT are measured. The smaller model is timed beside the exported
-one and those of other tools, in turns, on one thread. The result file is written after each case.
+paragraphs of the second half of TEXT are measured. The trained model is timed beside the exported
+one and those of other tools, in turns, on one thread: it has the graph of the smaller one, or is an
+int8 model. The result file is written after each case.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ from docs.hooks.tables import vs_fastest
 CASES: dict[str, dict[str, Any]] = {
     "half of the heads, a third of the neurons": {"prune": 0.5, "ffn": 1 / 3},
     "two thirds of the heads and of the neurons": {"prune": 2 / 3, "ffn": 2 / 3},
+    "two thirds of both, int8": {"prune": 2 / 3, "ffn": 2 / 3, "int8": True},
     "keep 0.95 on a mixture": {"keep": 0.95, "allow": ["ffn"], "sequence": 128},
 }
-"""Arguments of ``optimize`` by the name in the result file. Those with ``keep`` are calibrated on
-sentences and paragraphs of TEXT."""
+"""Arguments of ``optimize`` by the name in the result file ("int8": of ``recover``). Those with
+``keep`` are calibrated on sentences and paragraphs of TEXT."""
 
 LENGTHS = (128, 512)
 
@@ -114,13 +116,15 @@ class Study:
             shutil.rmtree(path, ignore_errors=True)
         mixed = [self.files[f"calibration {kind}"] for kind in ("sentences", "paragraphs")]
         calib = mixed if "keep" in CASES[case] else self.calibration
-        attnserve.optimize(self.original, smaller, calib=calib, **CASES[case])
-        models = {"as exported": self.original, **self.tools, "smaller": smaller}
+        arguments = dict(CASES[case])
+        int8 = arguments.pop("int8", False)
+        attnserve.optimize(self.original, smaller, calib=calib, **arguments)
+        models = {"as exported": self.original, **self.tools, "smaller": trained}
         before = self.quality(smaller)
         started = time.perf_counter()
         report = attnserve.recover(
             smaller, trained, teacher=self.original, data=self.training,
-            minutes=options.minutes, threads=options.threads,
+            minutes=options.minutes, threads=options.threads, int8=int8,
         )  # fmt: skip
         seconds = time.perf_counter() - started
         after = self.quality(trained)

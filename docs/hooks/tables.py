@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -452,13 +453,13 @@ def _threads(threads: int | str) -> str:
 
 def recovery_curve() -> str:
     """The loss on held-out rows, relative to that before the training, by minutes."""
-    from attnserve.reports.drawing import FIRST, GRID, SECOND, THIRD, svg
+    from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, THIRD, svg
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         axes.grid(color=GRID)
-        colors = (FIRST, SECOND, THIRD)
-        for color, row in zip(colors, load("recovery")["rows"], strict=False):
+        colors = (FIRST, SECOND, THIRD, INK, MUTED)
+        for color, row in zip(cycle(colors), load("recovery")["rows"], strict=False):
             training = row["training"]
             points = [(0.0, 1.0)] + [
                 (seconds / 60, loss / training["first_loss"])
