@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from attnserve.context import RunContext
 from attnserve.recovery.batches import count_tokens
@@ -23,7 +24,7 @@ from attnserve.runtime.cache import private_folder, read_private, write_atomical
 from attnserve.runtime.session import Batch
 from graph_passes.errors import CheckFailed
 
-__all__ = ["Checkpoint", "Lesson", "Training", "is_stuck", "train"]
+__all__ = ["Checkpoint", "Lesson", "Training", "halved", "is_stuck", "train"]
 
 LEARNING_RATE = 2e-4
 WARM_UP = 20
@@ -40,7 +41,7 @@ PATIENCE = 6
 """Training ends if this many measurements in a row are no better (``is_stuck``)."""
 
 CACHE_BYTES = 2**30
-"""Memory for outputs of the teacher, which each further epoch needs again."""
+"""Memory for outputs of the teacher, which each further epoch needs again, in half precision."""
 
 
 @dataclass
@@ -172,7 +173,7 @@ class _Run:
         self.weights = list(module.weights)
         self.average = [weight.detach().clone() for weight in self.weights]
         self.best = [weight.detach().clone() for weight in self.weights]
-        self.optimizer = torch.optim.AdamW(self.weights, LEARNING_RATE)
+        self.optimizer = torch.optim.AdamW(self.weights, LEARNING_RATE, fused=True)
         self.course = Training()
         self._known: dict[int, list[list[np.ndarray]]] = {}
         self._known_bytes = 0
@@ -246,9 +247,7 @@ class _Run:
         self.course.steps += 1
         self.course.tokens += sum(map(count_tokens, batches))
         kept = min(AVERAGE, (1 + step) / (10 + step))
-        with torch.no_grad():
-            for average, weight in zip(self.average, self.weights, strict=True):
-                average.lerp_(weight, 1 - kept)
+        get_ema_multi_avg_fn(kept)(self.average, self.weights, step)
         return total
 
     def _precision(self) -> AbstractContextManager[Any]:
@@ -267,10 +266,9 @@ class _Run:
         if index in self._known:
             return self._known[index]
         targets = [self.lesson.teacher(batch) for batch in self.lesson.steps[index]]
-        size = sum(array.nbytes for arrays in targets for array in arrays)
-        if self._known_bytes + size <= CACHE_BYTES:
-            self._known[index] = targets
-            self._known_bytes += size
+        if self._known_bytes < CACHE_BYTES:
+            self._known[index] = [[halved(array) for array in arrays] for arrays in targets]
+            self._known_bytes += sum(a.nbytes for arrays in self._known[index] for a in arrays)
         return targets
 
     def _measure(self, elapsed: float, losses: Sequence[float]) -> None:
@@ -316,3 +314,12 @@ class _Run:
                 "check that the outputs of `teacher` on `data` are finite, or try another `seed`",
                 code="recovery.not_finite",
             )
+
+
+def halved(array: np.ndarray) -> np.ndarray:
+    """The array in float16, or as it is if that cannot hold its values."""
+    if array.dtype != np.float32:
+        return array
+    with np.errstate(over="ignore"):
+        half = array.astype(np.float16)
+    return half if np.isfinite(half).all() else array

@@ -346,3 +346,11 @@ def test_regroup_groups_images_of_equal_shape():
     kept = regroup(batches, seed=0, fixed_rows=True)
     assert [len(step) for step in kept] == [17, 3]
     assert all(len(batch["pixel_values"]) == 1 for step in kept for batch in step)
+
+
+def test_outputs_of_the_teacher_are_kept_in_half_precision_if_they_fit():
+    fits, too_large = np.float32([0.1, -60_000]), np.float32([0.1, 70_000])
+    kept = [training.halved(array) for array in (fits, too_large, np.float32([0.1, -np.inf]))]
+    assert [array.dtype for array in kept] == [np.float16, np.float32, np.float32]
+    assert np.allclose(kept[0], fits, rtol=2**-11)
+    assert training.halved(np.array([2**40])).dtype == np.int64
