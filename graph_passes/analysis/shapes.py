@@ -23,6 +23,7 @@ from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
     "RULES",
+    "SAMPLES",
     "ShapeInfo",
     "TensorInfo",
     "bind_axes",
