@@ -31,6 +31,7 @@ from attnserve.models.datasets import Dataset, token_mask
 from attnserve.models.tokenizer import pool
 from attnserve.runtime.session import Batch
 from graph_passes.analysis.shapes import infer_shapes_small
+from graph_passes.errors import InvalidModel
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -47,6 +48,7 @@ __all__ = [
     "lower_bound",
     "new_meter",
     "next_token_nats",
+    "require_measurable",
 ]
 
 MIN_ROWS = 30
@@ -313,6 +315,27 @@ def _vocabulary(model: ir.Model) -> int:
         if isinstance(size, int):
             sizes[source is not None and source.name == "input_ids"].append(size)
     return max(sizes[True] or sizes[False], default=0)
+
+
+def require_measurable(model: ir.Model) -> None:
+    """Check that the quality of at least one output can be measured.
+
+    Raises:
+        InvalidModel: All are caches, integers (such as the index of the best class) or scalars.
+    """
+    outputs = model.graph.outputs
+    if not any(
+        not is_cache_name(value.name or "")
+        and (value.dtype is None or value.dtype.is_floating_point())
+        and (value.shape is None or len(value.shape) > 0)
+        for value in outputs
+    ):
+        names = ", ".join(value.name or "" for value in outputs)
+        raise InvalidModel(
+            f"no output is a float per input whose quality can be measured: {names or 'none'}",
+            "export the model with its hidden states or logits",
+            code="quality.no_output",
+        )
 
 
 def is_cache_name(name: str) -> bool:
