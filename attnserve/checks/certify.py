@@ -303,6 +303,8 @@ def _random(
     tensor = info.known.get(value)
     if tensor is None:
         raise _UndecidedError(f"the shape of {value.name!r} could not be inferred")
+    if 0 in tensor.shape:
+        raise _UndecidedError(f"{value.name!r} is empty at the lengths that were tried")
     dtype = _single(tensor.dtype).numpy()
     for step in block.steps:
         if value in (getattr(step, "value", None), getattr(step, "total", None)):

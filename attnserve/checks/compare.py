@@ -19,6 +19,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import is_bfloat16, on_cpu
 from attnserve.paths import StrPath, as_path
 from attnserve.runtime.session import Batch, open_session, run, weight_bytes
+from graph_passes.analysis.shapes import SAMPLES
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
@@ -41,6 +42,9 @@ model's size if that is more."""
 
 RANDOM_SHAPES = ((1, 4), (1, 8), (2, 16), (4, 32))
 """(batch, sequence) of the random inputs; models with few positions use the first of them."""
+
+AUDIO_SHAPES = tuple((batch, tokens * SAMPLES) for batch, tokens in RANDOM_SHAPES)
+"""The shapes for models that take none of those, because convolutions shorten a recording."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,8 @@ def random_batches(
 ) -> list[Batch]:
     """Valid random inputs at those of ``RANDOM_SHAPES`` that the model runs; some have padding.
 
-    The number of positions is often not visible in the graph, so each shape is tried. Axes of fixed
-    size keep their size.
+    The number of positions is often not visible in the graph, so each shape is tried, and
+    ``AUDIO_SHAPES`` if there is none. Axes of fixed size keep their size.
 
     Args:
         empty: The empty inputs, and their axis of length 0.
@@ -159,20 +163,26 @@ def random_batches(
     """
     session = open_session(model)
     fixed_batch, fixed_sequence = _fixed_axes(model)
-    shapes = [(fixed_batch or batch, fixed_sequence or tokens) for batch, tokens in RANDOM_SHAPES]
     batches: list[Batch] = []
-    for index, (batch, sequence) in enumerate(shapes):
-        try:
-            inputs = example_inputs(model, batch, sequence, seed + index, padded=True)
-            for name, axis in (empty or {}).items():
-                inputs[name] = inputs[name].take(range(0), axis)
-            run(session, inputs)
-        except (InvalidArgument, InvalidData):  # the model has fewer positions
-            if not batches:
-                raise
-            break
-        batches.append(inputs)
-    return batches
+    failure: InvalidArgument | InvalidData | None = None
+    for shapes in (RANDOM_SHAPES, AUDIO_SHAPES):
+        for index, (batch, sequence) in enumerate(shapes):
+            try:
+                inputs = example_inputs(
+                    model, fixed_batch or batch, fixed_sequence or sequence, seed + index,
+                    padded=True,
+                )  # fmt: skip
+                for name, axis in (empty or {}).items():
+                    inputs[name] = inputs[name].take(range(0), axis)
+                run(session, inputs)
+            except (InvalidArgument, InvalidData) as error:  # the model has fewer positions
+                failure = failure or error
+                break
+            batches.append(inputs)
+        if batches:
+            return batches
+    assert failure is not None
+    raise failure
 
 
 def _fixed_axes(model: ir.Model) -> tuple[int | None, int | None]:

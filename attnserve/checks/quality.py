@@ -18,7 +18,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import onnx_ir as ir
@@ -28,6 +30,8 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.datasets import Dataset, token_mask
 from attnserve.models.tokenizer import pool
 from attnserve.runtime.session import Batch
+from graph_passes.analysis.shapes import infer_shapes_small
+from graph_passes.errors import InvalidModel
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -44,6 +48,7 @@ __all__ = [
     "lower_bound",
     "new_meter",
     "next_token_nats",
+    "require_measurable",
 ]
 
 MIN_ROWS = 30
@@ -160,6 +165,7 @@ class QualityMeter:
         [B, C], called logits or with less than 64 columns      class logits
         [B, T, C], called logits or as wide as the vocabulary   vocabulary logits
         [B, D], and [B, T, D] of a model for text               embeddings
+        a last axis of changing length, such as [B, T]          numbers
         anything else                                           features
 
     Args:
@@ -186,6 +192,7 @@ class QualityMeter:
         self.vocabulary = _vocabulary(model)
         self.data = data
         self.split = split
+        self._resized = _resized_outputs(model)
         self._meters: dict[tuple[int, str, str], Meter] = {}
 
     def add(self, before: Sequence[np.ndarray], after: Sequence[np.ndarray], batch: Batch) -> None:
@@ -193,6 +200,8 @@ class QualityMeter:
         for index, (a, b) in enumerate(zip(before, after, strict=True)):
             if is_cache_name(self.outputs[index]) or not (a.ndim and a.size) or a.dtype.kind != "f":
                 continue
+            if index in self._resized:
+                a, b = a[..., None], b[..., None]
             for file, lengths, rows in self._kinds(batch, len(a)):
                 key = index, file, lengths
                 if key not in self._meters:
@@ -266,6 +275,27 @@ def new_meter(
             return _Features(window)
 
 
+def _resized_outputs(model: ir.Model) -> set[int]:
+    """Indices of the outputs whose last axis has a length that depends on those of the inputs.
+
+    Its elements are no features. Examples are the logits of the positions of an answer, and of
+    texts by images. The result is kept, because a search makes many meters.
+    """
+    if model not in _RESIZED:
+        _RESIZED[model] = set[int]()
+        outputs = model.graph.outputs
+        if not all(value.shape and isinstance(value.shape[-1], int) for value in outputs):
+            small = partial(infer_shapes_small, model)
+            one, two = small(batch=2, sequence=5), small(batch=3, sequence=7)
+            shapes = [(one.shape(value), two.shape(value)) for value in outputs]
+            _RESIZED[model] |= {i for i, (a, b) in enumerate(shapes) if a and b and a[-1] != b[-1]}
+    return _RESIZED[model]
+
+
+_RESIZED: WeakKeyDictionary[ir.Model, set[int]] = WeakKeyDictionary()
+"""The results of ``_resized_outputs``."""
+
+
 def _vocabulary(model: ir.Model) -> int:
     """The rows of the table of tokens; 0 if there is none.
 
@@ -285,6 +315,27 @@ def _vocabulary(model: ir.Model) -> int:
         if isinstance(size, int):
             sizes[source is not None and source.name == "input_ids"].append(size)
     return max(sizes[True] or sizes[False], default=0)
+
+
+def require_measurable(model: ir.Model) -> None:
+    """Check that the quality of at least one output can be measured.
+
+    Raises:
+        InvalidModel: All are caches, integers (such as the index of the best class) or scalars.
+    """
+    outputs = model.graph.outputs
+    if not any(
+        not is_cache_name(value.name or "")
+        and (value.dtype is None or value.dtype.is_floating_point())
+        and (value.shape is None or len(value.shape) > 0)
+        for value in outputs
+    ):
+        names = ", ".join(value.name or "" for value in outputs)
+        raise InvalidModel(
+            f"no output is a float per input whose quality can be measured: {names or 'none'}",
+            "export the model with its hidden states or logits",
+            code="quality.no_output",
+        )
 
 
 def is_cache_name(name: str) -> bool:

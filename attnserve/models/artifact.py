@@ -346,6 +346,8 @@ def check_files(artifact: Artifact) -> None:
 def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     """Read and validate a model; external data stays on disk and is memory-mapped on access.
 
+    Weights are no inputs of the result, although a graph may list them there.
+
     Args:
         in_place: Memory-map also the weights inside the .onnx file. The result must not be saved:
             its weights refer to the file as external data.
@@ -375,6 +377,7 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
         ir.external_data.set_base_dir(model.graph, path.parent)
         model.graph.sort()  # some converters do not sort nodes
         capture_weights(model)
+        _remove_weights_from_inputs(model)
     except Exception as error:  # onnx_ir raises ValueError for cycles, and other types
         raise InvalidModel(
             f"{path}: the graph is not well formed: {str(error)[:300]}",
@@ -384,6 +387,16 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     if not in_place:
         _read_own_weights(model, path)
     return model
+
+
+def _remove_weights_from_inputs(model: ir.Model) -> None:
+    """Remove initializers from the inputs: those of IR version 3, and defaults of later versions.
+
+    ONNX Runtime does not count them as inputs either, and fuses less while they are.
+    """
+    for value in [value for value in model.graph.inputs if value.is_initializer()]:
+        model.graph.inputs.remove(value)
+        model.ir_version = max(model.ir_version, 4)
 
 
 def _read_own_weights(model: ir.Model, path: Path) -> None:

@@ -559,10 +559,11 @@ def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
             f"the outputs are far from the original's: {quality.measure} {quality.value:.3f} "
             f"({fidelity.data}); {less}"
         )
-    if quality.ci95 is None and quality.split == "prove" and quality.rows:
+    if quality.ci95 is None and quality.split in ("prove", "held out") and quality.rows:
+        kind = f" of {quality.lengths}" if quality.lengths else ""
         warnings.append(
-            f"measured on {quality.rows} held-out texts, which is too few for an interval: give at "
-            f"least {MIN_ROWS * HELD_OUT} different texts"
+            f"measured on {quality.rows} held-out texts{kind}, which is too few for an interval: "
+            f"give at least {MIN_ROWS * HELD_OUT} different texts{kind}"
         )
     return warnings
 

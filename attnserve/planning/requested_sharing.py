@@ -87,12 +87,14 @@ class SharingChooser:
         caches = self.request.collab_cache
         shared = self.request.head_dk is None
         refusal = collaborate_refusal(block, caches=caches, shared=shared)
-        if refusal is not None and not caches and collaborate_refusal(block, caches=True) is None:
-            return Refusal(
-                refusal.code,
-                "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
-            )
-        return refusal
+        if refusal is None or refusal.code != "cached":
+            return refusal
+        if collaborate_refusal(block, caches=True, shared=shared) is not None:
+            return refusal
+        return Refusal(
+            refusal.code,
+            "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
+        )
 
     def _check_sizes(self, block: AttentionBlock, rank: int) -> None:
         collab_dk, head_dk = self.request.collab_dk, self.request.head_dk

@@ -23,6 +23,7 @@ from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
     "RULES",
+    "SAMPLES",
     "ShapeInfo",
     "TensorInfo",
     "bind_axes",
@@ -189,13 +190,37 @@ def infer_shapes_small(
 
 def _convolves_away(info: ShapeInfo) -> bool:
     """Whether a strided convolution failed or produced an empty axis."""
+    return (
+        any(
+            node.op_type == "Conv" and max(node.attributes.get_ints("strides", None) or [1]) > 1
+            for node in info.unknown
+        )
+        or any(
+            0 in tensor.shape or min(tensor.shape, default=1) < 0
+            for value, tensor in info.known.items()
+            if (node := value.producer()) is not None and node.op_type == "Conv"
+        )
+        or any(_is_shorter_than_kernel(value.producer(), info) for value in info.known)
+    )
+
+
+def _is_shorter_than_kernel(node: ir.Node | None, info: ShapeInfo) -> bool:
+    """Whether a convolution has less input than one window: ONNX's rule infers length 1 then."""
+    if node is None or node.op_type != "Conv":
+        return False
+    if node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME"):
+        return False
+    data, kernel = (info.shape(value) for value in node.inputs[:2])
+    if data is None or kernel is None:
+        return False
+    axes = len(kernel) - 2
+    pads = node.attributes.get_ints("pads", None) or [0] * (2 * axes)
+    dilations = node.attributes.get_ints("dilations", None) or [1] * axes
     return any(
-        node.op_type == "Conv" and max(node.attributes.get_ints("strides", None) or [1]) > 1
-        for node in info.unknown
-    ) or any(
-        0 in tensor.shape or min(tensor.shape, default=1) < 0
-        for value, tensor in info.known.items()
-        if (node := value.producer()) is not None and node.op_type == "Conv"
+        length + start + end < (size - 1) * dilation + 1
+        for length, size, dilation, start, end in zip(
+            data[2:], kernel[2:], dilations, pads[:axes], pads[axes:], strict=False
+        )
     )
 
 

@@ -28,7 +28,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity
-from attnserve.checks.quality import QualityMeter
+from attnserve.checks.quality import QualityMeter, require_measurable
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import Artifact, fingerprint, sha256, versions
 from attnserve.models.datasets import Dataset
@@ -99,7 +99,10 @@ def search(
     Raises:
         CheckFailed: The goal cannot be reached.
         InvalidArgument: The model does not run at the requested shape, or the goal does not fit it.
+        InvalidModel: No output has a quality that can be measured.
     """
+    if goal.measure != "score":
+        require_measurable(graph)
     given = _search_input(goal, artifact, graph, data, tokenizer, batch, sequence, context)
     require_finite_weights(graph)
     newest = graph.clone()

@@ -190,6 +190,22 @@ def test_random_batches_omit_shapes_longer_than_the_model(tmp_path: Path, count:
     assert verify(path, path).min_cosine == 1
 
 
+def test_random_batches_of_audio_have_many_samples(tmp_path: Path):
+    """The convolution takes windows of 25 ms."""
+    path = model(
+        tmp_path / "m.onnx",
+        """(float[batch, samples] x) => (float[batch, 1, frames] y) {
+            one = Constant<value_ints = [1]>()
+            window = Constant<value_ints = [1, 1, 400]>()
+            kernel = ConstantOfShape<value = float[1] {1.0}>(window)
+            channel = Unsqueeze(x, one)
+            y = Conv<strides = [320]>(channel, kernel)
+        }""",
+    )
+    assert random_batches(load_model(path))[0]["x"].shape == (1, 1600)
+    assert verify(path, path).min_cosine == 1
+
+
 def test_verify_model_that_runs_at_no_shape_is_refused(tmp_path: Path):
     with raises(InvalidData, "session.inputs_refused"):
         verify(positions(tmp_path / "m.onnx", 2), tmp_path / "m.onnx")

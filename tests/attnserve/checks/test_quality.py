@@ -16,7 +16,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.datasets import Dataset
 
 RANDOM = np.random.default_rng(0)
-HEADER = '<ir_version: 10, opset_import: ["" : 20]> g'
+HEADER = '<ir_version: 10, opset_import: ["" : 20, "test" : 1]> g'
 
 
 def meter(
@@ -25,10 +25,11 @@ def meter(
     measure: str = "auto",
     tokenizer: Path | None = None,
     data: Dataset | None = None,
+    body: str = "test.Model(x, x)",
 ) -> QualityMeter:
     """A meter of a graph ``x -> signature``; with a tokenizer, of a model for text."""
     model = ir.from_onnx_text(
-        f"{HEADER} (float[b, t] x) => ({signature}) {{ {signature.split()[-1]} = Identity(x) }}"
+        f"{HEADER} (float[b, t] x) => ({signature}) {{ {signature.split()[-1]} = {body} }}"
     )
     folder = Path("model.onnx") if tokenizer is None else tokenizer / "model.onnx"
     return QualityMeter(model, Artifact(folder), measure=measure, data=data)  # type: ignore[arg-type]
@@ -75,6 +76,18 @@ def test_measure_is_chosen_by_the_kind_of_output(
     assert found.measure == expected
     assert found.value == pytest.approx(1.0) and found.loss == pytest.approx(0, abs=1e-9)
     assert found.rows == 40 and found.ci95 is not None
+
+
+def test_output_of_changing_width_is_measured_as_numbers(text_folder: Path):
+    """The logits of the positions of an answer; their padding does not count."""
+    found = meter("float[b, t] start_logits", tokenizer=text_folder, body="Identity(x)")
+    for tokens in (5, 7):
+        a, mask = RANDOM.standard_normal((20, tokens)), np.ones((20, tokens), np.int64)
+        mask[::2, 3:] = 0
+        found.add([a], [np.where(mask, 0.9 * a, 50.0)], {"attention_mask": mask})
+    (quality,) = found.results()
+    assert quality.measure == "r2" and quality.rows == 40
+    assert quality.value == pytest.approx(1 - 0.1**2, abs=1e-3)
 
 
 def test_output_as_wide_as_the_token_table_is_a_vocabulary(text_folder: Path):

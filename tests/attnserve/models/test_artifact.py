@@ -232,6 +232,21 @@ def test_load_model_long_name_of_the_default_domain_is_the_default(plain: Path):
     assert {node.domain for node in model.graph} == {""}
 
 
+@pytest.mark.parametrize("version", [3, 8])
+def test_load_model_weights_listed_as_inputs_are_weights(plain: Path, version: int):
+    inputs = [value.name for value in load_model(plain).graph.inputs]
+    proto = onnx.load(plain)
+    proto.ir_version = version
+    for tensor in proto.graph.initializer:
+        proto.graph.input.append(
+            onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        )
+    onnx.save(proto, plain)
+    model = load_model(plain)
+    assert [value.name for value in model.graph.inputs] == inputs
+    assert model.ir_version >= 4 and len(model.graph.initializers) == len(proto.graph.initializer)
+
+
 def test_load_model_without_opset_is_refused(plain: Path):
     proto = onnx.load(plain)
     del proto.opset_import[:]

@@ -483,6 +483,19 @@ def test_optimize_low_quality_is_warned_of(
     assert any("0.899 (held out of text.txt)" in each for each in report.warnings) is warned
 
 
+@pytest.mark.parametrize("split", ["prove", "held out"])
+def test_optimize_few_held_out_texts_are_warned_of(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
+):
+    quality = Quality(
+        "r2", 0.99, 0.99, 0.99, None, 0.99, 0.0, 6, lengths="up to 29 tokens", split=split
+    )
+    fidelity = Fidelity((), 1.0, 1.0, "held out of text.txt", (quality,))
+    monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
+    report = optimize(tiny, tmp_path / "new", collab_dk=16, dry_run=True)
+    assert any("210 different texts of up to 29 tokens" in each for each in report.warnings)
+
+
 def test_optimize_strip_cache_is_exact_and_allows_a_second_run(tmp_path: Path):
     """The original runs with an empty cache; heads of the new model can be pruned."""
     original = Cell("GPT-2, cached", "eager", "torchscript", 17).committed

@@ -30,6 +30,7 @@ from graph_passes.passes.reuse_attention import ReuseAttention, check_edges
 from graph_passes.passes.skip_attention import SkipAttention
 from tests.errors import raises
 from tests.graph_passes.graphs import D, H, K, V, attention, graph, layers
+from tests.graph_passes.layouts import variant
 from tests.graph_passes.test_bodies import if_model
 
 L, SIZE = 4, H * K
@@ -485,3 +486,9 @@ def test_plan_request_block_in_body_is_not_measured():
         planned(model=model, dataset=NESTED, prune=0.5)
     pruned = planned(model=model, calibrated=False, prune_heads={"0": [1, 0, 1]})
     assert masks_of(pruned) == {names[0]: [1, 0, 1]}
+
+
+def test_plan_request_without_a_cache_is_not_refused_for_one():
+    """GPT-J's keys cannot be shared, because of their rotary angles."""
+    with raises(CannotRewrite, "request.nothing", "rotary angle"):
+        planned(model=variant("rotary queries and keys"), calibrated=False, collab_dk=4)

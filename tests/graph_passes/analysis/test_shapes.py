@@ -13,6 +13,7 @@ from graph_passes.analysis.shapes import (
     ShapeInfo,
     bind_axes,
     infer_shapes_at,
+    infer_shapes_small,
     input_shape,
     named_axes,
 )
@@ -325,3 +326,16 @@ def test_infer_shapes_large_output_is_not_evaluated(body: str) -> None:
     assert peak < 10_000_000
     big = next(value for node in model.graph for value in node.outputs if value.name == "big")
     assert info.constant(big) is None
+
+
+@pytest.mark.parametrize(("attributes", "samples"), [("", 5 * 400), ("pads = [1, 1],", 5)])
+def test_infer_shapes_small_of_audio_has_a_whole_window(attributes: str, samples: int) -> None:
+    """A kernel is one sample longer than the input, for which ONNX infers one window."""
+    model = ir.from_onnx_text(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 1, samples] x) => (float[n, 1, frames] y) <float[1, 1, 6] kernel = {{1, 1, 1, 1, 1, 1}}> {{
+            y = Conv<{attributes} strides = [2]>(x, kernel)
+        }}"""  # noqa: E501
+    )
+    info = infer_shapes_small(model, batch=2, sequence=5)
+    assert info.axes["samples"] == samples

@@ -42,6 +42,7 @@ from graph_passes.errors import (
     CheckFailed,
     InvalidArgument,
     InvalidData,
+    InvalidModel,
     InvalidOutput,
     Refusal,
 )
@@ -461,6 +462,27 @@ def test_optimize_int8_full_records_8_bits(
     assert entry["plan"]["precision"] == "int8-full"
     assert entry["int8_weight_bits"] == 8
     assert entry["int8_activations"] == "per-row"  # without calibration data
+
+
+@pytest.mark.parametrize(
+    ("operator", "dtype", "dims"),
+    [("ArgMax", ir.DataType.INT64, ("b", "s", 1)), ("ReduceMean", ir.DataType.FLOAT, ())],
+)
+def test_search_without_a_measurable_output_is_refused(
+    operator: str, dtype: ir.DataType, dims: tuple[str | int, ...], model: Path, planned: Planner
+):
+    """The only output is the index of the best class, or one number for all rows."""
+    path = model / "model.onnx"
+    graph = load_model(path)
+    attributes = {"axis": -1} if dims else {"keepdims": 0}
+    node = ir.node(operator, list(graph.graph.outputs), attributes)
+    (output,) = node.outputs
+    output.name, output.dtype, output.shape = "result", dtype, ir.Shape(dims)
+    graph.graph.append(node)
+    graph.graph.outputs[:] = [output]
+    ir.save(graph, path)
+    with raises(InvalidModel, "quality.no_output", "result"):
+        planned()
 
 
 def test_int8_full_without_dot_product_is_refused_first(
