@@ -274,7 +274,7 @@ def optimize(
     mode = _mode(rewrites, searched, plan, precision, refit=refit, has_data=bool(files))
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
-    original = load_model(artifact)
+    original = load_model(artifact, in_place=True)
     folder = as_path(output) or default_output(Path(model), "optimized")
     if output is None:
         check_output(folder, force=force or dry_run)
