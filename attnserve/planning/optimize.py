@@ -188,7 +188,8 @@ def optimize(
     searched for (``attnserve.plan``); with ``plan`` they are read from a file.
 
     Args:
-        model: An .onnx file or an artifact folder; it is never changed.
+        model: An .onnx file or an artifact folder; it is never changed. Its weights are read from
+            the file when they are needed, so the file must not change meanwhile.
         output: An .onnx file, or a folder that receives model.onnx; the folder NAME-optimized
             beside the model by default.
         collab_dk: R for every layer, one R per layer in order, or R by layer name.
