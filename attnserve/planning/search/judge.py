@@ -56,7 +56,6 @@ class Judge:
     """Builds choices and measures them on data to choose.
 
     The latest build, and the latest that keeps enough, are held: the search ends with one of them.
-    A build that keeps too little is dropped before the next one.
     """
 
     def __init__(
@@ -95,8 +94,6 @@ class Judge:
         given, plan = self.given, self._plan(choice)
         number = len(self.measured) + (choice.picks not in self.measured)
         context = replace(given.context, threads=0).labeled(f"build {number}")
-        if given.goal.keep is not None:
-            self._held.pop("latest", None)
         float32_model = given.model.clone()
         applied = apply_plan(
             plan, float32_model, context,
