@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.session import Batch, open_session, owned, run
 
 __all__ = ["LayerwiseRunner", "SegmentedModel", "depending_on"]
 
@@ -99,7 +99,7 @@ class LayerwiseRunner:
                 arrays = run(session, {name: seen[value] for value, name in names.items()})
                 seen |= dict(zip(outputs, arrays, strict=True))
             if later is not None:
-                self._kept[index] = {value: seen[value] for value in keep}
+                self._kept[index] = {value: owned(seen[value]) for value in keep}
             yield [seen[value] for value in wanted]
 
 

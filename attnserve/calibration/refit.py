@@ -31,7 +31,7 @@ from attnserve.calibration.activations import no_token, not_finite, row_count
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import thinned, token_mask
-from attnserve.runtime.session import Batch
+from attnserve.runtime.session import Batch, owned
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjection
@@ -429,7 +429,7 @@ def collect_targets(
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in found}
     for made in theirs.of(found):
         for name, array in zip(found, made, strict=True):
-            arrays[name].append(array)
+            arrays[name].append(owned(array))
     return Targets(arrays, theirs.sequence_first, theirs.summed)
 
 

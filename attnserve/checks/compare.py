@@ -18,7 +18,7 @@ from attnserve.models.datasets import load_inputs, token_mask
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import is_bfloat16, on_cpu
 from attnserve.paths import StrPath, as_path
-from attnserve.runtime.session import Batch, open_session, run, weight_bytes
+from attnserve.runtime.session import Batch, open_session, owned, run, weight_bytes
 from graph_passes.analysis.shapes import SAMPLES
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
@@ -375,7 +375,7 @@ def _outputs(
         kept: list[list[np.ndarray]] = []
         size = 0
         for outputs in run_each(models[0], batches[done:]):
-            kept.append(outputs)
+            kept.append([owned(array) for array in outputs])
             size += sum(array.nbytes for array in outputs)
             if size >= limit:
                 break

@@ -349,8 +349,8 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     Weights are no inputs of the result, although a graph may list them there.
 
     Args:
-        in_place: Memory-map also the weights inside the .onnx file. The result must not be saved:
-            its weights refer to the file as external data.
+        in_place: Memory-map also the weights inside the .onnx file, which must not change
+            meanwhile. Sessions map them too. ``save_model`` writes such a model with its weights.
 
     Raises:
         InvalidModel: The file is not a valid ONNX model, or its external data is missing, too

@@ -188,7 +188,8 @@ def optimize(
     searched for (``attnserve.plan``); with ``plan`` they are read from a file.
 
     Args:
-        model: An .onnx file or an artifact folder; it is never changed.
+        model: An .onnx file or an artifact folder; it is never changed. Its weights are read from
+            the file when they are needed, so the file must not change meanwhile.
         output: An .onnx file, or a folder that receives model.onnx; the folder NAME-optimized
             beside the model by default.
         collab_dk: R for every layer, one R per layer in order, or R by layer name.
@@ -274,7 +275,7 @@ def optimize(
     mode = _mode(rewrites, searched, plan, precision, refit=refit, has_data=bool(files))
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
-    original = load_model(artifact)
+    original = load_model(artifact, in_place=True)
     folder = as_path(output) or default_output(Path(model), "optimized")
     if output is None:
         check_output(folder, force=force or dry_run)

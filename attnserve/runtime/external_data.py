@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import onnx_ir as ir
 
-__all__ = ["external_files", "map_external_data", "without_content"]
+__all__ = [
+    "external_files",
+    "external_folder",
+    "map_external_data",
+    "release_mapped_pages",
+    "without_content",
+]
 
 
 def external_files(model: ir.Model) -> tuple[Path, ...]:
     """The external data files of a model, without duplicates."""
     found = (tensor.path for tensor in _tensors(model) if isinstance(tensor, ir.ExternalTensor))
     return tuple(dict.fromkeys(map(Path, found)))
+
+
+def external_folder(model: ir.Model) -> Path | None:
+    """The folder of the external data if all of it is of initializers of the main graph.
+
+    ONNX Runtime then maps the files itself. None also if there is no external data.
+    """
+    own = model.graph.initializers.values()
+    external = [v.const_value for v in own if isinstance(v.const_value, ir.ExternalTensor)]
+    folders = {Path(tensor.base_dir).absolute() for tensor in external}
+    everywhere = sum(isinstance(tensor, ir.ExternalTensor) for tensor in _tensors(model))
+    return folders.pop() if len(folders) == 1 and everywhere == len(external) else None
+
+
+def release_mapped_pages(model: ir.Model) -> None:
+    """Give the pages of mapped initializers back to the system; the next access reads them again.
+
+    Pages that were read count as memory of the process.
+    """
+    if not hasattr(mmap, "MADV_DONTNEED"):  # Windows
+        return
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and tensor.raw is not None:
+            tensor.raw.madvise(mmap.MADV_DONTNEED)
 
 
 def map_external_data(model: ir.Model) -> None:

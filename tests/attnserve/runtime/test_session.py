@@ -15,10 +15,16 @@ import pytest
 from attnserve.models.artifact import load_model, save_model
 from attnserve.runtime import session as sessions
 from attnserve.runtime.cuda import PARITY, Cuda
-from attnserve.runtime.external_data import external_files
+from attnserve.runtime.external_data import (
+    external_files,
+    external_folder,
+    release_mapped_pages,
+)
 from attnserve.runtime.session import (
     open_session,
+    owned,
     require_runtime,
+    run,
     weight_bytes,
     why_no_cuda,
 )
@@ -66,8 +72,60 @@ def test_open_session_model_with_external_data_runs(
     assert external_files(model) == (tmp_path / "m.onnx.data",), "the model is unchanged"
 
 
-def test_open_session_model_above_protobuf_limit_runs(monkeypatch: pytest.MonkeyPatch):
+def test_open_session_weights_in_a_file_are_not_read_into_python(tmp_path: Path):
+    save_model(scaled(), tmp_path / "m.onnx", external=True)
+    model = load_model(tmp_path / "m.onnx")
+    open_session(model)
+    weight = model.graph.initializers["w"].const_value
+    assert isinstance(weight, ir.ExternalTensor) and weight.raw is None
+
+
+def test_open_session_weights_in_two_folders_runs(tmp_path: Path):
     model = scaled()
+    other = ir.Value(name="b", const_value=ir.tensor(np.ones(256, np.float32), name="b"))
+    model.graph.register_initializer(other)
+    added = ir.node("Add", [model.graph.outputs[0], other])
+    added.outputs[0].name = "sum"
+    added.outputs[0].type, added.outputs[0].shape = other.type, model.graph.outputs[0].shape
+    model.graph.append(added)
+    model.graph.outputs[0] = added.outputs[0]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        save_model(model, tmp_path / name / "m.onnx", external=True)
+    mixed, part = (load_model(tmp_path / name / "m.onnx") for name in ("one", "two"))
+    assert external_folder(mixed) == tmp_path / "one"
+    mixed.graph.initializers["b"].const_value = part.graph.initializers["b"].const_value
+    assert external_folder(mixed) is None
+    (got,) = open_session(mixed).run(None, {"x": np.ones(256, np.float32)})
+    np.testing.assert_array_equal(got, np.arange(256, dtype=np.float32) + 1)
+
+
+def test_release_mapped_pages_keeps_values(tmp_path: Path):
+    save_model(scaled(), tmp_path / "m.onnx", external=True)
+    model = load_model(tmp_path / "m.onnx")
+    weight = model.graph.initializers["w"].const_value
+    assert weight is not None
+    array = weight.numpy()
+    np.testing.assert_array_equal(array, np.arange(256))
+    release_mapped_pages(model)
+    np.testing.assert_array_equal(array, np.arange(256))
+
+
+def test_owned_output_is_copied_once():
+    (got,) = run(open_session(ir.from_onnx_text(EXP)), {"x": X})
+    kept = owned(got)
+    assert kept.flags.owndata and owned(kept) is kept
+    np.testing.assert_array_equal(kept, got)
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_open_session_model_above_protobuf_limit_runs(
+    external: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = scaled()
+    if external:
+        save_model(model, tmp_path / "m.onnx", external=True)
+        model = load_model(tmp_path / "m.onnx")
     assert weight_bytes(model) == 1024
     monkeypatch.setattr(sessions, "PROTOBUF_LIMIT_BYTES", 1024)
     (got,) = open_session(model).run(None, {"x": np.ones(256, np.float32)})
