@@ -325,26 +325,19 @@ class Batcher:
         self._paused = False
         self._start_batches()
 
-    def refuse_waiting(self, error: Exception) -> None:
-        """Answer all requests that wait or are being prepared with ``error``."""
-        with self._lock:
-            queued = {row.request for row in self.queue}
-        for request in [one for one in self._open if not one.rows or one in queued]:
-            self._fail(request, error)
-
     def refuse_all(self, error: Exception) -> None:
         """Answer all open requests with ``error``; results of current runs are dropped."""
         for request in list(self._open):
             self._fail(request, error)
 
     def close(self) -> None:
-        """Refuse waiting requests and wait for the current runs."""
+        """Refuse open requests and wait for the current runs."""
         self._closed = True
         self.pause()
         if self._open:  # futures belong to the loop; this may be another thread
             assert self._loop is not None
             unloaded = NotReady("the model is unloaded", "load it again")
-            self._loop.call_soon_threadsafe(self.refuse_waiting, unloaded)
+            self._loop.call_soon_threadsafe(self.refuse_all, unloaded)
         self._prepare_pool.shutdown(wait=True)
         self._run_pool.shutdown(wait=True, cancel_futures=True)
 

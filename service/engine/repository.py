@@ -24,7 +24,7 @@ from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
 from service.engine.model import Model
-from service.engine.model_check import CheckResult, IsolationChecker
+from service.engine.model_check import CheckResult, IsolationChecker, identify
 from service.engine.shadow import Shadow
 from service.errors import NotFound, NotReady, Overloaded, UnknownModel, hide_folders
 from service.metrics import Metrics, VersionState
@@ -72,11 +72,11 @@ class Repository:
     Args:
         settings: The path, and how to serve its models.
         metrics: Receives the measurements of the engines.
-        rewritten: Folder for models with fused operators; None for a temporary folder.
+        checks: Folder for results of checks that other workers read; None for a temporary one.
     """
 
     def __init__(
-        self, settings: Settings, metrics: Metrics | None = None, *, rewritten: Path | None = None
+        self, settings: Settings, metrics: Metrics | None = None, *, checks: Path | None = None
     ) -> None:
         self.settings = settings = on_device(settings)
         self.metrics = metrics or Metrics()
@@ -89,12 +89,10 @@ class Repository:
             threads=settings.threads,
             timeout_s=settings.probe_timeout_s,
             rewrite=settings.rewrite,
-            folder=rewritten,
-            in_use=lambda: set(self._contents.values()),
+            folder=checks,
             cached=settings.probe_cache,
         )
         self._engines: dict[str, dict[str, Engine]] = {}
-        self._contents: dict[Engine, str] = {}
         self._loading: set[tuple[str, str]] = set()
         self._failures: dict[str, dict[str, str]] = {}  # why, by name and version
         self._missing: set[str] = set()  # that could not be loaded at the start
@@ -337,8 +335,7 @@ class Repository:
 
     def _contents_of(self, name: str) -> dict[str, str]:
         """The checksum of each loaded version of a model."""
-        loaded = self._engines.get(name, {})
-        return {version: self._contents[engine] for version, engine in loaded.items()}
+        return {version: one.content for version, one in self._engines.get(name, {}).items()}
 
     def _require_started(self) -> None:
         if not self._started:
@@ -355,8 +352,10 @@ class Repository:
 
     async def _prepare(self, name: str, version: str, place: _Place) -> Engine:
         """The engine of the model at ``place``: the current one if unchanged, else a new one."""
+        current = self._engines.get(name, {}).get(version)
+        served = current.content if current is not None and current.ready else None
         try:
-            content, model = await asyncio.to_thread(self._load, name, version, place)
+            loaded = await asyncio.to_thread(self._load, name, version, place, served)
         except AttnserveError:
             raise
         except Exception as error:  # one model must not stop the others
@@ -366,29 +365,33 @@ class Repository:
                 "see the log of the server",
                 code="model.unexpected",
             ) from error
-        current = self._engines.get(name, {}).get(version)
-        if model is None:
+        if loaded is None:
             assert current is not None
             return current
+        content, model = loaded
 
         def reload() -> Model:
-            current_content, reloaded = self._load(name, version, place, force=True)
-            if current_content != content or reloaded is None:
+            again = self._load(name, version, place)
+            if again is None or again[0] != content:
                 raise NotReady(f"the files of {name} have changed", "load it again")
-            return reloaded
+            return again[1]
 
         engine = Engine(
-            model, self.settings.of(name), self.metrics.of(name, version), reload, self.shadow
+            model,
+            self.settings.of(name),
+            self.metrics.of(name, version),
+            reload,
+            self.shadow,
+            content=content,
         )
-        self._contents[engine] = content
         if self._started:
             say_operators(engine)
         return engine
 
     def _load(
-        self, name: str, version: str, place: _Place, *, force: bool = False
-    ) -> tuple[str, Model | None]:
-        """(checksum of the content, the model); the model is None if it is loaded already.
+        self, name: str, version: str, place: _Place, served: str | None = None
+    ) -> tuple[str, Model] | None:
+        """(checksum of the content, the model); None if the content is ``served``.
 
         Raises:
             InvalidModel: It cannot be loaded, or changed during loading.
@@ -396,13 +399,9 @@ class Repository:
         artifact = open_artifact(place.path, place.shared)
         before = _state(artifact)
         check_files(artifact)
-        checker = self._checker
-        checked = checker.check(artifact) if self.settings.probe else checker.identify(artifact)
-        content = checked.identity
-        current = self._engines.get(name, {}).get(version)
-        is_served = current is not None and self._contents.get(current) == content
-        if current is not None and current.ready and is_served and not force:
-            return content, None
+        checked = self._checker.check(artifact) if self.settings.probe else identify(artifact)
+        if checked.identity == served:
+            return None
         model = self._open(artifact, name, version, checked)
         if _state(artifact) != before or not checked.external_is_current:
             model.close()
@@ -413,7 +412,7 @@ class Repository:
             log.warning("%s version %s: %s", name, version, model.int8_warning)
         if not model.batch_invariant:
             log.warning("%s version %s: %s", name, version, NOT_BATCH_INVARIANT)
-        return content, model
+        return checked.identity, model
 
     def _open(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
         """Load and warm up the model with fused operators, or the original if that fails.
@@ -421,38 +420,35 @@ class Repository:
         Raises:
             AttnserveError: The original cannot be loaded.
         """
-        if checked.rewritten is not None:
-            try:
-                return self._warm(artifact, name, version, checked)
-            except AttnserveError as error:  # for example a deleted file, or no memory
-                why = {"rewritten": False, "why": error.what}
-                checked = replace(checked, rewritten=None, operators=why)
-        return self._warm(artifact, name, version, checked)
-
-    def _warm(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
-        settings = self.settings.of(name)
-        model = Model(
-            artifact,
-            name=name,
-            version=version,
-            provider=self._provider,
-            threads=settings.threads,
-            cuda=settings.cuda,
-            cuda_graphs=settings.cuda_graphs,
-            concurrency=settings.concurrency,
-            spinning=not settings.shares_cores,
-            graph=checked.rewritten,
-            operators={
-                key: hide_folders(value, self.settings.model) if key == "why" else value
-                for key, value in checked.operators.items()
-            },
-            facts=GraphFacts.from_json(checked.facts),
-        )
-        model.warm_up()
+        settings, operators = self.settings.of(name), dict(checked.operators)
+        if "why" in operators:
+            operators["why"] = hide_folders(operators["why"], self.settings.model)
+        try:
+            model = Model(
+                artifact,
+                name=name,
+                version=version,
+                provider=self._provider,
+                threads=settings.threads,
+                cuda=settings.cuda,
+                cuda_graphs=settings.cuda_graphs,
+                concurrency=settings.concurrency,
+                spinning=not settings.shares_cores,
+                graph=checked.rewritten,
+                operators=operators,
+                facts=GraphFacts.from_json(checked.facts),
+            )
+            model.warm_up()
+        except AttnserveError as error:
+            if checked.rewritten is None:
+                raise
+            # For example a deleted file, or no memory.
+            why = {"rewritten": False, "why": error.what}
+            plain = replace(checked, rewritten=None, operators=why)
+            return self._open(artifact, name, version, plain)
         return model
 
     def _retire(self, engine: Engine) -> None:
-        self._contents.pop(engine, None)
         task = asyncio.ensure_future(engine.retire())
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)

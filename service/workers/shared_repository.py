@@ -53,7 +53,7 @@ class SharedRepository(Repository):
     def __init__(
         self, settings: Settings, metrics: Metrics, *, worker: int, state: SharedState
     ) -> None:
-        super().__init__(settings, metrics, rewritten=state.rewritten)
+        super().__init__(settings, metrics, checks=state.checks)
         self._worker, self._state = worker, state
         self.shadow = Shadow(
             self.settings, metrics, self.engines, folder=state.shadow, worker=worker
@@ -240,7 +240,6 @@ class SharedRepository(Repository):
 
     async def _apply(self, target: TargetState) -> None:
         """Load and unload models until they equal ``target``; store the first error."""
-        self._checker.results = {**target.checked, **self._checker.results}
         first: AttnserveError | None = None
         for name, model in target.models.items():
             try:
@@ -276,13 +275,13 @@ class SharedRepository(Repository):
         Returns:
             The generation of the new target state.
         """
-        before = self._state.target() or TargetState(0, {}, {})
+        before = self._state.target() or TargetState(0, {})
         models = before.models | {
             name: TargetModel(self._contents_of(name), self._failures.get(name, {}))
             for name in names
         }
         generation = before.generation + 1
-        self._state.set_target(TargetState(generation, models, self._checker.results))
+        self._state.set_target(TargetState(generation, models))
         self._generation = generation
         if all(self._contents_of(name) == model.contents for name, model in models.items()):
             self._error = None

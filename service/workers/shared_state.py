@@ -4,7 +4,7 @@
                       worker that handles a load or unload request, while it holds the lock
     worker-I.json     status of worker I, rewritten at least once a second
     seconds-PID.json  totals of the last minute by second, for /stats.json
-    rewritten/        models with fused operators, made by the isolation check
+    checks/           results of the isolation check, if they are not in the user's cache folder
     shadow/           rows for worker 0 to compare with the original, and the reports of it
     metrics/          Prometheus series of each worker (PROMETHEUS_MULTIPROC_DIR)
     complete          exists once all workers have served
@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import TypeAdapter
 
-from service.engine.model_check import CheckResult
 from service.metrics import Second, VersionState
 
 __all__ = ["SharedState", "Status", "TargetModel", "TargetState"]
@@ -55,14 +54,10 @@ class TargetModel:
 
 @dataclass(frozen=True)
 class TargetState:
-    """The models that every worker must load.
-
-    ``checked`` are the results of the isolation check by content: one check serves all workers.
-    """
+    """The models that every worker must load."""
 
     generation: int
     models: dict[str, TargetModel]
-    checked: dict[str, CheckResult]
 
 
 @dataclass(frozen=True)
@@ -114,8 +109,8 @@ class SharedState:
         return self.path / "metrics"
 
     @property
-    def rewritten(self) -> Path:
-        return self.path / "rewritten"
+    def checks(self) -> Path:
+        return self.path / "checks"
 
     @property
     def shadow(self) -> Path:
@@ -200,7 +195,7 @@ class SharedState:
     def _write(self, name: str, content: Any) -> None:
         new = self.path / f".{name}.{os.getpid()}"
         with suppress(FileNotFoundError):  # the server has stopped and removed the folder
-            new.write_bytes(orjson.dumps(content, _plain, orjson.OPT_NON_STR_KEYS))
+            new.write_bytes(orjson.dumps(content, tuple, orjson.OPT_NON_STR_KEYS))
             new.replace(self.path / name)
 
 
@@ -208,8 +203,3 @@ class SharedState:
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     """The parser of ``kind``, which takes milliseconds to build."""
     return TypeAdapter(kind)
-
-
-def _plain(value: Any) -> Any:
-    """Named tuples and paths, for orjson."""
-    return tuple(value) if isinstance(value, tuple) else str(value)

@@ -628,7 +628,7 @@ def test_submit_model_failure_is_reported_to_on_failure() -> None:
         waiting = start(batcher.submit(rows(2)))
         await asyncio.sleep(0.01)
         assert batcher.waiting == 1
-        batcher.refuse_waiting(NotReady("not now"))
+        batcher.refuse_all(NotReady("not now"))
         with pytest.raises(NotReady, match="not now"):
             await waiting
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,15 +25,14 @@ from attnserve.models import check_cache, graph_facts
 from attnserve.models.artifact import open_artifact
 from attnserve.models.check_cache import CheckCache
 from attnserve.models.graph_facts import GraphFacts
-from attnserve.runtime.isolation import WorkerCrashed, run_isolated
+from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
 from graph_passes.errors import InvalidArgument, InvalidModel
 from service.api.triton import configuration
 from service.dashboard.stats import card
 from service.engine import model_check
-from service.engine.model_check import CheckResult, IsolationChecker
+from service.engine.model_check import CheckResult, IsolationChecker, identify
 from service.engine.repository import Repository, say_operators
 from service.settings import Settings
-from service.workers.shared_state import SharedState, TargetState
 from tests.fixtures.make import BERT
 from tests.service.tiny import write_encoder
 
@@ -133,9 +133,9 @@ def test_check_rewrite_off_tries_no_fusion(bert: Path, child: Child, tmp_path: P
     child("lossless_passes.fuse_lossless = None")
     one = checker(tmp_path / "rewritten", rewrite=False)
     assert one.check(open_artifact(bert)) == replace(
-        one.identify(open_artifact(bert)), operators=model_check.NOT_REWRITTEN
+        identify(open_artifact(bert)), operators=model_check.NOT_REWRITTEN
     )
-    assert not (tmp_path / "rewritten").exists()
+    assert not list((tmp_path / "rewritten").glob("*.onnx"))
 
 
 def test_check_result_is_cached_and_file_is_private(
@@ -144,18 +144,12 @@ def test_check_result_is_cached_and_file_is_private(
     folder = tmp_path / "rewritten"
     one = checker(folder)
     found = one.check(open_artifact(bert))
-    assert found.rewritten is not None and list(folder.iterdir()) == [found.rewritten]
+    assert found.rewritten is not None and list(folder.glob("*.onnx")) == [found.rewritten]
     assert folder.stat().st_mode & 0o077 == 0
-    assert found.identity == one.identify(open_artifact(bert)).identity
+    assert found.identity == identify(open_artifact(bert)).identity
     child("raise SystemExit(5)")
     assert one.check(open_artifact(bert)) == found
-    other = checker(folder)  # of another worker, which receives the results as JSON
-    shared = SharedState(tmp_path, 2)
-    shared.set_target(TargetState(1, {}, one.results))
-    target = shared.target()
-    assert target is not None
-    other.results = target.checked
-    assert other.check(open_artifact(bert)) == found
+    assert checker(folder).check(open_artifact(bert)) == found  # of another worker
 
 
 @pytest.mark.usefixtures("child")
@@ -177,21 +171,6 @@ def test_check_changed_fused_file_is_written_again(
     assert first is not None
     damage(first)
     assert one.check(open_artifact(bert)).rewritten == first and first.stat().st_size > 100
-
-
-@pytest.mark.parametrize("used", [True, False])
-@pytest.mark.usefixtures("child")
-def test_check_deletes_fused_files_of_unloaded_models(
-    bert: Path, tmp_path: Path, used: bool
-) -> None:
-    loaded: set[str] = set()
-    one = checker(tmp_path / "rewritten", in_use=lambda: loaded)
-    first = one.check(open_artifact(bert))
-    assert first.rewritten is not None
-    if used:
-        loaded.add(first.identity)
-    one.check(open_artifact(write_encoder(tmp_path / "other")))
-    assert first.rewritten.exists() is used
 
 
 BREAKS: Mapping[str, tuple[str, str]] = {
@@ -218,7 +197,7 @@ def test_check_fusion_fails_original_is_served(
     found = checker(tmp_path / "rewritten").check(open_artifact(bert))
     assert found.rewritten is None and found.operators["rewritten"] is False
     assert why in found.operators["why"]
-    assert list((tmp_path / "rewritten").iterdir()) == []
+    assert [path.suffix for path in (tmp_path / "rewritten").iterdir()] == [".json"]
 
 
 def test_check_timeout_during_fusion_passes_the_model(
@@ -300,7 +279,7 @@ def test_check_model_folder_with_python_files_executes_none(
 
 def test_check_child_ends_on_interrupt() -> None:
     with pytest.raises(WorkerCrashed) as caught:
-        run_isolated(signal.raise_signal, signal.SIGINT, prepare=model_check._prepare, silent=True)
+        run_isolated(signal.raise_signal, signal.SIGINT, prepare=limit_process, silent=True)
     assert caught.value.status == -signal.SIGINT
 
 
@@ -340,7 +319,7 @@ def test_check_child_memory_is_limited(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX limits")
 def test_check_child_processor_time_is_limited() -> None:
-    prepare = partial(model_check._prepare, 0, 1)
+    prepare = partial(limit_process, 0, 1)
     with pytest.raises(WorkerCrashed) as caught:
         run_isolated(exec, "while True: pass", prepare=prepare, silent=True, timeout_s=30)
     assert caught.value.status in (-signal.SIGXCPU, -signal.SIGKILL)
@@ -489,14 +468,21 @@ def test_check_cached_result_of_other_external_data_is_ignored(
         checker(cached=True).check(open_artifact(folder))
 
 
-def test_check_timeout_of_fusion_is_not_cached(
+def test_check_timeout_of_fusion_is_tried_again_later(
     bert: Path, child: Child, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy machine must not turn off fusion for good."""
     monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 1)
     child("import time; lossless_passes.fuse_lossless = lambda *a, **k: time.sleep(60)")
-    assert checker(cached=True).check(open_artifact(bert)).rewritten is None
-    assert list(cache.iterdir()) == []
+    first = checker(cached=True).check(open_artifact(bert))
+    assert first.rewritten is None
+    child("raise SystemExit(5)")
+    assert checker(cached=True).check(open_artifact(bert)) == first
+    child("")
+    now = time.time()
+    monkeypatch.setattr(check_cache, "time", lambda: now + check_cache.RETRY_S)
+    monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 60)
+    assert checker(cached=True).check(open_artifact(bert)).rewritten is not None
 
 
 @pytest.mark.usefixtures("cache")
