@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from attnserve.models.loaded_model import ModelFailed
 from attnserve.runtime.stop import STOP, Stop
-from service.errors import DeadlineExceeded, ModelFailed, NotReady, Overloaded
+from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 __all__ = ["Batch", "BatchResult", "Batcher", "Queue", "RequestResult", "Row"]
 
@@ -222,7 +223,7 @@ class Batcher:
         max_queue: int = 512,
         concurrency: int = 1,
         on_batch: Callable[[Batch], None] | None = None,
-        on_failure: Callable[[NotReady], None] | None = None,
+        on_failure: Callable[[ModelFailed], None] | None = None,
     ) -> None:
         self.queue = Queue(budget, overhead, max_rows)
         self.max_queue = max_queue
@@ -410,7 +411,7 @@ class Batcher:
             except Exception as error:
                 for request in counts:
                     self._fail(request, error)
-                if isinstance(error, NotReady) and self._on_failure is not None:
+                if isinstance(error, ModelFailed) and self._on_failure is not None:
                     self._on_failure(error)
 
     def _deliver_batch(self, rows: list[Row], batch: Batch, counts: Mapping[_Request, int]) -> None:

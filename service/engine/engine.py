@@ -21,17 +21,16 @@ from typing import Any
 import numpy as np
 
 from attnserve.models.datasets import token_mask
+from attnserve.models.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
 from attnserve.models.token_statistics import CalibrationRange
-from attnserve.models.tokenizer import Encoding
+from attnserve.models.tokenizer import Encoding, TextEncoder
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
-from service.engine.model import Model, TextTask
 from service.engine.shadow import FollowUp, Shadow
 from service.errors import (
     DeadlineExceeded,
     NotFound,
     NotReady,
-    OutOfMemory,
     Overloaded,
     TooLarge,
     hide_folders,
@@ -56,6 +55,7 @@ REASONS: Mapping[type[BaseException], str] = {
     InvalidArgument: "invalid",
     NotFound: "invalid",
     NotReady: "not_ready",
+    ModelFailed: "not_ready",
     CheckFailed: "not_finite",
     BaseException: "error",
 }
@@ -108,6 +108,7 @@ class Engine:
         metrics: Receives the measurements.
         reload: Loads the same model again after a failure of its session; called in a thread.
         shadow: Receives the rows of answered requests.
+        version: A number, as text.
         content: A checksum of the files of the model.
     """
 
@@ -119,10 +120,11 @@ class Engine:
         reload: Callable[[], Model],
         shadow: Shadow,
         *,
+        version: str = "1",
         content: str = "",
     ) -> None:
         self.model = model
-        self.content = content
+        self.version, self.content = version, content
         self._range = CalibrationRange.read(model.artifact.lineage)
         self._shadow = shadow
         self.settings = settings
@@ -157,8 +159,14 @@ class Engine:
         return self.model.name
 
     @property
-    def version(self) -> str:
-        return self.model.version
+    def encoder(self) -> TextEncoder:
+        """The tokenizer; raises ``NotFound`` if the model has none."""
+        if self.model.encoder is None:
+            raise NotFound(
+                f"{self.name} has no tokenizer.json, which texts need",
+                f"send token ids to /v2/models/{self.name}/infer",
+            )
+        return self.model.encoder
 
     @property
     def ready(self) -> bool:
@@ -286,7 +294,6 @@ class Engine:
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
         with self._counted() as stages:
-            self.model.require_tokenizer()
             self._check_texts(texts)
             result = await self._tokenizer.submit_from(
                 lambda: [Row((), 1, one) for one in self._encode(texts, truncate)],
@@ -365,7 +372,6 @@ class Engine:
     ) -> Answer:
         with self._counted() as stages:
             model = self.model
-            model.require_tokenizer()
             self._check_texts(texts)
             outside = 0
 
@@ -404,7 +410,7 @@ class Engine:
         return answer
 
     def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoding]:
-        encoder = self.model.require_tokenizer()
+        encoder = self.encoder
         plain = [text for text in texts if not isinstance(text, list)]
         given = [text for text in texts if isinstance(text, list)]
         if not given:
@@ -488,9 +494,15 @@ class Engine:
         """Refuse a request that needs too much memory, by its shapes and those of one row."""
         size = self.model.output_bytes(shapes, outputs)
         _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
-        self.model.check_memory(row, self.settings.max_run_bytes)
+        found, limit = self.model.run_bytes(row), self.settings.max_run_bytes
+        if found is not None and found > limit:
+            raise TooLarge(
+                f"an operator of {self.name} needs {found} bytes at this length: at most {limit}",
+                "send a shorter input, or raise ATTNSERVE_MAX_RUN_BYTES",
+            )
 
     def _check_texts(self, texts: Sequence[Text]) -> None:
+        _ = self.encoder
         _check_limit(len(texts), self.settings.max_inputs, "texts")
         limit = self.settings.max_text_chars
         for index, text in enumerate(texts):
@@ -511,7 +523,7 @@ class Engine:
             stage_ns=(result.input_ns, result.infer_ns, result.output_ns),
         )
 
-    def _failed(self, error: NotReady) -> None:
+    def _failed(self, error: ModelFailed) -> None:
         """Handle a failure of the session: pause until the model runs again.
 
         A failed allocation may be that of one large request: the model stays ready if it still runs

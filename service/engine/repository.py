@@ -20,11 +20,11 @@ from typing import Literal
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, check_files, open_artifact
 from attnserve.models.graph_facts import GraphFacts
+from attnserve.models.loaded_model import Model
+from attnserve.planning.model_check import CheckResult, IsolationChecker, identify
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
-from service.engine.model import Model
-from service.engine.model_check import CheckResult, IsolationChecker, identify
 from service.engine.shadow import Shadow
 from service.errors import NotFound, NotReady, Overloaded, UnknownModel, hide_folders
 from service.metrics import Metrics, VersionState
@@ -382,6 +382,7 @@ class Repository:
             self.metrics.of(name, version),
             reload,
             self.shadow,
+            version=version,
             content=content,
         )
         if self._started:
@@ -402,7 +403,7 @@ class Repository:
         checked = self._checker.check(artifact) if self.settings.probe else identify(artifact)
         if checked.identity == served:
             return None
-        model = self._open(artifact, name, version, checked)
+        model = self._open(artifact, name, checked)
         if _state(artifact) != before or not checked.external_is_current:
             model.close()
             raise InvalidModel(
@@ -414,7 +415,7 @@ class Repository:
             log.warning("%s version %s: %s", name, version, NOT_BATCH_INVARIANT)
         return checked.identity, model
 
-    def _open(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
+    def _open(self, artifact: Artifact, name: str, checked: CheckResult) -> Model:
         """Load and warm up the model with fused operators, or the original if that fails.
 
         Raises:
@@ -427,7 +428,6 @@ class Repository:
             model = Model(
                 artifact,
                 name=name,
-                version=version,
                 provider=self._provider,
                 threads=settings.threads,
                 cuda=settings.cuda,
@@ -445,7 +445,7 @@ class Repository:
             # For example a deleted file, or no memory.
             why = {"rewritten": False, "why": error.what}
             plain = replace(checked, rewritten=None, operators=why)
-            return self._open(artifact, name, version, plain)
+            return self._open(artifact, name, plain)
         return model
 
     def _retire(self, engine: Engine) -> None:

@@ -18,12 +18,12 @@ from dataclasses import replace
 from time import monotonic, time
 
 from attnserve.runtime.isolation import error_from_json, error_to_json
+from attnserve.runtime.memory_use import rss_bytes
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
 from service.engine.repository import Entry, Repository, say_operators
 from service.engine.shadow import Shadow
 from service.errors import NotFound, NotReady
-from service.memory import rss_bytes
 from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
 from service.workers.shared_state import SharedState, Status, TargetModel, TargetState

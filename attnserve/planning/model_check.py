@@ -1,12 +1,11 @@
-"""Check models in a child process before the server loads them.
+"""Check a model in a child process, before this process loads it.
 
 A model file is untrusted: it may crash ONNX Runtime or never finish a run. The child loads it and
 runs it once; a crash or a timeout becomes an ``InvalidModel``. Results are cached by content, so
-that loading the same files again, or in another worker, only reads them.
+that another check of the same files, also in another process, only reads them.
 
-The child then tries lossless operator fusion (``planning.lossless_passes``). If the fused model
-computes the same and is faster, the server runs that file. If fusion fails, the server runs the
-original.
+The child then tries lossless operator fusion (``lossless_passes``). The fused model is to be run if
+it computes the same and is faster.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, sha256
 from attnserve.models.check_cache import CheckCache
 from attnserve.models.graph_facts import GraphFacts
+from attnserve.models.loaded_model import NOT_REWRITTEN, Model
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment, limit_process
 from attnserve.runtime.temporary import temporary_folder
 from graph_passes.errors import (
@@ -39,24 +39,23 @@ from graph_passes.errors import (
     InvalidModel,
     MissingExtra,
 )
-from service.engine.model import NOT_REWRITTEN, Model
 
 __all__ = ["CheckResult", "IsolationChecker", "identify"]
 
 CONFIGURATION_FILES = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
-"""Files beside the model that change how it is served."""
+"""Files beside the model that change its results."""
 
 FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
 """Errors that keep their type when the child raises them; others become ``InvalidModel``."""
 
-FIX = "do not serve this file; if you made it, check it with onnx.checker.check_model"
+FIX = "do not use this file; if you made it, check it with onnx.checker.check_model"
 
 MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
 """Address space of the child: a floor, the stacks and heaps of threads, and several copies of the
 files in the model's folder (graph, sessions and fused model)."""
 
 FUSION_TIMEOUT_S = 60
-"""Time limit of operator fusion; when it passes, the original model is served."""
+"""Time limit of operator fusion; when it passes, the original model is run."""
 
 MAX_BYTES = 1_000_000_000
 """Largest weights for which fusion is tried: it takes seconds per gigabyte, and a copy on disk."""
@@ -92,7 +91,7 @@ class IsolationChecker:
     """Checks models in a child process, each content once.
 
     Args:
-        provider, threads: Settings of the runs that serve the model.
+        provider, threads: Settings of later runs of the model.
         timeout_s: Time limit of loading the model and running it once.
         rewrite: Whether to try operator fusion.
         folder: Folder for results and fused models, created if missing. None creates a temporary
@@ -195,7 +194,7 @@ class IsolationChecker:
             if error.timed_out:
                 raise InvalidModel(
                     f"{name}: it did not load and run within {self._timeout_s:g} s",
-                    "raise `probe_timeout_s` for a large model, otherwise do not serve it",
+                    "raise `probe_timeout_s` for a large model, otherwise do not use it",
                     code="model.timeout",
                 ) from error
             raise InvalidModel(f"{name}: {error.what}", FIX, code="model.crash") from error
@@ -293,6 +292,7 @@ class _Child:
 
     def fuse(self, new: Path) -> dict[str, Any]:
         """Write the model with fused operators."""
+        # Imported here: only this process needs the modules that rewrite graphs.
         from attnserve.planning.lossless_passes import fuse_lossless
 
         if self._provider != "cpu":
