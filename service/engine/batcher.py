@@ -14,7 +14,7 @@ import asyncio
 import threading
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -69,10 +69,6 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._arrived)
-
-    def __iter__(self) -> Iterator[Row]:
-        """Iterate over the rows, oldest first."""
-        return iter(self._arrived.values())
 
     @property
     def oldest(self) -> Row:

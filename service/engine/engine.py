@@ -373,17 +373,14 @@ class Engine:
         with self._counted() as stages:
             model = self.model
             self._check_texts(texts)
-            outside = 0
 
             def rows() -> list[Row]:  # in a thread
-                nonlocal outside
                 encodings = self._encode(texts, truncate)
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
                 row = (1, max(map(len, encodings)))
                 shapes = {tensor.name: row for tensor in model.inputs}
                 _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
                 self._check_size(shapes, shapes, [model.text_output(task)])
-                outside = self._count_outside(one.ids for one in encodings)
                 return [
                     Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
                     for one in encodings
@@ -401,7 +398,7 @@ class Engine:
                 result=result,
                 tokens=sum(row.tokens for row in result.rows),
                 padded_tokens=sum(count * batch.longest for batch, count in result.batches),
-                out_of_calibration=outside,
+                out_of_calibration=self._count_outside(row.payload.ids for row in result.rows),
                 follow_up=self._shadow.follow_up(
                     self, task, [model.text_output(task)], result, texts
                 ),

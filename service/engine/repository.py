@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, check_files, open_artifact
 from attnserve.models.graph_facts import GraphFacts
 from attnserve.models.loaded_model import Model
+from attnserve.models.model_folder import Place, find_models
 from attnserve.planning.model_check import CheckResult, IsolationChecker, identify
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
@@ -41,8 +41,6 @@ MAX_LOADS = 8
 """Loads that run or wait; more are refused. One runs at a time: each reads all files of its model,
 and holds its weights beside those that are served."""
 
-VERSION = re.compile(r"[1-9]\d{0,17}|0")
-
 log = logging.getLogger("attnserve")
 audit = logging.getLogger("attnserve.audit")
 """Who loaded and unloaded what: lines of a request name its client and key."""
@@ -56,14 +54,6 @@ class Entry:
     version: str
     state: Literal["READY", "LOADING", "UNAVAILABLE"]
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Location of a version; ``shared`` is the folder above the versions of a model."""
-
-    path: Path
-    shared: Path | None = None
 
 
 class Repository:
@@ -180,7 +170,7 @@ class Repository:
 
         If the path cannot be read, the index lists the loaded versions.
         """
-        on_disk: Mapping[str, Mapping[str, _Place]] = {}
+        on_disk: Mapping[str, Mapping[str, Place]] = {}
         with suppress(AttnserveError):
             on_disk = self._find()
         found: dict[tuple[str, str], Entry] = {}
@@ -350,7 +340,7 @@ class Repository:
         known = ", ".join(sorted(self._engines))
         raise NotFound(f"this server has several models: {known}", "name one of them")
 
-    async def _prepare(self, name: str, version: str, place: _Place) -> Engine:
+    async def _prepare(self, name: str, version: str, place: Place) -> Engine:
         """The engine of the model at ``place``: the current one if unchanged, else a new one."""
         current = self._engines.get(name, {}).get(version)
         served = current.content if current is not None and current.ready else None
@@ -390,7 +380,7 @@ class Repository:
         return engine
 
     def _load(
-        self, name: str, version: str, place: _Place, served: str | None = None
+        self, name: str, version: str, place: Place, served: str | None = None
     ) -> tuple[str, Model] | None:
         """(checksum of the content, the model); None if the content is ``served``.
 
@@ -461,28 +451,20 @@ class Repository:
             for engine in self.engines()
         ]
 
-    def _find(self) -> Mapping[str, Mapping[str, _Place]]:
+    def _find(self) -> Mapping[str, Mapping[str, Place]]:
         """The models on disk, by name and version.
 
         Raises:
             InvalidModel: The file or folder does not exist or cannot be read.
             NotReady: It could be read when the server started.
         """
-        path = self.settings.model
         try:
-            if self._started:
-                path.stat()
-            folders = dict(_repository(path)) if path.is_dir() else {}
-            is_artifact = not path.is_dir() or (path / "model.onnx").is_file()
-            if is_artifact or (not folders and any(path.glob("*.onnx"))):
-                found = {open_artifact(path).name: {"1": _Place(path)}}
-            else:
-                found = folders
+            found = find_models(self.settings.model, must_exist=self._started)
         except OSError as error:
             if self._started:
                 raise NotReady("the model repository cannot be read", "try again later") from error
             raise InvalidModel(
-                f"{path}: cannot be read: {error.strerror}", "check its permissions"
+                f"{self.settings.model}: cannot be read: {error.strerror}", "check its permissions"
             ) from error
         self._known = frozenset(found)
         return found
@@ -498,27 +480,6 @@ def say_operators(engine: Engine) -> None:
         )  # fmt: skip
     elif engine.settings.probe and engine.settings.rewrite:
         log.info("%s runs without fused operators: %s", engine.name, done["why"])
-
-
-def _repository(path: Path) -> Iterator[tuple[str, dict[str, _Place]]]:
-    """(name, versions) of each model in a repository folder; other folders are ignored.
-
-    So are folders that this user may not read: the root of a volume has a ``lost+found``.
-    """
-    for folder in sorted(path.iterdir()):
-        versions: dict[str, _Place] = {}
-        with suppress(PermissionError):
-            if not folder.is_dir() or folder.name.startswith("."):
-                continue
-            versions = {
-                child.name: _Place(child, folder)
-                for child in folder.iterdir()
-                if VERSION.fullmatch(child.name) and (child / "model.onnx").is_file()
-            }
-            if not versions and (folder / "model.onnx").is_file():
-                versions = {"1": _Place(folder)}
-        if versions:
-            yield folder.name, versions
 
 
 def _state(artifact: Artifact) -> tuple[object, ...]:

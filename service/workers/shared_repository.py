@@ -31,13 +31,10 @@ from service.workers.shared_state import SharedState, Status, TargetModel, Targe
 __all__ = ["SharedRepository"]
 
 TICK_S = 0.1
-"""Interval of the checks for a new target state, and of status updates after a change."""
+"""Interval of the checks for a new target state, and of status updates."""
 
 MAX_RETRIES = 4
 """Repeated attempts to reach a target state, after 1, 2, 4 and 8 s."""
-
-REPORT_S = 1.0
-"""Interval of status updates without a change."""
 
 log = logging.getLogger("attnserve")
 
@@ -77,9 +74,7 @@ class SharedRepository(Repository):
     def ready(self) -> bool:
         """Whether all serving workers are ready; until all have served once, False."""
         return (
-            self._ready_here
-            and self._state.complete
-            and all(peer.ready and not peer.hangs for peer in self._peers())
+            self._ready_here and self._state.complete and all(peer.ready for peer in self._peers())
         )
 
     def runs(self, engine: Engine) -> bool:
@@ -137,7 +132,7 @@ class SharedRepository(Repository):
         """Apply ``change`` in every worker.
 
         Raises:
-            NotReady: Another worker hangs, or could not follow.
+            AttnserveError: Another worker could not follow.
         """
         failure: AttnserveError | None = None
         async with self._state.lock():
@@ -290,18 +285,12 @@ class SharedRepository(Repository):
     async def _wait_for_peers(self, generation: int) -> None:
         """Wait until all serving workers have reached ``generation``.
 
+        The supervisor kills a worker that hangs, and removes its status.
+
         Raises:
             AttnserveError: A worker could not reach it.
-            NotReady: A worker hangs.
         """
-        while waiting := [peer for peer in self._peers() if peer.generation < generation]:
-            for peer in waiting:
-                if peer.hangs:
-                    raise NotReady(
-                        f"worker {peer.worker} (process {peer.pid}) does not respond",
-                        "this worker has applied the change; kill that process to replace it",
-                        code="worker.hangs",
-                    )
+        while any(peer.generation < generation for peer in self._peers()):
             await asyncio.sleep(TICK_S / 5)
         for peer in self._peers():
             if peer.error is not None:
@@ -309,7 +298,7 @@ class SharedRepository(Repository):
                 raise type(error)(f"worker {peer.worker}: {error.what}", error.fix, code=error.code)
 
     def _report_status(self) -> None:
-        """Write the status after a change, and every ``REPORT_S``."""
+        """Write the status after a change."""
         status = Status(
             self._worker,
             os.getpid(),
@@ -319,11 +308,10 @@ class SharedRepository(Repository):
             error=None if self._error is None else error_to_json(self._error),
             models=super()._watch(),
             rss_bytes=rss_bytes(),
-            at=time(),
         )
-        if status != self._status or status.at - self._status.at > REPORT_S:
-            self._status = status
+        if status != self._status:
             self._state.set_status(status)
+            self._status = status
 
     def _seconds(self) -> dict[Version, dict[int, Second]]:
         merged: dict[Version, dict[int, Second]] = {}

@@ -2,7 +2,7 @@
 
     target.json       the models that every worker must load, with a generation; written by the
                       worker that handles a load or unload request, while it holds the lock
-    worker-I.json     status of worker I, rewritten at least once a second
+    worker-I.json     status of worker I, rewritten after every change
     seconds-PID.json  totals of the last minute by second, for /stats.json
     checks/           results of the isolation check, if they are not in the user's cache folder
     shadow/           rows for worker 0 to compare with the original, and the reports of it
@@ -23,7 +23,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from time import time
 from typing import Any, TypeVar
 
 import orjson
@@ -32,9 +31,6 @@ from pydantic import TypeAdapter
 from service.metrics import Second, VersionState
 
 __all__ = ["SharedState", "Status", "TargetModel", "TargetState"]
-
-HANGING_S = 15
-"""A worker without a new status for this time hangs; a busy worker is late by a second or two."""
 
 LOCK_POLL_S = 0.02
 
@@ -70,7 +66,6 @@ class Status:
         generation: Of the target state that it last tried to reach.
         error: Why it could not reach that state, or could not start.
         models: State of each loaded version.
-        at: Time of this status, in seconds since 1970.
     """
 
     worker: int
@@ -80,12 +75,7 @@ class Status:
     generation: int = 0
     error: dict[str, str] | None = None
     models: list[VersionState] = field(default_factory=list[VersionState])
-    rss_bytes: int = field(default=0, compare=False)
-    at: float = field(default=0.0, compare=False)
-
-    @property
-    def hangs(self) -> bool:
-        return time() - self.at > HANGING_S
+    rss_bytes: int = 0
 
     def runs(self, name: str, version: str) -> bool:
         """Whether this worker can run a version."""

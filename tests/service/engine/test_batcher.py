@@ -72,8 +72,9 @@ def test_queue_take_separates_keys() -> None:
 
 
 def test_queue_discard_twice_removes_row_once() -> None:
-    queue = filled(3, 4, 5)
-    middle = list(queue)[1]
+    queue, middle = filled(3), row(4)
+    queue.add(middle)
+    queue.add(row(5))
     queue.discard(middle)
     queue.discard(middle)
     assert queue.tokens == 8
