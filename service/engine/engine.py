@@ -158,8 +158,7 @@ class Engine:
     def name(self) -> str:
         return self.model.name
 
-    @property
-    def encoder(self) -> TextEncoder:
+    def require_tokenizer(self) -> TextEncoder:
         """The tokenizer; raises ``NotFound`` if the model has none."""
         if self.model.encoder is None:
             raise NotFound(
@@ -407,7 +406,7 @@ class Engine:
         return answer
 
     def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoding]:
-        encoder = self.encoder
+        encoder = self.require_tokenizer()
         plain = [text for text in texts if not isinstance(text, list)]
         given = [text for text in texts if isinstance(text, list)]
         if not given:
@@ -499,7 +498,7 @@ class Engine:
             )
 
     def _check_texts(self, texts: Sequence[Text]) -> None:
-        _ = self.encoder
+        self.require_tokenizer()
         _check_limit(len(texts), self.settings.max_inputs, "texts")
         limit = self.settings.max_text_chars
         for index, text in enumerate(texts):

@@ -62,16 +62,23 @@ class Repository:
     Args:
         settings: The path, and how to serve its models.
         metrics: Receives the measurements of the engines.
-        checks: Folder for results of checks that other workers read; None for a temporary one.
+        folder: The folder that several workers share; None for a single process.
+        worker: The number of this worker.
     """
 
     def __init__(
-        self, settings: Settings, metrics: Metrics | None = None, *, checks: Path | None = None
+        self,
+        settings: Settings,
+        metrics: Metrics | None = None,
+        *,
+        folder: Path | None = None,
+        worker: int = 0,
     ) -> None:
         self.settings = settings = on_device(settings)
         self.metrics = metrics or Metrics()
         self.metrics.watch = self._watch
-        self.shadow = Shadow(settings, self.metrics, self.engines)
+        rows = folder and folder / "shadow"
+        self.shadow = Shadow(settings, self.metrics, self.engines, folder=rows, worker=worker)
         self.draining = False
         self._provider: Provider = "cuda" if settings.provider == "cuda" else "cpu"
         self._checker = IsolationChecker(
@@ -79,7 +86,7 @@ class Repository:
             threads=settings.threads,
             timeout_s=settings.probe_timeout_s,
             rewrite=settings.rewrite,
-            folder=checks,
+            folder=folder and folder / "checks",
             cached=settings.probe_cache,
         )
         self._engines: dict[str, dict[str, Engine]] = {}

@@ -22,7 +22,6 @@ from attnserve.runtime.memory_use import rss_bytes
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
 from service.engine.repository import Entry, Repository, say_operators
-from service.engine.shadow import Shadow
 from service.errors import NotFound, NotReady
 from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
@@ -50,11 +49,8 @@ class SharedRepository(Repository):
     def __init__(
         self, settings: Settings, metrics: Metrics, *, worker: int, state: SharedState
     ) -> None:
-        super().__init__(settings, metrics, checks=state.checks)
+        super().__init__(settings, metrics, folder=state.path, worker=worker)
         self._worker, self._state = worker, state
-        self.shadow = Shadow(
-            self.settings, metrics, self.engines, folder=state.shadow, worker=worker
-        )
         self._status = Status(worker, os.getpid())
         self.serving = False
         """Whether this worker accepts connections and has loaded the target state."""

@@ -99,14 +99,6 @@ class SharedState:
         return self.path / "metrics"
 
     @property
-    def checks(self) -> Path:
-        return self.path / "checks"
-
-    @property
-    def shadow(self) -> Path:
-        return self.path / "shadow"
-
-    @property
     def complete(self) -> bool:
         """Whether all workers have served: later, readiness needs only those that are alive."""
         return (self.path / "complete").exists()
