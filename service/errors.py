@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
+from attnserve.models.loaded_model import ModelFailed
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
@@ -32,10 +33,8 @@ __all__ = [
     "Forbidden",
     "InvalidField",
     "MalformedRequest",
-    "ModelFailed",
     "NotFound",
     "NotReady",
-    "OutOfMemory",
     "Overloaded",
     "ServiceError",
     "TooLarge",
@@ -127,18 +126,6 @@ class NotReady(ServiceError):
     default_code = "model.not_ready"
 
 
-class OutOfMemory(NotReady):
-    """The run does not fit into memory."""
-
-    default_code = "model.out_of_memory"
-
-
-class ModelFailed(NotReady):
-    """The model's session, or the device that it runs on, is broken."""
-
-    default_code = "model.failed"
-
-
 class ClientGone(ServiceError):
     """The client disconnected before its answer."""
 
@@ -171,6 +158,7 @@ HTTP_ERRORS: Mapping[type[AttnserveError], HttpError] = {
     Overloaded: HttpError(429, {"retry-after": "1"}),
     ClientGone: HttpError(499),  # nginx's number; it appears only in the log
     NotReady: HttpError(503, {"retry-after": "5"}),
+    ModelFailed: HttpError(503, {"retry-after": "5"}),
     DeadlineExceeded: HttpError(504),
     AttnserveError: HttpError(500),
 }

@@ -23,7 +23,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from service.memory import gpu_bytes, rss_bytes
+from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
 
 __all__ = ["WINDOW_S", "Metrics", "ModelMetrics", "Second", "Series", "Version", "VersionState"]
 

@@ -236,14 +236,7 @@ def check_tls(settings: Settings) -> None:
     try:
         if needs and settings.ssl_certfile is None:
             raise ValueError("`ssl_certfile` is missing")
-        if settings.ssl_certfile is not None:
-            options = _tls(settings)
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(
-                settings.ssl_certfile, settings.ssl_keyfile, lambda: options["ssl_keyfile_password"]
-            )
-            if settings.ssl_ca_certs is not None:
-                context.load_verify_locations(settings.ssl_ca_certs)
+        uvicorn.Config(FastAPI(), log_config=None, **_tls(settings)).load()
     except (OSError, ValueError) as error:
         raise InvalidArgument(
             f"HTTPS is not possible: {error}",

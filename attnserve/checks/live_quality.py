@@ -1,4 +1,4 @@
-"""Quality of a served artifact against its original, measured on live rows, and its promise.
+"""Quality of served artifacts against their original, measured on live rows, and its promise.
 
 The promise is checked at ever larger numbers of rows ("looks"): 16, then 1.5 times as many up to
 the window, then each ``LOOK_STEP`` rows. At look k the upper end of a one-sided interval of the
@@ -15,19 +15,29 @@ correlations of similarities.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
 import numpy as np
 
 from attnserve.checks.quality import MIN_ROWS, interval, lower_bound, new_meter
 from attnserve.choices import Measure, Pooling
+from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, sha256
+from attnserve.models.loaded_model import Model, TextTask
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidModel
 
-__all__ = ["ALPHA", "WINDOW", "LiveQuality", "LiveReport", "Promise", "read_promise"]
+__all__ = [
+    "ALPHA",
+    "WINDOW",
+    "LiveComparison",
+    "LiveQuality",
+    "LiveReport",
+    "Promise",
+    "read_promise",
+]
 
 WINDOW = 256
 """The number of last rows that are measured."""
@@ -181,3 +191,72 @@ class LiveQuality:
             return float(influence.mean()) < promise
         confidence = 1 - ALPHA / (self._looks * (self._looks + 1))
         return -lower_bound(-influence, confidence) < promise
+
+
+MEASURES: Mapping[TextTask, Sequence[Measure]] = {
+    "embed": ["similarity"],
+    "classify": ["kl", "top1"],
+    "rerank": ["r2"],
+}
+"""Measures of what is served for a text."""
+
+
+class LiveComparison:
+    """An original model, and the quality of each artifact that is served in its place.
+
+    Results are JSON values: it can be the object of an ``isolation.Worker``.
+    """
+
+    def __init__(self, artifact: Artifact, provider: Provider) -> None:
+        self._model = Model(artifact, provider=provider, threads=1)
+        self._model.warm_up()
+        self._watched: dict[str, tuple[LiveQuality, str]] = {}
+
+    def watch(
+        self, key: str, artifact: Artifact, signature: list[list[Any]], measure: Measure
+    ) -> None:
+        """Begin to compare a served model.
+
+        Args:
+            signature: ``Model.signature`` of the served model.
+            measure: The measure if the record of the artifact has none.
+
+        Raises:
+            InvalidModel: It has other inputs, or was made from another model.
+        """
+        original = self._model.artifact
+        if (found := self._model.signature) != signature:
+            raise InvalidModel(
+                f"{original.model}: it takes {found}, but {artifact.name} takes {signature}",
+                "give the model that the artifact was optimized from",
+                code="shadow.inputs",
+            )
+        promise = read_promise(artifact, original)
+        measure = measure if promise.measure in ("auto", "score") else promise.measure
+        pooling = None if artifact.tokenizer is None else artifact.pooling
+        quality = LiveQuality(measure, pooling, promise.value, artifact.dimensions)
+        self._watched[key] = quality, promise.output
+
+    def compare(
+        self,
+        key: str,
+        task: TextTask | None,
+        inputs: Mapping[str, np.ndarray],
+        served: Mapping[str, np.ndarray],
+    ) -> dict[str, Any] | None:
+        """Run the original on a row; None if what was served cannot be measured.
+
+        Returns:
+            The ``LiveReport``, and "changed": whether the state of the promise has changed.
+        """
+        quality, name = self._watched[key]
+        name = name if name in served else next(iter(served))
+        ours = served[name]
+        if len(ours) != 1 or (task and quality.report.measure not in MEASURES[task]):
+            return None
+        if task == "classify":  # the service answers probabilities
+            ours = np.log(np.maximum(ours, np.finfo(np.float64).tiny))
+        theirs = self._model.run(inputs, [name])[name][:1]
+        row = {name: array[:1] for name, array in inputs.items()}
+        changed = quality.add(theirs, ours, row)
+        return {**asdict(quality.report), "changed": changed}

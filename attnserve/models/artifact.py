@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
@@ -744,9 +745,19 @@ def _is_the_input(path: Path) -> InvalidOutput:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 checksum of a file in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """The SHA-256 checksum of a file in hexadecimal.
+
+    Raises:
+        InvalidModel: It cannot be read, or is no regular file: a device may have no end.
+    """
+    why: str | None = "it is no file"
+    try:
+        if stat.S_ISREG(path.stat().st_mode):
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        why = error.strerror
+    raise InvalidModel(f"{path}: cannot be read: {why}", "check the path", code="artifact.file")
 
 
 def fingerprint(artifact: Artifact) -> str:

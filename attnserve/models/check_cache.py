@@ -1,4 +1,4 @@
-"""Results of the isolation check, kept between starts in the user's cache folder.
+"""Results of the isolation check, in a folder that several processes may share.
 
 A result is that of one content on one machine: the key covers the files, the versions of the
 packages that run them, and the processor. Only this user can write the folder, and an entry that
@@ -21,6 +21,7 @@ import orjson
 from attnserve.models.artifact import sha256
 from attnserve.runtime.cache import cache_folder, private_folder, read_private, write_atomically
 from attnserve.runtime.cpu import available_cores, cpu_flags
+from graph_passes.errors import InvalidModel
 
 __all__ = ["CheckCache"]
 
@@ -28,6 +29,9 @@ PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tokenizers", "onnx-ir")
 
 MOST_ENTRIES = 16
 """Entries that are kept, the last used ones: each may hold a copy of the weights."""
+
+RETRY_S = 3600.0
+"""A result that a busy machine may have caused is valid for this time."""
 
 ABANDONED_S = 86_400
 """Age of a file without an entry that no process writes any more."""
@@ -37,12 +41,13 @@ class CheckCache:
     """Entries of checks with the same settings, and their files.
 
     Args:
+        folder: The folder, created if missing; None for one in the user's cache folder.
         settings: What else the results depend on, for example the provider and this program's
             version.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        self.folder = private_folder(cache_folder() / "checks")
+    def __init__(self, folder: Path | None = None, **settings: Any) -> None:
+        self.folder = private_folder(folder or cache_folder() / "checks")
         """None if there is no folder that only this user can write."""
         self._setting = orjson.dumps(
             [
@@ -60,25 +65,35 @@ class CheckCache:
         return self.folder and self.folder / f"{key}.onnx"
 
     def read(self, content: str) -> Mapping[str, Any] | None:
-        """What ``write`` stored for a content, if its fused model is unchanged; else None."""
+        """What ``write`` stored for a content, if it is valid and its fused model unchanged."""
         file = self.file(content)
         text = None if file is None else read_private(file.with_suffix(".json"))
         if file is None or text is None:
             return None
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, InvalidModel):
             entry = orjson.loads(text)
-            if entry["fused"] is None or entry["fused"] == sha256(file):
+            is_valid = entry["until"] is None or time() < entry["until"]
+            is_valid = is_valid and (entry["fused"] is None or entry["fused"] == sha256(file))
+            if is_valid:
                 os.utime(file.with_suffix(".json"))
                 return entry["result"]
         return None
 
-    def write(self, content: str, result: Mapping[str, Any], *, fused: bool) -> None:
-        """Store a result, and the checksum of the fused model if there is one."""
+    def write(
+        self, content: str, result: Mapping[str, Any], *, fused: bool, is_final: bool = True
+    ) -> None:
+        """Store a result, and the checksum of the fused model if there is one.
+
+        Args:
+            is_final: Whether a new check would have the same result; else it is valid for
+                ``RETRY_S``.
+        """
         file = self.file(content)
         if file is None:
             return
         with suppress(OSError):  # the cache is optional
-            entry = {"fused": sha256(file) if fused else None, "result": result}
+            until = None if is_final else time() + RETRY_S
+            entry = {"fused": sha256(file) if fused else None, "until": until, "result": result}
             write_atomically(file.with_suffix(".json"), orjson.dumps(entry))
             self._delete_old(file.parent)
 

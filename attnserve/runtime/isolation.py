@@ -32,6 +32,7 @@ __all__ = [
     "describe_exit",
     "error_from_json",
     "error_to_json",
+    "limit_process",
     "run_isolated",
     "search_path",
 ]
@@ -102,8 +103,7 @@ class Worker:
         timeout_s: Time limit of creating the object; None for no limit.
         environment: Environment variables of the child, for example ``allowed_environment()``. None
             passes those of this process, with ``search_path()`` as PYTHONPATH.
-        prepare: Called first in the child, for example
-            ``partial(resource.setrlimit, resource.RLIMIT_AS, (size, size))``.
+        prepare: Called first in the child, for example ``limit_process``.
         on_start: Called with the process, before the object is created; another thread may kill it.
         silent: Whether to drop the stdout and stderr of the child, except for the end, which the
             error of a crash quotes. Otherwise both go to the stderr of this process.
@@ -255,6 +255,29 @@ def run_isolated(
     """
     with Worker(_Call, function, arguments, timeout_s=timeout_s, **options) as worker:
         return worker.call("result")
+
+
+def limit_process(memory_bytes: int = 0, cpu_s: int = 0) -> None:
+    """Limit the damage of an untrusted file to this process, for ``prepare`` of a ``Worker``.
+
+    Ctrl-C ends it, and so does the system if memory is short, before any other process.
+
+    Args:
+        memory_bytes: Maximum address space; 0 for no limit. CUDA reserves that of all memory.
+        cpu_s: Maximum processor time in seconds; 0 for no limit.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with suppress(ImportError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
+            _, hard = resource.getrlimit(kind)
+            if limit:
+                most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+                resource.setrlimit(kind, (most, most))
 
 
 def search_path() -> list[str]:

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, FailFast, Field
 
 from attnserve import __version__
+from attnserve.models.loaded_model import Tensor
 from graph_passes.errors import InvalidData
 from service.api.requests import (
     Body,
@@ -39,7 +40,6 @@ from service.api.tensors import (
     encode_all,
     split,
 )
-from service.engine.model import Tensor
 from service.engine.repository import Repository
 from service.errors import Error
 

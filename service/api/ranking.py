@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field
 
 from attnserve.choices import Activation
+from attnserve.models.loaded_model import scores_of
 from service.api.openai import OpenAIError
 from service.api.requests import (
     Body,
@@ -23,7 +24,6 @@ from service.api.requests import (
 )
 from service.api.responses import respond
 from service.api.texts import TextBody, TextList
-from service.engine.model import scores_of
 
 __all__ = ["cohere", "router"]
 

@@ -13,8 +13,8 @@ import orjson
 from fastapi import Request, Response
 from starlette.background import BackgroundTask
 
+from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
 from service.engine.engine import Answer, Engine
-from service.memory import gpu_bytes, rss_bytes
 
 __all__ = ["array_json", "json_response", "respond"]
 

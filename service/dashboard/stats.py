@@ -7,9 +7,9 @@ from pathlib import PurePath
 from typing import Any
 
 from attnserve.models.artifact import Artifact
+from attnserve.runtime.memory_use import gpu_bytes
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.memory import gpu_bytes
 from service.metrics import Second, Series, VersionState
 
 __all__ = ["report"]

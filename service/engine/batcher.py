@@ -14,14 +14,15 @@ import asyncio
 import threading
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from attnserve.models.loaded_model import ModelFailed
 from attnserve.runtime.stop import STOP, Stop
-from service.errors import DeadlineExceeded, ModelFailed, NotReady, Overloaded
+from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 __all__ = ["Batch", "BatchResult", "Batcher", "Queue", "RequestResult", "Row"]
 
@@ -68,10 +69,6 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._arrived)
-
-    def __iter__(self) -> Iterator[Row]:
-        """Iterate over the rows, oldest first."""
-        return iter(self._arrived.values())
 
     @property
     def oldest(self) -> Row:
@@ -222,7 +219,7 @@ class Batcher:
         max_queue: int = 512,
         concurrency: int = 1,
         on_batch: Callable[[Batch], None] | None = None,
-        on_failure: Callable[[NotReady], None] | None = None,
+        on_failure: Callable[[ModelFailed], None] | None = None,
     ) -> None:
         self.queue = Queue(budget, overhead, max_rows)
         self.max_queue = max_queue
@@ -325,26 +322,19 @@ class Batcher:
         self._paused = False
         self._start_batches()
 
-    def refuse_waiting(self, error: Exception) -> None:
-        """Answer all requests that wait or are being prepared with ``error``."""
-        with self._lock:
-            queued = {row.request for row in self.queue}
-        for request in [one for one in self._open if not one.rows or one in queued]:
-            self._fail(request, error)
-
     def refuse_all(self, error: Exception) -> None:
         """Answer all open requests with ``error``; results of current runs are dropped."""
         for request in list(self._open):
             self._fail(request, error)
 
     def close(self) -> None:
-        """Refuse waiting requests and wait for the current runs."""
+        """Refuse open requests and wait for the current runs."""
         self._closed = True
         self.pause()
         if self._open:  # futures belong to the loop; this may be another thread
             assert self._loop is not None
             unloaded = NotReady("the model is unloaded", "load it again")
-            self._loop.call_soon_threadsafe(self.refuse_waiting, unloaded)
+            self._loop.call_soon_threadsafe(self.refuse_all, unloaded)
         self._prepare_pool.shutdown(wait=True)
         self._run_pool.shutdown(wait=True, cancel_futures=True)
 
@@ -417,7 +407,7 @@ class Batcher:
             except Exception as error:
                 for request in counts:
                     self._fail(request, error)
-                if isinstance(error, NotReady) and self._on_failure is not None:
+                if isinstance(error, ModelFailed) and self._on_failure is not None:
                     self._on_failure(error)
 
     def _deliver_batch(self, rows: list[Row], batch: Batch, counts: Mapping[_Request, int]) -> None:

@@ -21,17 +21,16 @@ from typing import Any
 import numpy as np
 
 from attnserve.models.datasets import token_mask
+from attnserve.models.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
 from attnserve.models.token_statistics import CalibrationRange
-from attnserve.models.tokenizer import Encoding
+from attnserve.models.tokenizer import Encoding, TextEncoder
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
-from service.engine.model import Model, TextTask
 from service.engine.shadow import FollowUp, Shadow
 from service.errors import (
     DeadlineExceeded,
     NotFound,
     NotReady,
-    OutOfMemory,
     Overloaded,
     TooLarge,
     hide_folders,
@@ -56,6 +55,7 @@ REASONS: Mapping[type[BaseException], str] = {
     InvalidArgument: "invalid",
     NotFound: "invalid",
     NotReady: "not_ready",
+    ModelFailed: "not_ready",
     CheckFailed: "not_finite",
     BaseException: "error",
 }
@@ -108,6 +108,8 @@ class Engine:
         metrics: Receives the measurements.
         reload: Loads the same model again after a failure of its session; called in a thread.
         shadow: Receives the rows of answered requests.
+        version: A number, as text.
+        content: A checksum of the files of the model.
     """
 
     def __init__(
@@ -117,8 +119,12 @@ class Engine:
         metrics: ModelMetrics,
         reload: Callable[[], Model],
         shadow: Shadow,
+        *,
+        version: str = "1",
+        content: str = "",
     ) -> None:
         self.model = model
+        self.version, self.content = version, content
         self._range = CalibrationRange.read(model.artifact.lineage)
         self._shadow = shadow
         self.settings = settings
@@ -144,7 +150,7 @@ class Engine:
         self.in_flight = 0
         """Number of open requests."""
         self._users = 0
-        self._unused: asyncio.Event | None = None
+        self._unused = asyncio.Event()
         self._broken: str | None = None
         self._recovering: asyncio.Task[None] | None = None
 
@@ -152,9 +158,14 @@ class Engine:
     def name(self) -> str:
         return self.model.name
 
-    @property
-    def version(self) -> str:
-        return self.model.version
+    def require_tokenizer(self) -> TextEncoder:
+        """The tokenizer; raises ``NotFound`` if the model has none."""
+        if self.model.encoder is None:
+            raise NotFound(
+                f"{self.name} has no tokenizer.json, which texts need",
+                f"send token ids to /v2/models/{self.name}/infer",
+            )
+        return self.model.encoder
 
     @property
     def ready(self) -> bool:
@@ -194,7 +205,14 @@ class Engine:
             model.check_outputs(outputs)
             model.check(inputs)
             names = tuple(outputs or (output.name for output in model.outputs))
-            self._check_size(inputs, names)
+            size = sum(array.nbytes for array in inputs.values())
+            _check_limit(size, self.settings.max_tensor_bytes, "bytes of input tensors")
+            padded_tokens = math.prod(model.ids(inputs).shape[:2])
+            shapes = row = {name: array.shape for name, array in inputs.items()}
+            if model.rows_are_independent:  # the batcher bounds the rows of a run
+                row = {name: (1, *shape[1:]) for name, shape in shapes.items()}
+            _check_limit(padded_tokens, self.settings.max_tokens, "padded tokens")
+            self._check_size(shapes, row, names)
             rows = self._tensor_rows(inputs, names)
             result = await self.batcher.submit(rows, deadline)
             started = perf_counter_ns()
@@ -205,7 +223,7 @@ class Engine:
                 outputs=dict(zip(names, joined, strict=True)),
                 result=result,
                 tokens=model.tokens(inputs),
-                padded_tokens=math.prod(model.ids(inputs).shape[:2]),
+                padded_tokens=padded_tokens,
                 out_of_calibration=self._count_outside(_token_ids(inputs)),
                 follow_up=self._shadow.follow_up(self, None, names, result),
             )
@@ -275,7 +293,6 @@ class Engine:
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
         with self._counted() as stages:
-            self.model.require_tokenizer()
             self._check_texts(texts)
             result = await self._tokenizer.submit_from(
                 lambda: [Row((), 1, one) for one in self._encode(texts, truncate)],
@@ -303,12 +320,11 @@ class Engine:
 
     def release(self) -> None:
         self._users -= 1
-        if not self._users and self._unused is not None:
+        if not self._users:
             self._unused.set()
 
     async def retire(self) -> None:
         """Answer the accepted requests, then free the session."""
-        self._unused = asyncio.Event()
         while self._users:
             self._unused.clear()
             await self._unused.wait()
@@ -317,7 +333,7 @@ class Engine:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Finish the current runs, refuse waiting requests, free the session."""
+        """Refuse open requests, wait for the current runs, free the session."""
         self.batcher.close()
         self._tokenizer.close()
         self.model.close()
@@ -355,21 +371,15 @@ class Engine:
     ) -> Answer:
         with self._counted() as stages:
             model = self.model
-            model.require_tokenizer()
             self._check_texts(texts)
-            outside = 0
 
             def rows() -> list[Row]:  # in a thread
-                nonlocal outside
                 encodings = self._encode(texts, truncate)
-                _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
                 row = (1, max(map(len, encodings)))
                 shapes = {tensor.name: row for tensor in model.inputs}
-                model.check_memory(shapes, self.settings.max_run_bytes)
-                size = model.output_bytes(shapes, [model.text_output(task)])
-                _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
-                outside = self._count_outside(one.ids for one in encodings)
+                _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
+                self._check_size(shapes, shapes, [model.text_output(task)])
                 return [
                     Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
                     for one in encodings
@@ -387,7 +397,7 @@ class Engine:
                 result=result,
                 tokens=sum(row.tokens for row in result.rows),
                 padded_tokens=sum(count * batch.longest for batch, count in result.batches),
-                out_of_calibration=outside,
+                out_of_calibration=self._count_outside(row.payload.ids for row in result.rows),
                 follow_up=self._shadow.follow_up(
                     self, task, [model.text_output(task)], result, texts
                 ),
@@ -396,32 +406,31 @@ class Engine:
         return answer
 
     def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoding]:
-        encoder = self.model.require_tokenizer()
-        plain = [text for text in texts if isinstance(text, str | tuple)]
-        if len(plain) == len(texts):
+        encoder = self.require_tokenizer()
+        plain = [text for text in texts if not isinstance(text, list)]
+        given = [text for text in texts if isinstance(text, list)]
+        if not given:
             return encoder.encode(plain, truncate=truncate)
-        limit = encoder.max_length
+        if plain:
+            raise InvalidData(
+                "texts and token ids in one request", "send them in separate requests"
+            )
+        limit, bound = encoder.max_length, self.model.vocabulary
         encodings: list[Encoding] = []
-        for index, text in enumerate(texts):
-            if isinstance(text, str | tuple):
-                raise InvalidData(
-                    "texts and token ids in one request", "send them in separate requests"
-                )
-            if not text:
+        for index, ids in enumerate(given):
+            if not ids:
                 raise InvalidData(f"text {index} has no tokens", "remove empty texts")
-            if limit is not None and len(text) > limit and not truncate:
+            if limit is not None and len(ids) > limit and not truncate:
                 raise InvalidData(
-                    f"text {index} has {len(text)} tokens, more than the limit of {limit}",
+                    f"text {index} has {len(ids)} tokens, more than the limit of {limit}",
                     "shorten it, or ask for truncation",
                 )
             # Checked per text: in a batch, one bad id would fail other requests.
-            bound = self.model.vocabulary
-            if wrong := [token for token in text if not 0 <= token < bound]:
+            if wrong := [token for token in ids if not 0 <= token < bound]:
                 raise InvalidData(
                     f"text {index} holds {wrong[0]}: expected ids from 0 to {bound - 1}"
                 )
-            ids = list(text)[:limit]
-            encodings.append(Encoding(ids, [0] * len(ids)))
+            encodings.append(Encoding(ids[:limit], [0] * len(ids[:limit])))
         return encodings
 
     def _tensor_rows(self, inputs: Mapping[str, np.ndarray], names: tuple[str, ...]) -> list[Row]:
@@ -441,31 +450,24 @@ class Engine:
         """Run one batch, in a thread of the batcher."""
         assert isinstance(key, tuple)
         model, started = self.model, perf_counter_ns()
-        if key[0] in ("alone", "together"):
-            inputs: dict[str, np.ndarray] = payloads[0]
-            if len(payloads) > 1:
-                inputs = {
-                    name: np.concatenate([payload[name] for payload in payloads]) for name in inputs
-                }
-            prepared = perf_counter_ns()
-            outputs = tuple(model.run(inputs, key[1]).values())
-            inferred = perf_counter_ns()
-            if key[0] == "alone" or len(payloads) == 1:
-                results: Sequence[Any] = [outputs]
-            else:
-                _check_rows(inputs, outputs)
-                results = [
-                    tuple(output[at : at + 1] for output in outputs) for at in range(len(payloads))
-                ]
+        is_text = key[0] not in ("alone", "together")
+        if is_text:
+            inputs, names = model.text_inputs(payloads), [model.text_output(key[0])]
         else:
-            inputs = model.text_inputs(payloads)
-            prepared = perf_counter_ns()
-            name = model.text_output(key[0])
-            output = model.run(inputs, [name])[name]
-            inferred = perf_counter_ns()
-            _check_rows(inputs, [output])
-            vectors = model.vectors(key[0], inputs, output)
-            results = [vectors[at : at + 1] for at in range(len(payloads))]
+            inputs, names = _concatenated(payloads), key[1]
+        prepared = perf_counter_ns()
+        outputs = tuple(model.run(inputs, names).values())
+        inferred = perf_counter_ns()
+        if len(payloads) > 1 or is_text:
+            _check_rows(inputs, outputs)
+        rows = range(len(payloads))
+        if is_text:
+            vectors = model.vectors(key[0], inputs, outputs[0])
+            results: Sequence[Any] = [vectors[at : at + 1] for at in rows]
+        elif len(payloads) == 1:
+            results = [outputs]
+        else:
+            results = [tuple(output[at : at + 1] for output in outputs) for at in rows]
         macs = model.macs(inputs)
         ended = perf_counter_ns()
         return BatchResult(results, macs, prepared - started, inferred - prepared, ended - inferred)
@@ -479,20 +481,24 @@ class Engine:
             self.metrics.record_outside(reason)
         return len(found)
 
-    def _check_size(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> None:
-        limits = self.settings
-        size = sum(array.nbytes for array in inputs.values())
-        _check_limit(size, limits.max_tensor_bytes, "bytes of input tensors")
-        padded = math.prod(self.model.ids(inputs).shape[:2])
-        _check_limit(padded, limits.max_tokens, "padded tokens")
-        shapes = {name: array.shape for name, array in inputs.items()}
+    def _check_size(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        row: Mapping[str, tuple[int, ...]],
+        outputs: Sequence[str],
+    ) -> None:
+        """Refuse a request that needs too much memory, by its shapes and those of one row."""
         size = self.model.output_bytes(shapes, outputs)
-        _check_limit(size, limits.max_tensor_bytes, "bytes of output tensors")
-        if self.model.rows_are_independent:  # the batcher bounds the rows of a run
-            shapes = {name: (1, *shape[1:]) for name, shape in shapes.items()}
-        self.model.check_memory(shapes, limits.max_run_bytes)
+        _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
+        found, limit = self.model.run_bytes(row), self.settings.max_run_bytes
+        if found is not None and found > limit:
+            raise TooLarge(
+                f"an operator of {self.name} needs {found} bytes at this length: at most {limit}",
+                "send a shorter input, or raise ATTNSERVE_MAX_RUN_BYTES",
+            )
 
     def _check_texts(self, texts: Sequence[Text]) -> None:
+        self.require_tokenizer()
         _check_limit(len(texts), self.settings.max_inputs, "texts")
         limit = self.settings.max_text_chars
         for index, text in enumerate(texts):
@@ -513,56 +519,46 @@ class Engine:
             stage_ns=(result.input_ns, result.infer_ns, result.output_ns),
         )
 
-    def _failed(self, error: NotReady) -> None:
+    def _failed(self, error: ModelFailed) -> None:
         """Handle a failure of the session: pause until the model runs again.
 
         A failed allocation may be that of one large request: the model stays ready if it still runs
         the example of the warm-up.
         """
-        if self._recovering is not None and not self._recovering.done():
-            return
-        if not isinstance(error, OutOfMemory):
-            self._break(error.what)
-        self._recovering = asyncio.get_running_loop().create_task(self._recover())
+        if self._recovering is None or self._recovering.done():
+            if not isinstance(error, OutOfMemory):
+                self._break(error)
+            self._recovering = asyncio.get_running_loop().create_task(self._recover())
 
-    def _break(self, reason: str) -> None:
-        self._broken = reason
-        log.error("%s version %s is not ready: %s", self.name, self.version, reason)
+    def _break(self, error: Exception) -> None:
+        self._broken = next(iter(str(error).splitlines()), type(error).__name__)
+        log.error("%s version %s is not ready: %s", self.name, self.version, self._broken)
         self.batcher.pause()
 
     async def _recover(self) -> None:
         """Retry the session, then reload the model until it runs."""
-        try:
-            await asyncio.to_thread(self.model.warm_up)
-        except Exception as error:
-            if self._broken is None:
-                self._break(_first_line(error))
-            self.batcher.refuse_waiting(NotReady(f"{self.name} is not ready: {error}"))
-            await self._replace()
+        renew = self.model.warm_up
+        for delay in chain(RETRY_S, repeat(RETRY_S[-1])):
+            try:
+                await asyncio.to_thread(renew)
+                break
+            except Exception as error:
+                self._break(error)
+                self.batcher.refuse_all(NotReady(f"{self.name} is not ready: {error}"))
+                await asyncio.sleep(delay)
+                renew = self._replace
         if self._broken is not None:
             self._broken = None
             log.warning("%s version %s is ready again", self.name, self.version)
             self.batcher.resume()
 
-    async def _replace(self) -> None:
-        for delay in chain(RETRY_S, repeat(RETRY_S[-1])):
-            await asyncio.sleep(delay)
-            try:
-                # The old session goes first: there may be no memory for both.
-                self.model.close()
-                self.model = await asyncio.to_thread(self._reload)
-                return
-            except Exception as error:
-                self._broken = _first_line(error)
-                log.error("%s version %s: %s", self.name, self.version, self._broken)
+    def _replace(self) -> None:
+        self.model.close()  # the old session goes first: there may be no memory for both
+        self.model = self._reload()
 
 
 def _characters(text: Text) -> int:
     return sum(map(len, text)) if isinstance(text, tuple) else len(text)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _check_limit(found: int, limit: int, what: str) -> None:
@@ -570,6 +566,12 @@ def _check_limit(found: int, limit: int, what: str) -> None:
         raise TooLarge(
             f"{found} {what} in one request: at most {limit}", "send several smaller requests"
         )
+
+
+def _concatenated(payloads: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    if len(payloads) == 1:
+        return payloads[0]
+    return {name: np.concatenate([one[name] for one in payloads]) for name in payloads[0]}
 
 
 def _check_rows(inputs: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +19,12 @@ from typing import Literal
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, check_files, open_artifact
 from attnserve.models.graph_facts import GraphFacts
+from attnserve.models.loaded_model import Model
+from attnserve.models.model_folder import Place, find_models
+from attnserve.planning.model_check import CheckResult, IsolationChecker, identify
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
-from service.engine.model import Model
-from service.engine.model_check import CheckResult, IsolationChecker
 from service.engine.shadow import Shadow
 from service.errors import NotFound, NotReady, Overloaded, UnknownModel, hide_folders
 from service.metrics import Metrics, VersionState
@@ -41,8 +41,6 @@ MAX_LOADS = 8
 """Loads that run or wait; more are refused. One runs at a time: each reads all files of its model,
 and holds its weights beside those that are served."""
 
-VERSION = re.compile(r"[1-9]\d{0,17}|0")
-
 log = logging.getLogger("attnserve")
 audit = logging.getLogger("attnserve.audit")
 """Who loaded and unloaded what: lines of a request name its client and key."""
@@ -58,30 +56,29 @@ class Entry:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Location of a version; ``shared`` is the folder above the versions of a model."""
-
-    path: Path
-    shared: Path | None = None
-
-
 class Repository:
     """The models under one path.
 
     Args:
         settings: The path, and how to serve its models.
         metrics: Receives the measurements of the engines.
-        rewritten: Folder for models with fused operators; None for a temporary folder.
+        folder: The folder that several workers share; None for a single process.
+        worker: The number of this worker.
     """
 
     def __init__(
-        self, settings: Settings, metrics: Metrics | None = None, *, rewritten: Path | None = None
+        self,
+        settings: Settings,
+        metrics: Metrics | None = None,
+        *,
+        folder: Path | None = None,
+        worker: int = 0,
     ) -> None:
         self.settings = settings = on_device(settings)
         self.metrics = metrics or Metrics()
         self.metrics.watch = self._watch
-        self.shadow = Shadow(settings, self.metrics, self.engines)
+        rows = folder and folder / "shadow"
+        self.shadow = Shadow(settings, self.metrics, self.engines, folder=rows, worker=worker)
         self.draining = False
         self._provider: Provider = "cuda" if settings.provider == "cuda" else "cpu"
         self._checker = IsolationChecker(
@@ -89,12 +86,10 @@ class Repository:
             threads=settings.threads,
             timeout_s=settings.probe_timeout_s,
             rewrite=settings.rewrite,
-            folder=rewritten,
-            in_use=lambda: set(self._contents.values()),
+            folder=folder and folder / "checks",
             cached=settings.probe_cache,
         )
         self._engines: dict[str, dict[str, Engine]] = {}
-        self._contents: dict[Engine, str] = {}
         self._loading: set[tuple[str, str]] = set()
         self._failures: dict[str, dict[str, str]] = {}  # why, by name and version
         self._missing: set[str] = set()  # that could not be loaded at the start
@@ -182,7 +177,7 @@ class Repository:
 
         If the path cannot be read, the index lists the loaded versions.
         """
-        on_disk: Mapping[str, Mapping[str, _Place]] = {}
+        on_disk: Mapping[str, Mapping[str, Place]] = {}
         with suppress(AttnserveError):
             on_disk = self._find()
         found: dict[tuple[str, str], Entry] = {}
@@ -337,8 +332,7 @@ class Repository:
 
     def _contents_of(self, name: str) -> dict[str, str]:
         """The checksum of each loaded version of a model."""
-        loaded = self._engines.get(name, {})
-        return {version: self._contents[engine] for version, engine in loaded.items()}
+        return {version: one.content for version, one in self._engines.get(name, {}).items()}
 
     def _require_started(self) -> None:
         if not self._started:
@@ -353,10 +347,12 @@ class Repository:
         known = ", ".join(sorted(self._engines))
         raise NotFound(f"this server has several models: {known}", "name one of them")
 
-    async def _prepare(self, name: str, version: str, place: _Place) -> Engine:
+    async def _prepare(self, name: str, version: str, place: Place) -> Engine:
         """The engine of the model at ``place``: the current one if unchanged, else a new one."""
+        current = self._engines.get(name, {}).get(version)
+        served = current.content if current is not None and current.ready else None
         try:
-            content, model = await asyncio.to_thread(self._load, name, version, place)
+            loaded = await asyncio.to_thread(self._load, name, version, place, served)
         except AttnserveError:
             raise
         except Exception as error:  # one model must not stop the others
@@ -366,29 +362,34 @@ class Repository:
                 "see the log of the server",
                 code="model.unexpected",
             ) from error
-        current = self._engines.get(name, {}).get(version)
-        if model is None:
+        if loaded is None:
             assert current is not None
             return current
+        content, model = loaded
 
         def reload() -> Model:
-            current_content, reloaded = self._load(name, version, place, force=True)
-            if current_content != content or reloaded is None:
+            again = self._load(name, version, place)
+            if again is None or again[0] != content:
                 raise NotReady(f"the files of {name} have changed", "load it again")
-            return reloaded
+            return again[1]
 
         engine = Engine(
-            model, self.settings.of(name), self.metrics.of(name, version), reload, self.shadow
+            model,
+            self.settings.of(name),
+            self.metrics.of(name, version),
+            reload,
+            self.shadow,
+            version=version,
+            content=content,
         )
-        self._contents[engine] = content
         if self._started:
             say_operators(engine)
         return engine
 
     def _load(
-        self, name: str, version: str, place: _Place, *, force: bool = False
-    ) -> tuple[str, Model | None]:
-        """(checksum of the content, the model); the model is None if it is loaded already.
+        self, name: str, version: str, place: Place, served: str | None = None
+    ) -> tuple[str, Model] | None:
+        """(checksum of the content, the model); None if the content is ``served``.
 
         Raises:
             InvalidModel: It cannot be loaded, or changed during loading.
@@ -396,14 +397,10 @@ class Repository:
         artifact = open_artifact(place.path, place.shared)
         before = _state(artifact)
         check_files(artifact)
-        checker = self._checker
-        checked = checker.check(artifact) if self.settings.probe else checker.identify(artifact)
-        content = checked.identity
-        current = self._engines.get(name, {}).get(version)
-        is_served = current is not None and self._contents.get(current) == content
-        if current is not None and current.ready and is_served and not force:
-            return content, None
-        model = self._open(artifact, name, version, checked)
+        checked = self._checker.check(artifact) if self.settings.probe else identify(artifact)
+        if checked.identity == served:
+            return None
+        model = self._open(artifact, name, checked)
         if _state(artifact) != before or not checked.external_is_current:
             model.close()
             raise InvalidModel(
@@ -413,46 +410,42 @@ class Repository:
             log.warning("%s version %s: %s", name, version, model.int8_warning)
         if not model.batch_invariant:
             log.warning("%s version %s: %s", name, version, NOT_BATCH_INVARIANT)
-        return content, model
+        return checked.identity, model
 
-    def _open(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
+    def _open(self, artifact: Artifact, name: str, checked: CheckResult) -> Model:
         """Load and warm up the model with fused operators, or the original if that fails.
 
         Raises:
             AttnserveError: The original cannot be loaded.
         """
-        if checked.rewritten is not None:
-            try:
-                return self._warm(artifact, name, version, checked)
-            except AttnserveError as error:  # for example a deleted file, or no memory
-                why = {"rewritten": False, "why": error.what}
-                checked = replace(checked, rewritten=None, operators=why)
-        return self._warm(artifact, name, version, checked)
-
-    def _warm(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
-        settings = self.settings.of(name)
-        model = Model(
-            artifact,
-            name=name,
-            version=version,
-            provider=self._provider,
-            threads=settings.threads,
-            cuda=settings.cuda,
-            cuda_graphs=settings.cuda_graphs,
-            concurrency=settings.concurrency,
-            spinning=not settings.shares_cores,
-            graph=checked.rewritten,
-            operators={
-                key: hide_folders(value, self.settings.model) if key == "why" else value
-                for key, value in checked.operators.items()
-            },
-            facts=GraphFacts.from_json(checked.facts),
-        )
-        model.warm_up()
+        settings, operators = self.settings.of(name), dict(checked.operators)
+        if "why" in operators:
+            operators["why"] = hide_folders(operators["why"], self.settings.model)
+        try:
+            model = Model(
+                artifact,
+                name=name,
+                provider=self._provider,
+                threads=settings.threads,
+                cuda=settings.cuda,
+                cuda_graphs=settings.cuda_graphs,
+                concurrency=settings.concurrency,
+                spinning=not settings.shares_cores,
+                graph=checked.rewritten,
+                operators=operators,
+                facts=GraphFacts.from_json(checked.facts),
+            )
+            model.warm_up()
+        except AttnserveError as error:
+            if checked.rewritten is None:
+                raise
+            # For example a deleted file, or no memory.
+            why = {"rewritten": False, "why": error.what}
+            plain = replace(checked, rewritten=None, operators=why)
+            return self._open(artifact, name, plain)
         return model
 
     def _retire(self, engine: Engine) -> None:
-        self._contents.pop(engine, None)
         task = asyncio.ensure_future(engine.retire())
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
@@ -465,28 +458,20 @@ class Repository:
             for engine in self.engines()
         ]
 
-    def _find(self) -> Mapping[str, Mapping[str, _Place]]:
+    def _find(self) -> Mapping[str, Mapping[str, Place]]:
         """The models on disk, by name and version.
 
         Raises:
             InvalidModel: The file or folder does not exist or cannot be read.
             NotReady: It could be read when the server started.
         """
-        path = self.settings.model
         try:
-            if self._started:
-                path.stat()
-            folders = dict(_repository(path)) if path.is_dir() else {}
-            is_artifact = not path.is_dir() or (path / "model.onnx").is_file()
-            if is_artifact or (not folders and any(path.glob("*.onnx"))):
-                found = {open_artifact(path).name: {"1": _Place(path)}}
-            else:
-                found = folders
+            found = find_models(self.settings.model, must_exist=self._started)
         except OSError as error:
             if self._started:
                 raise NotReady("the model repository cannot be read", "try again later") from error
             raise InvalidModel(
-                f"{path}: cannot be read: {error.strerror}", "check its permissions"
+                f"{self.settings.model}: cannot be read: {error.strerror}", "check its permissions"
             ) from error
         self._known = frozenset(found)
         return found
@@ -502,27 +487,6 @@ def say_operators(engine: Engine) -> None:
         )  # fmt: skip
     elif engine.settings.probe and engine.settings.rewrite:
         log.info("%s runs without fused operators: %s", engine.name, done["why"])
-
-
-def _repository(path: Path) -> Iterator[tuple[str, dict[str, _Place]]]:
-    """(name, versions) of each model in a repository folder; other folders are ignored.
-
-    So are folders that this user may not read: the root of a volume has a ``lost+found``.
-    """
-    for folder in sorted(path.iterdir()):
-        versions: dict[str, _Place] = {}
-        with suppress(PermissionError):
-            if not folder.is_dir() or folder.name.startswith("."):
-                continue
-            versions = {
-                child.name: _Place(child, folder)
-                for child in folder.iterdir()
-                if VERSION.fullmatch(child.name) and (child / "model.onnx").is_file()
-            }
-            if not versions and (folder / "model.onnx").is_file():
-                versions = {"1": _Place(folder)}
-        if versions:
-            yield folder.name, versions
 
 
 def _state(artifact: Artifact) -> tuple[object, ...]:

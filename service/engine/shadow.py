@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -28,15 +28,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from attnserve.checks.live_quality import LiveQuality, read_promise
-from attnserve.choices import Measure
-from attnserve.context import Provider
-from attnserve.models.artifact import Artifact, check_files, open_artifact
+from attnserve.checks.live_quality import LiveComparison
+from attnserve.models.artifact import check_files, open_artifact
+from attnserve.models.loaded_model import TextTask
 from attnserve.models.text_sample import TextSample
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.batcher import RequestResult
-from service.engine.model import Model, TextTask
 from service.metrics import Metrics, Version
 from service.settings import Settings
 
@@ -309,7 +307,7 @@ class Shadow:
         self._watched.clear()
         try:
             child = Worker(
-                _Original, artifact, settings.provider, timeout_s=settings.probe_timeout_s,
+                LiveComparison, artifact, settings.provider, timeout_s=settings.probe_timeout_s,
                 environment=allowed_environment(), prepare=lower_priority, silent=True,
             )  # fmt: skip
         except WorkerCrashed as error:
@@ -335,7 +333,7 @@ class Shadow:
         model = engine.model
         try:
             self._child.call(
-                "watch", str((engine.name, engine.version)), model.artifact, _signature(model),
+                "watch", str((engine.name, engine.version)), model.artifact, model.signature,
                 "kl" if model.classifies else "similarity" if model.encoder else "r2",
                 timeout_s=RUN_TIMEOUT_S,
             )  # fmt: skip
@@ -372,75 +370,3 @@ def _log_change(key: Version, report: Mapping[str, Any]) -> None:
         )  # fmt: skip
     else:
         log.info("%s version %s keeps its promise again", *key)
-
-
-def _signature(model: Model) -> list[list[Any]]:
-    """Name, type and shape of each input, as JSON."""
-    return [[one.name, str(one.dtype), one.shape] for one in model.inputs]
-
-
-# ---- in the child process -----------------------------------------------------------------------
-
-MEASURES: Mapping[TextTask, Sequence[Measure]] = {
-    "embed": ["similarity"],
-    "classify": ["kl", "top1"],
-    "rerank": ["r2"],
-}
-"""Measures of what is served for a text."""
-
-
-class _Original:
-    """The original model, and the quality of each served model."""
-
-    def __init__(self, artifact: Artifact, provider: Provider) -> None:
-        self._model = Model(artifact, provider=provider, threads=1)
-        self._model.warm_up()
-        self._watched: dict[str, tuple[LiveQuality, str]] = {}
-
-    def watch(
-        self, key: str, artifact: Artifact, signature: list[list[Any]], measure: Measure
-    ) -> None:
-        """Begin to compare a served model.
-
-        Args:
-            measure: The measure if the record of the artifact has none.
-
-        Raises:
-            InvalidModel: It has other inputs, or was made from another model.
-        """
-        original = self._model.artifact
-        if (found := _signature(self._model)) != signature:
-            raise InvalidModel(
-                f"{original.model}: it takes {found}, but {artifact.name} takes {signature}",
-                "give the model that the artifact was optimized from",
-                code="shadow.inputs",
-            )
-        promise = read_promise(artifact, original)
-        measure = measure if promise.measure in ("auto", "score") else promise.measure
-        pooling = None if artifact.tokenizer is None else artifact.pooling
-        quality = LiveQuality(measure, pooling, promise.value, artifact.dimensions)
-        self._watched[key] = quality, promise.output
-
-    def compare(
-        self,
-        key: str,
-        task: TextTask | None,
-        inputs: Mapping[str, np.ndarray],
-        served: Mapping[str, np.ndarray],
-    ) -> dict[str, Any] | None:
-        """Run the original on a row; None if what was served cannot be measured.
-
-        Returns:
-            The ``LiveReport``, and "changed": whether the state of the promise has changed.
-        """
-        quality, name = self._watched[key]
-        name = name if name in served else next(iter(served))
-        ours = served[name]
-        if len(ours) != 1 or (task and quality.report.measure not in MEASURES[task]):
-            return None
-        if task == "classify":  # the service answers probabilities
-            ours = np.log(np.maximum(ours, np.finfo(np.float64).tiny))
-        theirs = self._model.run(inputs, [name])[name][:1]
-        row = {name: array[:1] for name, array in inputs.items()}
-        changed = quality.add(theirs, ours, row)
-        return {**asdict(quality.report), "changed": changed}

@@ -18,12 +18,11 @@ from dataclasses import replace
 from time import monotonic, time
 
 from attnserve.runtime.isolation import error_from_json, error_to_json
+from attnserve.runtime.memory_use import rss_bytes
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
 from service.engine.repository import Entry, Repository, say_operators
-from service.engine.shadow import Shadow
 from service.errors import NotFound, NotReady
-from service.memory import rss_bytes
 from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
 from service.workers.shared_state import SharedState, Status, TargetModel, TargetState
@@ -31,13 +30,10 @@ from service.workers.shared_state import SharedState, Status, TargetModel, Targe
 __all__ = ["SharedRepository"]
 
 TICK_S = 0.1
-"""Interval of the checks for a new target state, and of status updates after a change."""
+"""Interval of the checks for a new target state, and of status updates."""
 
 MAX_RETRIES = 4
 """Repeated attempts to reach a target state, after 1, 2, 4 and 8 s."""
-
-REPORT_S = 1.0
-"""Interval of status updates without a change."""
 
 log = logging.getLogger("attnserve")
 
@@ -53,11 +49,8 @@ class SharedRepository(Repository):
     def __init__(
         self, settings: Settings, metrics: Metrics, *, worker: int, state: SharedState
     ) -> None:
-        super().__init__(settings, metrics, rewritten=state.rewritten)
+        super().__init__(settings, metrics, folder=state.path, worker=worker)
         self._worker, self._state = worker, state
-        self.shadow = Shadow(
-            self.settings, metrics, self.engines, folder=state.shadow, worker=worker
-        )
         self._status = Status(worker, os.getpid())
         self.serving = False
         """Whether this worker accepts connections and has loaded the target state."""
@@ -77,9 +70,7 @@ class SharedRepository(Repository):
     def ready(self) -> bool:
         """Whether all serving workers are ready; until all have served once, False."""
         return (
-            self._ready_here
-            and self._state.complete
-            and all(peer.ready and not peer.hangs for peer in self._peers())
+            self._ready_here and self._state.complete and all(peer.ready for peer in self._peers())
         )
 
     def runs(self, engine: Engine) -> bool:
@@ -137,7 +128,7 @@ class SharedRepository(Repository):
         """Apply ``change`` in every worker.
 
         Raises:
-            NotReady: Another worker hangs, or could not follow.
+            AttnserveError: Another worker could not follow.
         """
         failure: AttnserveError | None = None
         async with self._state.lock():
@@ -240,7 +231,6 @@ class SharedRepository(Repository):
 
     async def _apply(self, target: TargetState) -> None:
         """Load and unload models until they equal ``target``; store the first error."""
-        self._checker.results = {**target.checked, **self._checker.results}
         first: AttnserveError | None = None
         for name, model in target.models.items():
             try:
@@ -276,13 +266,13 @@ class SharedRepository(Repository):
         Returns:
             The generation of the new target state.
         """
-        before = self._state.target() or TargetState(0, {}, {})
+        before = self._state.target() or TargetState(0, {})
         models = before.models | {
             name: TargetModel(self._contents_of(name), self._failures.get(name, {}))
             for name in names
         }
         generation = before.generation + 1
-        self._state.set_target(TargetState(generation, models, self._checker.results))
+        self._state.set_target(TargetState(generation, models))
         self._generation = generation
         if all(self._contents_of(name) == model.contents for name, model in models.items()):
             self._error = None
@@ -291,18 +281,12 @@ class SharedRepository(Repository):
     async def _wait_for_peers(self, generation: int) -> None:
         """Wait until all serving workers have reached ``generation``.
 
+        The supervisor kills a worker that hangs, and removes its status.
+
         Raises:
             AttnserveError: A worker could not reach it.
-            NotReady: A worker hangs.
         """
-        while waiting := [peer for peer in self._peers() if peer.generation < generation]:
-            for peer in waiting:
-                if peer.hangs:
-                    raise NotReady(
-                        f"worker {peer.worker} (process {peer.pid}) does not respond",
-                        "this worker has applied the change; kill that process to replace it",
-                        code="worker.hangs",
-                    )
+        while any(peer.generation < generation for peer in self._peers()):
             await asyncio.sleep(TICK_S / 5)
         for peer in self._peers():
             if peer.error is not None:
@@ -310,7 +294,7 @@ class SharedRepository(Repository):
                 raise type(error)(f"worker {peer.worker}: {error.what}", error.fix, code=error.code)
 
     def _report_status(self) -> None:
-        """Write the status after a change, and every ``REPORT_S``."""
+        """Write the status after a change."""
         status = Status(
             self._worker,
             os.getpid(),
@@ -320,11 +304,10 @@ class SharedRepository(Repository):
             error=None if self._error is None else error_to_json(self._error),
             models=super()._watch(),
             rss_bytes=rss_bytes(),
-            at=time(),
         )
-        if status != self._status or status.at - self._status.at > REPORT_S:
-            self._status = status
+        if status != self._status:
             self._state.set_status(status)
+            self._status = status
 
     def _seconds(self) -> dict[Version, dict[int, Second]]:
         merged: dict[Version, dict[int, Second]] = {}

@@ -2,9 +2,9 @@
 
     target.json       the models that every worker must load, with a generation; written by the
                       worker that handles a load or unload request, while it holds the lock
-    worker-I.json     status of worker I, rewritten at least once a second
+    worker-I.json     status of worker I, rewritten after every change
     seconds-PID.json  totals of the last minute by second, for /stats.json
-    rewritten/        models with fused operators, made by the isolation check
+    checks/           results of the isolation check, if they are not in the user's cache folder
     shadow/           rows for worker 0 to compare with the original, and the reports of it
     metrics/          Prometheus series of each worker (PROMETHEUS_MULTIPROC_DIR)
     complete          exists once all workers have served
@@ -23,19 +23,14 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from time import time
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import TypeAdapter
 
-from service.engine.model_check import CheckResult
 from service.metrics import Second, VersionState
 
 __all__ = ["SharedState", "Status", "TargetModel", "TargetState"]
-
-HANGING_S = 15
-"""A worker without a new status for this time hangs; a busy worker is late by a second or two."""
 
 LOCK_POLL_S = 0.02
 
@@ -55,14 +50,10 @@ class TargetModel:
 
 @dataclass(frozen=True)
 class TargetState:
-    """The models that every worker must load.
-
-    ``checked`` are the results of the isolation check by content: one check serves all workers.
-    """
+    """The models that every worker must load."""
 
     generation: int
     models: dict[str, TargetModel]
-    checked: dict[str, CheckResult]
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,6 @@ class Status:
         generation: Of the target state that it last tried to reach.
         error: Why it could not reach that state, or could not start.
         models: State of each loaded version.
-        at: Time of this status, in seconds since 1970.
     """
 
     worker: int
@@ -85,12 +75,7 @@ class Status:
     generation: int = 0
     error: dict[str, str] | None = None
     models: list[VersionState] = field(default_factory=list[VersionState])
-    rss_bytes: int = field(default=0, compare=False)
-    at: float = field(default=0.0, compare=False)
-
-    @property
-    def hangs(self) -> bool:
-        return time() - self.at > HANGING_S
+    rss_bytes: int = 0
 
     def runs(self, name: str, version: str) -> bool:
         """Whether this worker can run a version."""
@@ -112,14 +97,6 @@ class SharedState:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics"
-
-    @property
-    def rewritten(self) -> Path:
-        return self.path / "rewritten"
-
-    @property
-    def shadow(self) -> Path:
-        return self.path / "shadow"
 
     @property
     def complete(self) -> bool:
@@ -200,7 +177,7 @@ class SharedState:
     def _write(self, name: str, content: Any) -> None:
         new = self.path / f".{name}.{os.getpid()}"
         with suppress(FileNotFoundError):  # the server has stopped and removed the folder
-            new.write_bytes(orjson.dumps(content, _plain, orjson.OPT_NON_STR_KEYS))
+            new.write_bytes(orjson.dumps(content, tuple, orjson.OPT_NON_STR_KEYS))
             new.replace(self.path / name)
 
 
@@ -208,8 +185,3 @@ class SharedState:
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     """The parser of ``kind``, which takes milliseconds to build."""
     return TypeAdapter(kind)
-
-
-def _plain(value: Any) -> Any:
-    """Named tuples and paths, for orjson."""
-    return tuple(value) if isinstance(value, tuple) else str(value)

@@ -85,7 +85,7 @@ def supervise(settings: Settings, address: socket.socket) -> None:
     try:
         state = SharedState(path, settings.workers)
         state.metrics.mkdir()
-        state.shadow.mkdir()
+        (path / "shadow").mkdir()
         asyncio.run(_Supervisor(settings, address, state).run())
     finally:
         shutil.rmtree(path, ignore_errors=True)

@@ -351,7 +351,7 @@ def test_crash_writes_stacks_to_stderr(encoder: Path) -> None:
 
 SLOW = """
 import time
-from service.engine.model import Model
+from attnserve.models.loaded_model import Model
 run, warm_up = Model.run, Model.warm_up
 def slow(*args):
     time.sleep(1)

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnserve.models.loaded_model import ModelFailed, OutOfMemory
 from attnserve.runtime.stop import STOP
 from service.engine import batcher as batcher_module
 from service.engine.batcher import Batch, Batcher, BatchResult, Queue, RequestResult, Row
-from service.errors import DeadlineExceeded, ModelFailed, NotReady, OutOfMemory, Overloaded
+from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 LENGTHS = st.integers(1, 40)
 
@@ -71,8 +72,9 @@ def test_queue_take_separates_keys() -> None:
 
 
 def test_queue_discard_twice_removes_row_once() -> None:
-    queue = filled(3, 4, 5)
-    middle = list(queue)[1]
+    queue, middle = filled(3), row(4)
+    queue.add(middle)
+    queue.add(row(5))
     queue.discard(middle)
     queue.discard(middle)
     assert queue.tokens == 8
@@ -368,7 +370,7 @@ def test_submit_failure_fails_its_request_and_frees_the_slot(
     def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         return fail() if "bad" in payloads else echo(key, payloads)
 
-    failures: list[NotReady] = []
+    failures: list[ModelFailed] = []
 
     async def script(batcher: Batcher) -> None:
         is_short = stage == "prepare in run thread"
@@ -477,7 +479,7 @@ def test_run_that_nobody_waits_for_is_ended() -> None:
         assert ended.wait(10)
         raise ModelFailed("terminated")
 
-    failed: list[NotReady] = []
+    failed: list[ModelFailed] = []
 
     async def script(batcher: Batcher) -> None:
         with suppress(DeadlineExceeded):
@@ -614,7 +616,7 @@ def test_submit_bad_row_fails_its_own_request_only() -> None:
 
 
 def test_submit_model_failure_is_reported_to_on_failure() -> None:
-    failures: list[NotReady] = []
+    failures: list[ModelFailed] = []
 
     def broken(key: Hashable, payloads: list[Any]) -> BatchResult:
         raise OutOfMemory("no memory")
@@ -628,7 +630,7 @@ def test_submit_model_failure_is_reported_to_on_failure() -> None:
         waiting = start(batcher.submit(rows(2)))
         await asyncio.sleep(0.01)
         assert batcher.waiting == 1
-        batcher.refuse_waiting(NotReady("not now"))
+        batcher.refuse_all(NotReady("not now"))
         with pytest.raises(NotReady, match="not now"):
             await waiting
 

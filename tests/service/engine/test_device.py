@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import logging
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +12,16 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from attnserve.models import loaded_model
 from attnserve.models.artifact import open_artifact, save_model
+from attnserve.models.loaded_model import Model
 from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.session import open_session, require_runtime
 from benchmarks.gpu.encoder import random_encoder
-from service.engine import device, model
+from service.engine import device
 from service.engine.device import on_device
-from service.engine.model import Model
 from service.settings import Settings
 from tests.service.tiny import write_encoder, write_model
 
@@ -39,7 +35,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], str], None]
     def install(providers: list[str], why: str) -> None:
         one = SimpleNamespace(get_available_providers=lambda: providers)
         monkeypatch.setattr(device, "require_runtime", lambda: one)
-        monkeypatch.setattr(device, "_why_no_gpu", lambda: why)
+        monkeypatch.setattr(device, "why_no_gpu", lambda: why)
 
     return install
 
@@ -89,50 +85,6 @@ def test_on_device_named_provider_is_unchanged(
     assert on_device(settings) is settings and not lines(caplog)
 
 
-@pytest.mark.process
-def test_why_no_gpu_reports_errors_and_crashes_of_child(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if CUDA in require_runtime().get_available_providers():
-        pytest.skip("this ONNX Runtime has the CUDA provider")
-    assert "no CUDA execution provider" in device._why_no_gpu()
-
-    def replace(function: Callable[..., Any], *arguments: Any) -> None:
-        monkeypatch.setattr(device, "why_no_cuda", partial(function, *arguments))
-
-    replace(signal.raise_signal, signal.SIGSEGV)
-    assert "signal SIGSEGV" in device._why_no_gpu()
-    replace(sys.exit, "CUDA driver version is insufficient")
-    assert device._why_no_gpu().endswith("exit status 1: CUDA driver version is insufficient")
-    replace(time.sleep, 60)
-    monkeypatch.setattr(device, "TIMEOUT_S", 0.2)
-    assert "did not finish within 0.2 s" in device._why_no_gpu()
-    monkeypatch.setattr(device, "TIMEOUT_S", 60)
-    replace({}.get, "nothing")
-    assert device._why_no_gpu() == ""
-
-
-@pytest.mark.process
-def test_serve_cuda_without_provider_is_an_error(tmp_path: Path) -> None:
-    if CUDA in require_runtime().get_available_providers():
-        pytest.skip("this ONNX Runtime has the CUDA provider")
-    command = [
-        sys.executable,
-        "-m",
-        "attnserve",
-        "serve",
-        "--provider",
-        "cuda",
-        "--no-probe",
-    ]
-    done = subprocess.run(
-        [*command, str(write_encoder(tmp_path / "tiny")), "--port", "0"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "this ONNX Runtime has no CUDA" in done.stderr
-
-
 # ---- a served model that captures graphs, with buffers on the CPU --------------------------------
 
 
@@ -146,7 +98,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphRunner, dict[str,
         opened.append((GraphRunner(open_session(source), buckets, place="cpu"), options))
         return opened[-1][0]
 
-    monkeypatch.setattr(model, "open_runner", open_runner)
+    monkeypatch.setattr(loaded_model, "open_runner", open_runner)
     return opened
 
 

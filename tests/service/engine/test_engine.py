@@ -1,19 +1,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 
 from attnserve.models.artifact import open_artifact
-from graph_passes.errors import InvalidModel
+from attnserve.models.loaded_model import Model
 from service.engine.engine import Engine
-from service.engine.model import Model, Tensor
 from service.engine.shadow import Shadow
 from service.metrics import Metrics
 from service.settings import Settings
@@ -26,7 +23,7 @@ def open_engine(path: Path, **settings: Any) -> Engine:
     model.warm_up()
     chosen, metrics = Settings.model_validate({"model": path, **settings}), Metrics()
     shadow = Shadow(chosen, metrics, list)
-    return Engine(model, chosen, metrics.of(model.name, model.version), lambda: model, shadow)
+    return Engine(model, chosen, metrics.of(model.name, "1"), lambda: model, shadow)
 
 
 def tokens(*rows: list[int], mask: list[list[int]] | None = None) -> dict[str, np.ndarray]:
@@ -109,82 +106,9 @@ def test_infer_cancelled_in_queue_is_not_computed(
     assert engine.in_flight == 0
 
 
-def test_model_unsupported_or_missing_is_refused(tmp_path: Path) -> None:
-    text = """
-    <ir_version: 10, opset_import: ["": 18]>
-    words (string[n] x) => (string[n] y) { y = Identity(x) }
-    """
-    with pytest.raises(InvalidModel, match=r"'x' is a tensor\(string\)"):
-        open_engine(write_model(tmp_path / "words.onnx", text))
-    with pytest.raises(InvalidModel, match="no such file"):
-        open_engine(tmp_path / "nothing.onnx")
-
-
 def test_engine_name_is_that_of_its_file(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "modèle 1")
     (folder / "model.onnx").rename(folder / "small.onnx")
     engine = open_engine(folder / "small.onnx")
     assert engine.name == "small"
     engine.close()
-
-
-def test_plan_id_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan may have megabytes, and every answer has the checksum in its headers."""
-    plan = {"layers": [1, 2]}
-    model = Model(open_artifact(write_encoder(tmp_path / "m", lineage=[{"plan": plan}])))
-    first = model.artifact.plan_id
-    assert first is not None
-    monkeypatch.setattr(json, "dumps", lambda *_, **__: 1 / 0)
-    assert model.artifact.plan_id == first
-    model.close()
-
-
-def test_output_bytes_counts_axes_of_unknown_size_as_one(encoder: Path) -> None:
-    model, single = Model(open_artifact(encoder)), np.dtype(np.float32)
-    model.inputs = (Tensor("x", single, ("batch", None)), Tensor("y", single, (None, "width")))
-    model.outputs = (
-        Tensor("a", single, ("batch", "width", 7)),
-        Tensor("b", single, (None, 3)),
-        Tensor("c", np.dtype(np.float64), ("batch", "other")),
-    )
-    shapes = {"x": (5, 11), "y": (11, 13)}
-    assert [model.output_bytes(shapes, [name]) for name in "abc"] == [5 * 13 * 7 * 4, 12, 40]
-    assert model.output_bytes(shapes, ["b", "c"]) == 52
-    model.close()
-
-
-def test_model_without_glibc_is_closed(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ctypes.CDLL(None) raises TypeError on Windows."""
-
-    def refuse(name: object) -> None:
-        raise TypeError("argument of type 'NoneType' is not iterable")
-
-    monkeypatch.setattr("attnserve.runtime.memory.ctypes.CDLL", refuse)
-    Model(open_artifact(encoder)).close()
-
-
-@pytest.mark.parametrize("location", ["weights.bin", "./weights.bin"])
-def test_model_external_data_changed_in_place_keeps_answers(tmp_path: Path, location: str) -> None:
-    """ONNX Runtime would map the file; truncating it would end this process."""
-    folder = write_encoder(tmp_path / "m")
-    proto = onnx.load(folder / "model.onnx")
-    onnx.save(
-        proto,
-        folder / "model.onnx",
-        save_as_external_data=True,
-        location="weights.bin",
-        size_threshold=0,
-    )
-    proto = onnx.load(folder / "model.onnx", load_external_data=False)
-    for tensor in proto.graph.initializer:
-        next(each for each in tensor.external_data if each.key == "location").value = location
-    (folder / "model.onnx").write_bytes(proto.SerializeToString())
-    model = Model(open_artifact(folder))
-    inputs = tokens([2, 4, 5, 3])
-    before = model.run(inputs)
-    data = folder / "weights.bin"
-    with data.open("r+b") as file:
-        file.write(bytes(data.stat().st_size))
-    after = model.run(inputs)
-    assert all(np.array_equal(after[name], array) for name, array in before.items())
-    model.close()

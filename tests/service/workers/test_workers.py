@@ -529,8 +529,6 @@ def test_ready_requires_all_workers_first_and_serving_ones_later(tmp_path: Path)
         assert one.ready and two.ready and one.workers == (2, 2)
         state.set_status(replace(_status(state, 1), ready=False))
         assert not one.ready and two.ready
-        state.set_status(replace(_status(state, 1), at=time() - 60))  # it hangs
-        assert not one.ready
         state.remove_status(1)  # it died
         assert one.ready and one.workers == (2, 1)
 
@@ -637,12 +635,16 @@ def test_workers_that_cannot_write_keep_serving(tmp_path: Path) -> None:
         assert server.pids() == before
 
 
-def test_load_with_hanging_worker_names_it(tmp_path: Path) -> None:
+def test_load_waits_until_a_hanging_worker_is_removed(tmp_path: Path) -> None:
+    """As the supervisor does with one that sends no heartbeat."""
+
     async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
-        state.set_status(Status(1, 4711, serving=True, ready=True, at=time() - 60))
-        with pytest.raises(NotReady, match="4711") as hangs:
-            await one.load("tiny")
-        assert hangs.value.code == "worker.hangs"
+        state.set_status(Status(1, 4711, serving=True, ready=True))
+        load = asyncio.ensure_future(one.load("tiny"))
+        await asyncio.sleep(0.5)
+        assert not load.done()
+        state.remove_status(1)
+        await asyncio.wait_for(load, 10)
 
     together(write_encoder(tmp_path / "tiny"), _folder(tmp_path), play)
 

@@ -1,29 +1,25 @@
-"""Check models in a child process before the server loads them.
+"""Check a model in a child process, before this process loads it.
 
 A model file is untrusted: it may crash ONNX Runtime or never finish a run. The child loads it and
 runs it once; a crash or a timeout becomes an ``InvalidModel``. Results are cached by content, so
-that loading the same files again only reads them.
+that another check of the same files, also in another process, only reads them.
 
-The child then tries lossless operator fusion (``planning.lossless_passes``). If the fused model
-computes the same and is faster, the server runs that file. If fusion fails, the server runs the
-original.
+The child then tries lossless operator fusion (``lossless_passes``). The fused model is to be run if
+it computes the same and is faster.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import os
 import shutil
-import signal
-import stat
 import subprocess
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -33,7 +29,8 @@ from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, sha256
 from attnserve.models.check_cache import CheckCache
 from attnserve.models.graph_facts import GraphFacts
-from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
+from attnserve.models.loaded_model import NOT_REWRITTEN, Model
+from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment, limit_process
 from attnserve.runtime.temporary import temporary_folder
 from graph_passes.errors import (
     AttnserveError,
@@ -42,26 +39,23 @@ from graph_passes.errors import (
     InvalidModel,
     MissingExtra,
 )
-from service.engine.model import NOT_REWRITTEN, Model
 
-__all__ = ["CheckResult", "IsolationChecker"]
+__all__ = ["CheckResult", "IsolationChecker", "identify"]
 
 CONFIGURATION_FILES = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
-"""Files beside the model that change how it is served."""
+"""Files beside the model that change its results."""
 
 FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
 """Errors that keep their type when the child raises them; others become ``InvalidModel``."""
 
-log = logging.getLogger("attnserve")
-
-FIX = "do not serve this file; if you made it, check it with onnx.checker.check_model"
+FIX = "do not use this file; if you made it, check it with onnx.checker.check_model"
 
 MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
 """Address space of the child: a floor, the stacks and heaps of threads, and several copies of the
 files in the model's folder (graph, sessions and fused model)."""
 
 FUSION_TIMEOUT_S = 60
-"""Time limit of operator fusion; when it passes, the original model is served."""
+"""Time limit of operator fusion; when it passes, the original model is run."""
 
 MAX_BYTES = 1_000_000_000
 """Largest weights for which fusion is tried: it takes seconds per gigabyte, and a copy on disk."""
@@ -77,7 +71,6 @@ class CheckResult:
         rewritten: The model with fused operators; None if the original is run.
         operators: The fusion report, or why there was no fusion.
         facts: ``GraphFacts`` as JSON.
-        rewritten_checksum: Of the file ``rewritten``.
     """
 
     identity: str
@@ -85,32 +78,25 @@ class CheckResult:
     rewritten: Path | None
     operators: Mapping[str, Any]
     facts: Mapping[str, Any]
-    rewritten_checksum: str = ""
 
     @property
     def external_is_current(self) -> bool:
         """Whether the external data is unchanged."""
-        return _are_current(self.external)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether all files are unchanged."""
-        rewritten = [(self.rewritten, self.rewritten_checksum)] if self.rewritten else []
-        return _are_current((*self.external, *rewritten))
+        with suppress(InvalidModel):
+            return all(sha256(path) == checksum for path, checksum in self.external)
+        return False
 
 
 class IsolationChecker:
     """Checks models in a child process, each content once.
 
     Args:
-        provider, threads: Settings of the runs that serve the model.
+        provider, threads: Settings of later runs of the model.
         timeout_s: Time limit of loading the model and running it once.
         rewrite: Whether to try operator fusion.
-        folder: Folder for fused models, created if missing. None creates a temporary folder that is
-            deleted with the checker.
-        in_use: Returns the identities of the loaded models, or None while they change. Fused files
-            of other models are deleted.
-        cached: Whether to keep results in the user's cache folder, and to use those found there.
+        folder: Folder for results and fused models, created if missing. None creates a temporary
+            folder that is deleted with the checker.
+        cached: Use the user's cache folder instead, if it is private.
     """
 
     def __init__(
@@ -121,21 +107,28 @@ class IsolationChecker:
         timeout_s: float,
         rewrite: bool = False,
         folder: Path | None = None,
-        in_use: Callable[[], Collection[str] | None] = lambda: None,
         cached: bool = False,
     ) -> None:
         self._provider, self._threads, self._timeout_s = provider, threads, timeout_s
-        self._rewrite, self._folder, self._in_use = rewrite, folder, in_use
-        self.results: dict[str, CheckResult] = {}
-        """Results by checksum of the content; those of a checker with the same settings are valid
-        here too."""
-        self._cache: CheckCache | None = None
-        if cached:
-            self._cache = CheckCache(
-                program=__version__, provider=provider, threads=threads, rewrite=rewrite
-            )
+        self._rewrite, self._folder, self._is_cached = rewrite, folder, cached
         self._child: subprocess.Popen[bytes] | None = None
         self._is_closed = False
+
+    @cached_property
+    def _cache(self) -> CheckCache:
+        settings: dict[str, Any] = {
+            "program": __version__,
+            "provider": self._provider,
+            "threads": self._threads,
+            "rewrite": self._rewrite,
+        }
+        if self._is_cached and (cache := CheckCache(**settings)).folder is not None:
+            return cache
+        if self._folder is None:
+            with suppress(OSError):  # the disk is full: nothing is kept
+                self._folder = temporary_folder()
+                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return CheckCache(self._folder or Path(os.devnull), **settings)
 
     def check(self, artifact: Artifact) -> CheckResult:
         """Run ``artifact`` in a child process.
@@ -144,37 +137,8 @@ class IsolationChecker:
             InvalidModel: It cannot be loaded, crashes the runtime, or takes too long.
             InvalidArgument: The provider is not available.
         """
-        content = self._content(artifact)
-        result = self.results.get(content)
-        if result is None or not result.is_current:
-            self._delete_unused()
-            result = self._recall(artifact, content) or self._try(artifact, content)
-            self.results[content] = result
-        return result
-
-    def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
-        """The result of an earlier process; None if there is none that fits the model."""
-        stored = None if self._cache is None else self._cache.read(content)
-        if self._cache is None or stored is None:
-            return None
-        try:
-            operators = stored["operators"]
-            result = _result(artifact, content, stored["facts"], operators)
-            if operators["rewritten"] and (fused := self._cache.file(content)) is not None:
-                result = _with_fused(result, fused)
-        except Exception:  # of another version, or damaged
-            return None
-        return result if result.identity == stored["identity"] else None
-
-    def identify(self, artifact: Artifact) -> CheckResult:
-        """The result for a trusted model, without a check and without fusion.
-
-        Raises:
-            InvalidModel: It cannot be read.
-        """
-        content = self._content(artifact)
-        facts = GraphFacts.read(artifact).to_json()
-        return _result(artifact, content, facts, {"rewritten": False, "why": "it is not probed"})
+        content = _content(artifact)
+        return self._recall(artifact, content) or self._try(artifact, content)
 
     def close(self) -> None:
         """End the check that is running: it fails, as any later one does."""
@@ -187,22 +151,19 @@ class IsolationChecker:
         if self._is_closed:
             child.kill()
 
-    def _delete_unused(self) -> None:
-        """Delete the fused files of models that are not loaded."""
-        in_use = self._in_use()
-        if in_use is None or self._cache is not None:  # other models are being loaded
-            return
-        for result in list(self.results.values()):
-            if result.rewritten is not None and result.identity not in in_use:
-                result.rewritten.unlink(missing_ok=True)
-
-    def _content(self, artifact: Artifact) -> str:
-        """A checksum without external data: listing its files needs the graph, which may crash."""
-        digest = hashlib.sha256(_sha256(artifact.model).encode())
-        for name in CONFIGURATION_FILES:
-            path = artifact.companion(name)
-            digest.update(f" {name} {path and _sha256(path)}".encode())
-        return digest.hexdigest()
+    def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
+        """The result of an earlier check; None if there is none that fits the model."""
+        stored = self._cache.read(content)
+        if stored is None:
+            return None
+        try:
+            result = _result(artifact, content, stored["facts"], stored["operators"])
+            is_fused = result.operators["rewritten"]
+        except Exception:  # of another version, or damaged
+            return None
+        if result.identity != stored["identity"]:
+            return None
+        return replace(result, rewritten=self._cache.file(content) if is_fused else None)
 
     def _try(self, artifact: Artifact, content: str) -> CheckResult:
         """The result of a new check.
@@ -210,14 +171,15 @@ class IsolationChecker:
         Raises:
             InvalidModel, InvalidArgument: See ``check``.
         """
-        new = self._new_file(content) if self._rewrite else None
+        fused = self._cache.file(content) if self._rewrite else None
+        new = fused and fused.with_suffix(f".{os.getpid()}.new")
         name, deadline = artifact.model, monotonic() + self._timeout_s
         try:
             with Worker(
                 _Child, artifact, self._provider, self._threads,
                 timeout_s=self._timeout_s,
                 environment=allowed_environment(),
-                prepare=partial(_prepare, *self._limits(artifact)),
+                prepare=partial(limit_process, *self._limits(artifact)),
                 on_start=self._on_start,
                 silent=True,
             ) as child:  # fmt: skip
@@ -232,36 +194,21 @@ class IsolationChecker:
             if error.timed_out:
                 raise InvalidModel(
                     f"{name}: it did not load and run within {self._timeout_s:g} s",
-                    "raise `probe_timeout_s` for a large model, otherwise do not serve it",
+                    "raise `probe_timeout_s` for a large model, otherwise do not use it",
                     code="model.timeout",
                 ) from error
             raise InvalidModel(f"{name}: {error.what}", FIX, code="model.crash") from error
         except AttnserveError as error:
             raise InvalidModel(error.what, error.fix, code=error.code) from error
         result = replace(result, operators=operators)
-        if new is not None and operators["rewritten"] and new.is_file():
-            result = _with_fused(result, new.replace(new.with_suffix("").with_suffix(".onnx")))
-        elif new is not None:
+        if fused and new and operators["rewritten"] and new.is_file():
+            result = replace(result, rewritten=new.replace(fused))
+        elif new:
             new.unlink(missing_ok=True)
-        if self._cache is not None and is_final:
-            stored = {"identity": result.identity, "facts": facts, "operators": operators}
-            self._cache.write(content, stored, fused=result.rewritten is not None)
+        stored = {"identity": result.identity, "facts": facts, "operators": operators}
+        is_fused = result.rewritten is not None
+        self._cache.write(content, stored, fused=is_fused, is_final=is_final)
         return result
-
-    def _new_file(self, content: str) -> Path | None:
-        """The file for the fused model; None if its folder cannot be written."""
-        cached = None if self._cache is None else self._cache.file(content)
-        if cached is not None:
-            return cached.with_suffix(f".{os.getpid()}.new")
-        try:
-            if self._folder is None:
-                self._folder = temporary_folder()
-                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            log.warning("operator fusion is off: no temporary folder: %s", error)
-            return None
-        return self._folder / f"{content}.{os.getpid()}.new"
 
     def _limits(self, artifact: Artifact) -> tuple[int, int]:
         """Limits of the child: bytes of address space (0 for none) and seconds of processor time.
@@ -269,11 +216,9 @@ class IsolationChecker:
         CUDA reserves address space for all memory of the machine.
         """
         cores = os.cpu_count() or 1
-        with suppress(OSError):
-            size = sum(path.stat().st_size for path in artifact.folder.iterdir() if path.is_file())
-            memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * size
-            return (0 if self._provider == "cuda" else memory), math.ceil(self._timeout_s) * cores
-        raise InvalidModel(f"{artifact.folder}: cannot be read", "check the path")
+        size = sum(path.stat().st_size for path in artifact.folder.iterdir() if path.is_file())
+        memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * size
+        return (0 if self._provider == "cuda" else memory), math.ceil(self._timeout_s) * cores
 
     def _fuse(
         self, child: Worker, new: Path | None, deadline: float
@@ -293,6 +238,25 @@ class IsolationChecker:
             return {"rewritten": False, "why": error.what}, isinstance(error, CannotRewrite)
 
 
+def identify(artifact: Artifact) -> CheckResult:
+    """The result for a trusted model, without a check and without fusion.
+
+    Raises:
+        InvalidModel: It cannot be read.
+    """
+    content, facts = _content(artifact), GraphFacts.read(artifact).to_json()
+    return _result(artifact, content, facts, {"rewritten": False, "why": "it is not probed"})
+
+
+def _content(artifact: Artifact) -> str:
+    """A checksum without external data: listing its files needs the graph, which may crash."""
+    digest = hashlib.sha256(sha256(artifact.model).encode())
+    for name in CONFIGURATION_FILES:
+        path = artifact.companion(name)
+        digest.update(f" {name} {path and sha256(path)}".encode())
+    return digest.hexdigest()
+
+
 def _result(
     artifact: Artifact, content: str, facts: Mapping[str, Any], operators: Mapping[str, Any]
 ) -> CheckResult:
@@ -301,53 +265,11 @@ def _result(
     external = [folder / location for location in GraphFacts.from_json(facts).external]
     if not all(path.resolve().is_relative_to(folder.resolve()) for path in external):
         raise InvalidModel(f"{artifact.model}: external data is outside its folder", FIX)
-    checksums = tuple((path, _sha256(path)) for path in external)
+    checksums = tuple((path, sha256(path)) for path in external)
     digest = hashlib.sha256(content.encode())
     for path, checksum in checksums:
         digest.update(f" {path.name} {checksum}".encode())
     return CheckResult(digest.hexdigest(), checksums, None, operators, facts)
-
-
-def _with_fused(result: CheckResult, path: Path) -> CheckResult:
-    return replace(result, rewritten=path, rewritten_checksum=_sha256(path))
-
-
-def _sha256(path: Path) -> str:
-    """The checksum of a file.
-
-    Raises:
-        InvalidModel: It cannot be read, or is no file: a device may have no end.
-    """
-    why = "it is no file"
-    try:
-        if stat.S_ISREG(path.stat().st_mode):
-            return sha256(path)
-    except OSError as error:
-        why = error.strerror
-    raise InvalidModel(f"{path}: cannot be read: {why}", "check the path")
-
-
-def _are_current(files: Iterable[tuple[Path, str]]) -> bool:
-    """Whether the files exist and have these checksums."""
-    with suppress(InvalidModel):
-        return all(_sha256(path) == checksum for path, checksum in files)
-    return False
-
-
-def _prepare(memory_bytes: int = 0, cpu_s: int = 0) -> None:
-    """Limit the damage of a model (in the child); 0 for no limit."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the check
-    with suppress(OSError):  # out of memory: end this process, not the server
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    with suppress(ImportError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
-            _, hard = resource.getrlimit(kind)
-            if limit:
-                most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-                resource.setrlimit(kind, (most, most))
 
 
 class _Child:
@@ -370,6 +292,7 @@ class _Child:
 
     def fuse(self, new: Path) -> dict[str, Any]:
         """Write the model with fused operators."""
+        # Imported here: only this process needs the modules that rewrite graphs.
         from attnserve.planning.lossless_passes import fuse_lossless
 
         if self._provider != "cpu":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,62 +17,18 @@ import numpy as np
 import onnx
 import pytest
 
-import attnserve
-from attnserve.models import artifact as artifact_module
-from attnserve.models import check_cache, graph_facts
+from attnserve.models import check_cache
 from attnserve.models.artifact import open_artifact
 from attnserve.models.check_cache import CheckCache
 from attnserve.models.graph_facts import GraphFacts
-from attnserve.runtime.isolation import WorkerCrashed, run_isolated
+from attnserve.planning import model_check
+from attnserve.planning.model_check import IsolationChecker, identify
+from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
 from graph_passes.errors import InvalidArgument, InvalidModel
-from service.api.triton import configuration
-from service.dashboard.stats import card
-from service.engine import model_check
-from service.engine.model_check import CheckResult, IsolationChecker
-from service.engine.repository import Repository, say_operators
-from service.settings import Settings
-from service.workers.shared_state import SharedState, TargetState
-from tests.fixtures.make import BERT
+from tests.fixtures.checked_child import Child
 from tests.service.tiny import write_encoder
 
 pytestmark = pytest.mark.process
-
-FAST = """
-import os
-from attnserve.planning import lossless_passes
-from attnserve.runtime.isolation import serve
-import service.engine.model_check
-# a tiny model does not become faster
-lossless_passes.MIN_LOSSLESS_GAIN = lossless_passes.MIN_SPEEDUP = 0
-{more}
-serve(os.getppid())
-"""
-"""The program of the child, with changes by the test."""
-
-Child = Callable[[str], None]
-
-PYTHON = sys.executable
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("probe") / "bert"
-    return Path(shutil.copytree(BERT / "sdpa-torchscript-17-2", folder))
-
-
-@pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
-    """Choose what the child does beside what it should."""
-
-    def choose(more: str) -> None:
-        program, python = tmp_path / "child.py", tmp_path / "python"
-        program.write_text(FAST.format(more=more))
-        python.write_text(f'#!/bin/sh\nexec "{PYTHON}" "{program}"\n')
-        python.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(python))
-
-    choose("")
-    return choose
 
 
 def checker(folder: Path | None = None, **given: Any) -> IsolationChecker:
@@ -81,61 +36,13 @@ def checker(folder: Path | None = None, **given: Any) -> IsolationChecker:
     return IsolationChecker(folder=folder, **chosen)
 
 
-def served(path: Path, **settings: Any) -> Mapping[str, Any]:
-    """What a repository over ``path`` says of the model, and what it answers."""
-
-    async def whole() -> Mapping[str, Any]:
-        chosen = Settings.model_validate({"model": path, "threads": 1, **settings})
-        repository = Repository(chosen)
-        await repository.start()
-        try:
-            engine = repository.engine()
-            say_operators(engine)
-            found = await engine.embed(["a man is playing a guitar", "a dog"])
-            config = configuration(engine)
-            told = json.loads(config["parameters"]["operators"]["string_value"])
-            assert told == card(engine)["operators"] == engine.model.operators
-            return {
-                **told,
-                "vectors": found.outputs["embeddings"],
-                "macs": found.macs,
-                "plan": engine.model.artifact.plan_id,
-                "config": {name: config[name] for name in ("input", "output", "max_batch_size")},
-                "file": config["default_model_filename"],
-            }
-        finally:
-            await repository.close()
-
-    return asyncio.run(asyncio.wait_for(whole(), 120))
-
-
-@pytest.mark.usefixtures("child")
-def test_repository_fused_model_gives_same_vectors(
-    bert: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "attnserve")
-    fast = served(bert)
-    assert (fast["rewritten"], fast["attention"], fast["gelu"]) == (True, 2, 2)
-    assert "bert runs with fused operators: 2 attention, 2 GELU; " in caplog.text
-    plain = served(bert, rewrite=False)
-    assert plain["rewritten"] is False and plain["why"] == "rewriting is switched off"
-    assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-6
-    for same in ("macs", "plan", "config", "file"):  # all else that is told is the artifact's
-        assert fast[same] == plain[same]
-
-
-def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:
-    told = served(bert, probe=False)
-    assert (told["rewritten"], told["why"]) == (False, "it is not probed")
-
-
 def test_check_rewrite_off_tries_no_fusion(bert: Path, child: Child, tmp_path: Path) -> None:
     child("lossless_passes.fuse_lossless = None")
     one = checker(tmp_path / "rewritten", rewrite=False)
     assert one.check(open_artifact(bert)) == replace(
-        one.identify(open_artifact(bert)), operators=model_check.NOT_REWRITTEN
+        identify(open_artifact(bert)), operators=model_check.NOT_REWRITTEN
     )
-    assert not (tmp_path / "rewritten").exists()
+    assert not list((tmp_path / "rewritten").glob("*.onnx"))
 
 
 def test_check_result_is_cached_and_file_is_private(
@@ -144,18 +51,12 @@ def test_check_result_is_cached_and_file_is_private(
     folder = tmp_path / "rewritten"
     one = checker(folder)
     found = one.check(open_artifact(bert))
-    assert found.rewritten is not None and list(folder.iterdir()) == [found.rewritten]
+    assert found.rewritten is not None and list(folder.glob("*.onnx")) == [found.rewritten]
     assert folder.stat().st_mode & 0o077 == 0
-    assert found.identity == one.identify(open_artifact(bert)).identity
+    assert found.identity == identify(open_artifact(bert)).identity
     child("raise SystemExit(5)")
     assert one.check(open_artifact(bert)) == found
-    other = checker(folder)  # of another worker, which receives the results as JSON
-    shared = SharedState(tmp_path, 2)
-    shared.set_target(TargetState(1, {}, one.results))
-    target = shared.target()
-    assert target is not None
-    other.results = target.checked
-    assert other.check(open_artifact(bert)) == found
+    assert checker(folder).check(open_artifact(bert)) == found  # of another worker
 
 
 @pytest.mark.usefixtures("child")
@@ -177,21 +78,6 @@ def test_check_changed_fused_file_is_written_again(
     assert first is not None
     damage(first)
     assert one.check(open_artifact(bert)).rewritten == first and first.stat().st_size > 100
-
-
-@pytest.mark.parametrize("used", [True, False])
-@pytest.mark.usefixtures("child")
-def test_check_deletes_fused_files_of_unloaded_models(
-    bert: Path, tmp_path: Path, used: bool
-) -> None:
-    loaded: set[str] = set()
-    one = checker(tmp_path / "rewritten", in_use=lambda: loaded)
-    first = one.check(open_artifact(bert))
-    assert first.rewritten is not None
-    if used:
-        loaded.add(first.identity)
-    one.check(open_artifact(write_encoder(tmp_path / "other")))
-    assert first.rewritten.exists() is used
 
 
 BREAKS: Mapping[str, tuple[str, str]] = {
@@ -218,7 +104,7 @@ def test_check_fusion_fails_original_is_served(
     found = checker(tmp_path / "rewritten").check(open_artifact(bert))
     assert found.rewritten is None and found.operators["rewritten"] is False
     assert why in found.operators["why"]
-    assert list((tmp_path / "rewritten").iterdir()) == []
+    assert [path.suffix for path in (tmp_path / "rewritten").iterdir()] == [".json"]
 
 
 def test_check_timeout_during_fusion_passes_the_model(
@@ -228,26 +114,6 @@ def test_check_timeout_during_fusion_passes_the_model(
     found = checker(tmp_path / "rewritten", timeout_s=12).check(open_artifact(bert))
     assert found.operators["rewritten"] is False
     assert "did not finish within" in found.operators["why"]
-
-
-@pytest.mark.usefixtures("child")
-def test_repository_fused_file_does_not_load_original_is_served(
-    bert: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level("INFO", "attnserve")
-    check = IsolationChecker.check
-
-    def truncated(self: IsolationChecker, artifact: Any) -> CheckResult:
-        found = check(self, artifact)
-        assert found.rewritten is not None
-        found.rewritten.write_bytes(found.rewritten.read_bytes()[:1000])
-        return found
-
-    monkeypatch.setattr(IsolationChecker, "check", truncated)
-    told = served(bert)
-    assert told["rewritten"] is False and "ONNX Runtime refuses the graph" in told["why"]
-    assert "bert runs without fused operators: " in caplog.text
-    assert np.isfinite(told["vectors"]).all()
 
 
 @pytest.mark.parametrize(
@@ -262,22 +128,11 @@ def test_check_unsuitable_model_is_not_fused(
 ) -> None:
     model = bert
     if what == "large":
-        child("service.engine.model_check.MAX_BYTES = 1")
+        child("attnserve.planning.model_check.MAX_BYTES = 1")
     else:
         model = write_encoder(tmp_path / "m")
     found = checker(tmp_path / "rewritten").check(open_artifact(model))
     assert found.rewritten is None and why in found.operators["why"]
-
-
-@pytest.mark.usefixtures("child")
-def test_repository_pruned_model_is_fused(bert: Path, tmp_path: Path) -> None:
-    """Else it would be slower than the original, which is."""
-    attnserve.optimize(bert, tmp_path / "pruned", prune_heads={"0": [1, 0, 1, 1]})
-    told = served(tmp_path / "pruned")
-    assert (told["rewritten"], told["attention"], told["gelu"]) == (True, 2, 2)
-    plain = served(tmp_path / "pruned", rewrite=False)
-    assert np.abs(told["vectors"] - plain["vectors"]).max() < 1e-6
-    assert told["plan"] == plain["plan"] is not None
 
 
 def test_check_folder_not_writable_original_is_served(child: Child, tmp_path: Path) -> None:
@@ -300,7 +155,7 @@ def test_check_model_folder_with_python_files_executes_none(
 
 def test_check_child_ends_on_interrupt() -> None:
     with pytest.raises(WorkerCrashed) as caught:
-        run_isolated(signal.raise_signal, signal.SIGINT, prepare=model_check._prepare, silent=True)
+        run_isolated(signal.raise_signal, signal.SIGINT, prepare=limit_process, silent=True)
     assert caught.value.status == -signal.SIGINT
 
 
@@ -312,7 +167,7 @@ def test_check_other_error_is_an_invalid_model(
         "from graph_passes.errors import *\n"
         "class Failing:\n"
         f"    def __init__(self, *a, **k): raise {error}('no reason')\n"
-        "service.engine.model_check.Model = Failing"
+        "attnserve.planning.model_check.Model = Failing"
     )
     kept = error == "InvalidArgument"
     with pytest.raises(InvalidArgument if kept else InvalidModel, match="no reason"):
@@ -323,7 +178,7 @@ MEMORY_EATER = """
 import numpy as np
 class Hungry:
     def __init__(self, *a, **k): self.kept = np.empty(1 << 30)
-service.engine.model_check.Model = Hungry
+attnserve.planning.model_check.Model = Hungry
 """
 
 
@@ -340,26 +195,10 @@ def test_check_child_memory_is_limited(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX limits")
 def test_check_child_processor_time_is_limited() -> None:
-    prepare = partial(model_check._prepare, 0, 1)
+    prepare = partial(limit_process, 0, 1)
     with pytest.raises(WorkerCrashed) as caught:
         run_isolated(exec, "while True: pass", prepare=prepare, silent=True, timeout_s=30)
     assert caught.value.status in (-signal.SIGXCPU, -signal.SIGKILL)
-
-
-def test_repository_checked_model_is_not_read_in_the_server(
-    bert: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The child computes the facts of the graph; the server only opens the session."""
-    expected = served(bert, rewrite=False, probe=False)
-
-    def refuse(*given: object) -> None:
-        raise AssertionError("the graph was read in the server")
-
-    for module in (graph_facts, artifact_module):
-        monkeypatch.setattr(module, "load_model", refuse)
-    found = served(bert, rewrite=False)
-    assert found["macs"] == expected["macs"] and found["config"] == expected["config"]
-    assert np.array_equal(found["vectors"], expected["vectors"])
 
 
 def test_graph_facts_json_round_trip_is_equal(bert: Path) -> None:
@@ -382,7 +221,7 @@ def test_check_external_data_outside_the_folder_is_refused(bert: Path, child: Ch
     child(
         "def facts(self):\n"
         "    return {**self._facts.to_json(), 'external': ['../../../../../../etc/passwd']}\n"
-        "service.engine.model_check._Child.facts = facts"
+        "attnserve.planning.model_check._Child.facts = facts"
     )
     with pytest.raises(InvalidModel, match="outside"):
         checker(rewrite=False).check(open_artifact(bert))
@@ -395,7 +234,7 @@ def test_check_external_data_that_is_no_file_is_refused(tmp_path: Path, child: C
     child(
         "def facts(self):\n"
         "    return {**self._facts.to_json(), 'external': ['pipe']}\n"
-        "service.engine.model_check._Child.facts = facts"
+        "attnserve.planning.model_check._Child.facts = facts"
     )
     with pytest.raises(InvalidModel, match="it is no file"):
         checker(rewrite=False).check(open_artifact(folder))
@@ -489,14 +328,21 @@ def test_check_cached_result_of_other_external_data_is_ignored(
         checker(cached=True).check(open_artifact(folder))
 
 
-def test_check_timeout_of_fusion_is_not_cached(
+def test_check_timeout_of_fusion_is_tried_again_later(
     bert: Path, child: Child, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy machine must not turn off fusion for good."""
     monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 1)
     child("import time; lossless_passes.fuse_lossless = lambda *a, **k: time.sleep(60)")
-    assert checker(cached=True).check(open_artifact(bert)).rewritten is None
-    assert list(cache.iterdir()) == []
+    first = checker(cached=True).check(open_artifact(bert))
+    assert first.rewritten is None
+    child("raise SystemExit(5)")
+    assert checker(cached=True).check(open_artifact(bert)) == first
+    child("")
+    now = time.time()
+    monkeypatch.setattr(check_cache, "time", lambda: now + check_cache.RETRY_S)
+    monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 60)
+    assert checker(cached=True).check(open_artifact(bert)).rewritten is not None
 
 
 @pytest.mark.usefixtures("cache")

@@ -1,4 +1,4 @@
-"""Memory in use by this process and by the GPU that it serves on."""
+"""Memory in use by this process and by the GPU that it runs on."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _sample(interval: int) -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Memory in use on the serving GPU by all processes; None without a readable GPU.
+    """Memory in use on the first visible GPU by all processes; None without a readable GPU.
 
-    The serving GPU is the first entry of CUDA_VISIBLE_DEVICES, an index or a UUID.
+    That is the first entry of CUDA_VISIBLE_DEVICES, an index or a UUID.
     """
     nvml = _nvml()
     if nvml is None:

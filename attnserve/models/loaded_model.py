@@ -1,8 +1,7 @@
-"""One loaded version of a model: session, tokenizer, cost, and validation of inputs.
+"""A model that can run: session, tokenizer, cost, and validation of inputs.
 
-A ``Model`` is synchronous and thread-safe; it has no queue, event loop or HTTP. It refuses invalid
-inputs with ``InvalidData``. A failure of its session is a ``ModelFailed``; the engine then retries
-or reloads the model.
+A ``Model`` is synchronous and thread-safe. It refuses invalid inputs with ``InvalidData``. A
+failure of its session is a ``ModelFailed``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.models.tokenizer import (
     Encoding,
-    TextEncoder,
     load_encoder,
     model_inputs,
     output_name,
@@ -32,10 +30,17 @@ from attnserve.models.tokenizer import (
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.memory import return_freed_memory
-from graph_passes.errors import CheckFailed, InvalidData, InvalidModel
-from service.errors import ModelFailed, NotFound, OutOfMemory, TooLarge
+from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
-__all__ = ["NOT_REWRITTEN", "Model", "Tensor", "TextTask", "scores_of"]
+__all__ = [
+    "NOT_REWRITTEN",
+    "Model",
+    "ModelFailed",
+    "OutOfMemory",
+    "Tensor",
+    "TextTask",
+    "scores_of",
+]
 
 TextTask = Literal["embed", "classify", "rerank"]
 
@@ -52,7 +57,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     },
     "tensor(float)": np.dtype(np.float32),
 }  # fmt: skip
-"""Types that can be served, by their names in ONNX Runtime."""
+"""Supported types, by their names in ONNX Runtime."""
 
 SHAPES_CACHED = 1024
 
@@ -60,6 +65,18 @@ ROW_TOLERANCE = 0.05
 """Largest relative difference between a row alone and the same row in a batch. Dynamic quantization
 over the whole batch gives some thousandths; graphs that mix rows give about 1. ``batch_invariant``
 finds the former by its operators."""
+
+
+class ModelFailed(AttnserveError):
+    """The model's session, or the device that it runs on, is broken."""
+
+    default_code = "model.failed"
+
+
+class OutOfMemory(ModelFailed):
+    """The run does not fit into memory."""
+
+    default_code = "model.out_of_memory"
 
 
 @dataclass(frozen=True)
@@ -85,8 +102,7 @@ class Model:
 
     Args:
         artifact: The model to load.
-        name: Name for clients; by default the name of the artifact.
-        version: A number, as text.
+        name: By default the name of the artifact.
         provider: The execution provider.
         threads: Intra-op threads of a run; 0 for ONNX Runtime's default.
         cuda: CUDA settings.
@@ -109,7 +125,6 @@ class Model:
         artifact: Artifact,
         *,
         name: str | None = None,
-        version: str = "1",
         provider: Provider = "cpu",
         threads: int = 0,
         cuda: Cuda = PARITY,
@@ -123,7 +138,6 @@ class Model:
         self.artifact = artifact
         self.operators = operators
         self.name = name or artifact.name
-        self.version = version
         self.provider: Provider = provider
         facts = facts or GraphFacts.read(artifact)
         self.cost = cost = facts.cost
@@ -215,20 +229,12 @@ class Model:
             if one.name in outputs
         )
 
-    def check_memory(self, shapes: Mapping[str, tuple[int, ...]], limit: int) -> None:
-        """Refuse inputs of these shapes if a run needs too much memory.
+    def run_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        """What the largest operator of a run reads and writes; None if it cannot be counted.
 
         Attention scores grow with the square of the length.
-
-        Raises:
-            TooLarge: A node of the graph would read and write more than ``limit`` bytes.
         """
-        found = self._cost_at(tuple(shapes.items()))[1]
-        if found is not None and found > limit:
-            raise TooLarge(
-                f"an operator of {self.name} needs {found} bytes at this length: at most {limit}",
-                "send a shorter input, or raise ATTNSERVE_MAX_RUN_BYTES",
-            )
+        return self._cost_at(tuple(shapes.items()))[1]
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -249,23 +255,15 @@ class Model:
             raise _run_failed(error, inputs) from error
         return dict(zip(names, results, strict=True))
 
-    def require_tokenizer(self) -> TextEncoder:
-        """The tokenizer; raises ``NotFound`` if the model has none."""
-        if self.encoder is None:
-            raise NotFound(
-                f"{self.name} has no tokenizer.json, which texts need",
-                f"send token ids to /v2/models/{self.name}/infer",
-            )
-        return self.encoder
-
     def text_inputs(self, encodings: Sequence[Encoding]) -> dict[str, np.ndarray]:
-        """The checked inputs of a batch of texts, padded to the longest.
+        """The checked inputs of a batch of texts, padded to the longest; needs a tokenizer.
 
         Raises:
             InvalidData: The model takes no texts, or they do not fit it.
         """
+        assert self.encoder is not None
         missing = (self._fixed_rows or 0) - len(encodings)
-        inputs = self.require_tokenizer().batch_inputs(
+        inputs = self.encoder.batch_inputs(
             [*encodings, *[encodings[-1]] * missing], model_inputs(self._session)
         )
         self.check(inputs)
@@ -296,7 +294,7 @@ class Model:
             raise InvalidData(
                 f"the output of {self.name} has one number per token: expected one vector per text"
                 " or per token",
-                f"send token ids to /v2/models/{self.name}/infer",
+                "use the tensors of the output",
             )
         if task == "embed":
             mask = inputs.get("attention_mask")
@@ -320,6 +318,11 @@ class Model:
     @property
     def _length_axes(self) -> set[int | str | None]:
         return {tensor.axes[1] for tensor in self.inputs if len(tensor.axes) > 1}
+
+    @property
+    def signature(self) -> list[list[Any]]:
+        """Name, type and shape of each input, as JSON."""
+        return [[one.name, str(one.dtype), one.shape] for one in self.inputs]
 
     @property
     def vocabulary(self) -> int:
@@ -477,7 +480,7 @@ def scores_of(logits: np.ndarray, activation: Activation | None) -> np.ndarray:
         raise InvalidData(
             f"the output of the model has the shape {list(logits.shape)}:"
             " expected [batch, classes]",
-            "use /embed, or a model with a classification head",
+            "use a model with a classification head",
         )
     logits = logits.astype(np.float64)
     if activation is None:
@@ -516,7 +519,7 @@ def _run_failed(error: Exception, inputs: Mapping[str, np.ndarray]) -> Exception
         )
     kind = type(error).__name__
     if kind in ("EPFail", "EngineError") or "CUDA failure" in text:
-        return ModelFailed(f"the model's session failed: {kind}", "try again: it is being reloaded")
+        return ModelFailed(f"the model's session failed: {kind}", "try again")
     detail = text.strip().rpartition("Status Message: ")[2]
     detail = re.sub(r"^/\S+:\d+ [^)]*\) ", "", detail).splitlines()  # location in C++ sources
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())

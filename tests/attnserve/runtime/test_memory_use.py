@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from service.memory import SAMPLE_S, _nvml, _sample, gpu_bytes, rss_bytes
+from attnserve.runtime.memory_use import SAMPLE_S, _nvml, _sample, gpu_bytes, rss_bytes
 from tests.service.fake_nvml import FakeNvml, use_nvml
 
 
 def test_resident_memory_is_sampled_once_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, samples = [1e9], iter([5, 6])
-    monkeypatch.setattr("service.memory.monotonic", lambda: clock[0])
+    monkeypatch.setattr("attnserve.runtime.memory_use.monotonic", lambda: clock[0])
     monkeypatch.setattr(
         psutil.Process, "memory_info", lambda process: SimpleNamespace(rss=next(samples))
     )

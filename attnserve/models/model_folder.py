@@ -1,0 +1,64 @@
+"""Find models on disk, in the layout of Triton's model repository.
+
+A path is an .onnx file, an artifact folder, or a folder of models: NAME/VERSION/model.onnx, or
+NAME/model.onnx for version 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnserve.models.artifact import open_artifact
+
+__all__ = ["Place", "find_models"]
+
+VERSION = re.compile(r"[1-9]\d{0,17}|0")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Location of a version; ``shared`` is the folder above the versions of a model."""
+
+    path: Path
+    shared: Path | None = None
+
+
+def find_models(path: Path, *, must_exist: bool = False) -> dict[str, dict[str, Place]]:
+    """The models at ``path``, by name and version. Stray files beside models are ignored.
+
+    Raises:
+        InvalidModel: The file or folder does not exist.
+        OSError: It cannot be read; with ``must_exist``, also if it does not exist.
+    """
+    if must_exist:
+        path.stat()
+    models = dict(_models(path)) if path.is_dir() else {}
+    is_artifact = not path.is_dir() or (path / "model.onnx").is_file()
+    if is_artifact or (not models and any(path.glob("*.onnx"))):
+        return {open_artifact(path).name: {"1": Place(path)}}
+    return models
+
+
+def _models(path: Path) -> Iterator[tuple[str, dict[str, Place]]]:
+    """(name, versions) of each model in a folder; other folders are ignored.
+
+    So are folders that this user may not read: the root of a volume has a ``lost+found``.
+    """
+    for folder in sorted(path.iterdir()):
+        versions: dict[str, Place] = {}
+        with suppress(PermissionError):
+            if not folder.is_dir() or folder.name.startswith("."):
+                continue
+            versions = {
+                child.name: Place(child, folder)
+                for child in folder.iterdir()
+                if VERSION.fullmatch(child.name) and (child / "model.onnx").is_file()
+            }
+            if not versions and (folder / "model.onnx").is_file():
+                versions = {"1": Place(folder)}
+        if versions:
+            yield folder.name, versions

@@ -1,0 +1,26 @@
+"""Find out in a child process whether a GPU can be used."""
+
+from __future__ import annotations
+
+from attnserve.runtime.isolation import allowed_environment, run_isolated
+from attnserve.runtime.session import why_no_cuda
+from graph_passes.errors import AttnserveError
+
+__all__ = ["why_no_gpu"]
+
+TIMEOUT_S = 60
+"""Time limit of opening a session on a GPU."""
+
+
+def why_no_gpu() -> str:
+    """The reason why no session opens on a GPU; empty if one does.
+
+    A child process tries it, because a broken driver may end the process.
+    """
+    try:
+        why = run_isolated(
+            why_no_cuda, timeout_s=TIMEOUT_S, environment=allowed_environment(), silent=True
+        )
+    except AttnserveError as error:
+        return f"no session opened on it: {error.what}"
+    return why or ""

@@ -1,0 +1,102 @@
+"""A loaded model: its inputs, the size of its outputs, and files that change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from attnserve.models.artifact import open_artifact
+from attnserve.models.loaded_model import Model, Tensor
+from graph_passes.errors import InvalidModel
+from tests.service.tiny import write_encoder, write_model
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def load(path: Path) -> Model:
+    return Model(open_artifact(path))
+
+
+def tokens(*rows: list[int]) -> dict[str, np.ndarray]:
+    ids = np.array(rows, dtype=np.int64)
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+
+
+def test_model_unsupported_or_missing_is_refused(tmp_path: Path) -> None:
+    text = """
+    <ir_version: 10, opset_import: ["": 18]>
+    words (string[n] x) => (string[n] y) { y = Identity(x) }
+    """
+    with pytest.raises(InvalidModel, match=r"'x' is a tensor\(string\)"):
+        load(write_model(tmp_path / "words.onnx", text))
+    with pytest.raises(InvalidModel, match="no such file"):
+        load(tmp_path / "nothing.onnx")
+
+
+def test_plan_id_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan may have megabytes, and every answer has the checksum in its headers."""
+    plan = {"layers": [1, 2]}
+    model = Model(open_artifact(write_encoder(tmp_path / "m", lineage=[{"plan": plan}])))
+    first = model.artifact.plan_id
+    assert first is not None
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: 1 / 0)
+    assert model.artifact.plan_id == first
+    model.close()
+
+
+def test_output_bytes_counts_axes_of_unknown_size_as_one(encoder: Path) -> None:
+    model, single = Model(open_artifact(encoder)), np.dtype(np.float32)
+    model.inputs = (Tensor("x", single, ("batch", None)), Tensor("y", single, (None, "width")))
+    model.outputs = (
+        Tensor("a", single, ("batch", "width", 7)),
+        Tensor("b", single, (None, 3)),
+        Tensor("c", np.dtype(np.float64), ("batch", "other")),
+    )
+    shapes = {"x": (5, 11), "y": (11, 13)}
+    assert [model.output_bytes(shapes, [name]) for name in "abc"] == [5 * 13 * 7 * 4, 12, 40]
+    assert model.output_bytes(shapes, ["b", "c"]) == 52
+    model.close()
+
+
+def test_model_without_glibc_is_closed(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ctypes.CDLL(None) raises TypeError on Windows."""
+
+    def refuse(name: object) -> None:
+        raise TypeError("argument of type 'NoneType' is not iterable")
+
+    monkeypatch.setattr("attnserve.runtime.memory.ctypes.CDLL", refuse)
+    Model(open_artifact(encoder)).close()
+
+
+@pytest.mark.parametrize("location", ["weights.bin", "./weights.bin"])
+def test_model_external_data_changed_in_place_keeps_answers(tmp_path: Path, location: str) -> None:
+    """ONNX Runtime would map the file; truncating it would end this process."""
+    folder = write_encoder(tmp_path / "m")
+    proto = onnx.load(folder / "model.onnx")
+    onnx.save(
+        proto,
+        folder / "model.onnx",
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+    )
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    for tensor in proto.graph.initializer:
+        next(each for each in tensor.external_data if each.key == "location").value = location
+    (folder / "model.onnx").write_bytes(proto.SerializeToString())
+    model = Model(open_artifact(folder))
+    inputs = tokens([2, 4, 5, 3])
+    before = model.run(inputs)
+    data = folder / "weights.bin"
+    with data.open("r+b") as file:
+        file.write(bytes(data.stat().st_size))
+    after = model.run(inputs)
+    assert all(np.array_equal(after[name], array) for name, array in before.items())
+    model.close()

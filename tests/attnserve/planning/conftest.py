@@ -1,0 +1,5 @@
+"""Fixtures of the isolation check."""
+
+from tests.fixtures.checked_child import bert, child
+
+__all__ = ["bert", "child"]

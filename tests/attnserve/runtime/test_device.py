@@ -1,0 +1,61 @@
+"""Whether a GPU can be used."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from attnserve.runtime import device
+from attnserve.runtime.session import require_runtime
+
+CUDA = "CUDAExecutionProvider"
+
+
+@pytest.mark.process
+def test_why_no_gpu_reports_errors_and_crashes_of_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if CUDA in require_runtime().get_available_providers():
+        pytest.skip("this ONNX Runtime has the CUDA provider")
+    assert "no CUDA execution provider" in device.why_no_gpu()
+
+    def replace(function: Callable[..., Any], *arguments: Any) -> None:
+        monkeypatch.setattr(device, "why_no_cuda", partial(function, *arguments))
+
+    replace(signal.raise_signal, signal.SIGSEGV)
+    assert "signal SIGSEGV" in device.why_no_gpu()
+    replace(sys.exit, "CUDA driver version is insufficient")
+    assert device.why_no_gpu().endswith("exit status 1: CUDA driver version is insufficient")
+    replace(time.sleep, 60)
+    monkeypatch.setattr(device, "TIMEOUT_S", 0.2)
+    assert "did not finish within 0.2 s" in device.why_no_gpu()
+    monkeypatch.setattr(device, "TIMEOUT_S", 60)
+    replace({}.get, "nothing")
+    assert device.why_no_gpu() == ""
+
+
+@pytest.mark.process
+def test_serve_cuda_without_provider_is_an_error(tmp_path: Path) -> None:
+    if CUDA in require_runtime().get_available_providers():
+        pytest.skip("this ONNX Runtime has the CUDA provider")
+    command = [
+        sys.executable,
+        "-m",
+        "attnserve",
+        "serve",
+        "--provider",
+        "cuda",
+        "--no-probe",
+    ]
+    done = subprocess.run(
+        [*command, str(write_encoder(tmp_path / "tiny")), "--port", "0"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "this ONNX Runtime has no CUDA" in done.stderr

@@ -1,0 +1,118 @@
+"""Serving of models with fused operators."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import attnserve
+from attnserve.models import artifact as artifact_module
+from attnserve.models import graph_facts
+from attnserve.planning.model_check import CheckResult, IsolationChecker
+from service.api.triton import configuration
+from service.dashboard.stats import card
+from service.engine.repository import Repository, say_operators
+from service.settings import Settings
+
+pytestmark = pytest.mark.process
+
+
+def served(path: Path, **settings: Any) -> Mapping[str, Any]:
+    """What a repository over ``path`` says of the model, and what it answers."""
+
+    async def whole() -> Mapping[str, Any]:
+        chosen = Settings.model_validate({"model": path, "threads": 1, **settings})
+        repository = Repository(chosen)
+        await repository.start()
+        try:
+            engine = repository.engine()
+            say_operators(engine)
+            found = await engine.embed(["a man is playing a guitar", "a dog"])
+            config = configuration(engine)
+            told = json.loads(config["parameters"]["operators"]["string_value"])
+            assert told == card(engine)["operators"] == engine.model.operators
+            return {
+                **told,
+                "vectors": found.outputs["embeddings"],
+                "macs": found.macs,
+                "plan": engine.model.artifact.plan_id,
+                "config": {name: config[name] for name in ("input", "output", "max_batch_size")},
+                "file": config["default_model_filename"],
+            }
+        finally:
+            await repository.close()
+
+    return asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+@pytest.mark.usefixtures("child")
+def test_repository_fused_model_gives_same_vectors(
+    bert: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "attnserve")
+    fast = served(bert)
+    assert (fast["rewritten"], fast["attention"], fast["gelu"]) == (True, 2, 2)
+    assert "bert runs with fused operators: 2 attention, 2 GELU; " in caplog.text
+    plain = served(bert, rewrite=False)
+    assert plain["rewritten"] is False and plain["why"] == "rewriting is switched off"
+    assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-6
+    for same in ("macs", "plan", "config", "file"):  # all else that is told is the artifact's
+        assert fast[same] == plain[same]
+
+
+def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:
+    told = served(bert, probe=False)
+    assert (told["rewritten"], told["why"]) == (False, "it is not probed")
+
+
+@pytest.mark.usefixtures("child")
+def test_repository_fused_file_does_not_load_original_is_served(
+    bert: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "attnserve")
+    check = IsolationChecker.check
+
+    def truncated(self: IsolationChecker, artifact: Any) -> CheckResult:
+        found = check(self, artifact)
+        assert found.rewritten is not None
+        found.rewritten.write_bytes(found.rewritten.read_bytes()[:1000])
+        return found
+
+    monkeypatch.setattr(IsolationChecker, "check", truncated)
+    told = served(bert)
+    assert told["rewritten"] is False and "ONNX Runtime refuses the graph" in told["why"]
+    assert "bert runs without fused operators: " in caplog.text
+    assert np.isfinite(told["vectors"]).all()
+
+
+@pytest.mark.usefixtures("child")
+def test_repository_pruned_model_is_fused(bert: Path, tmp_path: Path) -> None:
+    """Else it would be slower than the original, which is."""
+    attnserve.optimize(bert, tmp_path / "pruned", prune_heads={"0": [1, 0, 1, 1]})
+    told = served(tmp_path / "pruned")
+    assert (told["rewritten"], told["attention"], told["gelu"]) == (True, 2, 2)
+    plain = served(tmp_path / "pruned", rewrite=False)
+    assert np.abs(told["vectors"] - plain["vectors"]).max() < 1e-6
+    assert told["plan"] == plain["plan"] is not None
+
+
+def test_repository_checked_model_is_not_read_in_the_server(
+    bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child computes the facts of the graph; the server only opens the session."""
+    expected = served(bert, rewrite=False, probe=False)
+
+    def refuse(*given: object) -> None:
+        raise AssertionError("the graph was read in the server")
+
+    for module in (graph_facts, artifact_module):
+        monkeypatch.setattr(module, "load_model", refuse)
+    found = served(bert, rewrite=False)
+    assert found["macs"] == expected["macs"] and found["config"] == expected["config"]
+    assert np.array_equal(found["vectors"], expected["vectors"])
