@@ -37,10 +37,10 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 ServedBy = Literal["auto", "cpu", "cuda"]
 """``on_device`` replaces "auto" by one of the others before models are loaded."""
 
-BATCH_TOKENS = {"cpu": 512, "cuda": 16_384}
+BATCH_TOKENS = {"auto": 512, "cpu": 512, "cuda": 16_384}
 """On a CPU, a larger batch has the throughput of two smaller ones and a higher latency."""
 
-RUN_OVERHEAD = {"cpu": 4, "cuda": 512}
+RUN_OVERHEAD = {"auto": 4, "cpu": 4, "cuda": 512}
 """Cost of starting a run, in tokens: less padding than this is cheaper than another run. On one CPU
 core, 4 and 8 gave 7 % more throughput than 16 (MiniLM, sentences of 16 tokens on average)."""
 
@@ -93,9 +93,9 @@ class Settings(BaseSettings):
     NAME/model.onnx)."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
-    port: int = Field(8000, ge=0, le=65535)
+    port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 for any free port."""
-    workers: int = Field(1, ge=1, le=256)
+    workers: int = Field(default=1, ge=1, le=256)
     """Number of worker processes. Each has its own copy of the models and its own limits of rows,
     runs and requests."""
     provider: ServedBy = "auto"
@@ -107,7 +107,7 @@ class Settings(BaseSettings):
     gpu_memory_bytes: PositiveInt | None = None
     """Maximum GPU memory of a session, for weights and activations. A model has one session; with
     CUDA graphs, one per concurrent run."""
-    cuda_graphs: int = Field(0, ge=0, le=256)
+    cuda_graphs: int = Field(default=0, ge=0, le=256)
     """Maximum number of shapes per session that are captured as CUDA graphs."""
     tf32: bool = False
     """Allow TF32 on CUDA: float32 products use 10-bit mantissas."""
@@ -126,13 +126,13 @@ class Settings(BaseSettings):
     model_limits: ByModel = {}
     """Own values of threads, concurrency, max_batch_tokens and max_queue of some models, as JSON:
     {"NAME": {"concurrency": 1, "max_queue": 64}}."""
-    max_wait_ms: float = Field(0, ge=0, le=60_000)
+    max_wait_ms: float = Field(default=0, ge=0, le=60_000)
     """How long a free slot waits for a batch to fill; 0 starts immediately."""
     max_queue: NonNegativeInt = 512
     """Maximum number of waiting rows (texts); the server answers 429 above it."""
     timeout_ms: PositiveFloat = 30_000
     """Request timeout without x-timeout-ms; the server answers 504 after it."""
-    max_timeout_ms: float = Field(300_000, gt=0, le=86_400_000)
+    max_timeout_ms: float = Field(default=300_000, gt=0, le=86_400_000)
     """Maximum of x-timeout-ms. A larger timeout_ms raises it."""
 
     max_body_bytes: PositiveInt = 2_000_000
@@ -237,22 +237,18 @@ class Settings(BaseSettings):
     @property
     def batch_tokens(self) -> int:
         """``max_batch_tokens``, or the default of the provider."""
-        return self.max_batch_tokens or BATCH_TOKENS[self._device]
+        return self.max_batch_tokens or BATCH_TOKENS[self.provider]
 
     @property
     def overhead_tokens(self) -> int:
         """``run_overhead_tokens``, or the default of the provider."""
         given = self.run_overhead_tokens
-        return RUN_OVERHEAD[self._device] if given is None else given
+        return RUN_OVERHEAD[self.provider] if given is None else given
 
     @property
     def cuda(self) -> Cuda:
         """GPU options of the sessions."""
         return Cuda(tf32=self.tf32, memory_bytes=self.gpu_memory_bytes)
-
-    @property
-    def _device(self) -> str:
-        return "cuda" if self.provider == "cuda" else "cpu"
 
 
 def is_loopback(host: str) -> bool:

@@ -13,6 +13,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from graph_passes.errors import InvalidData
@@ -23,7 +24,6 @@ from service.errors import (
     InvalidField,
     MalformedRequest,
     TooLarge,
-    UnsupportedEncoding,
 )
 from service.settings import Settings
 
@@ -148,7 +148,7 @@ async def read_body(request: Request) -> bytes | bytearray:
 
     Raises:
         TooLarge: More than ``max_body_bytes``, compressed or decompressed.
-        UnsupportedEncoding: The content-encoding is unknown.
+        HTTPException: The content-encoding is unknown.
         MalformedRequest: The body does not match its content-encoding.
         ClientGone: The client disconnected.
     """
@@ -157,8 +157,9 @@ async def read_body(request: Request) -> bytes | bytearray:
     too_large = TooLarge(f"the body is larger than {limit} bytes", "split the request")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
-        raise UnsupportedEncoding(
-            f"content-encoding {encoding[:32]!r} is not supported", "send gzip, deflate or neither"
+        raise HTTPException(
+            415,
+            f"content-encoding {encoding[:32]!r} is not supported; send gzip, deflate or neither",
         )
     # Before the first read, which would answer "100 Continue" to a client that waits for it.
     length = request.headers.get("content-length", "")
