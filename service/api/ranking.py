@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from attnserve.choices import Activation
 from service.api.openai import OpenAIError
@@ -41,19 +41,17 @@ class RerankRequest(TextBody):
 
     query: str
     texts: TextList
-    raw_scores: bool = Field(
-        False,
-        description="Return the logits; by default the activation of the model, a sigmoid if it"
-        " states none.",
-    )
-    return_text: bool = Field(False, description="Return the texts too.")
-    truncation_direction: Literal["right", "Right"] = Field(
-        "right", description="Pairs that are too long lose the end of the longer text."
-    )
+    raw_scores: bool = False
+    """Return the logits; by default the activation of the model, a sigmoid if it states none."""
+    return_text: bool = False
+    """Return the texts too."""
+    truncation_direction: Literal["right", "Right"] = "right"
+    """Pairs that are too long lose the end of the longer text."""
 
 
 class Rank(Body):
-    index: int = Field(description="Position of the text in the request.")
+    index: int
+    """Position of the text in the request."""
     score: float
     text: str | None = None
 
@@ -75,18 +73,20 @@ AnyDocuments = Annotated[list[str | CohereDocument], Field(min_length=1)]
 class CohereRequest(Body):
     """Cohere's and Jina's request to rerank. Unknown fields are ignored."""
 
-    model: Name | None = Field(None, description="Required if several models are served.")
+    model: Name | None = None
+    """Required if several models are served."""
     query: str
     documents: Annotated[TextList, BeforeValidator(_texts_of, json_schema_input_type=AnyDocuments)]
-    top_n: int | None = Field(None, ge=1, description="Number of results; all if omitted.")
-    return_documents: bool = Field(False, description="Return the documents too.")
+    top_n: PositiveInt | None = None
+    """Number of results; all if omitted."""
+    return_documents: bool = False
+    """Return the documents too."""
 
 
 class CohereResult(Body):
     index: int
-    relevance_score: float = Field(
-        description="The activation of the model for the logit; the sigmoid, 0 to 1, if none."
-    )
+    relevance_score: float
+    """The activation of the model for the logit; the sigmoid, 0 to 1, if none."""
     document: CohereDocument | None = None
 
 

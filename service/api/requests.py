@@ -45,8 +45,6 @@ T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 F = TypeVar("F", bound=Callable[..., Any])
 
-DISCONNECTED = "the client disconnected"
-
 Name = Annotated[str, Field(max_length=1024)]
 
 PATH_VERSION = {"name": "version", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -55,7 +53,7 @@ PATH_VERSION = {"name": "version", "in": "path", "required": True, "schema": {"t
 class Body(BaseModel):
     """A JSON body. Types are strict: ``"3"`` is not a number and 1 is not a boolean."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
 
 class Extensible(Body):
@@ -219,26 +217,17 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
     Raises:
         ClientGone: The client disconnected.
     """
-    task = asyncio.current_task()
-    assert task is not None
-    waiting = True
-
-    def cancel(disconnect: asyncio.Future[Any]) -> None:
-        if waiting and not disconnect.cancelled():
-            task.cancel(DISCONNECTED)
-
+    task = asyncio.ensure_future(work)
     # The body was read: the next message is the disconnect.
     disconnect = asyncio.ensure_future(request.receive())
-    disconnect.add_done_callback(cancel)
+    disconnect.add_done_callback(lambda _: task.cancel())
     try:
-        return await work
-    except asyncio.CancelledError as error:
-        if error.args != (DISCONNECTED,):
-            raise
-        task.uncancel()
-        raise ClientGone("the client disconnected before its answer") from None
+        return await task
+    except asyncio.CancelledError:
+        if disconnect.done() and not disconnect.cancelled():
+            raise ClientGone("the client disconnected before its answer") from None
+        raise
     finally:
-        waiting = False
         disconnect.cancel()
 
 
