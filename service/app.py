@@ -99,8 +99,8 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         )
     app.add_middleware(ObserveRequests, metrics=metrics)
     # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
-    for router in (texts, ranking, openai, triton, open_inference):
-        app.include_router(router.router)
+    for module in (texts, ranking, openai, triton, open_inference):
+        app.include_router(module.router)
     app.include_router(ranking.cohere)
     app.include_router(dashboard)
 

@@ -6,11 +6,12 @@ import asyncio
 import math
 import zlib
 from collections.abc import Callable, Coroutine
+from functools import partial
 from time import perf_counter
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
@@ -42,12 +43,10 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-B = TypeVar("B", bound=BaseModel)
 F = TypeVar("F", bound=Callable[..., Any])
+B = TypeVar("B", bound=BaseModel)
 
 Name = Annotated[str, Field(max_length=1024)]
-
-PATH_VERSION = {"name": "version", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 class Body(BaseModel):
@@ -69,21 +68,19 @@ def model_route(
 
     ``options`` are those of ``APIRouter.add_api_route``.
     """
-    extra = options.pop("openapi_extra", {})
-    known = extra.get("parameters", [])
 
     def add(function: F) -> F:
-        for version, parameters in (("", known), ("/versions/{version}", [*known, PATH_VERSION])):
-            router.add_api_route(
-                f"/models/{{name}}{version}{path}",
-                function,
-                methods=[method],
-                openapi_extra={**extra, "parameters": parameters},
-                **options,
-            )
+        add_route = partial(router.add_api_route, endpoint=function, methods=[method], **options)
+        add_route(f"/models/{{name}}{path}")
+        in_version = f"/models/{{name}}/versions/{{version}}{path}"
+        add_route(in_version, dependencies=[Depends(_declare_version)])
         return function
 
     return add
+
+
+def _declare_version(version: str) -> None:
+    """Add the path parameter, which ``get_engine`` reads, to the OpenAPI document."""
 
 
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:

@@ -30,7 +30,8 @@ class ModelConfig(Extensible):
     name: str
     platform: str
     backend: str
-    max_batch_size: int = Field(description="0 if requests cannot be batched.")
+    max_batch_size: int
+    """0 if requests cannot be batched."""
     input: list[dict[str, Any]]
     output: list[dict[str, Any]]
 
@@ -47,7 +48,8 @@ class InferStatistics(Body):
     compute_input: Duration
     compute_infer: Duration
     compute_output: Duration
-    cache_hit: Duration = Field(description="Always 0, like cache_miss: there is no cache.")
+    cache_hit: Duration
+    """Always 0, like cache_miss: there is no cache."""
     cache_miss: Duration
 
 
@@ -61,9 +63,12 @@ class BatchStatistics(Body):
 class VersionStatistics(Body):
     name: str
     version: str
-    last_inference: int = Field(description="Milliseconds since 1970; 0 if there was none.")
-    inference_count: int = Field(description="Number of answered rows.")
-    execution_count: int = Field(description="Number of runs of the model.")
+    last_inference: int
+    """Milliseconds since 1970; 0 if there was none."""
+    inference_count: int
+    """Number of answered rows."""
+    execution_count: int
+    """Number of runs of the model."""
     inference_stats: InferStatistics
     batch_stats: list[BatchStatistics]
 
@@ -75,7 +80,8 @@ class ModelStatistics(Body):
 
 
 class IndexRequest(Body):
-    ready: bool = Field(default=False, description="Only versions that are ready.")
+    ready: bool = False
+    """Only versions that are ready."""
 
 
 class RepositoryRequest(Body):
