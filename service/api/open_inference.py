@@ -138,14 +138,6 @@ class ServerMetadata(Body):
     extensions: list[str]
 
 
-class Live(Body):
-    live: bool
-
-
-class Ready(Body):
-    ready: bool
-
-
 HEADER_PARAMETER = {
     "name": "Inference-Header-Content-Length",
     "in": "header",
@@ -175,13 +167,15 @@ async def server_metadata() -> Response:
     )
 
 
-@router.get("/health/live", response_model=Live)
+@router.get("/health/live", response_model=dict[str, bool])
 async def live() -> Response:
     """The process is alive."""
     return json_response({"live": True})
 
 
-@router.get("/health/ready", response_model=Ready, responses={503: {"model": Ready}})
+@router.get(
+    "/health/ready", response_model=dict[str, bool], responses={503: {"model": dict[str, bool]}}
+)
 async def ready(request: Request) -> Response:
     """Models are loaded, and all of them can run. A full queue does not matter."""
     is_ready = request.app.state.repository.ready
