@@ -22,11 +22,10 @@ from service.api.requests import (
     JsonRoute,
     Name,
     acquire_engine,
-    cancel_on_disconnect,
-    deadline,
     get_engine,
     model_route,
     read_body,
+    run,
 )
 from service.api.responses import array_json, json_response, respond
 from service.api.tensors import (
@@ -225,9 +224,7 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     inputs = decode_all(body.inputs, request.state.raw)
     engine = acquire_engine(request, name)
     names = [output.name for output in body.outputs]
-    answer = await cancel_on_disconnect(
-        request, engine.infer(inputs, names, _deadline(request, body))
-    )
+    answer = await run(request, engine.infer, inputs, names, timeout_us=body.parameters.timeout)
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     for output in outputs:
         if "data" in output:
@@ -247,13 +244,6 @@ def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
         {"name": tensor.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
         for tensor in tensors
     ]
-
-
-def _deadline(request: Request, body: InferRequest) -> float:
-    """The earlier of the header (or setting) and the parameter ``timeout`` in microseconds."""
-    latest = deadline(request)
-    timeout = body.parameters.timeout
-    return min(latest, request.state.started + timeout / 1e6) if timeout else latest
 
 
 def _binary_outputs(body: InferRequest, names: Iterable[str]) -> set[str]:

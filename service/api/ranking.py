@@ -13,14 +13,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from attnserve.choices import Activation
 from service.api.openai import OpenAIError
-from service.api.requests import (
-    Body,
-    JsonRoute,
-    Name,
-    acquire_engine,
-    cancel_on_disconnect,
-    deadline,
-)
+from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import respond
 from service.api.texts import TextBody, TextList
 from service.engine.model import scores_of
@@ -106,10 +99,7 @@ class CohereResponse(Body):
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """The relevance of each text to the query, most relevant first (text-embeddings-inference)."""
     engine = acquire_engine(request, body.model, body.version)
-    answer = await cancel_on_disconnect(
-        request,
-        engine.rerank(body.query, body.texts, truncate=body.truncate, deadline=deadline(request)),
-    )
+    answer = await run(request, engine.rerank, body.query, body.texts, truncate=body.truncate)
     activation = "identity" if body.raw_scores else engine.model.artifact.activation
     ranks = [
         {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
@@ -122,12 +112,8 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
     engine = acquire_engine(request, body.model)
-    answer = await cancel_on_disconnect(
-        request,
-        engine.rerank(body.query, body.documents, truncate=True, deadline=deadline(request)),
-    )
-    activation = engine.model.artifact.activation
-    ranked = _ranked(answer.outputs["scores"], activation)[: body.top_n]
+    answer = await run(request, engine.rerank, body.query, body.documents, truncate=True)
+    ranked = _ranked(answer.outputs["scores"], engine.model.artifact.activation)[: body.top_n]
     results = [
         {"index": at, "relevance_score": score}
         | ({"document": {"text": body.documents[at]}} if body.return_documents else {})

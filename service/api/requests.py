@@ -35,11 +35,11 @@ __all__ = [
     "Name",
     "acquire_engine",
     "cancel_on_disconnect",
-    "deadline",
     "get_engine",
     "model_route",
     "parse_json",
     "read_body",
+    "run",
 ]
 
 T = TypeVar("T")
@@ -109,30 +109,6 @@ def acquire_engine(request: Request, name: str | None = None, version: str | Non
     engine.acquire()
     request.scope["attnserve.engines"].append(engine)
     return engine
-
-
-def deadline(request: Request) -> float:
-    """The deadline of the answer, on the clock of ``perf_counter``.
-
-    The time limit starts with the last byte of the body (``read_body``).
-
-    Raises:
-        InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
-    """
-    settings: Settings = request.app.state.settings
-    given = request.headers.get("x-timeout-ms")
-    timeout_ms = settings.timeout_ms
-    if given is not None:
-        try:
-            timeout_ms = float(given)
-        except ValueError:
-            timeout_ms = math.nan
-        longest = max(settings.max_timeout_ms, settings.timeout_ms)
-        if not 0 < timeout_ms <= longest:
-            raise InvalidData(
-                f"x-timeout-ms is {given!r}: expected milliseconds above 0, at most {longest:g}"
-            )
-    return request.state.started + timeout_ms / 1e3
 
 
 async def read_body(request: Request) -> bytes | bytearray:
@@ -206,6 +182,40 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
         where = ".".join(map(str, first["loc"])) or "the body"
         field = str(first["loc"][0]) if first["loc"] else ""
         raise InvalidField(f"{where}: {first['msg']}", field=field) from error
+
+
+async def run(
+    request: Request,
+    work: Callable[..., Coroutine[Any, Any, T]],
+    *args: Any,
+    timeout_us: int | None = None,
+    **options: Any,
+) -> T:
+    """Await ``work(*args, deadline=deadline, **options)``; cancel it if the client disconnects.
+
+    The time limit starts with the last byte of the body (``read_body``).
+
+    Args:
+        timeout_us: A time limit beside that of the header or the setting; 0 or None for none.
+
+    Raises:
+        InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
+        ClientGone: The client disconnected.
+    """
+    settings: Settings = request.app.state.settings
+    given = request.headers.get("x-timeout-ms", settings.timeout_ms)
+    try:
+        timeout_ms = float(given)
+    except ValueError:
+        timeout_ms = math.nan
+    longest = max(settings.max_timeout_ms, settings.timeout_ms)
+    if not 0 < timeout_ms <= longest:
+        raise InvalidData(
+            f"x-timeout-ms is {given!r}: expected milliseconds above 0, at most {longest:g}"
+        )
+    timeout_s = min(timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf)
+    deadline = request.state.started + timeout_s
+    return await cancel_on_disconnect(request, work(*args, deadline=deadline, **options))
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

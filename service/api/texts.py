@@ -12,14 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PositiveInt
 
 from attnserve.models.tokenizer import shorten
 from graph_passes.errors import InvalidData
-from service.api.requests import (
-    Body,
-    JsonRoute,
-    Name,
-    acquire_engine,
-    cancel_on_disconnect,
-    deadline,
-)
+from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import json_response, respond
 from service.engine.engine import Answer, Engine, Text
 from service.errors import InvalidField
@@ -159,8 +152,7 @@ async def embed_texts(
         raise InvalidField("prompt_name is for texts, not token ids", field="prompt_name")
     prompt = artifact.prompt() if name is None else artifact.prompts[name]
     prompted = [prompt + text if isinstance(text, str) else text for text in texts]
-    work = engine.embed(prompted, truncate=truncate, deadline=deadline(request))
-    answer = await cancel_on_disconnect(request, work)
+    answer = await run(request, engine.embed, prompted, truncate=truncate)
     vectors = answer.outputs["embeddings"]
     if dimensions in (None, vectors.shape[1]):
         return answer, vectors
@@ -194,9 +186,7 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     it they are class numbers.
     """
     engine = acquire_engine(request, body.model, body.version)
-    answer = await cancel_on_disconnect(
-        request, engine.classify(body.inputs, truncate=body.truncate, deadline=deadline(request))
-    )
+    answer = await run(request, engine.classify, body.inputs, truncate=body.truncate)
     labels = engine.model.labels
     predictions = [
         [
@@ -228,9 +218,7 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = acquire_engine(request, body.model, body.version)
-    encodings = await cancel_on_disconnect(
-        request, engine.tokenize(body.inputs, truncate=body.truncate, deadline=deadline(request))
-    )
+    encodings = await run(request, engine.tokenize, body.inputs, truncate=body.truncate)
     tokens = [encoding.ids for encoding in encodings]
     usage = _model_and_usage(engine, sum(map(len, tokens)))
     return json_response({"tokens": tokens, **usage})
