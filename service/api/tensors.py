@@ -166,16 +166,14 @@ def decode(tensor: InputTensor, raw: memoryview | None = None) -> np.ndarray:
         raise InvalidData(f"{what}: data nested as {nesting}, shape {list(shape)}")
     if not set(map(type, values)) <= JSON_TYPES[dtype.kind]:
         raise InvalidData(f"{what}: its data is not all of {tensor.datatype}")
-    in_range = True
-    if dtype.kind in "iu" and values:
-        limits = np.iinfo(dtype)
-        in_range = limits.min <= min(values) and max(values) <= limits.max
-    if in_range:
-        with np.errstate(over="ignore"):
+    try:
+        with np.errstate(over="raise"):
             array = np.array(values, dtype=dtype)
-        if dtype.kind != "f" or np.isfinite(array).all():
-            return _reshape(array, shape, what)
-    raise InvalidData(f"{what}: its data holds numbers out of the range of {tensor.datatype}")
+    except (FloatingPointError, OverflowError) as error:
+        raise InvalidData(
+            f"{what}: its data holds numbers out of the range of {tensor.datatype}"
+        ) from error
+    return _reshape(array, shape, what)
 
 
 def encode_all(
