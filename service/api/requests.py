@@ -20,12 +20,7 @@ from starlette.requests import ClientDisconnect
 from graph_passes.errors import InvalidData
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import (
-    ClientGone,
-    InvalidField,
-    MalformedRequest,
-    TooLarge,
-)
+from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge
 from service.settings import Settings
 
 __all__ = [
