@@ -121,7 +121,7 @@ class TensorMetadata(Body):
 class ModelMetadata(Body):
     name: str
     versions: list[str]
-    platform: str
+    platform: str = "onnxruntime_onnx"
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
 
@@ -132,9 +132,9 @@ class ModelReady(Body):
 
 
 class ServerMetadata(Body):
-    name: str
-    version: str
-    extensions: list[str]
+    name: str = "attnserve"
+    version: str = __version__
+    extensions: tuple[str, ...] = EXTENSIONS
 
 
 HEADER_PARAMETER = {
@@ -159,17 +159,15 @@ class InferRoute(JsonRoute):
 router = APIRouter(prefix="/v2", tags=["Open Inference Protocol v2"], route_class=InferRoute)
 
 
-@router.get("", response_model=ServerMetadata)
-async def server_metadata() -> Response:
-    return json_response(
-        {"name": "attnserve", "version": __version__, "extensions": list(EXTENSIONS)}
-    )
+@router.get("")
+async def server_metadata() -> ServerMetadata:
+    return ServerMetadata()
 
 
-@router.get("/health/live", response_model=dict[str, bool])
-async def live() -> Response:
+@router.get("/health/live")
+async def live() -> dict[str, bool]:
     """The process is alive."""
-    return json_response({"live": True})
+    return {"live": True}
 
 
 @router.get(
@@ -181,17 +179,14 @@ async def ready(request: Request) -> Response:
     return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
 
-@model_route(router, "", response_model=ModelMetadata)
-async def model_metadata(request: Request, name: str) -> Response:
+@model_route(router, "")
+async def model_metadata(request: Request, name: str) -> ModelMetadata:
     engine = get_engine(request, name)
-    return json_response(
-        {
-            "name": engine.name,
-            "versions": request.app.state.repository.versions(name),
-            "platform": "onnxruntime_onnx",
-            "inputs": _describe(engine.model.inputs),
-            "outputs": _describe(engine.model.outputs),
-        }
+    return ModelMetadata(
+        name=engine.name,
+        versions=request.app.state.repository.versions(name),
+        inputs=_describe(engine.model.inputs),
+        outputs=_describe(engine.model.outputs),
     )
 
 
@@ -239,9 +234,11 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     return respond(request, engine, answer, content, raw_outputs, cost_field="parameters")
 
 
-def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+def _describe(tensors: Sequence[Tensor]) -> list[TensorMetadata]:
     return [
-        {"name": tensor.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
+        TensorMetadata.model_validate(
+            {"name": tensor.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
+        )
         for tensor in tensors
     ]
 

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from graph_passes.errors import InvalidArgument, InvalidData
 from service.api.requests import Body, JsonRoute, Name, acquire_engine, get_engine
-from service.api.responses import json_response, respond
+from service.api.responses import respond
 from service.api.texts import SomeTexts, VectorOptions, embed_texts
 from service.engine.engine import Engine
 from service.engine.repository import Repository
@@ -96,7 +96,7 @@ class ModelCard(Body):
     object: Literal["model"] = "model"
     created: int
     """Modification time of the file, in seconds since 1970."""
-    owned_by: str
+    owned_by: str = "attnserve"
 
 
 class ModelCards(Body):
@@ -162,29 +162,22 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     return respond(request, engine, answer, content)
 
 
-@router.get("/models", response_model=ModelCards)
-async def models(request: Request) -> Response:
+@router.get("/models")
+async def models(request: Request) -> ModelCards:
     """The loaded models."""
     repository: Repository = request.app.state.repository
     names = dict.fromkeys(engine.name for engine in repository.engines())
-    return json_response(
-        {"object": "list", "data": [_card(repository.engine(name)) for name in names]}
-    )
+    return ModelCards(data=[_card(repository.engine(name)) for name in names])
 
 
-@router.get("/models/{name}", response_model=ModelCard)
-async def model(request: Request, name: str) -> Response:
+@router.get("/models/{name}")
+async def model(request: Request, name: str) -> ModelCard:
     """One loaded model."""
-    return json_response(_card(get_engine(request, name)))
+    return _card(get_engine(request, name))
 
 
-def _card(engine: Engine) -> dict[str, Any]:
-    return {
-        "id": engine.name,
-        "object": "model",
-        "created": engine.model.created,
-        "owned_by": "attnserve",
-    }
+def _card(engine: Engine) -> ModelCard:
+    return ModelCard(id=engine.name, created=engine.model.created)
 
 
 def _base64(vector: np.ndarray) -> str:
