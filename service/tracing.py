@@ -15,7 +15,14 @@ from random import getrandbits
 
 from opentelemetry import propagate, trace
 from opentelemetry.propagators.textmap import Getter
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, StatusCode
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceFlags,
+)
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
@@ -24,7 +31,9 @@ __all__ = ["finish_span", "request_span"]
 
 class _HeaderGetter(Getter[Headers]):
     def get(self, carrier: Headers, key: str) -> list[str] | None:
-        return carrier.getlist(key) or None
+        found = carrier.getlist(key)
+        is_ambiguous = key == "traceparent" and len(found) > 1
+        return None if is_ambiguous else found or None
 
     def keys(self, carrier: Headers) -> list[str]:
         return carrier.keys()
@@ -44,8 +53,9 @@ def request_span(scope: Scope) -> Generator[Span]:
     span = trace.get_tracer("attnserve").start_span(scope["method"], parent, SpanKind.SERVER)
     context = span.get_span_context()
     if context.is_remote:  # the client's span, because there is no provider
-        trace_id, flags, state = context.trace_id, context.trace_flags, context.trace_state
-        span = NonRecordingSpan(SpanContext(trace_id, getrandbits(64) or 1, False, flags, state))
+        flags = TraceFlags(context.trace_flags & 3)  # sampled, and random since level 2
+        span_id, state = getrandbits(64) or 1, context.trace_state
+        span = NonRecordingSpan(SpanContext(context.trace_id, span_id, False, flags, state))
     with trace.use_span(span, end_on_exit=True):
         yield span
 
