@@ -17,11 +17,11 @@ from attnserve import __version__
 from service.api import open_inference, openai, ranking, texts, triton
 from service.api.observe import ObserveRequests
 from service.api.responses import json_response
-from service.auth import GuardControl, RequireKey, read_keys
+from service.auth import Authorize, read_keys
 from service.dashboard import router as dashboard
 from service.dashboard.stats import report
 from service.engine.repository import Repository
-from service.errors import Error, install_handlers
+from service.errors import HANDLERS, Error
 from service.metrics import Metrics
 from service.settings import Settings, read_settings
 
@@ -72,6 +72,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         description="Inference and embeddings with ONNX models, and the cost of every answer.",
         lifespan=lifespan,
         redirect_slashes=False,
+        exception_handlers=HANDLERS,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
         # FastAPI creates spans of its own since 0.165: ``service.tracing`` creates one per request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
@@ -79,6 +80,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     app.state.settings = chosen
     app.state.repository = models
     app.state.metrics = metrics
+    app.state.error_renderers = {"/v1": openai.render_error}
     # The middleware added last runs first: it also counts refused requests and gives them an id.
     app.add_middleware(
         CompressLarge,
@@ -86,9 +88,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         compresslevel=1,
         exclude_content_types=("application/octet-stream",),
     )
-    app.add_middleware(GuardControl, settings=chosen)
-    if read_keys(chosen):
-        app.add_middleware(RequireKey, settings=chosen)
+    app.add_middleware(Authorize, settings=chosen, keys=read_keys(chosen))
     if chosen.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -98,10 +98,9 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
             expose_headers=["*"],
         )
     app.add_middleware(ObserveRequests, metrics=metrics)
-    install_handlers(app, {"/v1": openai.render_error})
     # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
-    for router in (texts, ranking, openai, triton, open_inference):
-        app.include_router(router.router)
+    for module in (texts, ranking, openai, triton, open_inference):
+        app.include_router(module.router)
     app.include_router(ranking.cohere)
     app.include_router(dashboard)
 

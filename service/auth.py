@@ -6,18 +6,20 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Mapping
+from pathlib import Path
 from time import monotonic
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from graph_passes.errors import InvalidArgument
-from service.errors import Forbidden, Unauthorized, explain
+from service.errors import error_response
 from service.log import REQUEST
 from service.settings import Settings, is_loopback
 
-__all__ = ["GuardControl", "RequireKey", "read_keys"]
+__all__ = ["Authorize", "read_keys"]
 
 RELOAD_S = 1.0
 """How often the key file is looked at."""
@@ -30,7 +32,11 @@ OPEN = ("/v2/health/live", "/v2/health/ready", "/")
 """Paths that need no key: health checks, and the dashboard page, whose data does need one."""
 
 
-def read_keys(settings: Settings) -> dict[bytes, str]:
+Keys = dict[bytes, str]
+"""The name of each key, or of each checksum of a key."""
+
+
+def read_keys(settings: Settings) -> Keys:
     """All keys of ``settings`` and of its key file with their names; empty if no key is required.
 
     A line of the file may name its key: ``KEY NAME``. The name of another key is the beginning of
@@ -41,21 +47,8 @@ def read_keys(settings: Settings) -> dict[bytes, str]:
             ASCII.
     """
     keys = [(key.get_secret_value(), "") for key in settings.api_keys]
-    path = settings.api_keys_file
-    if path is not None:
-        try:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise InvalidArgument(
-                f"{path}: cannot be read: {reason}", "check the path", code="keys.unreadable"
-            ) from error
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:  # an empty file must not disable authentication
-            raise InvalidArgument(
-                f"{path}: holds no key", "write one key per line", code="keys.none"
-            )
-        keys += [(key, name.strip()) for key, _, name in (line.partition(" ") for line in found)]
+    if settings.api_keys_file is not None:
+        keys += _read_file(settings.api_keys_file)
     for number, (key, _) in enumerate(keys, 1):
         if not key:  # requests without a key would match it
             raise InvalidArgument(
@@ -67,78 +60,97 @@ def read_keys(settings: Settings) -> dict[bytes, str]:
                 "HTTP headers can carry only those",
                 code="keys.characters",
             )
-    if keys:
-        keys += [(key.get_secret_value(), "") for key in settings.admin_keys]
-    return {key.encode(): name or _fingerprint(key.encode()) for key, name in keys}
+    known = {key.encode(): name or _fingerprint(key) for key, name in keys}
+    return known | _admin_keys(settings) if known else {}
 
 
-def _fingerprint(key: bytes) -> str:
-    return hashlib.sha256(key).hexdigest()[:8]
+def _read_file(path: Path) -> list[tuple[str, str]]:
+    """The keys of a file, each with its name."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise InvalidArgument(
+            f"{path}: cannot be read: {reason}", "check the path", code="keys.unreadable"
+        ) from error
+    found = [line.partition(" ") for line in lines if line and not line.startswith("#")]
+    if not found:  # an empty file must not disable authentication
+        raise InvalidArgument(f"{path}: holds no key", "write one key per line", code="keys.none")
+    return [(key, name.strip()) for key, _, name in found]
 
 
-class GuardControl:
-    """ASGI middleware: 403 for loading and unloading models, unless the client may do it.
+def _admin_keys(settings: Settings) -> Keys:
+    admins = [key.get_secret_value() for key in settings.admin_keys]
+    return {key.encode(): _fingerprint(key) for key in admins}
 
-    A page of another site can send requests to a server of the same machine. Browsers name the site
-    in ``Origin``, also if its name was bound to another address (DNS rebinding).
+
+def _fingerprint(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:8]
+
+
+class Authorize:
+    """ASGI middleware: refuses requests without a known key, and loading of models.
+
+    A key is sent as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; without one the answer is
+    401, if the service has keys. A key file is read again when it has changed, in every worker. If
+    it cannot be read, or holds no key, the keys before stay.
+
+    Loading and unloading is answered with 403, unless the client may do it. A page of another site
+    can send requests to a server of the same machine. Browsers name the site in ``Origin``, also if
+    its name was bound to another address (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys) -> None:
         self._app, self._settings = app, settings
-        admins = [key.get_secret_value().encode() for key in settings.admin_keys]
-        self._admins = _checksums({key: _fingerprint(key) for key in admins})
+        self._version, self._looked_at = self._file_version(), monotonic()
+        self._known = _checksums(keys)
+        self._admins = _checksums(_admin_keys(settings))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        answer = self._app if error is None else explain(scope, error)
+        self._refresh()
+        answer = self._app if scope["type"] != "http" else self._refusal(scope) or self._app
         await answer(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Forbidden | None:
-        if not CONTROL.fullmatch(scope["path"]):
-            return None
-        if not self._settings.controls_models:
-            return Forbidden(
-                "loading and unloading of models is off",
-                "set ATTNSERVE_MODEL_CONTROL=true, and ATTNSERVE_ADMIN_KEYS",
+    def _refusal(self, scope: Scope) -> Response | None:
+        path = scope["path"]
+        if self._known and path not in OPEN and not _is_known(scope, self._known):
+            text = (
+                "the API key is missing or unknown;"
+                " send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             )
-        origin = next((v.decode("latin-1") for n, v in scope["headers"] if n == b"origin"), None)
-        if origin is not None and not self._is_own(origin):
-            return Forbidden(f"pages of {origin} may not load or unload models")
-        if self._admins and not is_known(_given(scope), self._admins):
-            return Forbidden("this needs a key of an administrator", "see ATTNSERVE_ADMIN_KEYS")
-        return None
+            return error_response(scope, 401, text)
+        if not CONTROL.fullmatch(path):
+            return None
+        origin = Headers(scope=scope).get("origin")
+        if not self._settings.controls_models:
+            text = (
+                "loading and unloading of models is off;"
+                " set ATTNSERVE_MODEL_CONTROL=true, and ATTNSERVE_ADMIN_KEYS"
+            )
+        elif origin is not None and not self._is_own(origin):
+            text = f"pages of {origin} may not load or unload models"
+        elif self._admins and not _is_known(scope, self._admins):
+            text = "this needs a key of an administrator; see ATTNSERVE_ADMIN_KEYS"
+        else:
+            return None
+        return error_response(scope, 403, text)
 
     def _is_own(self, origin: str) -> bool:
         if origin in self._settings.cors_origins:
             return True
         return self._settings.is_local and is_loopback(urlsplit(origin).hostname or "")
 
-
-class RequireKey:
-    """ASGI middleware: 401 without ``Authorization: Bearer KEY`` or ``x-api-key: KEY``.
-
-    A key file is read again when it has changed, in every worker. If it cannot be read, or holds no
-    key, the keys before stay.
-    """
-
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app, self._settings = app, settings
-        self._path = settings.api_keys_file
-        self._version, self._looked_at = self._file_version(), monotonic()
-        self._known = _checksums(read_keys(settings))
-
     def _file_version(self) -> tuple[int, int] | None:
         """Changes with the file; None if there is none."""
-        if self._path is None:
-            return None
+        path = self._settings.api_keys_file
         try:
-            found = self._path.stat()
+            found = path.stat() if path else None
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_ino
+        return found and (found.st_mtime_ns, found.st_ino)
 
     def _refresh(self) -> None:
-        if self._path is None or monotonic() - self._looked_at < RELOAD_S:
+        if monotonic() - self._looked_at < RELOAD_S:
             return
         self._looked_at, version = monotonic(), self._file_version()
         if version == self._version:
@@ -146,43 +158,26 @@ class RequireKey:
         self._version = version
         try:
             self._known = _checksums(read_keys(self._settings))
-            log.info("%s: read again", self._path)
+            log.info("%s: read again", self._settings.api_keys_file)
         except InvalidArgument as error:
             log.error("the API keys stay as they are: %s", error.what)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._refresh()
-        if scope["type"] != "http" or scope["path"] in OPEN or is_known(_given(scope), self._known):
-            await self._app(scope, receive, send)
-            return
-        error = Unauthorized(
-            "the API key is missing or unknown",
-            "send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-        )
-        await explain(scope, error)(scope, receive, send)
 
-
-def _checksums(keys: Mapping[bytes, str]) -> dict[bytes, str]:
+def _checksums(keys: Keys) -> Keys:
     return {hashlib.sha256(key).digest(): name for key, name in keys.items()}
 
 
-def is_known(given: bytes, known: Mapping[bytes, str]) -> bool:
-    """Whether a key has one of these checksums; its name goes to the log.
+def _is_known(scope: Scope, known: Keys) -> bool:
+    """Whether the key of a request has one of these checksums; its name goes to the log.
 
     All are compared, in constant time, so that the time of a refusal reveals nothing.
     """
-    digest, found = hashlib.sha256(given).digest(), None
+    headers = Headers(scope=scope)
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    digest, found = hashlib.sha256(given.strip().encode()).digest(), None
     for each, name in known.items():
         found = name if hmac.compare_digest(digest, each) else found
     if found is not None and (fields := REQUEST.get()) is not None:
         fields.setdefault("key", found)
     return found is not None
-
-
-def _given(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return value[7:].strip()
-        if name == b"x-api-key":
-            return value.strip()
-    return b""

@@ -1,7 +1,7 @@
 """Errors of the service, and one table with the HTTP status of every error.
 
 The body of an error is ``{"error": "text"}``, unless the protocol of its path has an
-``ErrorRenderer`` of its own (``install_handlers``).
+``ErrorRenderer`` of its own (``app.state.error_renderers``).
 """
 
 from __future__ import annotations
@@ -10,42 +10,19 @@ import logging
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from attnserve.models.loaded_model import ModelFailed
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
-
-__all__ = [
-    "HTTP_ERRORS",
-    "ClientGone",
-    "DeadlineExceeded",
-    "Error",
-    "ErrorRenderer",
-    "Forbidden",
-    "InvalidField",
-    "MalformedRequest",
-    "NotFound",
-    "NotReady",
-    "Overloaded",
-    "ServiceError",
-    "TooLarge",
-    "Unauthorized",
-    "UnknownModel",
-    "UnsupportedEncoding",
-    "error_response",
-    "explain",
-    "hide_folders",
-    "install_handlers",
-]
 
 log = logging.getLogger("attnserve")
 
@@ -60,12 +37,6 @@ class MalformedRequest(ServiceError):
     """The body is not valid JSON, or cannot be decoded."""
 
     default_code = "request.malformed"
-
-
-class UnsupportedEncoding(ServiceError):
-    """The content-encoding of the body is unknown."""
-
-    default_code = "request.encoding"
 
 
 class NotFound(ServiceError):
@@ -102,18 +73,6 @@ class Overloaded(ServiceError):
     default_code = "server.overloaded"
 
 
-class Forbidden(ServiceError):
-    """The client may not do this."""
-
-    default_code = "request.forbidden"
-
-
-class Unauthorized(ServiceError):
-    """The API key is missing or unknown."""
-
-    default_code = "request.unauthorized"
-
-
 class DeadlineExceeded(ServiceError):
     """The deadline passed before the answer."""
 
@@ -138,68 +97,43 @@ class Error(BaseModel):
     error: str
 
 
-class HttpError(NamedTuple):
-    """The HTTP status of an error, and the headers of its answer."""
-
-    status: int
-    headers: Mapping[str, str] = {}
-
-
-HTTP_ERRORS: Mapping[type[AttnserveError], HttpError] = {
-    MalformedRequest: HttpError(400),
-    Unauthorized: HttpError(401, {"www-authenticate": "Bearer"}),
-    Forbidden: HttpError(403),
-    NotFound: HttpError(404),
-    TooLarge: HttpError(413),
-    UnsupportedEncoding: HttpError(415, {"accept-encoding": "gzip, deflate"}),
-    InvalidData: HttpError(422),
-    InvalidArgument: HttpError(422),
-    InvalidModel: HttpError(422),  # of a model to load
-    Overloaded: HttpError(429, {"retry-after": "1"}),
-    ClientGone: HttpError(499),  # nginx's number; it appears only in the log
-    NotReady: HttpError(503, {"retry-after": "5"}),
-    ModelFailed: HttpError(503, {"retry-after": "5"}),
-    DeadlineExceeded: HttpError(504),
-    AttnserveError: HttpError(500),
+HTTP_STATUS: Mapping[type[AttnserveError], int] = {
+    MalformedRequest: 400,
+    NotFound: 404,
+    TooLarge: 413,
+    InvalidData: 422,
+    InvalidArgument: 422,
+    InvalidModel: 422,  # of a model to load
+    Overloaded: 429,
+    ClientGone: 499,  # nginx's number; it appears only in the log
+    NotReady: 503,
+    ModelFailed: 503,
+    DeadlineExceeded: 504,
+    AttnserveError: 500,
 }
 """The status of each error; the entry of the closest base class applies."""
+
+HEADERS: Mapping[int, Mapping[str, str]] = {
+    401: {"www-authenticate": "Bearer"},
+    415: {"accept-encoding": "gzip, deflate"},
+    429: {"retry-after": "1"},
+    503: {"retry-after": "5"},
+}
+"""Headers of error answers by status."""
 
 ErrorRenderer = Callable[[int, str, Exception | None], tuple[int, Any]]
 """(status, body) of an error answer, from its status, its text and the error if there is one."""
 
 
-def install_handlers(app: FastAPI, renderers: Mapping[str, ErrorRenderer]) -> None:
-    """Answer every error of ``app``.
-
-    Args:
-        renderers: Renderers of protocols with error bodies of their own, by path prefix ("/v1").
-    """
-    app.state.error_renderers = renderers
-    app.add_exception_handler(AttnserveError, _handle_error)
-    app.add_exception_handler(HTTPException, _handle_routing_error)
-
-
 def error_response(
-    scope: Scope,
-    status: int,
-    text: str,
-    headers: Mapping[str, str] | None = None,
-    error: Exception | None = None,
+    scope: Scope, status: int, text: str, error: Exception | None = None
 ) -> Response:
     """``{"error": text}``, or the error body of the protocol that ``scope`` belongs to."""
-    body: Any = {"error": text}
+    headers, body = HEADERS.get(status), {"error": text}
     for prefix, render in scope["app"].state.error_renderers.items():
         if f"{scope['path']}/".startswith(f"{prefix}/"):
             status, body = render(status, text, error)
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
-
-
-def explain(scope: Scope, error: AttnserveError) -> Response:
-    """The answer to a request that failed with ``error``."""
-    kind = next(kind for kind in type(error).__mro__ if kind in HTTP_ERRORS)
-    status, headers = HTTP_ERRORS[kind]
-    text = hide_folders("; ".join(str(error).splitlines()), scope["app"].state.settings.model)
-    return error_response(scope, status, text, headers, error)
 
 
 def hide_folders(text: str, served: Path) -> str:
@@ -223,22 +157,29 @@ def _folders(served: Path) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w/.-])(?:{names})(?:(?P<separator>[/\\])|(?![\w.-]))")
 
 
-async def _handle_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, AttnserveError)
-    answer = explain(request.scope, error)
-    if answer.status_code == 500:
+async def _handle_error(request: Request, error: AttnserveError) -> Response:
+    status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
+    if status == 500:
         log.error("%s failed", request.url.path, exc_info=error)
-    return answer
+    text = hide_folders("; ".join(str(error).splitlines()), request.app.state.settings.model)
+    return error_response(request.scope, status, text, error)
 
 
-async def _handle_routing_error(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router, and the answer to OPTIONS."""
-    assert isinstance(error, HTTPException)
+async def _handle_http_error(request: Request, error: HTTPException) -> Response:
+    """Errors of the router, the answer to OPTIONS, and refusals with a status of their own."""
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    answer = error_response(request.scope, error.status_code, text)
     if error.status_code == 405:
         allowed = set((error.headers or {}).get("Allow", "").split(", "))
         allowed |= {"OPTIONS"} | ({"HEAD"} if "GET" in allowed else set())
-        error.headers = {"allow": ", ".join(sorted(allowed))}
         if request.method == "OPTIONS":
-            return Response(status_code=204, headers=error.headers)
-    text = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(request.scope, error.status_code, text, error.headers)
+            answer = Response(status_code=204)
+        answer.headers["allow"] = ", ".join(sorted(allowed))
+    return answer
+
+
+HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
+    AttnserveError: _handle_error,
+    HTTPException: _handle_http_error,
+}
+"""The exception handlers of the application."""

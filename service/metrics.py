@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import struct
 from collections import Counter as Tally
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
@@ -68,60 +68,78 @@ class Metrics(Collector):
         self._folder = folder
         self.registry = CollectorRegistry()
         self._models: dict[Version, ModelMetrics] = {}
-        self._requests = Counter(
-            "attnserve_requests", "Requests answered.", ("route", "status"), registry=self.registry
+        counter = partial(Counter, namespace="attnserve", registry=self.registry)
+        histogram = partial(Histogram, namespace="attnserve", registry=self.registry)
+        gauge = partial(  # of several workers, the highest value
+            Gauge, namespace="attnserve", registry=self.registry, multiprocess_mode="max"
         )
-        self.latency = self._histogram(
+        self._requests = counter("requests", "Requests answered.", ("route", "status"))
+        self.latency = histogram(
             "request_seconds",
             "Time of inference requests, from the last byte of the body to the answer.",
-            SECONDS,
+            OF_MODEL,
+            buckets=SECONDS,
         )
-        self.stages = self._histogram(
+        self.stages = histogram(
             "stage_seconds",
             "Time of inference requests by stage: queue, tokenize or compute.",
-            SECONDS,
-            "stage",
+            (*OF_MODEL, "stage"),
+            buckets=SECONDS,
         )
-        self.lengths = self._histogram(
-            "request_tokens", "Tokens of inference requests, without padding.", TOKENS
+        self.lengths = histogram(
+            "request_tokens",
+            "Tokens of inference requests, without padding.",
+            OF_MODEL,
+            buckets=TOKENS,
         )
-        self.batch_rows = self._histogram("batch_rows", "Rows of a batch.", ROWS)
-        self.batch_tokens = self._histogram(
-            "batch_tokens", "Tokens of a batch, with padding.", TOKENS
+        self.batch_rows = histogram("batch_rows", "Rows of a batch.", OF_MODEL, buckets=ROWS)
+        self.batch_tokens = histogram(
+            "batch_tokens", "Tokens of a batch, with padding.", OF_MODEL, buckets=TOKENS
         )
-        self.padding = self._counter("padding_tokens", "Padding tokens of batches.")
-        self.macs = self._counter(
-            "macs", "Multiply-accumulates at the shapes that ran, for graphs that can be counted."
+        self.padding = counter("padding_tokens", "Padding tokens of batches.", OF_MODEL)
+        self.macs = counter(
+            "macs",
+            "Multiply-accumulates at the shapes that ran, for graphs that can be counted.",
+            OF_MODEL,
         )
-        self.rejects = self._counter("rejects", "Failed inference requests by reason.", "reason")
-        self.out_of_calibration = self._counter(
+        self.rejects = counter(
+            "rejects", "Failed inference requests by reason.", (*OF_MODEL, "reason")
+        )
+        self.out_of_calibration = counter(
             "out_of_calibration",
             "Rows that are not like the calibration data, by reason: length or tokens.",
-            "reason",
+            (*OF_MODEL, "reason"),
         )
-        self.shadow_rows = self._counter(
+        self.shadow_rows = counter(
             "shadow_rows",
             "Rows taken for a comparison with the original: compared, failed, skipped, or sent to"
             " worker 0.",
-            "result",
+            (*OF_MODEL, "result"),
         )
-        self.counts = self._counter(
-            "inferences", "Requests, rows and batches (v2 statistics).", "what"
+        self.counts = counter(
+            "inferences", "Requests by result (v2 statistics).", (*OF_MODEL, "what")
         )
-        self.nanoseconds = self._counter(
-            "inference_ns", "Time of requests by stage (v2 statistics).", "what"
+        self.nanoseconds = counter(
+            "inference_ns", "Time of requests by stage (v2 statistics).", (*OF_MODEL, "what")
         )
-        self.sizes = self._counter("batches", "Batches by number of rows (v2 statistics).", "rows")
-        self.size_ns = self._counter(
-            "batch_ns", "Time of batches by rows and stage (v2 statistics).", "rows", "what"
+        self.sizes = counter(
+            "batches", "Batches by number of rows (v2 statistics).", (*OF_MODEL, "rows")
         )
-        self.last_inference = self._gauge(
-            "last_inference_timestamp_seconds", "End of the last batch; 0 before the first."
+        self.size_ns = counter(
+            "batch_ns",
+            "Time of batches by rows and stage (v2 statistics).",
+            (*OF_MODEL, "rows", "what"),
         )
-        self.gpu_peak = self._gauge(
+        self.last_inference = gauge(
+            "last_inference_timestamp_seconds",
+            "End of the last batch; 0 before the first.",
+            OF_MODEL,
+        )
+        self.gpu_peak = gauge(
             "gpu_memory_peak_bytes",
             "Peak memory in use on the GPU, by all its processes, sampled at each answer of this"
             " version; absent before the first answer.",
+            OF_MODEL,
         )
         self.quality: Callable[[], Mapping[Version, Mapping[str, Any]]] = dict
         """The measured quality of each version (``LiveReport`` as JSON)."""
@@ -178,13 +196,10 @@ class Metrics(Collector):
 
     def recent_seconds(self) -> list[tuple[str, str, list[Second]]]:
         """(model, version, recent seconds) of this process."""
-        return [(*of, list(model.seconds)) for of, model in list(self._models.items())]
+        return [(*of, list(seconds.values())) for of, seconds in self._own_seconds().items()]
 
     def _own_seconds(self) -> dict[Version, dict[int, Second]]:
-        return {
-            (model, version): {second.second: second for second in seconds}
-            for model, version, seconds in self.recent_seconds()
-        }
+        return {of: dict(model.seconds) for of, model in list(self._models.items())}
 
     # -- read at the time of the scrape -----------------------------------------------------------
 
@@ -237,22 +252,6 @@ class Metrics(Collector):
                     gauge.add_metric((*of, report["measure"]), found)
             yield gauge
 
-    # -- series of each model version -------------------------------------------------------------
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"attnserve_{name}", text, (*OF_MODEL, *labels), registry=self.registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(  # of several workers, the highest value
-            f"attnserve_{name}", text, OF_MODEL, registry=self.registry, multiprocess_mode="max"
-        )
-
-    def _histogram(
-        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        labels = (*OF_MODEL, *labels)
-        return Histogram(f"attnserve_{name}", text, labels, buckets=buckets, registry=self.registry)
-
 
 def _merged(folder: Path, *patterns: str) -> Iterator[Metric]:
     """The series of all workers, including those that have exited."""
@@ -281,20 +280,15 @@ class Second:
 
     second: int
     latencies_ms: list[float] = field(default_factory=list)
-    rows: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    macs: int = 0
+    totals: Tally[str] = field(default_factory=Tally)
+    """Rows, tokens, padded_tokens and macs."""
     batch_rows: Tally[int] = field(default_factory=Tally)
     rejects: Tally[str] = field(default_factory=Tally)
 
     def add(self, other: Second) -> None:
         """Add the totals of another second, or of the same second in another worker."""
         self.latencies_ms += other.latencies_ms
-        self.rows += other.rows
-        self.tokens += other.tokens
-        self.padded_tokens += other.padded_tokens
-        self.macs += other.macs
+        self.totals.update(other.totals)
         self.batch_rows.update(other.batch_rows)
         self.rejects.update(other.rejects)
 
@@ -314,15 +308,13 @@ class ModelMetrics:
         self._batch_rows = metrics.batch_rows.labels(*of)
         self._batch_tokens = metrics.batch_tokens.labels(*of)
         self._padding = metrics.padding.labels(*of)
-        self._counts = {
-            what: metrics.counts.labels(*of, what) for what in ("success", "fail", "rows", "runs")
-        }
+        self._counts = {what: metrics.counts.labels(*of, what) for what in ("success", "fail")}
         self._ns = {
             what: metrics.nanoseconds.labels(*of, what) for what in ("success", "fail", *STAGES)
         }
         self._last_inference = metrics.last_inference.labels(*of)
         self._gpu_peak = 0
-        self.seconds: deque[Second] = deque()
+        self.seconds: dict[int, Second] = {}
         """The recorded seconds of the last minute in this process, oldest first."""
 
     def record_run(
@@ -344,20 +336,14 @@ class ModelMetrics:
         self._batch_rows.observe(rows)
         self._batch_tokens.observe(padded_tokens)
         self._padding.inc(padded_tokens - tokens)
-        self._counts["rows"].inc(rows)
-        self._counts["runs"].inc()
         self._metrics.sizes.labels(*self._of, label).inc()
         for stage, ns in zip(STAGES[1:], stage_ns, strict=True):
             self._metrics.size_ns.labels(*self._of, label, stage).inc(ns)
         self._last_inference.set(time())
+        self._macs.inc(macs or 0)
         now = self._current_second()
-        now.rows += rows
-        now.tokens += tokens
-        now.padded_tokens += padded_tokens
+        now.totals.update(rows=rows, tokens=tokens, padded_tokens=padded_tokens, macs=macs or 0)
         now.batch_rows[rows] += 1
-        if macs is not None:
-            self._macs.inc(macs)
-            now.macs += macs
 
     def record_success(self, ns: int, stages: Mapping[str, int]) -> None:
         """Record an answered request: nanoseconds in total and by stage."""
@@ -393,33 +379,29 @@ class ModelMetrics:
         counts, spent = read["inferences"], read["inference_ns"]
         success = int(counts["success",])
 
-        def duration(count: float, what: str) -> dict[str, int]:
-            return {"count": int(count), "ns": int(spent[what,])}
+        def duration(count: float, ns: float) -> dict[str, int]:
+            return {"count": int(count), "ns": int(ns)}
 
-        sizes, size_ns = read.get("batches", {}), read.get("batch_ns", {})
+        sizes = {int(rows): int(count) for (rows,), count in read.get("batches", {}).items()}
+        # Another worker may have counted a batch, and its time not yet.
+        size_ns = Tally(read.get("batch_ns", {}))
         return {
             "name": self._of[0],
             "version": self._of[1],
             "last_inference": round(read["last_inference_timestamp_seconds"][()] * 1e3),
-            "inference_count": int(counts["rows",]),
-            "execution_count": int(counts["runs",]),
+            "inference_count": sum(rows * count for rows, count in sizes.items()),
+            "execution_count": sum(sizes.values()),
             "inference_stats": {
-                "success": duration(success, "success"),
-                "fail": duration(counts["fail",], "fail"),
-                **{stage: duration(success, stage) for stage in STAGES},
-                "cache_hit": {"count": 0, "ns": 0},
-                "cache_miss": {"count": 0, "ns": 0},
+                "success": duration(success, spent["success",]),
+                "fail": duration(counts["fail",], spent["fail",]),
+                **{stage: duration(success, spent[stage,]) for stage in STAGES},
+                "cache_hit": duration(0, 0),
+                "cache_miss": duration(0, 0),
             },
             "batch_stats": [
-                {
-                    "batch_size": int(rows),
-                    # Another worker may have counted a batch, and its time not yet.
-                    **{
-                        what: {"count": int(count), "ns": int(size_ns.get((rows, what), 0))}
-                        for what in STAGES[1:]
-                    },
-                }
-                for (rows,), count in sorted(sizes.items(), key=lambda item: int(item[0][0]))
+                {"batch_size": rows}
+                | {what: duration(count, size_ns[str(rows), what]) for what in STAGES[1:]}
+                for rows, count in sorted(sizes.items())
             ],
         }
 
@@ -434,36 +416,35 @@ class ModelMetrics:
         total = Second(end)
         for second in seconds:
             total.add(second)
+        tokens, padded_tokens = total.totals["tokens"], total.totals["padded_tokens"]
         return {
             "seconds": [
                 {
                     "at": second.second,
                     **_percentiles(second.latencies_ms),
                     "requests": len(second.latencies_ms),
-                    "rows": second.rows,
-                    "tokens": second.tokens,
-                    "macs": second.macs,
+                    **{what: second.totals[what] for what in ("rows", "tokens", "macs")},
                     "rejects": second.rejects.total(),
                 }
                 for second in seconds
             ],
             **_percentiles(total.latencies_ms),
             "requests_per_second": len(total.latencies_ms) / WINDOW_S,
-            "rows_per_second": total.rows / WINDOW_S,
-            "tokens_per_second": total.tokens / WINDOW_S,
-            "macs_per_second": total.macs / WINDOW_S,
-            "padding_waste": 1 - total.tokens / total.padded_tokens if total.padded_tokens else 0.0,
+            "rows_per_second": total.totals["rows"] / WINDOW_S,
+            "tokens_per_second": tokens / WINDOW_S,
+            "macs_per_second": total.totals["macs"] / WINDOW_S,
+            "padding_waste": 1 - tokens / padded_tokens if padded_tokens else 0.0,
             "batch_rows": {str(size): runs for size, runs in sorted(total.batch_rows.items())},
             "rejects": dict(sorted(total.rejects.items())),
         }
 
     def _current_second(self) -> Second:
         second = int(time())
-        if not self.seconds or self.seconds[-1].second != second:
-            self.seconds.append(Second(second))
-            while self.seconds[0].second < second - WINDOW_S - 1:
-                self.seconds.popleft()
-        return self.seconds[-1]
+        if second not in self.seconds:
+            self.seconds[second] = Second(second)
+            for old in [at for at in self.seconds if at < second - WINDOW_S - 1]:
+                del self.seconds[old]
+        return self.seconds[second]
 
 
 def _percentiles(values: list[float]) -> dict[str, float | None]:

@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    ValidationError,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from attnserve.runtime.cpu import available_cores
@@ -23,15 +34,13 @@ Kind = TypeVar("Kind", bound=BaseSettings)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-LogFormat = Literal["text", "json"]
-
 ServedBy = Literal["auto", "cpu", "cuda"]
 """``on_device`` replaces "auto" by one of the others before models are loaded."""
 
-BATCH_TOKENS = {"cpu": 512, "cuda": 16_384}
+BATCH_TOKENS = {"auto": 512, "cpu": 512, "cuda": 16_384}
 """On a CPU, a larger batch has the throughput of two smaller ones and a higher latency."""
 
-RUN_OVERHEAD = {"cpu": 4, "cuda": 512}
+RUN_OVERHEAD = {"auto": 4, "cpu": 4, "cuda": 512}
 """Cost of starting a run, in tokens: less padding than this is cheaper than another run. On one CPU
 core, 4 and 8 gave 7 % more throughput than 16 (MiniLM, sentences of 16 tokens on average)."""
 
@@ -60,242 +69,147 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    threads: int | None = Field(default=None, ge=1)
-    concurrency: int | None = Field(default=None, ge=1)
-    max_batch_tokens: int | None = Field(default=None, ge=1)
-    max_queue: int | None = Field(default=None, ge=0)
+    threads: PositiveInt | None = None
+    concurrency: PositiveInt | None = None
+    max_batch_tokens: PositiveInt | None = None
+    max_queue: NonNegativeInt | None = None
 
 
 ByModel = Annotated[Mapping[str, Limits], NoDecode, BeforeValidator(_parsed)]
 Listed = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed_secrets)]
 
 
 class Settings(BaseSettings):
     """Settings of one server process."""
 
-    model_config = SettingsConfigDict(env_prefix="ATTNSERVE_", frozen=True)
-
-    model: Path = Field(
-        description="An .onnx file, an artifact folder, or a folder of models"
-        " (NAME/VERSION/model.onnx or NAME/model.onnx)."
-    )
-    host: str = Field(
-        default="127.0.0.1", description="Address to listen on; 0.0.0.0 for all interfaces."
-    )
-    port: int = Field(
-        default=8000, ge=0, le=65535, description="Port to listen on; 0 for any free port."
-    )
-    workers: int = Field(
-        default=1,
-        ge=1,
-        le=256,
-        description="Number of worker processes. Each has its own copy of the models and its own"
-        " limits of rows, runs and requests.",
-    )
-    provider: ServedBy = Field(
-        default="auto",
-        description="Execution provider; auto uses CUDA if a GPU is usable, else the CPU.",
-    )
-    threads: int = Field(
-        default=0, ge=0, description="Threads of one run; 0 uses the default of ONNX Runtime."
-    )
-    concurrency: int = Field(
-        default=1,
-        ge=1,
-        description="Concurrent runs; above 1 if threads is less than the number of cores.",
-    )
-    gpu_memory_bytes: int | None = Field(
-        default=None,
-        ge=1,
-        description="Maximum GPU memory of a session, for weights and activations. A model has one"
-        " session; with CUDA graphs, one per concurrent run.",
-    )
-    cuda_graphs: int = Field(
-        default=0,
-        ge=0,
-        le=256,
-        description="Maximum number of shapes per session that are captured as CUDA graphs.",
-    )
-    tf32: bool = Field(
-        default=False, description="Allow TF32 on CUDA: float32 products use 10-bit mantissas."
+    model_config = SettingsConfigDict(
+        env_prefix="ATTNSERVE_", frozen=True, use_attribute_docstrings=True
     )
 
-    max_batch_tokens: int | None = Field(
+    model: Path
+    """An .onnx file, an artifact folder, or a folder of models (NAME/VERSION/model.onnx or
+    NAME/model.onnx)."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all interfaces."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 for any free port."""
+    workers: int = Field(default=1, ge=1, le=256)
+    """Number of worker processes. Each has its own copy of the models and its own limits of rows,
+    runs and requests."""
+    provider: ServedBy = "auto"
+    """Execution provider; auto uses CUDA if a GPU is usable, else the CPU."""
+    threads: NonNegativeInt = 0
+    """Threads of one run; 0 uses the default of ONNX Runtime."""
+    concurrency: PositiveInt = 1
+    """Concurrent runs; above 1 if threads is less than the number of cores."""
+    gpu_memory_bytes: PositiveInt | None = None
+    """Maximum GPU memory of a session, for weights and activations. A model has one session; with
+    CUDA graphs, one per concurrent run."""
+    cuda_graphs: int = Field(default=0, ge=0, le=256)
+    """Maximum number of shapes per session that are captured as CUDA graphs."""
+    tf32: bool = False
+    """Allow TF32 on CUDA: float32 products use 10-bit mantissas."""
+
+    max_batch_tokens: PositiveInt | None = Field(
         default=None,
-        ge=1,
         description="Maximum of rows x longest row of a batch, in tokens; by default"
         f" {BATCH_TOKENS['cpu']} on a CPU and {BATCH_TOKENS['cuda']} on CUDA.",
     )
-    run_overhead_tokens: int | None = Field(
+    run_overhead_tokens: NonNegativeInt | None = Field(
         default=None,
-        ge=0,
         description="Maximum padding that a row may add to a batch, in tokens: the cost of"
         f" starting a run. By default {RUN_OVERHEAD['cpu']} on a CPU and"
         f" {RUN_OVERHEAD['cuda']} on CUDA.",
     )
-    model_limits: ByModel = Field(
-        default={},
-        description="Own values of threads, concurrency, max_batch_tokens and max_queue of some"
-        ' models, as JSON: {"NAME": {"concurrency": 1, "max_queue": 64}}.',
-    )
-    max_wait_ms: float = Field(
-        default=0,
-        ge=0,
-        le=60_000,
-        description="How long a free slot waits for a batch to fill; 0 starts immediately.",
-    )
-    max_queue: int = Field(
-        default=512,
-        ge=0,
-        description="Maximum number of waiting rows (texts); the server answers 429 above it.",
-    )
-    timeout_ms: float = Field(
-        default=30_000,
-        gt=0,
-        description="Request timeout without x-timeout-ms; the server answers 504 after it.",
-    )
-    max_timeout_ms: float = Field(
-        default=300_000,
-        gt=0,
-        le=86_400_000,
-        description="Maximum of x-timeout-ms. A larger timeout_ms raises it.",
-    )
+    model_limits: ByModel = {}
+    """Own values of threads, concurrency, max_batch_tokens and max_queue of some models, as JSON:
+    {"NAME": {"concurrency": 1, "max_queue": 64}}."""
+    max_wait_ms: float = Field(default=0, ge=0, le=60_000)
+    """How long a free slot waits for a batch to fill; 0 starts immediately."""
+    max_queue: NonNegativeInt = 512
+    """Maximum number of waiting rows (texts); the server answers 429 above it."""
+    timeout_ms: PositiveFloat = 30_000
+    """Request timeout without x-timeout-ms; the server answers 504 after it."""
+    max_timeout_ms: float = Field(default=300_000, gt=0, le=86_400_000)
+    """Maximum of x-timeout-ms. A larger timeout_ms raises it."""
 
-    max_body_bytes: int = Field(
-        default=2_000_000, ge=1, description="Maximum size of a request body in bytes."
-    )
-    max_inputs: int = Field(default=32, ge=1, description="Maximum number of texts per request.")
-    max_text_chars: int = Field(
-        default=200_000, ge=1, description="Maximum number of characters of one text."
-    )
-    max_tokens: int = Field(
-        default=16_384,
-        ge=1,
-        description="Maximum number of tokens per request, which bounds its memory.",
-    )
-    max_tensor_bytes: int = Field(
-        default=64_000_000,
-        ge=1,
-        description="Maximum size in bytes of the input tensors of one request, and of its output"
-        " tensors.",
-    )
-    max_run_bytes: int = Field(
-        default=2_000_000_000,
-        ge=1,
-        description="Maximum size in bytes of what one operator reads and writes in the run of one"
-        " row. Attention that is not fused needs 2 x heads x length^2 numbers.",
-    )
+    max_body_bytes: PositiveInt = 2_000_000
+    """Maximum size of a request body in bytes."""
+    max_inputs: PositiveInt = 32
+    """Maximum number of texts per request."""
+    max_text_chars: PositiveInt = 200_000
+    """Maximum number of characters of one text."""
+    max_tokens: PositiveInt = 16_384
+    """Maximum number of tokens per request, which bounds its memory."""
+    max_tensor_bytes: PositiveInt = 64_000_000
+    """Maximum size in bytes of the input tensors of one request, and of its output tensors."""
+    max_run_bytes: PositiveInt = 2_000_000_000
+    """Maximum size in bytes of what one operator reads and writes in the run of one row. Attention
+    that is not fused needs 2 x heads x length^2 numbers."""
 
-    ssl_certfile: Path | None = Field(
-        default=None, description="PEM file of the server's certificate: serve HTTPS with it."
-    )
-    ssl_keyfile: Path | None = Field(
-        default=None, description="PEM file of its private key, if ssl_certfile does not hold it."
-    )
-    ssl_keyfile_password: SecretStr | None = Field(
-        default=None, description="Password of the private key."
-    )
-    ssl_ca_certs: Path | None = Field(
-        default=None,
-        description="PEM file of certificate authorities: every client, also a health check, needs"
-        " a certificate of one of them.",
-    )
-    api_keys: Secrets = Field(
-        default=(),
-        description="Accepted API keys, separated by commas; none accepts every client.",
-    )
-    api_keys_file: Path | None = Field(
-        default=None,
-        description="File with one API key per line; lines that start with # are comments.",
-    )
-    admin_keys: Secrets = Field(
-        default=(),
-        description="API keys that may load and unload models, separated by commas; without any,"
-        " every accepted client may. They are accepted for all other requests too.",
-    )
-    model_control: bool | None = Field(
-        default=None,
-        description="Allow clients to load and unload models; by default if host is a loopback"
-        " address.",
-    )
-    cors_origins: Listed = Field(
-        default=(), description="Allowed CORS origins, separated by commas; * for all."
-    )
+    ssl_certfile: Path | None = None
+    """PEM file of the server's certificate: serve HTTPS with it."""
+    ssl_keyfile: Path | None = None
+    """PEM file of its private key, if ssl_certfile does not hold it."""
+    ssl_keyfile_password: SecretStr | None = None
+    """Password of the private key."""
+    ssl_ca_certs: Path | None = None
+    """PEM file of certificate authorities: every client, also a health check, needs a certificate
+    of one of them."""
+    api_keys: Secrets = ()
+    """Accepted API keys, separated by commas; none accepts every client."""
+    api_keys_file: Path | None = None
+    """File with one API key per line; lines that start with # are comments."""
+    admin_keys: Secrets = ()
+    """API keys that may load and unload models, separated by commas; without any, every accepted
+    client may. They are accepted for all other requests too."""
+    model_control: bool | None = None
+    """Allow clients to load and unload models; by default if host is a loopback address."""
+    cors_origins: Listed = ()
+    """Allowed CORS origins, separated by commas; * for all."""
 
-    shadow: Path | None = Field(
-        default=None,
-        description="The original of the served model: a share of the requests also runs through"
-        " it, after the answer, to measure the quality and check the promise of the record.",
-    )
-    shadow_rate: float = Field(
-        default=0.005,
-        gt=0,
-        le=1,
-        description="Share of the requests of which one row is compared with the original; at least"
-        " 0.04 for the first 64 rows.",
-    )
-    sample_texts: Path | None = Field(
-        default=None,
-        description="File that collects request texts, one per line, to calibrate on. It holds"
-        " what clients send.",
-    )
-    sample_rate: float = Field(
-        default=0.01,
-        gt=0,
-        le=1,
-        description="Share of the texts that are collected, until the file has 10 MB.",
-    )
-    sample_mask: bool = Field(
-        default=False, description="Replace numbers and mail addresses in collected texts."
-    )
+    shadow: Path | None = None
+    """The original of the served model: a share of the requests also runs through it, after the
+    answer, to measure the quality and check the promise of the record."""
+    shadow_rate: Share = 0.005
+    """Share of the requests of which one row is compared with the original; at least 0.04 for the
+    first 64 rows."""
+    sample_texts: Path | None = None
+    """File that collects request texts, one per line, to calibrate on. It holds what clients
+    send."""
+    sample_rate: Share = 0.01
+    """Share of the texts that are collected, until the file has 10 MB."""
+    sample_mask: bool = False
+    """Replace numbers and mail addresses in collected texts."""
 
-    probe: bool = Field(
-        default=True,
-        description="Load and run each model in a separate process before it is served.",
-    )
-    probe_timeout_s: float = Field(
-        default=300, gt=0, description="Timeout in seconds to load a model and run it once."
-    )
-    probe_cache: bool = Field(
-        default=True,
-        description="Keep the results of these processes in the user's cache folder"
-        " (XDG_CACHE_HOME), and skip the check of a model that passed it on this machine.",
-    )
-    strict_readiness: bool = Field(
-        default=True,
-        description="Report not ready until every model that was on disk at the start is loaded or"
-        " unloaded.",
-    )
-    rewrite: bool = Field(
-        default=True,
-        description="Fuse operators if the probe finds the fused model equivalent (cosine at least"
-        " 1 - 1e-6) and faster at every tested length.",
-    )
-    drain_delay_s: float = Field(
-        default=0,
-        ge=0,
-        description="Seconds between reporting not ready and closing the socket when the server"
-        " stops, for a load balancer to notice.",
-    )
-    drain_timeout_s: float = Field(
-        default=25,
-        gt=0,
-        description="Seconds in which accepted requests are answered when the server stops. After"
-        " them the others are refused, and the server exits with an error.",
-    )
-    max_connections: int = Field(
-        default=1000,
-        ge=1,
-        description="Maximum number of open connections of a process; it answers 503 above it.",
-    )
-    log_level: LogLevel = Field(
-        default="info", description="Log level; info and debug log every request."
-    )
-    log_format: LogFormat = Field(
-        default="text", description="Format of the log: text or JSON, one line per record."
-    )
-    access_log: bool = Field(default=True, description="Log every request, at the level info.")
+    probe: bool = True
+    """Load and run each model in a separate process before it is served."""
+    probe_timeout_s: PositiveFloat = 300
+    """Timeout in seconds to load a model and run it once."""
+    probe_cache: bool = True
+    """Keep the results of these processes in the user's cache folder (XDG_CACHE_HOME), and skip the
+    check of a model that passed it on this machine."""
+    strict_readiness: bool = True
+    """Report not ready until every model that was on disk at the start is loaded or unloaded."""
+    rewrite: bool = True
+    """Fuse operators if the probe finds the fused model equivalent (cosine at least 1 - 1e-6) and
+    faster at every tested length."""
+    drain_delay_s: NonNegativeFloat = 0
+    """Seconds between reporting not ready and closing the socket when the server stops, for a load
+    balancer to notice."""
+    drain_timeout_s: PositiveFloat = 25
+    """Seconds in which accepted requests are answered when the server stops. After them the others
+    are refused, and the server exits with an error."""
+    max_connections: PositiveInt = 1000
+    """Maximum number of open connections of a process; it answers 503 above it."""
+    log_level: LogLevel = "info"
+    """Log level; info and debug log every request."""
+    log_format: Literal["text", "json"] = "text"
+    """Format of the log: text or JSON, one line per record."""
+    access_log: bool = True
+    """Log every request, at the level info."""
 
     def of(self, model: str) -> Settings:
         """These settings with the limits of a model."""
@@ -323,22 +237,18 @@ class Settings(BaseSettings):
     @property
     def batch_tokens(self) -> int:
         """``max_batch_tokens``, or the default of the provider."""
-        return self.max_batch_tokens or BATCH_TOKENS[self._device]
+        return self.max_batch_tokens or BATCH_TOKENS[self.provider]
 
     @property
     def overhead_tokens(self) -> int:
         """``run_overhead_tokens``, or the default of the provider."""
         given = self.run_overhead_tokens
-        return RUN_OVERHEAD[self._device] if given is None else given
+        return RUN_OVERHEAD[self.provider] if given is None else given
 
     @property
     def cuda(self) -> Cuda:
         """GPU options of the sessions."""
         return Cuda(tf32=self.tf32, memory_bytes=self.gpu_memory_bytes)
-
-    @property
-    def _device(self) -> str:
-        return "cuda" if self.provider == "cuda" else "cpu"
 
 
 def is_loopback(host: str) -> bool:

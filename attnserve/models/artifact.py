@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -246,6 +246,31 @@ class Artifact:
     def lineage(self) -> list[dict[str, Any]]:
         """The rewrites of the model, oldest first; without entries that are no objects."""
         return [entry for entry in self.record.get("lineage", ()) if isinstance(entry, dict)]
+
+    @property
+    def source(self) -> str | None:
+        """The exported model; of a local folder only the last two parts, to not publish its path.
+
+        None if the record does not name it.
+        """
+        source = self.record.get("source")
+        if not isinstance(source, str):
+            return None
+        path = PurePath(source)
+        return "/".join(path.parts[-2:]) if path.is_absolute() else source
+
+    @property
+    def optimization(self) -> dict[str, Any] | None:
+        """The size before the first rewrite and after the last; None without a rewrite."""
+        if not self.lineage:
+            return None
+        first, last = self.lineage[0], self.lineage[-1]
+        kept = ("after", "fidelity", "batch", "sequence", "break_even_sequence")
+        return {
+            "rewrites": [entry.get("rewrite") for entry in self.lineage],
+            "before": first.get("before"),
+            **{key: last.get(key) for key in kept},
+        }
 
     @cached_property
     def plan_id(self) -> str | None:

@@ -7,20 +7,24 @@ import re
 import uuid
 from time import perf_counter
 
+from opentelemetry.trace import format_span_id, format_trace_id
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.engine import Engine
 from service.errors import error_response
 from service.log import REQUEST
 from service.metrics import Metrics
-from service.tracing import request_span
+from service.tracing import finish_span, request_span
 
 __all__ = ["ObserveRequests"]
 
 log = logging.getLogger("attnserve")
 access = logging.getLogger("attnserve.access")
 
-VALID_REQUEST_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
+TRACE_CONTEXT = TraceContextTextMapPropagator()
+VALID_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class ObserveRequests:
@@ -38,11 +42,10 @@ class ObserveRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        client_id = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
-        request_id = (
-            client_id if VALID_REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex.encode()
-        )
-        started, status, added = perf_counter(), 0, [(b"x-request-id", request_id)]
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if not VALID_REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        started, status, added = perf_counter(), 0, MutableHeaders({"x-request-id": request_id})
         engines: list[Engine] = []
         scope["attnserve.engines"] = engines
         # FastAPI's GET routes refuse HEAD. The web server omits the body of the answer.
@@ -52,20 +55,22 @@ class ObserveRequests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *added]
+                message["headers"] = [*message["headers"], *added.raw]
             await send(message)
 
         with request_span(scope) as span:
-            client = scope.get("client")
-            fields = {"request_id": request_id.decode(), **span.fields}
-            if client is not None:
+            fields = {"request_id": request_id}
+            if (context := span.get_span_context()).is_valid:
+                fields["trace_id"] = format_trace_id(context.trace_id)
+                fields["span_id"] = format_span_id(context.span_id)
+                TRACE_CONTEXT.inject(added)
+            if (client := scope.get("client")) is not None:
                 fields["client"] = f"{client[0]}:{client[1]}"
-            added += span.headers
             token = REQUEST.set(fields)
             try:
                 await self._app(routed, receive, observed)
             except Exception:
-                log.exception("request %s failed", request_id.decode())
+                log.exception("request %s failed", request_id)
                 if status:  # the answer has begun: the connection can only be closed
                     raise
                 answer = error_response(scope, 500, "internal error")
@@ -76,7 +81,7 @@ class ObserveRequests:
                 # The pattern of the route, not the path: the number of series must stay bounded.
                 route = getattr(routed.get("route"), "path", "unknown")
                 self._metrics.count_response(route, status)
-                span.finish(route, status)
+                finish_span(span, scope, route, status)
                 if access.isEnabledFor(logging.INFO):
                     line = {
                         "method": scope["method"],

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, FailFast, Field
+from pydantic import ConfigDict, FailFast, Field, NonNegativeInt
 
 from attnserve import __version__
 from attnserve.models.loaded_model import Tensor
@@ -23,11 +23,10 @@ from service.api.requests import (
     JsonRoute,
     Name,
     acquire_engine,
-    cancel_on_disconnect,
-    deadline,
     get_engine,
     model_route,
     read_body,
+    run,
 )
 from service.api.responses import array_json, json_response, respond
 from service.api.tensors import (
@@ -40,7 +39,6 @@ from service.api.tensors import (
     encode_all,
     split,
 )
-from service.engine.repository import Repository
 from service.errors import Error
 
 __all__ = ["router"]
@@ -56,15 +54,25 @@ EXTENSIONS = (
 )
 """Supported extensions. Not supported: classification, sequences, shared memory."""
 
+SEQUENCES = ("sequences are not supported", "send each request without sequence parameters")
+UNSUPPORTED = {
+    "sequence_id": SEQUENCES,
+    "sequence_start": SEQUENCES,
+    "sequence_end": SEQUENCES,
+    "shared_memory_region": ("shared memory is not served", "send the bytes"),
+    "classification": (
+        "classification is not served here", "ask for the scores, or POST /predict",
+    ),
+}  # fmt: skip
+"""Refused parameters of requests and tensors: (what is wrong, how to fix it)."""
+
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 """A body of JSON followed by raw tensors."""
 
 
 class OutputParameters(Extensible):
-    binary_data: bool | None = Field(
-        default=None,
-        description="Send raw bytes after the JSON; overrides ``binary_data_output``.",
-    )
+    binary_data: bool | None = None
+    """Send raw bytes after the JSON; overrides ``binary_data_output``."""
 
 
 class RequestedOutput(Body):
@@ -73,29 +81,22 @@ class RequestedOutput(Body):
 
 
 class InferParameters(Extensible):
-    binary_data_output: bool | None = Field(
-        default=None,
-        description="Send outputs as raw bytes after the JSON, unless they set ``binary_data``.",
-    )
-    timeout: int | None = Field(
-        default=None,
-        ge=0,
-        description="Time limit in microseconds (504 when exceeded); 0 for none.",
-    )
-    priority: int | None = Field(
-        default=None, ge=0, description="Ignored: all requests have the same priority."
-    )
+    binary_data_output: bool | None = None
+    """Send outputs as raw bytes after the JSON, unless they set ``binary_data``."""
+    timeout: NonNegativeInt | None = None
+    """Time limit in microseconds (504 when exceeded); 0 for none."""
+    priority: NonNegativeInt | None = None
+    """Ignored: all requests have the same priority."""
 
 
 class InferRequest(Body):
     """Open Inference Protocol v2, inference request. Unknown fields are ignored."""
 
-    id: str | None = Field(None, max_length=1024)
+    id: Name | None = None
     parameters: InferParameters = InferParameters()
     inputs: Annotated[list[InputTensor], FailFast()] = Field(min_length=1)
-    outputs: Annotated[list[RequestedOutput], FailFast()] = Field(
-        [], description="All outputs if omitted."
-    )
+    outputs: Annotated[list[RequestedOutput], FailFast()] = Field([])
+    """All outputs if omitted."""
 
 
 class InferResponse(Body):
@@ -113,13 +114,14 @@ class InferResponse(Body):
 class TensorMetadata(Body):
     name: str
     datatype: Datatype
-    shape: list[int] = Field(description="-1 for axes of any size.")
+    shape: list[int]
+    """-1 for axes of any size."""
 
 
 class ModelMetadata(Body):
     name: str
     versions: list[str]
-    platform: str
+    platform: str = "onnxruntime_onnx"
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
 
@@ -130,17 +132,9 @@ class ModelReady(Body):
 
 
 class ServerMetadata(Body):
-    name: str
-    version: str
-    extensions: list[str]
-
-
-class Live(Body):
-    live: bool
-
-
-class Ready(Body):
-    ready: bool
+    name: str = "attnserve"
+    version: str = __version__
+    extensions: tuple[str, ...] = EXTENSIONS
 
 
 HEADER_PARAMETER = {
@@ -162,40 +156,37 @@ class InferRoute(JsonRoute):
         return head
 
 
-router = APIRouter(prefix="/v2", tags=["Open Inference Protocol v2"])
+router = APIRouter(prefix="/v2", tags=["Open Inference Protocol v2"], route_class=InferRoute)
 
 
-@router.get("", response_model=ServerMetadata)
-async def server_metadata() -> Response:
-    return json_response(
-        {"name": "attnserve", "version": __version__, "extensions": list(EXTENSIONS)}
-    )
+@router.get("")
+async def server_metadata() -> ServerMetadata:
+    return ServerMetadata()
 
 
-@router.get("/health/live", response_model=Live)
-async def live() -> Response:
+@router.get("/health/live")
+async def live() -> dict[str, bool]:
     """The process is alive."""
-    return json_response({"live": True})
+    return {"live": True}
 
 
-@router.get("/health/ready", response_model=Ready, responses={503: {"model": Ready}})
+@router.get(
+    "/health/ready", response_model=dict[str, bool], responses={503: {"model": dict[str, bool]}}
+)
 async def ready(request: Request) -> Response:
     """Models are loaded, and all of them can run. A full queue does not matter."""
     is_ready = request.app.state.repository.ready
     return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
 
-@model_route(router, "", response_model=ModelMetadata)
-async def model_metadata(request: Request, name: str) -> Response:
+@model_route(router, "")
+async def model_metadata(request: Request, name: str) -> ModelMetadata:
     engine = get_engine(request, name)
-    return json_response(
-        {
-            "name": engine.name,
-            "versions": request.app.state.repository.versions(name),
-            "platform": "onnxruntime_onnx",
-            "inputs": _describe(engine.model.inputs),
-            "outputs": _describe(engine.model.outputs),
-        }
+    return ModelMetadata(
+        name=engine.name,
+        versions=request.app.state.repository.versions(name),
+        inputs=_describe(engine.model.inputs),
+        outputs=_describe(engine.model.outputs),
     )
 
 
@@ -207,8 +198,7 @@ async def model_metadata(request: Request, name: str) -> Response:
 )
 async def model_ready(request: Request, name: str) -> Response:
     engine = get_engine(request, name)
-    repository: Repository = request.app.state.repository
-    is_ready = repository.runs(engine)
+    is_ready = request.app.state.repository.runs(engine)
     return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
 
 
@@ -218,7 +208,6 @@ async def model_ready(request: Request, name: str) -> Response:
     "POST",
     response_model=InferResponse,
     responses={200: {"content": {"application/octet-stream": BINARY}}},
-    route_class_override=InferRoute,
     openapi_extra={
         "requestBody": {"content": {"application/octet-stream": BINARY}},
         "parameters": [HEADER_PARAMETER],
@@ -226,13 +215,11 @@ async def model_ready(request: Request, name: str) -> Response:
 )
 async def infer(request: Request, name: str, body: InferRequest) -> Response:
     """Run the model on tensors. The headers and the parameters of the answer hold its cost."""
-    _refuse_unserved(body)
+    _refuse_unsupported(body)
     inputs = decode_all(body.inputs, request.state.raw)
     engine = acquire_engine(request, name)
     names = [output.name for output in body.outputs]
-    answer = await cancel_on_disconnect(
-        request, engine.infer(inputs, names, _deadline(request, body))
-    )
+    answer = await run(request, engine.infer, inputs, names, timeout_us=body.parameters.timeout)
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     for output in outputs:
         if "data" in output:
@@ -247,18 +234,13 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     return respond(request, engine, answer, content, raw_outputs, cost_field="parameters")
 
 
-def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+def _describe(tensors: Sequence[Tensor]) -> list[TensorMetadata]:
     return [
-        {"name": tensor.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
+        TensorMetadata.model_validate(
+            {"name": tensor.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
+        )
         for tensor in tensors
     ]
-
-
-def _deadline(request: Request, body: InferRequest) -> float:
-    """The earlier of the header (or setting) and the parameter ``timeout`` in microseconds."""
-    latest = deadline(request)
-    timeout = body.parameters.timeout
-    return min(latest, request.state.started + timeout / 1e6) if timeout else latest
 
 
 def _binary_outputs(body: InferRequest, names: Iterable[str]) -> set[str]:
@@ -268,32 +250,18 @@ def _binary_outputs(body: InferRequest, names: Iterable[str]) -> set[str]:
     return {name for name in names if (default if chosen.get(name) is None else chosen[name])}
 
 
-def _refuse_unserved(body: InferRequest) -> None:
+def _refuse_unsupported(body: InferRequest) -> None:
     """Refuse unsupported parameters and repeated names."""
-    _refuse_repeats("input", [tensor.name for tensor in body.inputs])
-    _refuse_repeats("output", [output.name for output in body.outputs])
-    parameters = body.parameters.model_extra or {}
-    for key in ("sequence_id", "sequence_start", "sequence_end"):
-        if parameters.get(key):
-            raise InvalidData(
-                f"parameter {key!r}: sequences are not supported",
-                "send each request without sequence parameters",
-            )
     for what, tensors in (("input", body.inputs), ("output", body.outputs)):
+        for name, times in Counter(tensor.name for tensor in tensors).items():
+            if times > 1:
+                raise InvalidData(f"{what} {name!r} is given {times} times")
         for tensor in tensors:
-            extra = tensor.parameters.model_extra or {}
-            if "shared_memory_region" in extra:
-                raise InvalidData(
-                    f"{what} {tensor.name!r}: shared memory is not served", "send the bytes"
-                )
-            if extra.get("classification"):
-                raise InvalidData(
-                    f"{what} {tensor.name!r}: classification is not served here",
-                    "ask for the scores, or POST /predict",
-                )
+            _refuse_extensions(f"{what} {tensor.name!r}", tensor.parameters)
+    _refuse_extensions("parameters", body.parameters)
 
 
-def _refuse_repeats(what: str, names: list[str]) -> None:
-    for name, times in Counter(names).items():
-        if times > 1:
-            raise InvalidData(f"{what} {name!r} is given {times} times")
+def _refuse_extensions(what: str, parameters: Extensible) -> None:
+    for key, (text, fix) in UNSUPPORTED.items():
+        if (parameters.model_extra or {}).get(key):
+            raise InvalidData(f"{what}: {text}", fix)

@@ -17,18 +17,9 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from graph_passes.errors import InvalidArgument, InvalidData
-from service.api.embedding import add_prompt, cut_vectors
-from service.api.requests import (
-    Body,
-    JsonRoute,
-    Name,
-    acquire_engine,
-    cancel_on_disconnect,
-    deadline,
-    get_engine,
-)
-from service.api.responses import json_response, respond
-from service.api.texts import SomeTexts
+from service.api.requests import Body, JsonRoute, Name, acquire_engine, get_engine
+from service.api.responses import respond
+from service.api.texts import SomeTexts, VectorOptions, embed_texts
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import InvalidField, UnknownModel
@@ -67,25 +58,17 @@ Inputs = Annotated[
 ]
 
 
-class EmbeddingsRequest(Body):
-    """OpenAI's request for embeddings. Unknown fields are refused, as in OpenAI's API."""
+class EmbeddingsRequest(VectorOptions):
+    """OpenAI's request for embeddings, which has no ``prompt_name``. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: Name
     input: Inputs
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="base64 encodes little-endian float32."
-    )
-    dimensions: int | None = Field(
-        None, ge=1, description="Return only the first dimensions of each vector."
-    )
-    prompt_name: str | None = Field(
-        None,
-        description="The prompt of the model before each text; its default if omitted. Not a field"
-        " of OpenAI.",
-    )
-    user: str | None = Field(None, description="Ignored.")
+    encoding_format: Literal["float", "base64"] = "float"
+    """base64 encodes little-endian float32."""
+    user: str | None = None
+    """Ignored."""
 
 
 class Embedding(Body):
@@ -111,8 +94,9 @@ class EmbeddingsResponse(Body):
 class ModelCard(Body):
     id: str
     object: Literal["model"] = "model"
-    created: int = Field(description="Modification time of the file, in seconds since 1970.")
-    owned_by: str
+    created: int
+    """Modification time of the file, in seconds since 1970."""
+    owned_by: str = "attnserve"
 
 
 class ModelCards(Body):
@@ -159,14 +143,12 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector per text or list of token ids."""
     engine = acquire_engine(request, body.model)
-    texts = add_prompt(engine, body.input, body.prompt_name)
     try:
-        answer = await cancel_on_disconnect(
-            request, engine.embed(texts, truncate=False, deadline=deadline(request))
-        )
+        answer, vectors = await embed_texts(request, engine, body.input, body, truncate=False)
+    except InvalidField:
+        raise
     except (InvalidData, InvalidArgument) as error:
         raise InvalidField(error.what, error.fix, field="input") from error
-    vectors = cut_vectors(engine, answer.outputs["embeddings"], body.dimensions)
     encoded = map(_base64, vectors) if body.encoding_format == "base64" else vectors
     content = {
         "object": "list",
@@ -180,29 +162,22 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     return respond(request, engine, answer, content)
 
 
-@router.get("/models", response_model=ModelCards)
-async def models(request: Request) -> Response:
+@router.get("/models")
+async def models(request: Request) -> ModelCards:
     """The loaded models."""
     repository: Repository = request.app.state.repository
     names = dict.fromkeys(engine.name for engine in repository.engines())
-    return json_response(
-        {"object": "list", "data": [_card(repository.engine(name)) for name in names]}
-    )
+    return ModelCards(data=[_card(repository.engine(name)) for name in names])
 
 
-@router.get("/models/{name}", response_model=ModelCard)
-async def model(request: Request, name: str) -> Response:
+@router.get("/models/{name}")
+async def model(request: Request, name: str) -> ModelCard:
     """One loaded model."""
-    return json_response(_card(get_engine(request, name)))
+    return _card(get_engine(request, name))
 
 
-def _card(engine: Engine) -> dict[str, Any]:
-    return {
-        "id": engine.name,
-        "object": "model",
-        "created": engine.model.created,
-        "owned_by": "attnserve",
-    }
+def _card(engine: Engine) -> ModelCard:
+    return ModelCard(id=engine.name, created=engine.model.created)
 
 
 def _base64(vector: np.ndarray) -> str:

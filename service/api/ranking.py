@@ -9,19 +9,12 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from attnserve.choices import Activation
 from attnserve.models.loaded_model import scores_of
 from service.api.openai import OpenAIError
-from service.api.requests import (
-    Body,
-    JsonRoute,
-    Name,
-    acquire_engine,
-    cancel_on_disconnect,
-    deadline,
-)
+from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import respond
 from service.api.texts import TextBody, TextList
 
@@ -41,19 +34,17 @@ class RerankRequest(TextBody):
 
     query: str
     texts: TextList
-    raw_scores: bool = Field(
-        False,
-        description="Return the logits; by default the activation of the model, a sigmoid if it"
-        " states none.",
-    )
-    return_text: bool = Field(False, description="Return the texts too.")
-    truncation_direction: Literal["right", "Right"] = Field(
-        "right", description="Pairs that are too long lose the end of the longer text."
-    )
+    raw_scores: bool = False
+    """Return the logits; by default the activation of the model, a sigmoid if it states none."""
+    return_text: bool = False
+    """Return the texts too."""
+    truncation_direction: Literal["right", "Right"] = "right"
+    """Pairs that are too long lose the end of the longer text."""
 
 
 class Rank(Body):
-    index: int = Field(description="Position of the text in the request.")
+    index: int
+    """Position of the text in the request."""
     score: float
     text: str | None = None
 
@@ -75,18 +66,20 @@ AnyDocuments = Annotated[list[str | CohereDocument], Field(min_length=1)]
 class CohereRequest(Body):
     """Cohere's and Jina's request to rerank. Unknown fields are ignored."""
 
-    model: Name | None = Field(None, description="Required if several models are served.")
+    model: Name | None = None
+    """Required if several models are served."""
     query: str
     documents: Annotated[TextList, BeforeValidator(_texts_of, json_schema_input_type=AnyDocuments)]
-    top_n: int | None = Field(None, ge=1, description="Number of results; all if omitted.")
-    return_documents: bool = Field(False, description="Return the documents too.")
+    top_n: PositiveInt | None = None
+    """Number of results; all if omitted."""
+    return_documents: bool = False
+    """Return the documents too."""
 
 
 class CohereResult(Body):
     index: int
-    relevance_score: float = Field(
-        description="The activation of the model for the logit; the sigmoid, 0 to 1, if none."
-    )
+    relevance_score: float
+    """The activation of the model for the logit; the sigmoid, 0 to 1, if none."""
     document: CohereDocument | None = None
 
 
@@ -106,10 +99,7 @@ class CohereResponse(Body):
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """The relevance of each text to the query, most relevant first (text-embeddings-inference)."""
     engine = acquire_engine(request, body.model, body.version)
-    answer = await cancel_on_disconnect(
-        request,
-        engine.rerank(body.query, body.texts, truncate=body.truncate, deadline=deadline(request)),
-    )
+    answer = await run(request, engine.rerank, body.query, body.texts, truncate=body.truncate)
     activation = "identity" if body.raw_scores else engine.model.artifact.activation
     ranks = [
         {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
@@ -122,12 +112,8 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
     engine = acquire_engine(request, body.model)
-    answer = await cancel_on_disconnect(
-        request,
-        engine.rerank(body.query, body.documents, truncate=True, deadline=deadline(request)),
-    )
-    activation = engine.model.artifact.activation
-    ranked = _ranked(answer.outputs["scores"], activation)[: body.top_n]
+    answer = await run(request, engine.rerank, body.query, body.documents, truncate=True)
+    ranked = _ranked(answer.outputs["scores"], engine.model.artifact.activation)[: body.top_n]
     results = [
         {"index": at, "relevance_score": score}
         | ({"document": {"text": body.documents[at]}} if body.return_documents else {})

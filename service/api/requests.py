@@ -6,25 +6,21 @@ import asyncio
 import math
 import zlib
 from collections.abc import Callable, Coroutine
+from functools import partial
 from time import perf_counter
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from graph_passes.errors import InvalidData
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import (
-    ClientGone,
-    InvalidField,
-    MalformedRequest,
-    TooLarge,
-    UnsupportedEncoding,
-)
+from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge
 from service.settings import Settings
 
 __all__ = [
@@ -34,28 +30,24 @@ __all__ = [
     "Name",
     "acquire_engine",
     "cancel_on_disconnect",
-    "deadline",
     "get_engine",
     "model_route",
     "parse_json",
     "read_body",
+    "run",
 ]
 
 T = TypeVar("T")
-B = TypeVar("B", bound=BaseModel)
 F = TypeVar("F", bound=Callable[..., Any])
-
-DISCONNECTED = "the client disconnected"
+B = TypeVar("B", bound=BaseModel)
 
 Name = Annotated[str, Field(max_length=1024)]
-
-PATH_VERSION = {"name": "version", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 class Body(BaseModel):
     """A JSON body. Types are strict: ``"3"`` is not a number and 1 is not a boolean."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
 
 class Extensible(Body):
@@ -71,21 +63,19 @@ def model_route(
 
     ``options`` are those of ``APIRouter.add_api_route``.
     """
-    extra = options.pop("openapi_extra", {})
-    known = extra.get("parameters", [])
 
     def add(function: F) -> F:
-        for version, parameters in (("", known), ("/versions/{version}", [*known, PATH_VERSION])):
-            router.add_api_route(
-                f"/models/{{name}}{version}{path}",
-                function,
-                methods=[method],
-                openapi_extra={**extra, "parameters": parameters},
-                **options,
-            )
+        add_route = partial(router.add_api_route, endpoint=function, methods=[method], **options)
+        add_route(f"/models/{{name}}{path}")
+        in_version = f"/models/{{name}}/versions/{{version}}{path}"
+        add_route(in_version, dependencies=[Depends(_declare_version)])
         return function
 
     return add
+
+
+def _declare_version(version: str) -> None:
+    """Add the path parameter, which ``get_engine`` reads, to the OpenAPI document."""
 
 
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
@@ -116,30 +106,6 @@ def acquire_engine(request: Request, name: str | None = None, version: str | Non
     return engine
 
 
-def deadline(request: Request) -> float:
-    """The deadline of the answer, on the clock of ``perf_counter``.
-
-    The time limit starts with the last byte of the body (``read_body``).
-
-    Raises:
-        InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
-    """
-    settings: Settings = request.app.state.settings
-    given = request.headers.get("x-timeout-ms")
-    timeout_ms = settings.timeout_ms
-    if given is not None:
-        try:
-            timeout_ms = float(given)
-        except ValueError:
-            timeout_ms = math.nan
-        longest = max(settings.max_timeout_ms, settings.timeout_ms)
-        if not 0 < timeout_ms <= longest:
-            raise InvalidData(
-                f"x-timeout-ms is {given!r}: expected milliseconds above 0, at most {longest:g}"
-            )
-    return request.state.started + timeout_ms / 1e3
-
-
 async def read_body(request: Request) -> bytes | bytearray:
     """Read and decompress the body of ``request``.
 
@@ -148,7 +114,7 @@ async def read_body(request: Request) -> bytes | bytearray:
 
     Raises:
         TooLarge: More than ``max_body_bytes``, compressed or decompressed.
-        UnsupportedEncoding: The content-encoding is unknown.
+        HTTPException: The content-encoding is unknown.
         MalformedRequest: The body does not match its content-encoding.
         ClientGone: The client disconnected.
     """
@@ -157,8 +123,9 @@ async def read_body(request: Request) -> bytes | bytearray:
     too_large = TooLarge(f"the body is larger than {limit} bytes", "split the request")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
-        raise UnsupportedEncoding(
-            f"content-encoding {encoding[:32]!r} is not supported", "send gzip, deflate or neither"
+        raise HTTPException(
+            415,
+            f"content-encoding {encoding[:32]!r} is not supported; send gzip, deflate or neither",
         )
     # Before the first read, which would answer "100 Continue" to a client that waits for it.
     length = request.headers.get("content-length", "")
@@ -212,32 +179,57 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
         raise InvalidField(f"{where}: {first['msg']}", field=field) from error
 
 
+async def run(
+    request: Request,
+    work: Callable[..., Coroutine[Any, Any, T]],
+    *args: Any,
+    timeout_us: int | None = None,
+    **options: Any,
+) -> T:
+    """Await ``work(*args, deadline=deadline, **options)``; cancel it if the client disconnects.
+
+    The time limit starts with the last byte of the body (``read_body``).
+
+    Args:
+        timeout_us: A time limit beside that of the header or the setting; 0 or None for none.
+
+    Raises:
+        InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
+        ClientGone: The client disconnected.
+    """
+    settings: Settings = request.app.state.settings
+    given = request.headers.get("x-timeout-ms", settings.timeout_ms)
+    try:
+        timeout_ms = float(given)
+    except ValueError:
+        timeout_ms = math.nan
+    longest = max(settings.max_timeout_ms, settings.timeout_ms)
+    if not 0 < timeout_ms <= longest:
+        raise InvalidData(
+            f"x-timeout-ms is {given!r}: expected milliseconds above 0, at most {longest:g}"
+        )
+    timeout_s = min(timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf)
+    deadline = request.state.started + timeout_s
+    return await cancel_on_disconnect(request, work(*args, deadline=deadline, **options))
+
+
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``, and cancel it if the client disconnects, so that it is not computed.
 
     Raises:
         ClientGone: The client disconnected.
     """
-    task = asyncio.current_task()
-    assert task is not None
-    waiting = True
-
-    def cancel(disconnect: asyncio.Future[Any]) -> None:
-        if waiting and not disconnect.cancelled():
-            task.cancel(DISCONNECTED)
-
+    task = asyncio.ensure_future(work)
     # The body was read: the next message is the disconnect.
     disconnect = asyncio.ensure_future(request.receive())
-    disconnect.add_done_callback(cancel)
+    disconnect.add_done_callback(lambda _: task.cancel())
     try:
-        return await work
-    except asyncio.CancelledError as error:
-        if error.args != (DISCONNECTED,):
-            raise
-        task.uncancel()
-        raise ClientGone("the client disconnected before its answer") from None
+        return await task
+    except asyncio.CancelledError:
+        if disconnect.done() and not disconnect.cancelled():
+            raise ClientGone("the client disconnected before its answer") from None
+        raise
     finally:
-        waiting = False
         disconnect.cancel()
 
 

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, NonNegativeInt
 from pydantic_core import PydanticCustomError
 
 from graph_passes.errors import InvalidData
@@ -63,18 +63,15 @@ def _no_bytes(value: Any) -> Any:
 
 
 class TensorParameters(Extensible):
-    binary_data_size: int | None = Field(
-        default=None,
-        ge=0,
-        description="Size in bytes of this tensor after the JSON, instead of ``data``.",
-    )
+    binary_data_size: NonNegativeInt | None = None
+    """Size in bytes of this tensor after the JSON, instead of ``data``."""
 
 
 class InputTensor(Body):
     """One input: ``data`` flat in row-major order, or nested like ``shape``, or raw bytes."""
 
     name: Name
-    shape: list[Annotated[int, Field(ge=0)]] = Field(max_length=32, examples=[[1, 3]])
+    shape: list[NonNegativeInt] = Field(max_length=32, examples=[[1, 3]])
     datatype: Annotated[Datatype, BeforeValidator(_no_bytes)]
     data: list[Any] | None = Field(default=None, examples=[[101, 7592, 102]])
     parameters: TensorParameters = TensorParameters()
@@ -169,16 +166,14 @@ def decode(tensor: InputTensor, raw: memoryview | None = None) -> np.ndarray:
         raise InvalidData(f"{what}: data nested as {nesting}, shape {list(shape)}")
     if not set(map(type, values)) <= JSON_TYPES[dtype.kind]:
         raise InvalidData(f"{what}: its data is not all of {tensor.datatype}")
-    in_range = True
-    if dtype.kind in "iu" and values:
-        limits = np.iinfo(dtype)
-        in_range = limits.min <= min(values) and max(values) <= limits.max
-    if in_range:
-        with np.errstate(over="ignore"):
+    try:
+        with np.errstate(over="raise"):
             array = np.array(values, dtype=dtype)
-        if dtype.kind != "f" or np.isfinite(array).all():
-            return _reshape(array, shape, what)
-    raise InvalidData(f"{what}: its data holds numbers out of the range of {tensor.datatype}")
+    except (FloatingPointError, OverflowError) as error:
+        raise InvalidData(
+            f"{what}: its data holds numbers out of the range of {tensor.datatype}"
+        ) from error
+    return _reshape(array, shape, what)
 
 
 def encode_all(

@@ -8,20 +8,14 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PositiveInt
 
+from attnserve.models.tokenizer import shorten
 from graph_passes.errors import InvalidData
-from service.api.embedding import add_prompt, cut_vectors
-from service.api.requests import (
-    Body,
-    JsonRoute,
-    Name,
-    acquire_engine,
-    cancel_on_disconnect,
-    deadline,
-)
+from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import json_response, respond
-from service.engine.engine import Engine
+from service.engine.engine import Answer, Engine, Text
+from service.errors import InvalidField
 
 __all__ = ["router"]
 
@@ -48,32 +42,35 @@ class TextBody(Body):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: Name | None = Field(None, description="Required if several models are served.")
-    version: Name | None = Field(None, description="Version of the model; the highest if omitted.")
-    truncate: bool = Field(
-        True, description="Truncate texts that are too long; false refuses them."
-    )
+    model: Name | None = None
+    """Required if several models are served."""
+    version: Name | None = None
+    """Version of the model; the highest if omitted."""
+    truncate: bool = True
+    """Truncate texts that are too long; false refuses them."""
 
 
-class EmbedRequest(TextBody):
+class VectorOptions(Body):
+    """Shared fields of requests for vectors."""
+
+    prompt_name: str | None = None
+    """The prompt of the model before each text; its default if omitted."""
+    dimensions: PositiveInt | None = None
+    """Return only the first dimensions of each vector."""
+
+
+class EmbedRequest(VectorOptions, TextBody):
     """Texts to embed."""
 
     inputs: Texts
-    prompt_name: str | None = Field(
-        None, description="The prompt of the model before each text; its default if omitted."
-    )
-    dimensions: int | None = Field(
-        None, ge=1, description="Return only the first dimensions of each vector."
-    )
 
 
 class PredictRequest(TextBody):
     """Texts to classify."""
 
     inputs: Texts
-    top_k: int | None = Field(
-        None, ge=1, description="Number of most likely classes to return; all if omitted."
-    )
+    top_k: PositiveInt | None = None
+    """Number of most likely classes to return; all if omitted."""
 
 
 class SimilarityRequest(TextBody):
@@ -88,11 +85,13 @@ class TokenizeRequest(TextBody):
     """Texts to tokenize."""
 
     inputs: Texts
-    truncate: bool = Field(False, description="Truncate texts that are too long.")
+    truncate: bool = False
+    """Truncate texts that are too long."""
 
 
 class Usage(Body):
-    tokens: int = Field(description="Including special tokens, excluding padding.")
+    tokens: int
+    """Including special tokens, excluding padding."""
 
 
 class Prediction(Body):
@@ -106,25 +105,64 @@ class TextResponse(Body):
 
 
 class PredictResponse(TextResponse):
-    predictions: list[list[Prediction]] = Field(
-        description="For each text, most likely class first."
-    )
+    predictions: list[list[Prediction]]
+    """For each text, most likely class first."""
 
 
 class SimilarityResponse(TextResponse):
-    similarities: list[float] = Field(
-        description="Cosine similarities, in the order of the request."
-    )
+    similarities: list[float]
+    """Cosine similarities, in the order of the request."""
 
 
 class TokenizeResponse(TextResponse):
-    tokens: list[list[int]] = Field(description="Token ids of each text, including special tokens.")
+    tokens: list[list[int]]
+    """Token ids of each text, including special tokens."""
 
 
 class EmbedResponse(TextResponse):
-    embeddings: list[list[float]] = Field(
-        description="One vector per text, in the order of the request."
-    )
+    embeddings: list[list[float]]
+    """One vector per text, in the order of the request."""
+
+
+async def embed_texts(
+    request: Request,
+    engine: Engine,
+    texts: Sequence[Text],
+    options: VectorOptions,
+    *,
+    truncate: bool,
+) -> tuple[Answer, np.ndarray]:
+    """Embed texts after the chosen prompt, and token ids, which have none.
+
+    Vectors are cut to ``options.dimensions``, and normalized again if the model normalizes.
+
+    Raises:
+        InvalidField: The model has no such prompt, token ids were sent for it, or the vectors have
+            fewer dimensions.
+    """
+    artifact, name, dimensions = engine.model.artifact, options.prompt_name, options.dimensions
+    if name is not None and name not in artifact.prompts:
+        known = ", ".join(sorted(artifact.prompts)) or "none"
+        raise InvalidField(
+            f"prompt_name is {name!r}, but prompts of {engine.name} are {known}",
+            "leave it out",
+            field="prompt_name",
+        )
+    if name is not None and not all(isinstance(text, str) for text in texts):
+        raise InvalidField("prompt_name is for texts, not token ids", field="prompt_name")
+    prompt = artifact.prompt() if name is None else artifact.prompts[name]
+    prompted = [prompt + text if isinstance(text, str) else text for text in texts]
+    answer = await run(request, engine.embed, prompted, truncate=truncate)
+    vectors = answer.outputs["embeddings"]
+    if dimensions in (None, vectors.shape[1]):
+        return answer, vectors
+    if dimensions > vectors.shape[1]:
+        raise InvalidField(
+            f"dimensions is {dimensions}, but vectors of {engine.name} have {vectors.shape[1]}",
+            "reduce it, or leave it out",
+            field="dimensions",
+        )
+    return answer, shorten(vectors, dimensions, artifact.normalize)
 
 
 @router.post("/embed", response_model=EmbedResponse)
@@ -134,11 +172,7 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
     An empty text is valid: its special tokens have a vector.
     """
     engine = acquire_engine(request, body.model, body.version)
-    texts = add_prompt(engine, body.inputs, body.prompt_name)
-    answer = await cancel_on_disconnect(
-        request, engine.embed(texts, truncate=body.truncate, deadline=deadline(request))
-    )
-    vectors = cut_vectors(engine, answer.outputs["embeddings"], body.dimensions)
+    answer, vectors = await embed_texts(request, engine, body.inputs, body, truncate=body.truncate)
     content = {"embeddings": vectors, **_model_and_usage(engine, answer.tokens)}
     return respond(request, engine, answer, content)
 
@@ -152,9 +186,7 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     it they are class numbers.
     """
     engine = acquire_engine(request, body.model, body.version)
-    answer = await cancel_on_disconnect(
-        request, engine.classify(body.inputs, truncate=body.truncate, deadline=deadline(request))
-    )
+    answer = await run(request, engine.classify, body.inputs, truncate=body.truncate)
     labels = engine.model.labels
     predictions = [
         [
@@ -172,11 +204,10 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     """The cosine similarity of pairs of texts, or of one text with each of several."""
     engine = acquire_engine(request, body.model, body.version)
     texts, left, right = _pairs(body)
-    answer = await cancel_on_disconnect(
-        request,
-        engine.embed(add_prompt(engine, texts), truncate=body.truncate, deadline=deadline(request)),
+    answer, vectors = await embed_texts(
+        request, engine, texts, VectorOptions(), truncate=body.truncate
     )
-    vectors = answer.outputs["embeddings"].astype(np.float64)
+    vectors = vectors.astype(np.float64)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
     cosines = np.clip(np.einsum("nd,nd->n", vectors[left], vectors[right]), -1, 1)
     content = {"similarities": cosines, **_model_and_usage(engine, answer.tokens)}
@@ -187,9 +218,7 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = acquire_engine(request, body.model, body.version)
-    encodings = await cancel_on_disconnect(
-        request, engine.tokenize(body.inputs, truncate=body.truncate, deadline=deadline(request))
-    )
+    encodings = await run(request, engine.tokenize, body.inputs, truncate=body.truncate)
     tokens = [encoding.ids for encoding in encodings]
     usage = _model_and_usage(engine, sum(map(len, tokens)))
     return json_response({"tokens": tokens, **usage})
@@ -201,16 +230,12 @@ def _model_and_usage(engine: Engine, tokens: int) -> dict[str, Any]:
 
 def _pairs(body: SimilarityRequest) -> tuple[list[str], Sequence[int], Sequence[int]]:
     """(distinct texts, indices of the left texts, indices of the right texts)."""
-    if (body.pairs is None) == (body.source is None) or (body.source is None) != (
-        body.targets is None
-    ):
+    given = [field is not None for field in (body.pairs, body.source, body.targets)]
+    if given not in ([True, False, False], [False, True, True]):
         raise InvalidData(
             "expected either 'pairs', or 'source' and 'targets'",
             'for example {"source": "a text", "targets": ["another"]}',
         )
-    if body.pairs is not None:
-        pairs = body.pairs
-    else:
-        pairs = [[body.source or "", target] for target in body.targets or ()]
+    pairs = body.pairs or [[body.source or "", target] for target in body.targets or ()]
     order = {text: at for at, text in enumerate(dict.fromkeys(chain.from_iterable(pairs)))}
     return list(order), [order[left] for left, _ in pairs], [order[right] for _, right in pairs]

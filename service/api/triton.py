@@ -17,7 +17,7 @@ from service.api.requests import Body, Extensible, JsonRoute, get_engine, model_
 from service.api.responses import json_response
 from service.api.tensors import NAMES
 from service.engine.engine import Engine
-from service.engine.repository import Entry, Repository
+from service.engine.repository import Entry
 
 __all__ = ["router"]
 
@@ -30,7 +30,8 @@ class ModelConfig(Extensible):
     name: str
     platform: str
     backend: str
-    max_batch_size: int = Field(description="0 if requests cannot be batched.")
+    max_batch_size: int
+    """0 if requests cannot be batched."""
     input: list[dict[str, Any]]
     output: list[dict[str, Any]]
 
@@ -40,32 +41,20 @@ class Duration(Body):
     ns: int
 
 
-class InferStatistics(Body):
-    success: Duration
-    fail: Duration
-    queue: Duration
-    compute_input: Duration
-    compute_infer: Duration
-    compute_output: Duration
-    cache_hit: Duration = Field(description="Always 0, like cache_miss: there is no cache.")
-    cache_miss: Duration
-
-
-class BatchStatistics(Body):
-    batch_size: int
-    compute_input: Duration
-    compute_infer: Duration
-    compute_output: Duration
-
-
 class VersionStatistics(Body):
     name: str
     version: str
-    last_inference: int = Field(description="Milliseconds since 1970; 0 if there was none.")
-    inference_count: int = Field(description="Number of answered rows.")
-    execution_count: int = Field(description="Number of runs of the model.")
-    inference_stats: InferStatistics
-    batch_stats: list[BatchStatistics]
+    last_inference: int
+    """Milliseconds since 1970; 0 if there was none."""
+    inference_count: int
+    """Number of answered rows."""
+    execution_count: int
+    """Number of runs of the model."""
+    inference_stats: dict[str, Duration]
+    """success, fail, queue, compute_input, compute_infer, compute_output, and cache_hit and
+    cache_miss, which are always 0."""
+    batch_stats: list[dict[str, Duration | int]]
+    """batch_size, compute_input, compute_infer and compute_output."""
 
 
 class ModelStatistics(Body):
@@ -75,7 +64,8 @@ class ModelStatistics(Body):
 
 
 class IndexRequest(Body):
-    ready: bool = Field(default=False, description="Only versions that are ready.")
+    ready: bool = False
+    """Only versions that are ready."""
 
 
 class RepositoryRequest(Body):
@@ -114,8 +104,7 @@ NO_PARAMETERS = RepositoryRequest()
 @router.post("/repository/index", response_model=list[Entry])
 async def index(request: Request, body: IndexRequest = NO_FILTER) -> Response:
     """All versions of all models, on disk or loaded; with ``ready`` only those that are ready."""
-    repository: Repository = request.app.state.repository
-    entries = repository.index()
+    entries: list[Entry] = request.app.state.repository.index()
     return json_response([one for one in entries if one.state == "READY" or not body.ready])
 
 
@@ -130,8 +119,7 @@ async def load(request: Request, name: str, body: RepositoryRequest = NO_PARAMET
             raise InvalidData(
                 f"parameter {key!r} is not supported: models are loaded from disk", "omit it"
             )
-    repository: Repository = request.app.state.repository
-    await repository.load(name)
+    await request.app.state.repository.load(name)
     return Response()
 
 
@@ -143,8 +131,7 @@ async def unload(request: Request, name: str, body: RepositoryRequest = NO_PARAM
     """
     if not isinstance(body.parameters.get("unload_dependents", False), bool):
         raise InvalidData("parameters.unload_dependents: expected true or false")
-    repository: Repository = request.app.state.repository
-    await repository.unload(name)
+    await request.app.state.repository.unload(name)
     return Response()
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Any
 
-from attnserve.models.artifact import Artifact
 from attnserve.runtime.memory_use import gpu_bytes
 from service.engine.engine import Engine
 from service.engine.repository import Repository
@@ -74,34 +72,8 @@ def card(engine: Engine) -> dict[str, Any]:
         "takes_text": model.encoder is not None,
         "classifies": model.classifies,
         "provider": model.provider,
-        "source": _source(artifact),
+        "source": artifact.source,
         "plan": artifact.plan_id,
         "operators": dict(model.operators),
-        "optimization": _optimization(artifact),
-    }
-
-
-def _source(artifact: Artifact) -> str | None:
-    """The exported model; of a local folder only the last two parts, to not publish its path."""
-    source = artifact.record.get("source")
-    if not isinstance(source, str):
-        return None
-    path = PurePath(source)
-    return "/".join(path.parts[-2:]) if path.is_absolute() else source
-
-
-def _optimization(artifact: Artifact) -> dict[str, Any] | None:
-    """Size before the first rewrite and after the last; None without a rewrite."""
-    entries = artifact.lineage
-    if not entries:
-        return None
-    last = entries[-1]
-    return {
-        "rewrites": [entry.get("rewrite") for entry in entries],
-        "before": entries[0].get("before"),
-        "after": last.get("after"),
-        "fidelity": last.get("fidelity"),
-        "batch": last.get("batch"),
-        "sequence": last.get("sequence"),
-        "break_even_sequence": last.get("break_even_sequence"),
+        "optimization": artifact.optimization,
     }

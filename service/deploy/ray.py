@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
@@ -38,30 +38,24 @@ NAME = "attnserve"
 class RaySettings(BaseSettings):
     """Number and resources of replicas; environment variables like ``ATTNSERVE_RAY_REPLICAS=4``."""
 
-    model_config = SettingsConfigDict(env_prefix="ATTNSERVE_RAY_", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="ATTNSERVE_RAY_", frozen=True, use_attribute_docstrings=True
+    )
 
-    address: str | None = Field(
-        default=None,
-        description="Address of a running Ray cluster; if omitted, one is started here.",
-    )
-    replicas: int = Field(default=1, ge=1, description="Minimum number of replicas.")
-    max_replicas: int | None = Field(
-        default=None,
-        ge=1,
-        description="Maximum number of replicas; if omitted, their number is fixed.",
-    )
-    target_ongoing: float = Field(
-        default=16,
-        gt=0,
-        description="Average open requests per replica above which another replica starts.",
-    )
-    cpus: float = Field(default=1, ge=0, description="CPU cores per replica.")
-    gpus: float = Field(default=0, ge=0, description="GPUs per replica.")
-    drain_s: float = Field(
-        default=30,
-        ge=0,
-        description="Time limit in seconds for a stopping replica to answer its requests.",
-    )
+    address: str | None = None
+    """Address of a running Ray cluster; if omitted, one is started here."""
+    replicas: PositiveInt = 1
+    """Minimum number of replicas."""
+    max_replicas: PositiveInt | None = None
+    """Maximum number of replicas; if omitted, their number is fixed."""
+    target_ongoing: PositiveFloat = 16
+    """Average open requests per replica above which another replica starts."""
+    cpus: NonNegativeFloat = 1
+    """CPU cores per replica."""
+    gpus: NonNegativeFloat = 0
+    """GPUs per replica."""
+    drain_s: NonNegativeFloat = 30
+    """Time limit in seconds for a stopping replica to answer its requests."""
 
 
 def deployment_options(settings: Settings, ray: RaySettings) -> dict[str, Any]:

@@ -130,3 +130,10 @@ def test_trace_state_and_later_versions_are_passed_on(client: TestClient) -> Non
     answer = client.get("/v2", headers={"traceparent": f"01{PARENT[2:]}-x", "tracestate": "a=b"})
     assert answer.headers["traceparent"].startswith(f"00-{TRACE}-")
     assert answer.headers["tracestate"] == "a=b"
+
+
+def test_repeated_traceparent_is_ignored_and_unknown_flags_are_cleared(client: TestClient) -> None:
+    repeated = client.get("/v2", headers=[("traceparent", PARENT), ("traceparent", PARENT)])
+    assert "traceparent" not in repeated.headers
+    flagged = client.get("/v2", headers={"traceparent": f"{PARENT[:-2]}ff"})
+    assert flagged.headers["traceparent"].endswith("-03")
