@@ -23,6 +23,7 @@ BASE = {
     "onnx",
     "onnx-ir",
     "onnxscript",
+    "opentelemetry-api",
     "orjson",
     "prometheus-client",
     "psutil",
