@@ -38,24 +38,3 @@ def test_why_no_gpu_reports_errors_and_crashes_of_child(
     monkeypatch.setattr(device, "TIMEOUT_S", 60)
     replace({}.get, "nothing")
     assert device.why_no_gpu() == ""
-
-
-@pytest.mark.process
-def test_serve_cuda_without_provider_is_an_error(tmp_path: Path) -> None:
-    if CUDA in require_runtime().get_available_providers():
-        pytest.skip("this ONNX Runtime has the CUDA provider")
-    command = [
-        sys.executable,
-        "-m",
-        "attnserve",
-        "serve",
-        "--provider",
-        "cuda",
-        "--no-probe",
-    ]
-    done = subprocess.run(
-        [*command, str(write_encoder(tmp_path / "tiny")), "--port", "0"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "this ONNX Runtime has no CUDA" in done.stderr

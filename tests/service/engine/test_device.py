@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,3 +171,24 @@ def test_serve_workers_get_resolved_provider(
     assert line.endswith(
         "no GPU is used, models are served on the CPU: no CUDA device can be used here."
     )
+
+
+@pytest.mark.process
+def test_serve_cuda_without_provider_is_an_error(tmp_path: Path) -> None:
+    if CUDA in require_runtime().get_available_providers():
+        pytest.skip("this ONNX Runtime has the CUDA provider")
+    command = [
+        sys.executable,
+        "-m",
+        "attnserve",
+        "serve",
+        "--provider",
+        "cuda",
+        "--no-probe",
+    ]
+    done = subprocess.run(
+        [*command, str(write_encoder(tmp_path / "tiny")), "--port", "0"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "this ONNX Runtime has no CUDA" in done.stderr

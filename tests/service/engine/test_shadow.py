@@ -284,7 +284,7 @@ def test_collected_texts_calibrate_a_model_that_keeps_its_promise_on_them(
     until(lambda: len(texts.read_text().splitlines()) == 160)
     record = optimize(original, tmp_path / "served", collab_dk=16, calib=texts).to_json()
     client = start(tmp_path / "served", shadow=original, shadow_rate=1)
-    assert ask(client, 40) == 0
+    assert ask(client, 120) == 0
     found = compared(client, 120)
     # Both ends are estimates: of the rows to prove, and of the rows that were compared.
     assert found["promise"] == record["quality"]["ci95"][0] < found["ci95"][1]
