@@ -62,7 +62,7 @@ def test_repository_fused_model_gives_same_vectors(
     plain = served(bert, rewrite=False)
     assert plain["rewritten"] is False and plain["why"] == "rewriting is switched off"
     assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-6
-    for same in ("macs", "plan", "config", "file"):  # all else that is told is the artifact's
+    for same in ("macs", "plan", "config", "file"):  # the other keys are those of the artifact
         assert fast[same] == plain[same]
 
 
