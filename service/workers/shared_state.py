@@ -28,9 +28,8 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import TypeAdapter
 
+from attnserve.runtime.cache import write_atomically
 from service.metrics import Second, VersionState
-
-__all__ = ["SharedState", "Status", "TargetModel", "TargetState"]
 
 LOCK_POLL_S = 0.02
 
@@ -69,7 +68,6 @@ class Status:
     """
 
     worker: int
-    pid: int
     serving: bool = False
     ready: bool = False
     generation: int = 0
@@ -175,10 +173,9 @@ class SharedState:
             return None
 
     def _write(self, name: str, content: Any) -> None:
-        new = self.path / f".{name}.{os.getpid()}"
         with suppress(FileNotFoundError):  # the server has stopped and removed the folder
-            new.write_bytes(orjson.dumps(content, tuple, orjson.OPT_NON_STR_KEYS))
-            new.replace(self.path / name)
+            text = orjson.dumps(content, tuple, orjson.OPT_NON_STR_KEYS)
+            write_atomically(self.path / name, text)
 
 
 @cache
