@@ -41,11 +41,11 @@ class RowSampler:
 
     Args:
         rate: The share of the requests.
-        first_rows: This many rows are chosen at no lower rate than ``FIRST_RATE``.
+        samplers: The number of samplers, one in each process, which share ``FIRST_ROWS``.
     """
 
-    def __init__(self, rate: float, first_rows: int = FIRST_ROWS) -> None:
-        self._rate, self._first_rows = rate, first_rows
+    def __init__(self, rate: float, samplers: int = 1) -> None:
+        self._rate, self._first_rows = rate, math.ceil(FIRST_ROWS / samplers)
         self._size = self._at = self._chosen = 0
 
     def is_next(self) -> bool:

@@ -16,18 +16,12 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import orjson
 
-from attnserve.checks.comparison_process import (
-    FIRST_ROWS,
-    ComparisonProcess,
-    RowSampler,
-    ServedRow,
-)
+from attnserve.checks.comparison_process import ComparisonProcess, RowSampler, ServedRow
 from attnserve.models.loaded_model import TextTask
 from attnserve.models.text_sample import TextSample
 from attnserve.runtime.cache import write_atomically
@@ -84,8 +78,7 @@ class Shadow:
             settings.sample_texts, settings.sample_rate, mask=settings.sample_mask
         )
         self._lines: list[str] = []
-        first_rows = ceil(FIRST_ROWS / settings.workers)
-        self._sampler = RowSampler(settings.shadow_rate, first_rows)
+        self._sampler = RowSampler(settings.shadow_rate, settings.workers)
         self._original: ComparisonProcess | None = None
         if settings.shadow is not None and self._is_first:
             self._original = ComparisonProcess(
@@ -253,7 +246,7 @@ def _log_change(key: Version, report: Mapping[str, Any]) -> None:
     if report["broken"]:
         log.warning(
             "%s version %s breaks its promise: %s %.4f on the last %d compared rows, promised %.4f;"
-            " calibrate on texts like these (--sample-texts), or serve the original",
+            " calibrate on texts like these (ATTNSERVE_SAMPLE_TEXTS), or serve the original",
             *key, report["measure"], report["value"], report["rows"], report["promise"],
         )  # fmt: skip
     else:

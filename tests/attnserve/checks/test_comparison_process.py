@@ -14,6 +14,13 @@ def test_sampler_takes_first_rows_at_a_higher_rate() -> None:
 
 
 def test_sampler_chooses_one_request_of_each_block() -> None:
-    sampler = RowSampler(1 / 200, first_rows=0)
-    taken = [sampler.is_next() for _ in range(2000)]
-    assert all(sum(taken[at : at + 200]) == 1 for at in range(0, 2000, 200))
+    sampler = RowSampler(0.005)
+    for size, blocks in (25, FIRST_ROWS), (200, 10):
+        taken = [[sampler.is_next() for _ in range(size)] for _ in range(blocks)]
+        assert [sum(block) for block in taken] == [1] * blocks
+
+
+def test_samplers_of_several_processes_share_the_first_rows() -> None:
+    sampler = RowSampler(0.005, samplers=2)
+    taken = [sampler.is_next() for _ in range(1200)]
+    assert sum(taken[:800]) == FIRST_ROWS // 2 and sum(taken[800:]) == 2
