@@ -22,7 +22,7 @@ from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import NotFound, NotReady
-from service.metrics import Metrics, Second, Version, VersionState
+from service.metrics import Metrics, VersionState
 from service.settings import Settings
 from service.workers.shared_state import SharedState, Status, TargetModel, TargetState
 
@@ -59,7 +59,7 @@ class SharedRepository(Repository):
         self._applying = asyncio.Lock()
         metrics.rss = lambda: rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
         metrics.workers = lambda: self.workers[1]
-        metrics.seconds, metrics.delay_s = self._seconds, 1
+        metrics.seconds, metrics.delay_s = state.seconds, 1
 
     # -- state over all workers -------------------------------------------------------------------
 
@@ -290,14 +290,6 @@ class SharedRepository(Repository):
         if status != self._status:
             self._state.set_status(status)
             self._status = status
-
-    def _seconds(self) -> dict[Version, dict[int, Second]]:
-        merged: dict[Version, dict[int, Second]] = {}
-        for name, version, seconds in self._state.seconds():
-            of = merged.setdefault((name, version), {})
-            for second in seconds:
-                of.setdefault(second.second, Second(second.second)).add(second)
-        return merged
 
     def _watch(self) -> list[VersionState]:
         """The versions that are loaded here, with the queue and requests of all workers."""
