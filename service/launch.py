@@ -9,20 +9,11 @@ from attnserve.runtime.cpu import available_cores
 from graph_passes.errors import InvalidArgument
 from service.app import create_app
 from service.engine.device import on_device
-from service.engine.repository import Repository, say_operators
+from service.engine.repository import Repository
 from service.log import configure_log, flush_log
 from service.metrics import Metrics
-from service.server import (
-    Server,
-    bind_socket,
-    check_tls,
-    log_ready,
-    raise_file_limit,
-    stop_while_starting,
-)
+from service.server import Server, bind_socket, check_tls, raise_file_limit, stop_while_starting
 from service.settings import Settings
-
-__all__ = ["serve"]
 
 log = logging.getLogger("attnserve")
 
@@ -81,10 +72,4 @@ def _serve(settings: Settings) -> None:
         repository = Repository(settings, Metrics())
         app = create_app(settings, repository)
         stop_while_starting()
-
-        def log_loaded() -> None:
-            log_ready(settings, listener, (engine.name for engine in repository.engines()))
-            for engine in repository.engines():
-                say_operators(engine)
-
-        Server(app, repository, log_loaded).run(sockets=[listener])
+        Server(app, repository).run(sockets=[listener])

@@ -18,8 +18,6 @@ import orjson
 
 from service.settings import Settings
 
-__all__ = ["REQUEST", "configure_log", "flush_log"]
-
 REQUEST: ContextVar[dict[str, str] | None] = ContextVar("request", default=None)
 """Client address, ids and key of the request that is being answered: every line of it has them."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-__all__ = ["Protocol"]
-
 MAX_HEAD_BYTES = 65_536
 """Of the request line and the headers."""
 

@@ -9,8 +9,9 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -24,15 +25,6 @@ from service.errors import ServiceError
 from service.log import flush_log
 from service.protocol import Protocol
 from service.settings import Settings
-
-__all__ = [
-    "Server",
-    "bind_socket",
-    "check_tls",
-    "log_ready",
-    "raise_file_limit",
-    "stop_while_starting",
-]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -57,12 +49,9 @@ class Server(uvicorn.Server):
 
     The port opens before the models are loaded, so that a probe can tell a server that loads from
     one that is dead. Until they are, the server is not ready, and inference is answered with 503.
-
-    Args:
-        on_loaded: Called once the models are loaded.
     """
 
-    def __init__(self, app: FastAPI, repository: Repository, on_loaded: Callable[[], None]) -> None:
+    def __init__(self, app: FastAPI, repository: Repository) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -76,13 +65,12 @@ class Server(uvicorn.Server):
                 **_tls(repository.settings),
             )
         )
-        self._repository, self._on_loaded = repository, on_loaded
+        self._repository = repository
         self._loading: asyncio.Task[None] | None = None
         self._load_error: BaseException | None = None
         self._interrupted = False
         self._unanswered = 0  # when the time to drain was over
         self._watchdog: threading.Timer | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until stopped by a signal.
@@ -115,14 +103,16 @@ class Server(uvicorn.Server):
             )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
-            self._loading = self._loop.create_task(self._load_all())
+            self._loading = asyncio.create_task(self._load_all())
 
     async def load(self) -> None:
         """Load the models, after the port is open."""
-        await self._repository.start()
+        repository = self._repository
+        await repository.start()
+        address = self.servers[0].sockets[0].getsockname()
+        log_ready(repository.settings, address, (engine.name for engine in repository.engines()))
 
     async def _load_all(self) -> None:
         try:
@@ -130,7 +120,7 @@ class Server(uvicorn.Server):
         except Exception as error:
             self._load_error, self.should_exit = self._load_error or error, True
             return
-        self._on_loaded()
+        self._repository.log_operators()
         # Exempt the objects that exist now (modules, routes, models) from garbage collection: a
         # full collection over them takes 50 ms between two answers, without them 5 ms.
         gc.collect()
@@ -138,10 +128,10 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self._repository.draining and sig == signal.SIGINT and not self._interrupted
-        if again and self._loop is not None:
+        if again and self._loading is not None:
             # uvicorn would close every connection: an error answer tells clients the reason.
             self._interrupted = True
-            self._loop.call_soon_threadsafe(self._repository.abandon)
+            self._loading.get_loop().call_soon_threadsafe(self._repository.abandon)
             return
         if self._loading is not None and not self._loading.done():
             is_interrupt = sig == signal.SIGINT
@@ -186,11 +176,7 @@ class Server(uvicorn.Server):
 
 def stop_while_starting() -> None:
     """End at SIGTERM, also as process 1 of a container, where it has no default action."""
-    signal.signal(signal.SIGTERM, _exit)
-
-
-def _exit(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def _end_process() -> None:
@@ -212,16 +198,12 @@ def raise_file_limit() -> None:
 
 
 def _tls(settings: Settings) -> dict[str, Any]:
-    """The options of uvicorn for HTTPS; none without a certificate."""
-    if settings.ssl_certfile is None:
-        return {}
+    """The options of uvicorn for HTTPS."""
     password = settings.ssl_keyfile_password
     return {
-        "ssl_certfile": settings.ssl_certfile,
-        "ssl_keyfile": settings.ssl_keyfile,
+        **settings.model_dump(include={"ssl_certfile", "ssl_keyfile", "ssl_ca_certs"}),
         # Without a password OpenSSL would ask the terminal for one.
         "ssl_keyfile_password": password.get_secret_value() if password else " ",
-        "ssl_ca_certs": settings.ssl_ca_certs,
         "ssl_cert_reqs": ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
     }
 
@@ -245,13 +227,13 @@ def check_tls(settings: Settings) -> None:
         ) from error
 
 
-def log_ready(settings: Settings, listener: socket.socket, names: Iterable[str]) -> None:
-    """Log the served models and the address."""
-    host, port = listener.getsockname()[:2]
-    address = f"[{host}]" if ":" in host else host
+def log_ready(settings: Settings, address: tuple[Any, ...], names: Iterable[str]) -> None:
+    """Log the served models and the address of the socket."""
+    host, port = address[:2]
+    shown = f"[{host}]" if ":" in host else host
     scheme = "http" if settings.ssl_certfile is None else "https"
     served = ", ".join(dict.fromkeys(names))
-    log.info("serving %s at %s://%s:%d", served, scheme, address, port)
+    log.info("serving %s at %s://%s:%d", served, scheme, shown, port)
 
 
 def bind_socket(settings: Settings) -> socket.socket:

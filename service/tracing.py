@@ -26,8 +26,6 @@ from opentelemetry.trace import (
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-__all__ = ["finish_span", "request_span"]
-
 
 class _HeaderGetter(Getter[Headers]):
     def get(self, carrier: Headers, key: str) -> list[str] | None:

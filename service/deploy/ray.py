@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
-from types import FrameType
 from typing import Any
 
 from fastapi import FastAPI
@@ -27,8 +26,6 @@ from service.errors import NotReady
 from service.log import configure_log
 from service.server import STOP_SIGNALS
 from service.settings import Settings, read_settings
-
-__all__ = ["RaySettings", "application", "deployment_options", "run"]
 
 log = logging.getLogger("attnserve")
 
@@ -172,8 +169,9 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
             "check it with ray status",
             code="ray.address",
         ) from error
-    for number in STOP_SIGNALS:  # replace Ray's handlers
-        signal.signal(number, _stop)
+    # Replace Ray's handlers: this one interrupts it also while it waits for the replicas to start.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
     try:
         serve.start(http_options={"host": settings.host, "port": settings.port})
         try:
@@ -194,11 +192,6 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
             serve.shutdown()
     finally:
         runtime.shutdown()
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    """Interrupt the main thread, also while Ray waits for the replicas to start."""
-    raise KeyboardInterrupt
 
 
 def _require_serve() -> Any:

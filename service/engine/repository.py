@@ -12,16 +12,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from attnserve.context import Provider
-from attnserve.models.artifact import Artifact, check_files, open_artifact
-from attnserve.models.graph_facts import GraphFacts
+from attnserve.models.artifact import open_artifact
 from attnserve.models.loaded_model import Model
 from attnserve.models.model_folder import Place, find_models
-from attnserve.planning.model_check import CheckResult, IsolationChecker, identify
+from attnserve.planning.checked_loading import load_checked
+from attnserve.planning.model_check import IsolationChecker, identify
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
@@ -29,8 +30,6 @@ from service.engine.shadow import Shadow
 from service.errors import NotFound, NotReady, Overloaded, UnknownModel, hide_folders
 from service.metrics import Metrics, VersionState
 from service.settings import Settings
-
-__all__ = ["Entry", "Repository", "say_operators"]
 
 NOT_BATCH_INVARIANT = (
     "its dynamic quantization makes an answer depend on the other rows of a run, so that every row "
@@ -165,7 +164,11 @@ class Repository:
 
     def runs(self, engine: Engine) -> bool:
         """Whether ``engine`` runs in every process that may serve its requests."""
-        return engine.ready
+        return self._why_not_ready(engine) is None
+
+    def _why_not_ready(self, engine: Engine) -> str | None:
+        """Why a process cannot run ``engine``; None if all can."""
+        return None if engine.ready else engine.reason
 
     @property
     def workers(self) -> tuple[int, int]:
@@ -189,8 +192,8 @@ class Repository:
         for key in self._loading:
             found[key] = Entry(*key, "LOADING")
         for engine in self.engines():
-            key = (engine.name, engine.version)
-            found[key] = Entry(*key, "READY" if engine.ready else "UNAVAILABLE", engine.reason)
+            key, why = (engine.name, engine.version), self._why_not_ready(engine)
+            found[key] = Entry(*key, "READY" if why is None else "UNAVAILABLE", why or "")
         return [found[key] for key in sorted(found, key=lambda key: (key[0], int(key[1])))]
 
     # -- load and unload --------------------------------------------------------------------------
@@ -321,12 +324,17 @@ class Repository:
     async def close(self) -> None:
         """Refuse new requests, answer the accepted ones, then free all models."""
         self.draining = True
-        for name in list(self._engines):
-            for engine in self._engines.pop(name).values():
-                self._retire(engine)
+        for engine in self.engines():
+            self._retire(engine)
+        self._engines.clear()
         await self.settled()
         self.shadow.close()
         self._started = False
+
+    def log_operators(self) -> None:
+        """Log the operator fusion of each loaded version, or why there was none."""
+        for engine in self.engines():
+            _log_operators(engine)
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -383,7 +391,7 @@ class Repository:
             content=content,
         )
         if self._started:
-            say_operators(engine)
+            _log_operators(engine)
         return engine
 
     def _load(
@@ -394,56 +402,29 @@ class Repository:
         Raises:
             InvalidModel: It cannot be loaded, or changed during loading.
         """
-        artifact = open_artifact(place.path, place.shared)
-        before = _state(artifact)
-        check_files(artifact)
-        checked = self._checker.check(artifact) if self.settings.probe else identify(artifact)
-        if checked.identity == served:
+        settings = self.settings.of(name)
+        open_model = partial(
+            Model,
+            name=name,
+            provider=self._provider,
+            threads=settings.threads,
+            cuda=settings.cuda,
+            cuda_graphs=settings.cuda_graphs,
+            concurrency=settings.concurrency,
+            spinning=not settings.shares_cores,
+        )
+        check = self._checker.check if settings.probe else identify
+        loaded = load_checked(open_artifact(place.path, place.shared), check, open_model, served)
+        if loaded is None:
             return None
-        model = self._open(artifact, name, checked)
-        if _state(artifact) != before or not checked.external_is_current:
-            model.close()
-            raise InvalidModel(
-                f"{artifact.model}: changed while it was being loaded", "load it again"
-            )
+        model = loaded[1]
+        if why := model.operators.get("why"):  # clients see it
+            model.operators = {**model.operators, "why": hide_folders(why, settings.model)}
         if model.int8_warning is not None:
             log.warning("%s version %s: %s", name, version, model.int8_warning)
         if not model.batch_invariant:
             log.warning("%s version %s: %s", name, version, NOT_BATCH_INVARIANT)
-        return checked.identity, model
-
-    def _open(self, artifact: Artifact, name: str, checked: CheckResult) -> Model:
-        """Load and warm up the model with fused operators, or the original if that fails.
-
-        Raises:
-            AttnserveError: The original cannot be loaded.
-        """
-        settings, operators = self.settings.of(name), dict(checked.operators)
-        if "why" in operators:
-            operators["why"] = hide_folders(operators["why"], self.settings.model)
-        try:
-            model = Model(
-                artifact,
-                name=name,
-                provider=self._provider,
-                threads=settings.threads,
-                cuda=settings.cuda,
-                cuda_graphs=settings.cuda_graphs,
-                concurrency=settings.concurrency,
-                spinning=not settings.shares_cores,
-                graph=checked.rewritten,
-                operators=operators,
-                facts=GraphFacts.from_json(checked.facts),
-            )
-            model.warm_up()
-        except AttnserveError as error:
-            if checked.rewritten is None:
-                raise
-            # For example a deleted file, or no memory.
-            why = {"rewritten": False, "why": error.what}
-            plain = replace(checked, rewritten=None, operators=why)
-            return self._open(artifact, name, plain)
-        return model
+        return loaded
 
     def _retire(self, engine: Engine) -> None:
         task = asyncio.ensure_future(engine.retire())
@@ -477,8 +458,7 @@ class Repository:
         return found
 
 
-def say_operators(engine: Engine) -> None:
-    """Log the operator fusion of ``engine``, or why there was none."""
+def _log_operators(engine: Engine) -> None:
     done = engine.model.operators
     if done["rewritten"]:
         log.info(
@@ -487,16 +467,3 @@ def say_operators(engine: Engine) -> None:
         )  # fmt: skip
     elif engine.settings.probe and engine.settings.rewrite:
         log.info("%s runs without fused operators: %s", engine.name, done["why"])
-
-
-def _state(artifact: Artifact) -> tuple[object, ...]:
-    """Inodes, sizes and times of the model's files, to detect changes without reading them."""
-    state: list[object] = []
-    with suppress(OSError):
-        for path in sorted(artifact.folder.iterdir()):
-            if path.suffix in (".onnx", ".data", ".json") or path.name.startswith(
-                artifact.model.name
-            ):
-                info = path.stat()
-                state.append((path.name, info.st_ino, info.st_size, info.st_mtime_ns))
-    return tuple(state)

@@ -1,39 +1,31 @@
 """What happens with a share of the requests after their answers.
 
-``Shadow`` runs one row of a share of the requests through the original model, in a child process of
-low priority, and compares it with the answer (``attnserve.checks.live_quality``). With several
-workers, only worker 0 has a child: the others hand their rows over as files. ``Shadow`` also writes
-the sample of texts. Nothing here affects an answer: failures are logged and counted.
+``Shadow`` compares one row of a share of the requests with the original model, in a child process
+(``attnserve.checks.comparison_process``). With several workers, only worker 0 has a child: the
+others hand their rows over as files. ``Shadow`` also writes the sample of texts. Nothing here
+affects an answer: failures are logged and counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import pickle
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from math import ceil
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
-import numpy as np
+import orjson
 
-from attnserve.checks.live_quality import LiveComparison
-from attnserve.models.artifact import check_files, open_artifact
+from attnserve.checks.comparison_process import ComparisonProcess, RowSampler, ServedRow
 from attnserve.models.loaded_model import TextTask
 from attnserve.models.text_sample import TextSample
-from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
-from graph_passes.errors import AttnserveError, InvalidModel
+from attnserve.runtime.cache import write_atomically
+from graph_passes.errors import AttnserveError
 from service.engine.batcher import RequestResult
 from service.metrics import Metrics, Version
 from service.settings import Settings
@@ -41,13 +33,7 @@ from service.settings import Settings
 if TYPE_CHECKING:
     from service.engine.engine import Engine
 
-__all__ = ["FIRST_RATE", "FIRST_ROWS", "FollowUp", "Shadow"]
-
 T = TypeVar("T")
-
-FIRST_ROWS, FIRST_RATE = 64, 0.04
-"""The first rows are taken at no lower rate than this, so that 1,600 requests suffice to find a
-broken promise. It is a cost of 64 rows once."""
 
 MAX_PENDING = 8
 """Rows that wait for an empty queue or for the child; further ones are skipped."""
@@ -58,34 +44,12 @@ MAX_LINES = 1000
 MAX_FILES = 64
 """Rows of other workers that wait for worker 0."""
 
-NICE = 10
-"""Priority of the child: a tenth of the processor time of a server that competes for it."""
-
 IDLE_POLL_S = 0.1
-RUN_TIMEOUT_S = 60.0
-RESTART_S = 60.0
-"""A child that has failed is started again after this time."""
 
 FollowUp = Callable[[], Awaitable[None]]
 """Called after the answer was sent."""
 
 log = logging.getLogger("attnserve")
-
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """One answered row.
-
-    Attributes:
-        task: None for a row of tensors.
-        payload: The ``Encoding`` of a text, or the inputs.
-        outputs: The outputs that were served; of a text, its vector or its scores.
-    """
-
-    key: Version
-    task: TextTask | None
-    payload: Any
-    outputs: Mapping[str, np.ndarray]
 
 
 class Shadow:
@@ -114,11 +78,16 @@ class Shadow:
             settings.sample_texts, settings.sample_rate, mask=settings.sample_mask
         )
         self._lines: list[str] = []
-        self._gap, self._taken = _Gap(), 0
-        self._first_rows = ceil(FIRST_ROWS / settings.workers)
-        self._child: Worker | None = None
-        self._restart_at = 0.0
-        self._watched: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
+        self._sampler = RowSampler(settings.shadow_rate, settings.workers)
+        self._original: ComparisonProcess | None = None
+        if settings.shadow is not None and self._is_first:
+            self._original = ComparisonProcess(
+                settings.shadow,
+                "cuda" if settings.provider == "cuda" else "cpu",
+                engines,
+                _warn,
+                timeout_s=settings.probe_timeout_s,
+            )
         self._reports: dict[str, dict[str, Any]] = {}
         self._pool = ThreadPoolExecutor(1, "shadow")
         self._pending: set[asyncio.Task[None]] = set()
@@ -131,8 +100,8 @@ class Shadow:
         Raises:
             InvalidModel: The original cannot be loaded, or fits none of the models.
         """
-        if self._settings.shadow is not None and self._is_first:
-            await self._in_thread(self._start_child)
+        if self._original is not None:
+            await self._in_thread(self._original.start)
 
     def close(self) -> None:
         """End the child and drop what is pending."""
@@ -140,15 +109,15 @@ class Shadow:
         for task in self._pending:
             task.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._child is not None:
-            self._child.close()
+        if self._original is not None:
+            self._original.close()
 
     def reports(self) -> dict[Version, dict[str, Any]]:
         """The quality of each model that is compared; see ``LiveReport``."""
         found = self._reports
         if self._folder is not None and not self._is_first:
             with suppress(OSError, ValueError):
-                found = json.loads((self._folder / "reports.json").read_text())
+                found = orjson.loads((self._folder / "reports.json").read_bytes())
         keys = [(engine.name, engine.version) for engine in self._engines()]
         return {key: found["\0".join(key)] for key in keys if "\0".join(key) in found}
 
@@ -171,13 +140,12 @@ class Shadow:
         """
         chosen = [] if self._texts is None else self._texts.choose(texts)
         sample = None
-        if self._settings.shadow is not None and self._is_next():
+        if self._settings.shadow is not None and self._sampler.is_next():
             at = random.randrange(len(result.rows))
             outputs = result.results[at] if task is None else (result.results[at],)
             key = (engine.name, engine.version)
-            sample = Sample(
-                key, task, result.rows[at].payload, dict(zip(names, outputs, strict=True))
-            )
+            served = dict(zip(names, outputs, strict=True))
+            sample = ServedRow(key, task, result.rows[at].payload, served)
         if not chosen and sample is None:
             return None
 
@@ -195,7 +163,7 @@ class Shadow:
 
     def collect(self) -> None:
         """Take over the rows of other workers; worker 0 calls this once a second."""
-        if self._settings.shadow is None or self._folder is None or not self._is_first:
+        if self._original is None or self._folder is None:
             return
         for path in list(self._folder.glob("*.row"))[: MAX_PENDING - len(self._pending)]:
             with suppress(OSError):
@@ -207,14 +175,6 @@ class Shadow:
         lines, self._lines = self._lines, []
         await self._in_thread(self._write_texts, lines)
 
-    def _is_next(self) -> bool:
-        rate = self._settings.shadow_rate
-        if self._taken < self._first_rows:
-            rate = max(rate, FIRST_RATE)
-        taken = self._gap.step(round(1 / rate))
-        self._taken += taken
-        return taken
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._pending.add(task)
@@ -223,7 +183,7 @@ class Shadow:
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
-    async def _when_idle(self, sample: Sample) -> None:
+    async def _when_idle(self, sample: ServedRow) -> None:
         """Hand over a row once no row waits in a queue."""
         while any(engine.waiting for engine in self._engines()):
             await asyncio.sleep(IDLE_POLL_S)
@@ -245,39 +205,27 @@ class Shadow:
                 log.warning("the sample of texts is not written: %s", error)
             self._can_write = False
 
-    def _send(self, sample: Sample) -> Literal["sent", "skipped"]:
+    def _send(self, sample: ServedRow) -> Literal["sent", "skipped"]:
         """Write a row for worker 0."""
         assert self._folder is not None
         with suppress(OSError):
             if len(list(self._folder.iterdir())) < MAX_FILES:
-                path = self._folder / f"{uuid.uuid4().hex}.new"
-                path.write_bytes(pickle.dumps(sample))
-                path.rename(path.with_suffix(".row"))
+                write_atomically(self._folder / f"{uuid.uuid4().hex}.row", pickle.dumps(sample))
                 return "sent"
         return "skipped"
 
-    def _compare(self, sample: Sample) -> Literal["compared", "skipped", "failed"]:
-        engine = next((e for e in self._engines() if (e.name, e.version) == sample.key), None)
+    def _compare(self, sample: ServedRow) -> Literal["compared", "skipped", "failed"]:
+        assert self._original is not None
         try:
-            if engine is None or not self._has_child() or not self._is_watched(engine):
-                return "skipped"
-            assert self._child is not None
-            inputs = engine.model.text_inputs([sample.payload]) if sample.task else sample.payload
-            report = self._child.call(
-                "compare", str(sample.key), sample.task, inputs, dict(sample.outputs),
-                timeout_s=RUN_TIMEOUT_S,
-            )  # fmt: skip
+            report = self._original.compare(sample)
         except Exception as error:
             if self._can_compare:
                 log.warning("a comparison with the original failed: %s", str(error).split("\n")[0])
             self._can_compare = False
-            if isinstance(error, WorkerCrashed) and self._child is not None:
-                self._child.close()
-                self._child, self._restart_at = None, monotonic() + RESTART_S
             return "failed"
-        self._can_compare = True
         if report is None:
             return "skipped"
+        self._can_compare = True
         self._publish(sample.key, report)
         return "compared"
 
@@ -287,74 +235,7 @@ class Shadow:
         self._reports = {**self._reports, "\0".join(key): report}
         if self._folder is not None:
             with suppress(OSError):
-                new = self._folder / "reports.new"
-                new.write_text(json.dumps(self._reports))
-                new.replace(self._folder / "reports.json")
-
-    def _has_child(self) -> bool:
-        if self._child is None and monotonic() >= self._restart_at:
-            self._restart_at = monotonic() + RESTART_S
-            self._start_child()
-        return self._child is not None
-
-    def _start_child(self) -> None:
-        """Start the child; in this thread, which must not end before the child."""
-        path, settings = self._settings.shadow, self._settings
-        assert path is not None
-        artifact = open_artifact(path)
-        check_files(artifact)
-        lower_priority = partial(os.nice, NICE) if os.name == "posix" else None
-        self._watched.clear()
-        try:
-            child = Worker(
-                LiveComparison, artifact, settings.provider, timeout_s=settings.probe_timeout_s,
-                environment=allowed_environment(), prepare=lower_priority, silent=True,
-            )  # fmt: skip
-        except WorkerCrashed as error:
-            raise InvalidModel(f"{artifact.model}: {error.what}", "check the original") from error
-        self._child = child
-        errors = [error for engine in self._engines() if (error := self._watch(engine))]
-        if errors and not any(self._watched.values()):
-            child.close()
-            self._child = None
-            raise errors[0]
-        for error in errors:
-            _warn(error)
-
-    def _is_watched(self, engine: Engine) -> bool:
-        """Whether an engine is compared; one that was loaded after the child is added."""
-        if engine not in self._watched and (error := self._watch(engine)) is not None:
-            _warn(error)
-        return self._watched[engine]
-
-    def _watch(self, engine: Engine) -> AttnserveError | None:
-        """Let the child compare an engine; the error says why it cannot."""
-        assert self._child is not None
-        model = engine.model
-        try:
-            self._child.call(
-                "watch", str((engine.name, engine.version)), model.artifact, model.signature,
-                "kl" if model.classifies else "similarity" if model.encoder else "r2",
-                timeout_s=RUN_TIMEOUT_S,
-            )  # fmt: skip
-        except InvalidModel as error:
-            self._watched[engine] = False
-            return error
-        self._watched[engine] = True
-        return None
-
-
-class _Gap:
-    """Chooses one of so many steps, at random in each block of them."""
-
-    def __init__(self) -> None:
-        self._at = self._chosen = self._size = 0
-
-    def step(self, size: int) -> bool:
-        if self._at >= self._size:
-            self._at, self._size, self._chosen = 0, size, random.randrange(size)
-        self._at += 1
-        return self._at - 1 == self._chosen
+                write_atomically(self._folder / "reports.json", orjson.dumps(self._reports))
 
 
 def _warn(error: AttnserveError) -> None:
@@ -365,7 +246,7 @@ def _log_change(key: Version, report: Mapping[str, Any]) -> None:
     if report["broken"]:
         log.warning(
             "%s version %s breaks its promise: %s %.4f on the last %d compared rows, promised %.4f;"
-            " calibrate on texts like these (--sample-texts), or serve the original",
+            " calibrate on texts like these (ATTNSERVE_SAMPLE_TEXTS), or serve the original",
             *key, report["measure"], report["value"], report["rows"], report["promise"],
         )  # fmt: skip
     else:

@@ -14,20 +14,17 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import replace
 from time import monotonic, time
 
 from attnserve.runtime.isolation import error_from_json, error_to_json
 from attnserve.runtime.memory_use import rss_bytes
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
-from service.engine.repository import Entry, Repository, say_operators
+from service.engine.repository import Repository
 from service.errors import NotFound, NotReady
-from service.metrics import Metrics, Second, Version, VersionState
+from service.metrics import Metrics, VersionState
 from service.settings import Settings
 from service.workers.shared_state import SharedState, Status, TargetModel, TargetState
-
-__all__ = ["SharedRepository"]
 
 TICK_S = 0.1
 """Interval of the checks for a new target state, and of status updates."""
@@ -51,7 +48,7 @@ class SharedRepository(Repository):
     ) -> None:
         super().__init__(settings, metrics, folder=state.path, worker=worker)
         self._worker, self._state = worker, state
-        self._status = Status(worker, os.getpid())
+        self._status = Status(worker)
         self.serving = False
         """Whether this worker accepts connections and has loaded the target state."""
         self._generation = 0
@@ -62,7 +59,7 @@ class SharedRepository(Repository):
         self._applying = asyncio.Lock()
         metrics.rss = lambda: rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
         metrics.workers = lambda: self.workers[1]
-        metrics.seconds, metrics.delay_s = self._seconds, 1
+        metrics.seconds, metrics.delay_s = state.seconds, 1
 
     # -- state over all workers -------------------------------------------------------------------
 
@@ -73,26 +70,15 @@ class SharedRepository(Repository):
             self._ready_here and self._state.complete and all(peer.ready for peer in self._peers())
         )
 
-    def runs(self, engine: Engine) -> bool:
-        return engine.ready and all(
-            peer.runs(engine.name, engine.version) for peer in self._peers()
-        )
-
     @property
     def workers(self) -> tuple[int, int]:
         return self._state.workers, self.serving + len(self._peers())
 
-    def index(self) -> list[Entry]:
-        """The index of this worker; READY only if every worker can run the version."""
-        peers = self._peers()
-
-        def merged(entry: Entry) -> Entry:
-            missing = [peer.worker for peer in peers if not peer.runs(entry.name, entry.version)]
-            if entry.state != "READY" or not missing:
-                return entry
-            return replace(entry, state="UNAVAILABLE", reason=f"not ready in worker {missing[0]}")
-
-        return [merged(entry) for entry in super().index()]
+    def _why_not_ready(self, engine: Engine) -> str | None:
+        if not engine.ready:
+            return engine.reason
+        others = [peer for peer in self._peers() if not peer.runs(engine.name, engine.version)]
+        return f"not ready in worker {others[0].worker}" if others else None
 
     # -- load and unload --------------------------------------------------------------------------
 
@@ -104,9 +90,6 @@ class SharedRepository(Repository):
         Raises:
             InvalidModel: The files differ from those that the other workers serve, or see ``load``.
         """
-        if self._started:
-            return
-        self.draining = False
         while (target := self._state.target()) is None and self._worker > 0:
             await asyncio.sleep(TICK_S)
         if target is None:
@@ -165,10 +148,10 @@ class SharedRepository(Repository):
             self.serving = True
             self._report_status()
 
-    def say_operators(self) -> None:
-        """Log the operator fusion of the models, once for all workers."""
-        for engine in self.engines() if self._worker == 0 else ():
-            say_operators(engine)
+    def log_operators(self) -> None:
+        """Log the operator fusion of each loaded version, once for all workers."""
+        if self._worker == 0:
+            super().log_operators()
 
     async def leave(self) -> None:
         """Stop following the target state and remove the status, after the drain."""
@@ -297,7 +280,6 @@ class SharedRepository(Repository):
         """Write the status after a change."""
         status = Status(
             self._worker,
-            os.getpid(),
             serving=self.serving and not self.draining,
             ready=self._ready_here,
             generation=self._generation,
@@ -308,14 +290,6 @@ class SharedRepository(Repository):
         if status != self._status:
             self._state.set_status(status)
             self._status = status
-
-    def _seconds(self) -> dict[Version, dict[int, Second]]:
-        merged: dict[Version, dict[int, Second]] = {}
-        for name, version, seconds in self._state.seconds():
-            of = merged.setdefault((name, version), {})
-            for second in seconds:
-                of.setdefault(second.second, Second(second.second)).add(second)
-        return merged
 
     def _watch(self) -> list[VersionState]:
         """The versions that are loaded here, with the queue and requests of all workers."""

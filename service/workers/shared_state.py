@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,9 +28,8 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import TypeAdapter
 
-from service.metrics import Second, VersionState
-
-__all__ = ["SharedState", "Status", "TargetModel", "TargetState"]
+from attnserve.runtime.cache import write_atomically
+from service.metrics import Second, Version, VersionState
 
 LOCK_POLL_S = 0.02
 
@@ -69,7 +68,6 @@ class Status:
     """
 
     worker: int
-    pid: int
     serving: bool = False
     ready: bool = False
     generation: int = 0
@@ -161,10 +159,15 @@ class SharedState:
         """Store (model, version, recent seconds) of this process."""
         self._write(f"seconds-{os.getpid()}.json", seconds)
 
-    def seconds(self) -> Iterator[ModelSeconds]:
-        """The recent seconds of all workers, including those that have exited."""
+    def seconds(self) -> dict[Version, dict[int, Second]]:
+        """The recent seconds of each version in all workers, including those that have exited."""
+        merged: dict[Version, dict[int, Second]] = {}
         for path in self.path.glob("seconds-*.json"):
-            yield from self._read(path.name, list[ModelSeconds]) or ()
+            for model, version, seconds in self._read(path.name, list[ModelSeconds]) or ():
+                of = merged.setdefault((model, version), {})
+                for second in seconds:
+                    of.setdefault(second.second, Second(second.second)).add(second)
+        return merged
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -175,10 +178,9 @@ class SharedState:
             return None
 
     def _write(self, name: str, content: Any) -> None:
-        new = self.path / f".{name}.{os.getpid()}"
         with suppress(FileNotFoundError):  # the server has stopped and removed the folder
-            new.write_bytes(orjson.dumps(content, tuple, orjson.OPT_NON_STR_KEYS))
-            new.replace(self.path / name)
+            text = orjson.dumps(content, tuple, orjson.OPT_NON_STR_KEYS)
+            write_atomically(self.path / name, text)
 
 
 @cache

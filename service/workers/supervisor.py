@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from time import monotonic
 
 from attnserve.runtime.isolation import allowed_environment, describe_exit, error_from_json
@@ -38,8 +39,6 @@ from service.errors import NotReady, ServiceError
 from service.server import STOP_SIGNALS, log_ready
 from service.settings import Settings
 from service.workers.shared_state import SharedState
-
-__all__ = ["supervise"]
 
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Delay before a restart, by the number of previous failures in a row."""
@@ -91,14 +90,37 @@ def supervise(settings: Settings, address: socket.socket) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+@dataclass
+class _Worker:
+    """A running worker process, and the socket that is its standard input."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pipe: socket.socket
+    serving_since: float | None = None
+
+    def __str__(self) -> str:
+        return f"worker {self.number} (process {self.process.pid})"
+
+    def has_beaten(self) -> bool:
+        """Whether it has sent heartbeats since the last call."""
+        try:
+            return bool(self.pipe.recv(4096))
+        except (BlockingIOError, ConnectionResetError):
+            return False
+
+    def kill(self, why: str) -> None:
+        log.error("%s %s: it is killed", self, why)
+        self.process.kill()
+        self.process.wait()
+
+
 class _Supervisor:
     """Run one task per worker, which starts its process again after each exit."""
 
     def __init__(self, settings: Settings, address: socket.socket, state: SharedState) -> None:
         self._settings, self._address, self._state = settings, address, state
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._pipes: dict[int, socket.socket] = {}
-        self._serving: set[int] = set()
+        self._workers: dict[int, _Worker] = {}
         self._error: AttnserveError | None = None
         self._stopping = asyncio.Event()
         self._must_end_at = math.inf
@@ -140,99 +162,89 @@ class _Supervisor:
         self._signal_workers(signal.SIGTERM)
 
     def _signal_workers(self, number: int) -> None:
-        for process in self._processes.values():
-            process.send_signal(number)
+        for worker in self._workers.values():
+            worker.process.send_signal(number)
 
     async def _keep_files(self) -> None:
         while True:
             self._state.touch()
             await asyncio.sleep(TOUCH_S)
 
-    async def _keep_running(self, worker: int) -> None:
+    async def _keep_running(self, number: int) -> None:
         """Start a worker, and start it again when it exits, until the server stops."""
         failures = 0
         while not self._stopping.is_set():
-            process = self._processes[worker] = self._start(worker)
-            served_s = await self._wait(worker, process)
-            del self._processes[worker]
-            self._pipes.pop(worker).close()
-            self._serving.discard(worker)
-            status = self._state.status(worker)
-            self._state.remove_status(worker)
-            exited = f"ended with {describe_exit(process.returncode)}"
+            worker = self._workers[number] = self._start(number)
+            await self._wait(worker)
+            del self._workers[number]
+            worker.pipe.close()
+            status = self._state.status(number)
+            self._state.remove_status(number)
+            code, since = worker.process.returncode, worker.serving_since
+            exited = f"ended with {describe_exit(code)}"
             if self._stopping.is_set():
-                ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
-                starting = served_s is None and process.returncode in ended
-                if process.returncode and not starting:
+                is_starting = since is None and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+                if code and not is_starting:
                     self._error = self._error or ServiceError(
-                        f"worker {worker} {exited} during the drain",
+                        f"worker {number} {exited} during the drain",
                         "requests that it had accepted may be lost",
                         code="worker.drain_failed",
                     )
                 return
-            failures = failures + 1 if served_s is None or served_s < STABLE_S else 0
-            if served_s is None:
-                payload = None if status is None else status.error
+            failures = 0 if since is not None and monotonic() - since >= STABLE_S else failures + 1
+            if since is None:
+                reported = None if status is None else status.error
                 error = (
                     ServiceError(
-                        f"worker {worker} {exited} before it served",
+                        f"worker {number} {exited} before it served",
                         "see the log above",
                         code="worker.exited",
                     )
-                    if payload is None
-                    else error_from_json(payload, NotReady)
+                    if reported is None
+                    else error_from_json(reported, NotReady)
                 )
                 # A restart does not help an invalid model, unless other workers serve it.
-                invalid = payload is not None and not self._state.complete
-                if invalid or (failures >= MAX_FAILURES and not self._serving):
+                is_final = reported is not None and not self._state.complete
+                if is_final or (failures >= MAX_FAILURES and not self._serving):
                     self._stop(error)
                     return
                 log.error("%s", str(error).replace("\n", "; "))
             delay = BACK_OFF_S[min(max(0, failures - 1), len(BACK_OFF_S) - 1)]
-            log.error(
-                "worker %d (process %d) %s; restart in %g s", worker, process.pid, exited, delay
-            )
+            log.error("%s %s; restart in %g s", worker, exited, delay)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
-    async def _wait(self, worker: int, process: subprocess.Popen[bytes]) -> float | None:
-        """Wait until ``process`` exits, and kill it if it hangs or never comes to serve.
+    @property
+    def _serving(self) -> int:
+        """Number of serving workers."""
+        return sum(worker.serving_since is not None for worker in self._workers.values())
 
-        Returns:
-            Seconds for which it served; None if it never did.
-        """
-        serving_since: float | None = None
+    async def _wait(self, worker: _Worker) -> None:
+        """Wait until a worker exits, and kill it if it hangs or never comes to serve."""
         silent_s, starting_s, is_up = 0.0, 0.0, False
-        while process.poll() is None:
+        while worker.process.poll() is None:
             await asyncio.sleep(POLL_S)
             if self._stopping.is_set():
                 if monotonic() > self._must_end_at:
-                    self._kill(worker, process, "does not stop")
+                    worker.kill("does not stop")
                 continue
-            has_beaten = self._has_beaten(worker)
+            has_beaten = worker.has_beaten()
             is_up, silent_s = is_up or has_beaten, 0.0 if has_beaten else silent_s + POLL_S
             if silent_s > (HANG_S if is_up else IMPORT_S):
-                self._kill(worker, process, "hangs")
-            elif serving_since is None:
-                status = self._state.status(worker)
-                if status is not None and status.serving and status.pid == process.pid:
-                    serving_since = monotonic()
+                worker.kill("hangs")
+            elif worker.serving_since is None:
+                status = self._state.status(worker.number)
+                if status is not None and status.serving:
+                    worker.serving_since = monotonic()
                     self._on_serving(worker)
                 elif self._state.complete:  # what it must load was loaded before
                     starting_s += POLL_S
                     if starting_s > self._settings.probe_timeout_s:
-                        self._kill(worker, process, "does not come to serve")
-        return None if serving_since is None else monotonic() - serving_since
+                        worker.kill("does not come to serve")
 
-    def _kill(self, worker: int, process: subprocess.Popen[bytes], why: str) -> None:
-        log.error("worker %d (process %d) %s: it is killed", worker, process.pid, why)
-        process.kill()
-        process.wait()
-
-    def _start(self, worker: int) -> subprocess.Popen[bytes]:
+    def _start(self, number: int) -> _Worker:
         variables = {"PROMETHEUS_MULTIPROC_DIR": str(self._state.metrics)}
         ours, theirs = socket.socketpair()
-        self._pipes[worker] = ours
         with self._listener() as listener, theirs:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "service.workers.worker"],
@@ -241,19 +253,12 @@ class _Supervisor:
                 pass_fds=[listener.fileno()],
                 process_group=0,  # signals of the terminal reach the supervisor only
             )
-            task = self._settings, worker, self._state, listener.fileno()
+            task = self._settings, number, self._state, listener.fileno()
         with suppress(BrokenPipeError, ConnectionResetError):  # it has exited: ``_wait`` notices
             # The pipe stays open: its end tells the worker that this process has exited.
             ours.sendall(pickle.dumps(task))  # not in the environment: it holds the API keys
         ours.setblocking(False)
-        return process
-
-    def _has_beaten(self, worker: int) -> bool:
-        """Whether a worker has sent heartbeats since the last call."""
-        try:
-            return bool(self._pipes[worker].recv(4096))
-        except (BlockingIOError, ConnectionResetError):
-            return False
+        return _Worker(number, process, ours)
 
     def _listener(self) -> socket.socket:
         """The socket for one worker, closed here once the worker has inherited it."""
@@ -266,15 +271,15 @@ class _Supervisor:
         listener.bind(address.getsockname())
         return listener
 
-    def _on_serving(self, worker: int) -> None:
-        self._serving.add(worker)
+    def _on_serving(self, worker: _Worker) -> None:
         workers, settings = self._settings.workers, self._settings
         if self._state.complete:
-            log.warning("worker %d serves again", worker)
-        elif len(self._serving) == workers:
+            log.warning("worker %d serves again", worker.number)
+        elif self._serving == workers:
             target = self._state.target()
             models = target.models.items() if target else ()
-            log_ready(settings, self._address, (name for name, model in models if model.contents))
+            names = (name for name, model in models if model.contents)
+            log_ready(settings, self._address.getsockname(), names)
             self._state.set_complete()
             log.info(
                 "%d workers: %d concurrent runs, %d threads each; statistics, metrics and loading"

@@ -1,8 +1,8 @@
 """Entry point of one worker process, started by the supervisor.
 
 Standard input is a socket of the supervisor. The worker reads its task from it, a pickle, and
-sends heartbeats, which need no file, so that a full disk does not count as a hang. At the end of
-the input the supervisor has exited, and the worker drains and exits too.
+sends heartbeats, which need no file, so that a full disk does not count as a hang. If they cannot
+be sent, the supervisor has exited, and the worker drains and exits too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
-from contextlib import suppress
 from functools import partial
 
 from fastapi import FastAPI
@@ -31,8 +29,6 @@ from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState, Status
 
-__all__: list[str] = []
-
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after an interrupted drain."""
 
@@ -43,12 +39,14 @@ class _WorkerServer(Server):
     """A server that reports its start and its end to the other workers."""
 
     def __init__(self, app: FastAPI, repository: SharedRepository, state: SharedState) -> None:
-        super().__init__(app, repository, repository.say_operators)
+        super().__init__(app, repository)
         self._shared, self._state = repository, state
         self._beating: asyncio.Task[None] | None = None
+        self.is_orphaned = False
+        """Whether the supervisor has exited."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._beating = asyncio.create_task(_beat())
+        self._beating = asyncio.create_task(self._beat())
         open_port = partial(super().startup, sockets)
         if self._state.complete:  # the others serve: no connection must come here before
             await self._shared.join(open_port)
@@ -63,48 +61,42 @@ class _WorkerServer(Server):
         await super().shutdown(sockets)
         await self._shared.leave()
 
+    async def _beat(self) -> None:
+        """Send heartbeats while the event loop runs, and stop once the supervisor has exited."""
+        while not self.is_orphaned:
+            try:
+                os.write(0, b".")
+            except BlockingIOError:  # the supervisor is suspended
+                pass
+            except OSError:
+                self.is_orphaned = True
+                os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(BEAT_S)
+
 
 def main() -> int:
     """Serve until stopped; return the exit code."""
     task: tuple[Settings, int, SharedState, int] = pickle.load(sys.stdin.buffer)
     settings, worker, state, file = task
+    os.set_blocking(sys.stdin.fileno(), False)
     configure_log(settings)
     keep_folder(state.path)
-    orphaned = threading.Event()
-    threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
     stop_while_starting()
     with socket.socket(fileno=file) as listener:
         try:
             metrics = Metrics(state.metrics)
             repository = SharedRepository(settings, metrics, worker=worker, state=state)
             app = create_app(settings, repository)
-            _WorkerServer(app, repository, state).run(sockets=[listener])
+            server = _WorkerServer(app, repository, state)
+            server.run(sockets=[listener])
         except KeyboardInterrupt:
             return INTERRUPTED
         except AttnserveError as error:
-            state.set_status(Status(worker, os.getpid(), error=error_to_json(error)))
+            state.set_status(Status(worker, error=error_to_json(error)))
             return error.exit_code
-    if orphaned.is_set() and not state.serving():  # the last worker removes the folder
+    if server.is_orphaned and not state.serving():  # the last worker removes the folder
         shutil.rmtree(state.path, ignore_errors=True)
     return 0
-
-
-async def _beat() -> None:
-    """Send heartbeats while the event loop runs."""
-    while True:
-        with suppress(OSError):  # the supervisor has exited
-            os.write(0, b".")
-        await asyncio.sleep(BEAT_S)
-
-
-def _watch_parent(orphaned: threading.Event) -> None:
-    """Stop as after SIGTERM once the supervisor has exited."""
-    # Not sys.stdin: at exit the interpreter would wait for its lock.
-    with suppress(ConnectionResetError):  # it has left heartbeats unread
-        while os.read(0, 1024):
-            pass
-    orphaned.set()
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from attnserve.models import graph_facts
 from attnserve.planning.model_check import CheckResult, IsolationChecker
 from service.api.triton import configuration
 from service.dashboard.stats import card
-from service.engine.repository import Repository, say_operators
+from service.engine.repository import Repository
 from service.settings import Settings
 
 pytestmark = pytest.mark.process
@@ -32,7 +32,7 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
         await repository.start()
         try:
             engine = repository.engine()
-            say_operators(engine)
+            repository.log_operators()
             found = await engine.embed(["a man is playing a guitar", "a dog"])
             config = configuration(engine)
             told = json.loads(config["parameters"]["operators"]["string_value"])

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from starlette.testclient import TestClient
 
 from attnserve import optimize
+from attnserve.checks import comparison_process
 from attnserve.models.artifact import sha256
 from attnserve.runtime.isolation import Worker, WorkerCrashed
 from graph_passes.errors import InvalidModel
@@ -67,7 +68,7 @@ def shadow_of(client: TestClient) -> shadow.Shadow:
 
 @pytest.fixture(autouse=True)
 def usual_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow, "NICE", 0)
+    monkeypatch.setattr(comparison_process, "NICE", 0)
 
 
 def report(client: TestClient) -> dict[str, Any]:
@@ -158,8 +159,9 @@ def test_failures_of_the_original_reach_no_client(
     assert len([one for one in caplog.records if "has crashed" in one.message]) == 1
     send(client, 10)
     until(lambda: samples(client).get(key.format("skipped"), 0) >= 1)
-    monkeypatch.setattr(shadow, "RESTART_S", 0)
-    shadow_of(client)._restart_at = 0
+    process = shadow_of(client)._original
+    assert process is not None
+    monkeypatch.setattr(process, "_restart_at", 0)
     send(client, 10)
     until(lambda: samples(client).get(key.format("compared"), 0) >= 1)
 
@@ -180,20 +182,6 @@ def test_rows_wait_for_an_empty_queue(
         assert values[key.format("skipped")] == 20 - shadow.MAX_PENDING
         assert key.format("compared") not in values
     until(lambda: samples(client).get(key.format("compared"), 0) == shadow.MAX_PENDING)
-
-
-def test_first_rows_are_taken_at_a_higher_rate(start: Callable[..., TestClient], encoder: Path):
-    sampler = shadow_of(start(encoder))
-    taken = [sampler._is_next() for _ in range(4000)]
-    assert sum(taken[:1600]) == shadow.FIRST_ROWS
-    assert sum(taken[:2000]) == ROWS_OF_2000_REQUESTS
-    assert sum(taken[2000:]) == 10
-
-
-def test_gap_chooses_one_of_each_block():
-    gap = shadow._Gap()
-    chosen = [gap.step(200) for _ in range(2000)]
-    assert all(sum(chosen[at : at + 200]) == 1 for at in range(0, 2000, 200))
 
 
 def test_rows_outside_of_the_calibration_are_counted_and_marked(

@@ -639,7 +639,7 @@ def test_load_waits_until_a_hanging_worker_is_removed(tmp_path: Path) -> None:
     """As the supervisor does with one that sends no heartbeat."""
 
     async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
-        state.set_status(Status(1, 4711, serving=True, ready=True))
+        state.set_status(Status(1, serving=True, ready=True))
         load = asyncio.ensure_future(one.load("tiny"))
         await asyncio.sleep(0.5)
         assert not load.done()

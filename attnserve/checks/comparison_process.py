@@ -1,0 +1,197 @@
+"""Compare served rows with the original model, in a child process of low priority."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from attnserve.checks.live_quality import LiveComparison
+from attnserve.context import Provider
+from attnserve.models.artifact import check_files, open_artifact
+from attnserve.models.loaded_model import Model, TextTask
+from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
+from graph_passes.errors import AttnserveError, InvalidModel
+
+__all__ = ["ComparisonProcess", "RowSampler", "ServedModel", "ServedRow"]
+
+FIRST_ROWS, FIRST_RATE = 64, 0.04
+"""The first rows are taken at no lower rate than this, so that 1,600 requests suffice to find a
+broken promise. It is a cost of 64 rows once."""
+
+NICE = 10
+"""Priority of the child: a tenth of the processor time of a server that competes for it."""
+
+RUN_TIMEOUT_S = 60.0
+RESTART_S = 60.0
+"""A child that has failed is started again after this time."""
+
+
+class RowSampler:
+    """Chooses the requests of which a row is compared: one of each block, at random.
+
+    Args:
+        rate: The share of the requests.
+        samplers: The number of samplers, one in each process, which share ``FIRST_ROWS``.
+    """
+
+    def __init__(self, rate: float, samplers: int = 1) -> None:
+        self._rate, self._first_rows = rate, math.ceil(FIRST_ROWS / samplers)
+        self._size = self._at = self._chosen = 0
+
+    def is_next(self) -> bool:
+        """Whether the next request is chosen."""
+        if self._at == self._size:  # a new block
+            is_first = self._first_rows > 0
+            self._first_rows -= 1
+            self._size = round(1 / (max(self._rate, FIRST_RATE) if is_first else self._rate))
+            self._at, self._chosen = 0, random.randrange(self._size)
+        self._at += 1
+        return self._at - 1 == self._chosen
+
+
+class ServedModel(Protocol):
+    """A version of a model that is served in place of the original."""
+
+    version: str
+    model: Model
+
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ServedRow:
+    """One answered row.
+
+    Attributes:
+        key: Name and version of the model that answered.
+        task: None for a row of tensors.
+        payload: The ``Encoding`` of a text, or the inputs.
+        outputs: The outputs that were served; of a text, its vector or its scores.
+    """
+
+    key: tuple[str, str]
+    task: TextTask | None
+    payload: Any
+    outputs: Mapping[str, np.ndarray]
+
+
+class ComparisonProcess:
+    """A ``LiveComparison`` in a child process, which is started again after a failure.
+
+    One thread makes all calls, and ends after the child.
+
+    Args:
+        original: An .onnx file or an artifact folder.
+        provider: The execution provider of the original.
+        served: Returns the models that are served now.
+        on_refusal: Called with the reason if a served model cannot be compared.
+        timeout_s: Time limit of loading the original and running it once.
+    """
+
+    def __init__(
+        self,
+        original: Path,
+        provider: Provider,
+        served: Callable[[], Sequence[ServedModel]],
+        on_refusal: Callable[[AttnserveError], object],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._original, self._provider = original, provider
+        self._served, self._on_refusal, self._timeout_s = served, on_refusal, timeout_s
+        self._child: Worker | None = None
+        self._restart_at = 0.0
+        self._is_compared: WeakKeyDictionary[ServedModel, bool] = WeakKeyDictionary()
+
+    def start(self) -> None:
+        """Start the child.
+
+        Raises:
+            InvalidModel: The original cannot be loaded, or fits none of the models.
+        """
+        artifact = open_artifact(self._original)
+        check_files(artifact)
+        lower_priority = partial(os.nice, NICE) if os.name == "posix" else None
+        self._is_compared.clear()
+        try:
+            self._child = Worker(
+                LiveComparison, artifact, self._provider, timeout_s=self._timeout_s,
+                environment=allowed_environment(), prepare=lower_priority, silent=True,
+            )  # fmt: skip
+        except WorkerCrashed as error:
+            raise InvalidModel(f"{artifact.model}: {error.what}", "check the original") from error
+        errors = [error for one in self._served() if (error := self._watch(self._child, one))]
+        if errors and not any(self._is_compared.values()):
+            self._end_child(self._restart_at)
+            raise errors[0]
+        for error in errors:
+            self._on_refusal(error)
+
+    def close(self) -> None:
+        """End the child, and start no other one."""
+        self._end_child(math.inf)
+
+    def compare(self, row: ServedRow) -> dict[str, Any] | None:
+        """Run the original on a row; see ``LiveComparison.compare``.
+
+        Returns:
+            None also if the model is no longer served or does not fit, or without a child.
+
+        Raises:
+            AttnserveError: The comparison or the start of the child failed.
+        """
+        served = next((one for one in self._served() if (one.name, one.version) == row.key), None)
+        if served is None:
+            return None
+        try:
+            if self._child is None:
+                if monotonic() < self._restart_at:
+                    return None
+                self._restart_at = monotonic() + RESTART_S
+                self.start()
+            assert self._child is not None
+            # Models that were loaded after the start are compared too.
+            if served not in self._is_compared and (error := self._watch(self._child, served)):
+                self._on_refusal(error)
+            if not self._is_compared[served]:
+                return None
+            model, payload = served.model, row.payload
+            inputs = payload if row.task is None else model.text_inputs([payload])
+            return self._child.call(
+                "compare", str(row.key), row.task, inputs, dict(row.outputs),
+                timeout_s=RUN_TIMEOUT_S,
+            )  # fmt: skip
+        except WorkerCrashed:
+            self._end_child(monotonic() + RESTART_S)
+            raise
+
+    def _end_child(self, restart_at: float) -> None:
+        self._restart_at = restart_at
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+    def _watch(self, child: Worker, served: ServedModel) -> AttnserveError | None:
+        """Let the child compare a model; the error says why it cannot."""
+        model, error = served.model, None
+        try:
+            child.call(
+                "watch", str((served.name, served.version)), model.artifact, model.signature,
+                "kl" if model.classifies else "similarity" if model.encoder else "r2",
+                timeout_s=RUN_TIMEOUT_S,
+            )  # fmt: skip
+        except InvalidModel as reason:
+            error = reason
+        self._is_compared[served] = error is None
+        return error

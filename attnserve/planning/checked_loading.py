@@ -1,0 +1,80 @@
+"""Load a model that is not trusted, and whose files may be replaced meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from attnserve.models.artifact import Artifact, check_files
+from attnserve.models.graph_facts import GraphFacts
+from attnserve.models.loaded_model import Model
+from attnserve.planning.model_check import CheckResult
+from graph_passes.errors import AttnserveError, InvalidModel
+
+__all__ = ["load_checked"]
+
+
+def load_checked(
+    artifact: Artifact,
+    check: Callable[[Artifact], CheckResult],
+    open_model: Callable[..., Model],
+    served: str | None = None,
+) -> tuple[str, Model] | None:
+    """Check a model, load it, and warm it up.
+
+    Args:
+        check: ``IsolationChecker.check``, or ``identify`` for a trusted model.
+        open_model: ``Model`` with all options except ``graph``, ``operators`` and ``facts``.
+        served: The ``identity`` of the model that is loaded already.
+
+    Returns:
+        (identity, the model); None if the identity is ``served``.
+
+    Raises:
+        InvalidModel: It cannot be loaded, or changed during loading.
+    """
+    before = _file_states(artifact)
+    check_files(artifact)
+    checked = check(artifact)
+    if checked.identity == served:
+        return None
+    model = _open(artifact, checked, open_model)
+    if _file_states(artifact) != before or not checked.external_is_current:
+        model.close()
+        raise InvalidModel(f"{artifact.model}: changed while it was being loaded", "load it again")
+    return checked.identity, model
+
+
+def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Model]) -> Model:
+    """Load and warm up the model with fused operators, or the original if that fails.
+
+    Raises:
+        AttnserveError: The original cannot be loaded.
+    """
+    facts = GraphFacts.from_json(checked.facts)
+    try:
+        model = open_model(
+            artifact, graph=checked.rewritten, operators=checked.operators, facts=facts
+        )
+        model.warm_up()
+    except AttnserveError as error:
+        if checked.rewritten is None:
+            raise
+        # For example a deleted file, or no memory.
+        why = {"rewritten": False, "why": error.what}
+        return _open(artifact, replace(checked, rewritten=None, operators=why), open_model)
+    return model
+
+
+def _file_states(artifact: Artifact) -> tuple[object, ...]:
+    """Inodes, sizes and times of the model's files, to detect changes without reading them."""
+    states: list[object] = []
+    with suppress(OSError):
+        for path in sorted(artifact.folder.iterdir()):
+            if path.suffix in (".onnx", ".data", ".json") or path.name.startswith(
+                artifact.model.name
+            ):
+                info = path.stat()
+                states.append((path.name, info.st_ino, info.st_size, info.st_mtime_ns))
+    return tuple(states)
