@@ -25,8 +25,6 @@ from prometheus_client.registry import Collector
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
 
-__all__ = ["WINDOW_S", "Metrics", "ModelMetrics", "Second", "Series", "Version", "VersionState"]
-
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

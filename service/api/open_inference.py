@@ -41,8 +41,6 @@ from service.api.tensors import (
 )
 from service.errors import Error
 
-__all__ = ["router"]
-
 EXTENSIONS = (
     "binary_tensor_data",
     "model_configuration",

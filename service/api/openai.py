@@ -24,8 +24,6 @@ from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import InvalidField, UnknownModel
 
-__all__ = ["render_error", "router"]
-
 ERRORS: dict[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
     429: ("requests", "rate_limit_exceeded"),

@@ -18,8 +18,6 @@ from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import respond
 from service.api.texts import TextBody, TextList
 
-__all__ = ["cohere", "router"]
-
 router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 cohere = APIRouter(
     prefix="/v1",

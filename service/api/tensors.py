@@ -25,19 +25,6 @@ from graph_passes.errors import InvalidData
 from service.api.requests import Body, Extensible, Name
 from service.errors import MalformedRequest
 
-__all__ = [
-    "DATATYPES",
-    "HEADER_LENGTH",
-    "NAMES",
-    "Datatype",
-    "InputTensor",
-    "OutputTensor",
-    "decode",
-    "decode_all",
-    "encode_all",
-    "split",
-]
-
 HEADER_LENGTH = "inference-header-content-length"
 """The header with the length of the JSON in bytes, if raw tensors follow it."""
 

@@ -17,8 +17,6 @@ from service.api.responses import json_response, respond
 from service.engine.engine import Answer, Engine, Text
 from service.errors import InvalidField
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 
 

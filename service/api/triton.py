@@ -19,8 +19,6 @@ from service.api.tensors import NAMES
 from service.engine.engine import Engine
 from service.engine.repository import Entry
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v2", tags=["Triton's extensions of v2"], route_class=JsonRoute)
 
 

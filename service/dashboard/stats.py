@@ -10,8 +10,6 @@ from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.metrics import Second, Series, VersionState
 
-__all__ = ["report"]
-
 
 def report(repository: Repository) -> dict[str, Any]:
     """The body of GET /stats.json. Milliseconds, bytes, multiply-accumulates."""

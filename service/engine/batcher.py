@@ -24,8 +24,6 @@ from attnserve.models.loaded_model import ModelFailed
 from attnserve.runtime.stop import STOP, Stop
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 
-__all__ = ["Batch", "BatchResult", "Batcher", "Queue", "RequestResult", "Row"]
-
 STUCK_S = 30.0
 """A run that does not end this long after its last request has ended counts as lost."""
 

@@ -38,8 +38,6 @@ from service.errors import (
 from service.metrics import ModelMetrics
 from service.settings import Settings
 
-__all__ = ["Answer", "Engine", "Text"]
-
 Text = str | tuple[str, str] | list[int]
 """A text, a pair of texts, or token ids including special tokens."""
 
