@@ -13,15 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from attnserve.models.tensor_codec import DATATYPES
 from graph_passes.errors import InvalidData
-from service.api.tensors import (
-    DATATYPES,
-    InputTensor,
-    decode,
-    decode_all,
-    encode_all,
-    split,
-)
+from service.api.tensors import InputTensor, decode, decode_all, encode_all, split
 from service.errors import MalformedRequest
 
 
