@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import InvalidArgument, InvalidData
 from service.api.requests import Body, JsonRoute, Name, acquire_engine, get_engine
 from service.api.responses import respond
@@ -141,8 +142,9 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector per text or list of token ids."""
     engine = acquire_engine(request, body.model)
+    texts = [Encoding(one, [0] * len(one)) if isinstance(one, list) else one for one in body.input]
     try:
-        answer, vectors = await embed_texts(request, engine, body.input, body, truncate=False)
+        answer, vectors = await embed_texts(request, engine, texts, body, truncate=False)
     except InvalidField:
         raise
     except (InvalidData, InvalidArgument) as error:

@@ -38,7 +38,7 @@ from service.errors import (
 from service.metrics import ModelMetrics
 from service.settings import Settings
 
-Text = str | tuple[str, str] | list[int]
+Text = str | tuple[str, str] | Encoding
 """A text, a pair of texts, or token ids including special tokens."""
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -228,56 +228,74 @@ class Engine:
             _add_stages(stages, result, output_ns=perf_counter_ns() - started)
         return answer
 
-    async def embed(
-        self, texts: Sequence[Text], *, truncate: bool = True, deadline: float | None = None
+    async def run_task(
+        self,
+        task: TextTask,
+        texts: Sequence[Text],
+        *,
+        truncate: bool = True,
+        deadline: float | None = None,
     ) -> Answer:
-        """Embed texts: ``outputs["embeddings"]`` has the shape (texts, hidden size).
+        """Embed, classify or rerank texts; ``outputs[task]`` has one row per text.
 
         Args:
+            task: A row holds the embedding of a text ("embed"), the scores of its classes
+                ("classify"), or the logit of a query and a text ("rerank"). See ``Model.vectors``.
             texts: At least one.
             truncate: Truncate texts that are too long; False refuses them.
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            NotFound: The model has no tokenizer.
+            NotFound: The model has no tokenizer, or is no classifier or reranker.
             InvalidData: A text is too long, or the model takes no texts.
             InvalidArgument: The outputs of the model are not embeddings.
             TooLarge: Too many texts, characters or tokens in one request.
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
-        return await self._texts("embed", "embeddings", texts, truncate, deadline)
-
-    async def classify(
-        self, texts: Sequence[Text], *, truncate: bool = True, deadline: float | None = None
-    ) -> Answer:
-        """Classify texts: ``outputs["scores"]`` has the shape (texts, classes).
-
-        The scores of a text sum to one; a single class has the sigmoid of its logit. The model may
-        state another activation.
-
-        Args, Raises: See ``embed``; NotFound also if the model is no classifier.
-        """
-        if not self.model.classifies:
+        model = self.model
+        if task == "classify" and not model.classifies:
             raise NotFound(
                 f"{self.name} has no classes: no output 'logits' of shape [batch, classes]",
                 "use /embed for vectors",
             )
-        return await self._texts("classify", "scores", texts, truncate, deadline)
-
-    async def rerank(
-        self, query: str, texts: Sequence[str], *, truncate: bool, deadline: float | None = None
-    ) -> Answer:
-        """Score texts for a query: ``outputs["scores"]`` has the logits, of shape (texts, 1).
-
-        Args, Raises: See ``embed``; NotFound also if the model has not one logit per text.
-        """
-        if not self.model.reranks:
+        if task == "rerank" and not model.reranks:
             raise NotFound(
                 f"{self.name} is no reranker: no output 'logits' of shape [batch, 1]",
                 "export a reranker with the task rerank",
             )
-        pairs = [(query, text) for text in texts]
-        return await self._texts("rerank", "scores", pairs, truncate, deadline)
+        with self._counted() as stages:
+            self._check_texts(texts)
+            names = [model.text_output(task)]
+
+            def rows() -> list[Row]:  # in a thread
+                encodings = self._encode(texts, truncate)
+                # Pooling makes the answer small, but the run needs the memory for its longest row.
+                row = (1, max(map(len, encodings)))
+                shapes = {tensor.name: row for tensor in model.inputs}
+                _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
+                self._check_size(shapes, shapes, names)
+                return [
+                    Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
+                    for one in encodings
+                ]
+
+            result = await self.batcher.submit_from(
+                rows,
+                len(texts),
+                deadline,
+                is_short=sum(map(_characters, texts)) <= SHORT_CHARACTERS,
+            )
+            started = perf_counter_ns()
+            answer = Answer(
+                outputs={task: _joined(result.results)},
+                result=result,
+                tokens=sum(row.tokens for row in result.rows),
+                padded_tokens=sum(count * batch.longest for batch, count in result.batches),
+                out_of_calibration=self._count_outside(row.payload.ids for row in result.rows),
+                follow_up=self._shadow.follow_up(self, task, names, result, texts),
+            )
+            _add_stages(stages, result, output_ns=perf_counter_ns() - started)
+        return answer
 
     async def tokenize(
         self, texts: Sequence[str], *, truncate: bool = False, deadline: float | None = None
@@ -359,76 +377,16 @@ class Engine:
             self.in_flight -= 1
             self.release()
 
-    async def _texts(
-        self,
-        task: TextTask,
-        output: str,
-        texts: Sequence[Text],
-        truncate: bool,
-        deadline: float | None,
-    ) -> Answer:
-        with self._counted() as stages:
-            model = self.model
-            self._check_texts(texts)
-
-            def rows() -> list[Row]:  # in a thread
-                encodings = self._encode(texts, truncate)
-                # Pooling makes the answer small, but the run needs the memory for its longest row.
-                row = (1, max(map(len, encodings)))
-                shapes = {tensor.name: row for tensor in model.inputs}
-                _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
-                self._check_size(shapes, shapes, [model.text_output(task)])
-                return [
-                    Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
-                    for one in encodings
-                ]
-
-            result = await self.batcher.submit_from(
-                rows,
-                len(texts),
-                deadline,
-                is_short=sum(map(_characters, texts)) <= SHORT_CHARACTERS,
-            )
-            started = perf_counter_ns()
-            answer = Answer(
-                outputs={output: _joined(result.results)},
-                result=result,
-                tokens=sum(row.tokens for row in result.rows),
-                padded_tokens=sum(count * batch.longest for batch, count in result.batches),
-                out_of_calibration=self._count_outside(row.payload.ids for row in result.rows),
-                follow_up=self._shadow.follow_up(
-                    self, task, [model.text_output(task)], result, texts
-                ),
-            )
-            _add_stages(stages, result, output_ns=perf_counter_ns() - started)
-        return answer
-
     def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoding]:
-        encoder = self.require_tokenizer()
-        plain = [text for text in texts if not isinstance(text, list)]
-        given = [text for text in texts if isinstance(text, list)]
-        if not given:
-            return encoder.encode(plain, truncate=truncate)
-        if plain:
-            raise InvalidData(
-                "texts and token ids in one request", "send them in separate requests"
-            )
-        limit, bound = encoder.max_length, self.model.vocabulary
-        encodings: list[Encoding] = []
-        for index, ids in enumerate(given):
-            if not ids:
-                raise InvalidData(f"text {index} has no tokens", "remove empty texts")
-            if limit is not None and len(ids) > limit and not truncate:
-                raise InvalidData(
-                    f"text {index} has {len(ids)} tokens, more than the limit of {limit}",
-                    "shorten it, or ask for truncation",
-                )
-            # Checked per text: in a batch, one bad id would fail other requests.
+        encodings = self.require_tokenizer().encode(texts, truncate=truncate)
+        bound = self.model.vocabulary
+        # Checked per text: in a batch, one bad id would fail other requests.
+        for index, text in enumerate(texts):
+            ids = text.ids if isinstance(text, Encoding) else ()
             if wrong := [token for token in ids if not 0 <= token < bound]:
                 raise InvalidData(
                     f"text {index} holds {wrong[0]}: expected ids from 0 to {bound - 1}"
                 )
-            encodings.append(Encoding(ids[:limit], [0] * len(ids[:limit])))
         return encodings
 
     def _tensor_rows(self, inputs: Mapping[str, np.ndarray], names: tuple[str, ...]) -> list[Row]:

@@ -33,13 +33,13 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
         try:
             engine = repository.engine()
             say_operators(engine)
-            found = await engine.embed(["a man is playing a guitar", "a dog"])
+            found = await engine.run_task("embed", ["a man is playing a guitar", "a dog"])
             config = configuration(engine)
             told = json.loads(config["parameters"]["operators"]["string_value"])
             assert told == card(engine)["operators"] == engine.model.operators
             return {
                 **told,
-                "vectors": found.outputs["embeddings"],
+                "vectors": found.outputs["embed"],
                 "macs": found.macs,
                 "plan": engine.model.artifact.plan_id,
                 "config": {name: config[name] for name in ("input", "output", "max_batch_size")},
