@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.models.datasets import token_mask
 from attnserve.models.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
-from attnserve.models.token_statistics import CalibrationRange
+from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
+from attnserve.models.token_statistics import CalibrationRange, row_ids
 from attnserve.models.tokenizer import Encoding, TextEncoder
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
@@ -214,7 +214,7 @@ class Engine:
             rows = self._tensor_rows(inputs, names)
             result = await self.batcher.submit(rows, deadline)
             started = perf_counter_ns()
-            joined = [_joined(parts) for parts in zip(*result.results, strict=True)]
+            joined = [join_values(parts) for parts in zip(*result.results, strict=True)]
             size = sum(array.nbytes for array in joined)
             _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
             answer = Answer(
@@ -222,7 +222,7 @@ class Engine:
                 result=result,
                 tokens=model.tokens(inputs),
                 padded_tokens=padded_tokens,
-                out_of_calibration=self._count_outside(_token_ids(inputs)),
+                out_of_calibration=self._count_outside(row_ids(inputs)),
                 follow_up=self._shadow.follow_up(self, None, names, result),
             )
             _add_stages(stages, result, output_ns=perf_counter_ns() - started)
@@ -287,7 +287,7 @@ class Engine:
             )
             started = perf_counter_ns()
             answer = Answer(
-                outputs={task: _joined(result.results)},
+                outputs={task: join_values(result.results)},
                 result=result,
                 tokens=sum(row.tokens for row in result.rows),
                 padded_tokens=sum(count * batch.longest for batch, count in result.batches),
@@ -392,15 +392,12 @@ class Engine:
     def _tensor_rows(self, inputs: Mapping[str, np.ndarray], names: tuple[str, ...]) -> list[Row]:
         ids = self.model.ids(inputs)
         length = max(1, ids.shape[1] if ids.ndim > 1 else 1)
-        counts = {array.shape[:1] for array in inputs.values()}
-        if not self.model.rows_are_independent or len(counts) != 1 or () in counts:
+        rows = split_rows(inputs) if self.model.rows_are_independent else None
+        if rows is None:
             count = ids.shape[0] if ids.ndim else 1
             return [Row(("alone", names, object()), length * max(1, count), dict(inputs))]
         key = ("together", names, tuple((name, inputs[name].shape[1:]) for name in sorted(inputs)))
-        return [
-            Row(key, length, {name: array[at : at + 1] for name, array in inputs.items()})
-            for at in range(ids.shape[0])
-        ]
+        return [Row(key, length, row) for row in rows]
 
     def _run(self, key: Hashable, payloads: list[Any]) -> BatchResult:
         """Run one batch, in a thread of the batcher."""
@@ -410,12 +407,12 @@ class Engine:
         if is_text:
             inputs, names = model.text_inputs(payloads), [model.text_output(key[0])]
         else:
-            inputs, names = _concatenated(payloads), key[1]
+            inputs, names = join_rows(payloads), key[1]
         prepared = perf_counter_ns()
         outputs = tuple(model.run(inputs, names).values())
         inferred = perf_counter_ns()
         if len(payloads) > 1 or is_text:
-            _check_rows(inputs, outputs)
+            check_rows(inputs, outputs)
         rows = range(len(payloads))
         if is_text:
             vectors = model.vectors(key[0], inputs, outputs[0])
@@ -522,42 +519,6 @@ def _check_limit(found: int, limit: int, what: str) -> None:
         raise TooLarge(
             f"{found} {what} in one request: at most {limit}", "send several smaller requests"
         )
-
-
-def _concatenated(payloads: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    if len(payloads) == 1:
-        return payloads[0]
-    return {name: np.concatenate([one[name] for one in payloads]) for name in payloads[0]}
-
-
-def _check_rows(inputs: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]) -> None:
-    rows = next(iter(inputs.values())).shape[:1]
-    for output in outputs:
-        if output.shape[:1] != rows:
-            raise InvalidData(
-                f"an output has the shape {list(output.shape)} for {rows[0]} rows of input:"
-                " expected one row for each",
-                "send its tensors to the v2 route, one row at a time",
-            )
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows of one output of a request, which may come from several runs."""
-    if len(shapes := {part.shape for part in parts}) > 1:
-        raise InvalidData(
-            f"the rows of an output have the shapes {', '.join(map(str, sorted(shapes)))}:"
-            " expected equal shapes",
-            "send one row at a time",
-        )
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
-def _token_ids(inputs: Mapping[str, np.ndarray]) -> Iterable[np.ndarray]:
-    """The ids of each row without padding; nothing if the model has other inputs."""
-    ids = inputs.get("input_ids")
-    if ids is None or ids.ndim != 2:
-        return ()
-    return (row[real] for row, real in zip(ids, token_mask(inputs, ids.shape), strict=True))
 
 
 def _add_stages(stages: dict[str, int], result: RequestResult, *, output_ns: int) -> None:
