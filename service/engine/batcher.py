@@ -42,8 +42,8 @@ class Row:
     tokens: int
     payload: Any
     request: Any = None
-    index: int = 0
     number: int = 0
+    result: Any = None
 
 
 class Queue:
@@ -176,7 +176,6 @@ class _Request:
     has_waited: bool = False
     """Whether no slot was free when its rows were queued."""
     prepare_s: float = 0.0
-    results: list[Any] = field(default_factory=list)
     remaining: int = 0
     batches: list[tuple[Batch, int]] = field(default_factory=list)
 
@@ -365,11 +364,7 @@ class Batcher:
 
     def _start_batches(self) -> None:
         """Start every batch that is due and has a free slot."""
-        while True:
-            with self._lock:
-                batch = self._take_batch(perf_counter())
-            if batch is None:
-                return
+        while batch := self._take_batch():
             self._run_pool.submit(self._run_batches, batch)
 
     def _expire(self, request: _Request) -> None:
@@ -412,7 +407,7 @@ class Batcher:
         if self._on_batch is not None:
             self._on_batch(batch)
         for row, result in zip(rows, batch.result.results, strict=True):
-            row.request.results[row.index] = result
+            row.result = result
         for request, count in counts.items():
             request.batches.append((batch, count))
             request.remaining -= count
@@ -448,22 +443,19 @@ class Batcher:
             self._free_slots += in_slot
             if rows and not request.future.done():
                 self._enqueue(request, rows, now)
-            batch = self._take_batch(now)
         if error is not None:
             self._loop.call_soon_threadsafe(self._fail, request, error)
         if in_slot:
-            self._run_batches(batch)
-        elif batch is not None:
-            self._run_pool.submit(self._run_batches, batch)
+            self._run_batches(self._take_batch())
+        else:
+            self._start_batches()
 
     def _run_batches(self, batch: list[Row] | None) -> None:
         """Run ``batch`` and then every batch that is due."""
         assert self._loop is not None
         while batch is not None:
             done = self._compute(batch)
-            with self._lock:
-                self._free_slots += 1
-                batch = self._take_batch(perf_counter())
+            batch = self._take_batch(freed=1)
             self._loop.call_soon_threadsafe(self._deliver, done)
 
     def _compute(self, rows: list[Row]) -> list[tuple[list[Row], Batch | Exception]]:
@@ -493,31 +485,34 @@ class Batcher:
         tokens = sum(row.tokens for row in rows)
         return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, result))]
 
+    def _take_batch(self, freed: int = 0) -> list[Row] | None:
+        """Free slots, then take one and the batch that is due; None if either is missing."""
+        with self._lock:
+            self._free_slots += freed
+            now = perf_counter()
+            while self._free_slots and len(self.queue) and not self._paused:
+                if self._max_wait and self.queue.tokens < self.queue.budget:
+                    delay = self.queue.oldest.request.queued_at + self._max_wait - now
+                    if delay > 0:
+                        assert self._loop is not None
+                        self._loop.call_soon_threadsafe(self._arm, delay)
+                        return None
+                rows = self.queue.take()
+                batch = [row for row in rows if not self._will_miss_deadline(row.request, now)]
+                if batch:
+                    self._free_slots -= 1
+                    return batch
+            return None
+
     # -- with the lock held -----------------------------------------------------------------------
 
     def _enqueue(self, request: _Request, rows: Sequence[Row], now: float) -> None:
         request.rows, request.queued_at = list(rows), now
-        request.results, request.remaining = [None] * len(rows), len(rows)
+        request.remaining = len(rows)
         request.has_waited = self._free_slots == 0 or self._paused
-        for index, row in enumerate(request.rows):
-            row.request, row.index = request, index
+        for row in rows:
+            row.request = request
             self.queue.add(row)
-
-    def _take_batch(self, now: float) -> list[Row] | None:
-        """Take a free slot and the batch that is due; None if either is missing."""
-        while self._free_slots and len(self.queue) and not self._paused:
-            if self._max_wait and self.queue.tokens < self.queue.budget:
-                delay = self.queue.oldest.request.queued_at + self._max_wait - now
-                if delay > 0:
-                    assert self._loop is not None
-                    self._loop.call_soon_threadsafe(self._arm, delay)
-                    return None
-            rows = self.queue.take()
-            batch = [row for row in rows if not self._will_miss_deadline(row.request, now)]
-            if batch:
-                self._free_slots -= 1
-                return batch
-        return None
 
     def _will_miss_deadline(self, request: _Request, now: float) -> bool:
         """Whether a run that starts now would end too late for ``request``, which is then refused.
@@ -560,7 +555,7 @@ def _request_result(request: _Request) -> RequestResult:
     total_s = max(end for _, end in spans) - request.started
     return RequestResult(
         request.rows,
-        request.results,
+        [row.result for row in request.rows],
         queue_ms=max(total_s - compute_s - request.prepare_s, 0) * 1e3,
         compute_ms=compute_s * 1e3,
         batches=request.batches,
