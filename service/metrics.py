@@ -31,6 +31,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 OF_MODEL = ("model", "version")
 OF_QUALITY = (*OF_MODEL, "measure")
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
+WORK = ("rows", "tokens", "macs")
 UNREADABLE = (OSError, RuntimeError, ValueError, struct.error)
 """What prometheus_client raises for a damaged file."""
 
@@ -421,16 +422,14 @@ class ModelMetrics:
                     "at": second.second,
                     **_percentiles(second.latencies_ms),
                     "requests": len(second.latencies_ms),
-                    **{what: second.totals[what] for what in ("rows", "tokens", "macs")},
+                    **{what: second.totals[what] for what in WORK},
                     "rejects": second.rejects.total(),
                 }
                 for second in seconds
             ],
             **_percentiles(total.latencies_ms),
             "requests_per_second": len(total.latencies_ms) / WINDOW_S,
-            "rows_per_second": total.totals["rows"] / WINDOW_S,
-            "tokens_per_second": tokens / WINDOW_S,
-            "macs_per_second": total.totals["macs"] / WINDOW_S,
+            **{f"{what}_per_second": total.totals[what] / WINDOW_S for what in WORK},
             "padding_waste": 1 - tokens / padded_tokens if padded_tokens else 0.0,
             "batch_rows": {str(size): runs for size, runs in sorted(total.batch_rows.items())},
             "rejects": dict(sorted(total.rejects.items())),

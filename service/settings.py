@@ -211,9 +211,7 @@ class Settings(BaseSettings):
 
     def of(self, model: str) -> Settings:
         """These settings with the limits of a model."""
-        limits = self.model_limits.get(model)
-        if limits is None:
-            return self
+        limits = self.model_limits.get(model, Limits())
         return self.model_copy(update=limits.model_dump(exclude_none=True))
 
     @property

@@ -84,53 +84,42 @@ def split(body: bytes | bytearray, header_length: str | None) -> tuple[memoryvie
 
 
 def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.ndarray]:
-    """Decode ``tensors`` to arrays, by name.
+    """Decode ``tensors`` to arrays, by name; those of aligned bytes are views of ``raw``.
 
     Args:
         raw: The bytes after the JSON: the binary tensors, in order.
 
     Raises:
-        InvalidData: See ``decode``; or too few or too many bytes.
+        InvalidData: Data is missing, given twice, or does not fit its shape and datatype; or too
+            few or too many bytes.
     """
     arrays: dict[str, np.ndarray] = {}
-    start = 0
     for tensor in tensors:
-        size = tensor.parameters.binary_data_size
-        if size is not None and size > len(raw) - start:
+        what, size = f"input {tensor.name!r}", tensor.parameters.binary_data_size
+        if size is not None and size > len(raw):
             raise InvalidData(
-                f"input {tensor.name!r}: binary_data_size is {size},"
-                f" but {len(raw) - start} bytes are left in the body"
+                f"{what}: binary_data_size is {size}, but {len(raw)} bytes are left in the body"
             )
-        end = start + (size or 0)
-        arrays[tensor.name] = decode(tensor, None if size is None else raw[start:end])
-        start = end
-    if start < len(raw):
+        if (size is None) == (tensor.data is None):
+            raise InvalidData(
+                f"{what} has {'no data' if size is None else 'data twice'}",
+                "give 'data', or 'binary_data_size' in its parameters and the bytes after the JSON",
+            )
+        try:
+            arrays[tensor.name] = (
+                from_bytes(raw[:size], tensor.datatype, tensor.shape)
+                if tensor.data is None
+                else from_values(tensor.data, tensor.datatype, tensor.shape)
+            )
+        except InvalidData as error:
+            raise InvalidData(f"{what}: {error.what}", error.fix) from error
+        raw = raw[size or 0 :]
+    if len(raw):
         raise InvalidData(
-            f"{len(raw) - start} bytes follow the last tensor",
+            f"{len(raw)} bytes follow the last tensor",
             "set binary_data_size of each binary input",
         )
     return arrays
-
-
-def decode(tensor: InputTensor, raw: memoryview | None = None) -> np.ndarray:
-    """Decode one tensor; the result is a view of ``raw`` if its bytes are aligned.
-
-    Raises:
-        InvalidData: The data is missing, given twice, ragged, does not match the shape, or holds
-            values that the datatype cannot represent.
-    """
-    what = f"input {tensor.name!r}"
-    try:
-        if raw is None and tensor.data is not None:
-            return from_values(tensor.data, tensor.datatype, tensor.shape)
-        if raw is not None and tensor.data is None:
-            return from_bytes(raw, tensor.datatype, tensor.shape)
-    except InvalidData as error:
-        raise InvalidData(f"{what}: {error.what}", error.fix) from error
-    raise InvalidData(
-        f"{what} has {'no data' if raw is None else 'data twice'}",
-        "give 'data', or 'binary_data_size' in its parameters and the bytes after the JSON",
-    )
 
 
 def encode_all(

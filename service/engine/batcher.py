@@ -375,7 +375,6 @@ class Batcher:
     def _fail(self, request: _Request, error: Exception) -> None:
         if not request.future.done():
             request.future.set_exception(error)
-        self._withdraw(request)
 
     def _withdraw(self, request: _Request) -> None:
         """Remove the rows of an answered request that still wait, and end runs for it alone."""

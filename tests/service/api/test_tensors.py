@@ -15,8 +15,10 @@ from hypothesis.extra import numpy as hnp
 
 from attnserve.models.tensor_codec import DATATYPES
 from graph_passes.errors import InvalidData
-from service.api.tensors import InputTensor, decode, decode_all, encode_all, split
+from service.api.tensors import InputTensor, decode_all, encode_all, split
 from service.errors import MalformedRequest
+
+NO_BYTES = memoryview(b"")
 
 
 def arrays_of(dtype: np.dtype[Any], *, finite: bool) -> st.SearchStrategy[np.ndarray]:
@@ -31,6 +33,10 @@ def any_array(*, finite: bool) -> st.SearchStrategy[np.ndarray]:
     return st.sampled_from(sorted(DATATYPES)).flatmap(
         lambda name: arrays_of(DATATYPES[name], finite=finite)
     )
+
+
+def decode(tensor: InputTensor, raw: memoryview = NO_BYTES) -> np.ndarray:
+    return decode_all([tensor], raw)["x"]
 
 
 def binary(datatype: str, shape: list[int], size: Any) -> InputTensor:
