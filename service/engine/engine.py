@@ -23,7 +23,7 @@ import numpy as np
 from attnserve.models.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
 from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
 from attnserve.models.token_statistics import CalibrationRange, row_ids
-from attnserve.models.tokenizer import Encoding, TextEncoder
+from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
 from service.engine.shadow import FollowUp, Shadow
@@ -156,15 +156,6 @@ class Engine:
     def name(self) -> str:
         return self.model.name
 
-    def require_tokenizer(self) -> TextEncoder:
-        """The tokenizer; raises ``NotFound`` if the model has none."""
-        if self.model.encoder is None:
-            raise NotFound(
-                f"{self.name} has no tokenizer.json, which texts need",
-                f"send token ids to /v2/models/{self.name}/infer",
-            )
-        return self.model.encoder
-
     @property
     def ready(self) -> bool:
         """Whether the model can run; a full queue does not matter."""
@@ -268,7 +259,7 @@ class Engine:
             names = [model.text_output(task)]
 
             def rows() -> list[Row]:  # in a thread
-                encodings = self._encode(texts, truncate)
+                encodings = model.encode(texts, truncate=truncate)
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
                 row = (1, max(map(len, encodings)))
                 shapes = {tensor.name: row for tensor in model.inputs}
@@ -309,9 +300,10 @@ class Engine:
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
         with self._counted() as stages:
+            model = self.model
             self._check_texts(texts)
             result = await self._tokenizer.submit_from(
-                lambda: [Row((), 1, one) for one in self._encode(texts, truncate)],
+                lambda: [Row((), 1, one) for one in model.encode(texts, truncate=truncate)],
                 len(texts),
                 deadline,
             )
@@ -377,18 +369,6 @@ class Engine:
             self.in_flight -= 1
             self.release()
 
-    def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoding]:
-        encodings = self.require_tokenizer().encode(texts, truncate=truncate)
-        bound = self.model.vocabulary
-        # Checked per text: in a batch, one bad id would fail other requests.
-        for index, text in enumerate(texts):
-            ids = text.ids if isinstance(text, Encoding) else ()
-            if wrong := [token for token in ids if not 0 <= token < bound]:
-                raise InvalidData(
-                    f"text {index} holds {wrong[0]}: expected ids from 0 to {bound - 1}"
-                )
-        return encodings
-
     def _tensor_rows(self, inputs: Mapping[str, np.ndarray], names: tuple[str, ...]) -> list[Row]:
         ids = self.model.ids(inputs)
         length = max(1, ids.shape[1] if ids.ndim > 1 else 1)
@@ -451,7 +431,11 @@ class Engine:
             )
 
     def _check_texts(self, texts: Sequence[Text]) -> None:
-        self.require_tokenizer()
+        if self.model.encoder is None:
+            raise NotFound(
+                f"{self.name} has no tokenizer.json, which texts need",
+                f"send token ids to /v2/models/{self.name}/infer",
+            )
         _check_limit(len(texts), self.settings.max_inputs, "texts")
         limit = self.settings.max_text_chars
         for index, text in enumerate(texts):
