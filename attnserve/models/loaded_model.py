@@ -343,6 +343,26 @@ class Model:
         return [[one.name, str(one.dtype), one.shape] for one in self.inputs]
 
     @property
+    def card(self) -> dict[str, Any]:
+        """A description of the model and of its optimization, as JSON."""
+        artifact = self.artifact
+        return {
+            "parameters": self.cost.parameters,
+            "max_length": self.encoder.max_length if self.encoder else None,
+            "pooling": artifact.pooling,
+            "normalize": artifact.normalize,
+            "dimensions": artifact.dimensions,
+            "prompts": artifact.prompts,
+            "takes_text": self.encoder is not None,
+            "classifies": self.classifies,
+            "provider": self.provider,
+            "source": artifact.source,
+            "plan": artifact.plan_id,
+            "operators": dict(self.operators),
+            "optimization": artifact.optimization,
+        }
+
+    @property
     def takes_mask(self) -> bool:
         """Whether texts of different lengths can share a batch."""
         return any(tensor.name == "attention_mask" for tensor in self.inputs)

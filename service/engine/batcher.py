@@ -215,8 +215,8 @@ class Batcher:
         max_wait_ms: float = 0,
         max_queue: int = 512,
         concurrency: int = 1,
-        on_batch: Callable[[Batch], None] | None = None,
-        on_failure: Callable[[ModelFailed], None] | None = None,
+        on_batch: Callable[[Batch], None] = lambda batch: None,
+        on_failure: Callable[[ModelFailed], None] = lambda error: None,
     ) -> None:
         self.queue = Queue(budget, overhead, max_rows)
         self.max_queue = max_queue
@@ -232,7 +232,7 @@ class Batcher:
         self._open: set[_Request] = set()  # requests without an answer
         self._runs: set[_Run] = set()
         self._longest_runs_s: list[float] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # that of the requests; set by the first one
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -329,7 +329,6 @@ class Batcher:
         self._closed = True
         self.pause()
         if self._open:  # futures belong to the loop; this may be another thread
-            assert self._loop is not None
             unloaded = NotReady("the model is unloaded", "load it again")
             self._loop.call_soon_threadsafe(self.refuse_all, unloaded)
         self._prepare_pool.shutdown(wait=True)
@@ -350,7 +349,6 @@ class Batcher:
     async def _wait(self, request: _Request) -> RequestResult:
         timer = None
         if request.deadline is not None:
-            assert self._loop is not None
             delay = request.deadline - request.started
             timer = self._loop.call_later(delay, self._expire, request)
         self._open.add(request)
@@ -399,12 +397,11 @@ class Batcher:
             except Exception as error:
                 for request in counts:
                     self._fail(request, error)
-                if isinstance(error, ModelFailed) and self._on_failure is not None:
+                if isinstance(error, ModelFailed):
                     self._on_failure(error)
 
     def _deliver_batch(self, rows: list[Row], batch: Batch, counts: Mapping[_Request, int]) -> None:
-        if self._on_batch is not None:
-            self._on_batch(batch)
+        self._on_batch(batch)
         for row, result in zip(rows, batch.result.results, strict=True):
             row.result = result
         for request, count in counts.items():
@@ -417,7 +414,6 @@ class Batcher:
         """Call ``_start_batches`` after ``delay`` seconds."""
         if self._timer is not None:
             self._timer.cancel()
-        assert self._loop is not None
         self._timer = self._loop.call_later(delay, self._start_batches)
 
     # -- in a thread of a pool --------------------------------------------------------------------
@@ -426,7 +422,6 @@ class Batcher:
         self, request: _Request, prepare: Callable[[], Sequence[Row]], count: int, in_slot: bool
     ) -> None:
         """Prepare and enqueue the rows of a request; in a slot, run what is due."""
-        assert self._loop is not None
         rows: Sequence[Row] = ()
         error: Exception | None = None
         started = perf_counter()
@@ -451,7 +446,6 @@ class Batcher:
 
     def _run_batches(self, batch: list[Row] | None) -> None:
         """Run ``batch`` and then every batch that is due."""
-        assert self._loop is not None
         while batch is not None:
             done = self._compute(batch)
             batch = self._take_batch(freed=1)
@@ -493,7 +487,6 @@ class Batcher:
                 if self._max_wait and self.queue.tokens < self.queue.budget:
                     delay = self.queue.oldest.request.queued_at + self._max_wait - now
                     if delay > 0:
-                        assert self._loop is not None
                         self._loop.call_soon_threadsafe(self._arm, delay)
                         return None
                 rows = self.queue.take()
@@ -528,7 +521,6 @@ class Batcher:
         expected_s = self._longest_runs_s[0] if self._longest_runs_s else 0.0
         is_late = now + expected_s + margin > request.deadline
         if is_late:
-            assert self._loop is not None
             self._loop.call_soon_threadsafe(self._expire, request)
         return is_late
 

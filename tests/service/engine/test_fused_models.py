@@ -16,7 +16,6 @@ from attnserve.models import artifact as artifact_module
 from attnserve.models import graph_facts
 from attnserve.planning.model_check import CheckResult, IsolationChecker
 from service.api.triton import configuration
-from service.dashboard.stats import card
 from service.engine.repository import Repository, say_operators
 from service.settings import Settings
 
@@ -36,7 +35,7 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
             found = await engine.run_task("embed", ["a man is playing a guitar", "a dog"])
             config = configuration(engine)
             told = json.loads(config["parameters"]["operators"]["string_value"])
-            assert told == card(engine)["operators"] == engine.model.operators
+            assert told == engine.model.card["operators"] == engine.model.operators
             return {
                 **told,
                 "vectors": found.outputs["embed"],
