@@ -34,7 +34,7 @@ ERRORS: dict[int, tuple[str, str | None]] = {
 
 def _texts_of(value: Any) -> list[str | Encoding]:
     """Validate all forms of an input at once: a union would report an error for each form."""
-    items = value if type(value) is list else [value]
+    items: list[Any] = value if type(value) is list else [value]
     if type(value) is list and set(map(type, value)) == {int}:
         items = [value]  # the ids of one text
     kinds = set(map(type, items))
