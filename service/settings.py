@@ -211,7 +211,9 @@ class Settings(BaseSettings):
 
     def of(self, model: str) -> Settings:
         """These settings with the limits of a model."""
-        limits = self.model_limits.get(model, Limits())
+        limits = self.model_limits.get(model)
+        if limits is None:
+            return self
         return self.model_copy(update=limits.model_dump(exclude_none=True))
 
     @property
