@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Field, PlainValidator
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from attnserve.models.tokenizer import Encoding
@@ -32,16 +32,14 @@ ERRORS: dict[int, tuple[str, str | None]] = {
 """OpenAI's type and code of a status; other statuses have the type of their class."""
 
 
-def _texts_of(value: Any) -> list[str | Encoding]:
+def _one_kind(value: Any) -> Any:
     """Validate all forms of an input at once: a union would report an error for each form."""
-    items: list[Any] = value if type(value) is list else [value]
+    items = value if type(value) is list else [value]
     if type(value) is list and set(map(type, value)) == {int}:
         items = [value]  # the ids of one text
     kinds = set(map(type, items))
-    if kinds == {str}:
+    if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in items)):
         return items
-    if kinds == {list} and all(set(map(type, ids)) == {int} for ids in items):
-        return [Encoding(ids, [0] * len(ids)) for ids in items]
     raise PydanticCustomError(
         "input", "expected a text, texts, or one or several non-empty lists of token ids"
     )
@@ -50,9 +48,10 @@ def _texts_of(value: Any) -> list[str | Encoding]:
 Ids = Annotated[list[int], Field(min_length=1)]
 IdsOfTexts = Annotated[list[Ids], Field(min_length=1)]
 
+# After validation: a list of texts, or a list of lists of token ids.
 Inputs = Annotated[
-    list[str | Encoding],
-    PlainValidator(_texts_of, json_schema_input_type=str | SomeTexts | Ids | IdsOfTexts),
+    list[str] | list[list[int]],
+    BeforeValidator(_one_kind, json_schema_input_type=str | SomeTexts | Ids | IdsOfTexts),
     Field(examples=["What is attention?", ["a text", "another"], [101, 7592, 102]]),
 ]
 
@@ -142,8 +141,9 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector per text or list of token ids."""
     engine = acquire_engine(request, body.model)
+    texts = [Encoding(one, [0] * len(one)) if isinstance(one, list) else one for one in body.input]
     try:
-        answer, vectors = await embed_texts(request, engine, body.input, body, truncate=False)
+        answer, vectors = await embed_texts(request, engine, texts, body, truncate=False)
     except InvalidField:
         raise
     except (InvalidData, InvalidArgument) as error:
