@@ -25,8 +25,6 @@ from service.errors import HANDLERS, Error
 from service.metrics import Metrics
 from service.settings import Settings, read_settings
 
-__all__ = ["create_app"]
-
 LARGE_BYTES = 262_144
 """Smaller answers are not compressed: that takes longer than their transfer in a data center."""
 

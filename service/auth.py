@@ -19,8 +19,6 @@ from service.errors import error_response
 from service.log import REQUEST
 from service.settings import Settings, is_loopback
 
-__all__ = ["Authorize", "read_keys"]
-
 RELOAD_S = 1.0
 """How often the key file is looked at."""
 

@@ -25,14 +25,13 @@ from prometheus_client.registry import Collector
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
 
-__all__ = ["WINDOW_S", "Metrics", "ModelMetrics", "Second", "Series", "Version", "VersionState"]
-
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 OF_MODEL = ("model", "version")
 OF_QUALITY = (*OF_MODEL, "measure")
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
+WORK = ("rows", "tokens", "macs")
 UNREADABLE = (OSError, RuntimeError, ValueError, struct.error)
 """What prometheus_client raises for a damaged file."""
 
@@ -423,16 +422,14 @@ class ModelMetrics:
                     "at": second.second,
                     **_percentiles(second.latencies_ms),
                     "requests": len(second.latencies_ms),
-                    **{what: second.totals[what] for what in ("rows", "tokens", "macs")},
+                    **{what: second.totals[what] for what in WORK},
                     "rejects": second.rejects.total(),
                 }
                 for second in seconds
             ],
             **_percentiles(total.latencies_ms),
             "requests_per_second": len(total.latencies_ms) / WINDOW_S,
-            "rows_per_second": total.totals["rows"] / WINDOW_S,
-            "tokens_per_second": tokens / WINDOW_S,
-            "macs_per_second": total.totals["macs"] / WINDOW_S,
+            **{f"{what}_per_second": total.totals[what] / WINDOW_S for what in WORK},
             "padding_waste": 1 - tokens / padded_tokens if padded_tokens else 0.0,
             "batch_rows": {str(size): runs for size, runs in sorted(total.batch_rows.items())},
             "rejects": dict(sorted(total.rejects.items())),

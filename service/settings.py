@@ -28,8 +28,6 @@ from attnserve.runtime.cpu import available_cores
 from attnserve.runtime.cuda import Cuda
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["LogLevel", "ServedBy", "Settings", "read", "read_settings"]
-
 Kind = TypeVar("Kind", bound=BaseSettings)
 
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -22,6 +22,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.models.tokenizer import (
     Encoding,
+    Text,
     load_encoder,
     model_inputs,
     output_name,
@@ -255,6 +256,23 @@ class Model:
             raise _run_failed(error, inputs) from error
         return dict(zip(names, results, strict=True))
 
+    def encode(self, texts: Sequence[Text | Encoding], *, truncate: bool = True) -> list[Encoding]:
+        """The tokens of texts, or given ones, whose ids are checked; needs a tokenizer.
+
+        Raises:
+            InvalidData: See ``TextEncoder.encode``; or an id is not in the vocabulary.
+        """
+        assert self.encoder is not None
+        bound = self._id_bounds.get("input_ids") or 2**31
+        # Checked per text: in a batch, one bad id would fail other requests.
+        for index, text in enumerate(texts):
+            ids = text.ids if isinstance(text, Encoding) else ()
+            if wrong := [token for token in ids if not 0 <= token < bound]:
+                raise InvalidData(
+                    f"text {index} holds {wrong[0]}: expected ids from 0 to {bound - 1}"
+                )
+        return self.encoder.encode(texts, truncate=truncate)
+
     def text_inputs(self, encodings: Sequence[Encoding]) -> dict[str, np.ndarray]:
         """The checked inputs of a batch of texts, padded to the longest; needs a tokenizer.
 
@@ -325,9 +343,24 @@ class Model:
         return [[one.name, str(one.dtype), one.shape] for one in self.inputs]
 
     @property
-    def vocabulary(self) -> int:
-        """Size of the vocabulary according to the graph; 2 ** 31 if unknown."""
-        return self._id_bounds.get("input_ids") or 2**31
+    def card(self) -> dict[str, Any]:
+        """A description of the model and of its optimization, as JSON."""
+        artifact = self.artifact
+        return {
+            "parameters": self.cost.parameters,
+            "max_length": self.encoder.max_length if self.encoder else None,
+            "pooling": artifact.pooling,
+            "normalize": artifact.normalize,
+            "dimensions": artifact.dimensions,
+            "prompts": artifact.prompts,
+            "takes_text": self.encoder is not None,
+            "classifies": self.classifies,
+            "provider": self.provider,
+            "source": artifact.source,
+            "plan": artifact.plan_id,
+            "operators": dict(self.operators),
+            "optimization": artifact.optimization,
+        }
 
     @property
     def takes_mask(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from attnserve.runtime.session import Batch
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
-__all__ = ["CalibrationRange", "seen_ids", "token_statistics", "unseen_share"]
+__all__ = ["CalibrationRange", "row_ids", "seen_ids", "token_statistics", "unseen_share"]
 
 INPUT = "input_ids"
 
@@ -66,6 +66,14 @@ class CalibrationRange:
             known = int(np.count_nonzero(self.seen[places]))
             is_new = len(ids) - known > self.most_unseen * len(ids)
         return ("length",) * is_long + ("tokens",) * is_new
+
+
+def row_ids(batch: Mapping[str, np.ndarray]) -> Iterable[Int[np.ndarray, " T"]]:
+    """The token ids of each row without padding; nothing if the batch holds no such ids."""
+    ids = batch.get(INPUT)
+    if ids is None or ids.ndim != 2:
+        return ()
+    return (row[real] for row, real in zip(ids, token_mask(batch, ids.shape), strict=True))
 
 
 def token_statistics(data: Dataset) -> dict[str, Any] | None:

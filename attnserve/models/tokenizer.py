@@ -118,12 +118,16 @@ class TextEncoder:
         return self._tokenizer.num_special_tokens_to_add(False)
 
     def encode(
-        self, texts: Sequence[Text], *, truncate: bool = True, max_length: int | None = None
+        self,
+        texts: Sequence[Text | Encoding],
+        *,
+        truncate: bool = True,
+        max_length: int | None = None,
     ) -> list[Encoding]:
         """Tokenize texts or pairs.
 
         Args:
-            texts: The texts.
+            texts: The texts. An ``Encoding`` among them counts as tokenized.
             truncate: Truncate texts that are too long, except special tokens; False refuses them.
                 Of a pair, the longer text is truncated first; in a template, the document.
             max_length: Maximum number of tokens, with special tokens; None for the default.
@@ -142,13 +146,14 @@ class TextEncoder:
             "text.tokenizer_failed",
         ):
             try:
-                raws = self._encode_batch(texts)
+                made = iter(self._encode_batch([x for x in texts if not isinstance(x, Encoding)]))
             except TypeError as error:
                 raise InvalidData(
                     "a text cannot be tokenized: expected a list of Unicode strings",
                     "remove lone surrogates and values that are not strings",
                     code="text.not_unicode",
                 ) from error
+        raws = [text if isinstance(text, Encoding) else next(made) for text in texts]
         encodings = [Encoding(raw.ids, raw.type_ids) for raw in raws]
         for index, encoding in enumerate(encodings):
             if not encoding:
@@ -175,7 +180,7 @@ class TextEncoder:
         plain = iter(self._tokenizer.encode_batch([x for x in texts if not isinstance(x, tuple)]))
         return [next(filled if isinstance(text, tuple) else plain) for text in texts]
 
-    def _spans(self, text: Text) -> Sequence[tuple[int, int]] | None:
+    def _spans(self, text: Text | Encoding) -> Sequence[tuple[int, int]] | None:
         """(start, end) of the query and the document in a filled template; None without one."""
         if self._template is None or not isinstance(text, tuple):
             return None
@@ -615,8 +620,11 @@ def _kept(raw: Any, limit: int, spans: Sequence[tuple[int, int]] | None = None) 
     """The tokens that stay if an encoding of ``tokenizers`` is truncated to ``limit``.
 
     Special tokens stay. Of a pair, the longer text loses tokens until both are equally long. Of a
-    template with these spans, the last one loses its end first, then the one before.
+    template with these spans, the last one loses its end first, then the one before. An
+    ``Encoding`` loses its end.
     """
+    if isinstance(raw, Encoding):
+        return list(range(limit))
     if spans is not None:
         droppable = [
             index

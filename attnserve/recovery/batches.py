@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from attnserve.models.rows import split_rows
 from attnserve.runtime.session import Batch
 
 __all__ = ["TOKENS", "count_tokens", "regroup", "row_contents"]
@@ -50,7 +51,7 @@ def _regrouped(batches: Sequence[Batch], seed: int, fixed_length: bool) -> list[
     texts: list[Batch] = []
     others: dict[tuple[tuple[int, ...], ...], list[Batch]] = {}
     for batch in batches:
-        for row in _rows(batch):
+        for row in split_rows(batch) or [batch]:
             if fixed_length or _mask(row) is None:
                 others.setdefault(tuple(a.shape for a in row.values()), []).append(row)
             else:
@@ -83,18 +84,10 @@ def count_tokens(batch: Batch) -> int:
 
 def row_contents(batch: Batch) -> Iterator[bytes]:
     """The inputs of each row as bytes, without padding, to find equal rows."""
-    for row in _rows(batch):
+    for row in split_rows(batch) or [batch]:
         mask = _mask(row)
         arrays = row.values() if mask is None else (a[mask != 0] for a in row.values())
         yield b"".join(array.tobytes() for array in arrays)
-
-
-def _rows(batch: Batch) -> list[Batch]:
-    """Single rows; the whole batch if not all inputs have the same first axis."""
-    sizes = {len(array) if array.ndim else 0 for array in batch.values()}
-    if len(sizes) != 1 or 0 in sizes:
-        return [batch]
-    return [{n: a[i : i + 1] for n, a in batch.items()} for i in range(sizes.pop())]
 
 
 def _is_sequence(batch: Batch) -> bool:

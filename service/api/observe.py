@@ -18,8 +18,6 @@ from service.log import REQUEST
 from service.metrics import Metrics
 from service.tracing import finish_span, request_span
 
-__all__ = ["ObserveRequests"]
-
 log = logging.getLogger("attnserve")
 access = logging.getLogger("attnserve.access")
 

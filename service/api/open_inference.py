@@ -16,6 +16,7 @@ from pydantic import ConfigDict, FailFast, Field, NonNegativeInt
 
 from attnserve import __version__
 from attnserve.models.loaded_model import Tensor
+from attnserve.models.tensor_codec import NAMES, Datatype
 from graph_passes.errors import InvalidData
 from service.api.requests import (
     Body,
@@ -31,8 +32,6 @@ from service.api.requests import (
 from service.api.responses import array_json, json_response, respond
 from service.api.tensors import (
     HEADER_LENGTH,
-    NAMES,
-    Datatype,
     InputTensor,
     OutputTensor,
     decode_all,
@@ -40,8 +39,6 @@ from service.api.tensors import (
     split,
 )
 from service.errors import Error
-
-__all__ = ["router"]
 
 EXTENSIONS = (
     "binary_tensor_data",
@@ -236,9 +233,7 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
 
 def _describe(tensors: Sequence[Tensor]) -> list[TensorMetadata]:
     return [
-        TensorMetadata.model_validate(
-            {"name": tensor.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
-        )
+        TensorMetadata(name=tensor.name, datatype=NAMES[tensor.dtype], shape=tensor.shape)
         for tensor in tensors
     ]
 

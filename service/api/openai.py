@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import InvalidArgument, InvalidData
 from service.api.requests import Body, JsonRoute, Name, acquire_engine, get_engine
 from service.api.responses import respond
@@ -23,8 +24,6 @@ from service.api.texts import SomeTexts, VectorOptions, embed_texts
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import InvalidField, UnknownModel
-
-__all__ = ["render_error", "router"]
 
 ERRORS: dict[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
@@ -36,11 +35,10 @@ ERRORS: dict[int, tuple[str, str | None]] = {
 def _one_kind(value: Any) -> Any:
     """Validate all forms of an input at once: a union would report an error for each form."""
     items = value if type(value) is list else [value]
-    if type(value) is list and value and set(map(type, value)) <= {int}:
+    if type(value) is list and set(map(type, value)) == {int}:
         items = [value]  # the ids of one text
     kinds = set(map(type, items))
-    ids = kinds == {list} and all(one and set(map(type, one)) == {int} for one in items)
-    if kinds == {str} or ids:
+    if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in items)):
         return items
     raise PydanticCustomError(
         "input", "expected a text, texts, or one or several non-empty lists of token ids"
@@ -143,8 +141,9 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector per text or list of token ids."""
     engine = acquire_engine(request, body.model)
+    texts = [Encoding(one, [0] * len(one)) if isinstance(one, list) else one for one in body.input]
     try:
-        answer, vectors = await embed_texts(request, engine, body.input, body, truncate=False)
+        answer, vectors = await embed_texts(request, engine, texts, body, truncate=False)
     except InvalidField:
         raise
     except (InvalidData, InvalidArgument) as error:

@@ -18,8 +18,6 @@ from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import respond
 from service.api.texts import TextBody, TextList
 
-__all__ = ["cohere", "router"]
-
 router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 cohere = APIRouter(
     prefix="/v1",
@@ -99,11 +97,12 @@ class CohereResponse(Body):
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """The relevance of each text to the query, most relevant first (text-embeddings-inference)."""
     engine = acquire_engine(request, body.model, body.version)
-    answer = await run(request, engine.rerank, body.query, body.texts, truncate=body.truncate)
+    pairs = [(body.query, text) for text in body.texts]
+    answer = await run(request, engine.run_task, "rerank", pairs, truncate=body.truncate)
     activation = "identity" if body.raw_scores else engine.model.artifact.activation
     ranks = [
         {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
-        for at, score in _ranked(answer.outputs["scores"], activation)
+        for at, score in _ranked(answer.outputs["rerank"], activation)
     ]
     return respond(request, engine, answer, ranks)
 
@@ -112,8 +111,9 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
     engine = acquire_engine(request, body.model)
-    answer = await run(request, engine.rerank, body.query, body.documents, truncate=True)
-    ranked = _ranked(answer.outputs["scores"], engine.model.artifact.activation)[: body.top_n]
+    pairs = [(body.query, text) for text in body.documents]
+    answer = await run(request, engine.run_task, "rerank", pairs)
+    ranked = _ranked(answer.outputs["rerank"], engine.model.artifact.activation)[: body.top_n]
     results = [
         {"index": at, "relevance_score": score}
         | ({"document": {"text": body.documents[at]}} if body.return_documents else {})

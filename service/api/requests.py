@@ -23,20 +23,6 @@ from service.engine.repository import Repository
 from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge
 from service.settings import Settings
 
-__all__ = [
-    "Body",
-    "Extensible",
-    "JsonRoute",
-    "Name",
-    "acquire_engine",
-    "cancel_on_disconnect",
-    "get_engine",
-    "model_route",
-    "parse_json",
-    "read_body",
-    "run",
-]
-
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 B = TypeVar("B", bound=BaseModel)

@@ -16,8 +16,6 @@ from starlette.background import BackgroundTask
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
 from service.engine.engine import Answer, Engine
 
-__all__ = ["array_json", "json_response", "respond"]
-
 JSON = orjson.OPT_SERIALIZE_NUMPY
 
 SLICE = 32_768

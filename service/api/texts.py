@@ -17,8 +17,6 @@ from service.api.responses import json_response, respond
 from service.engine.engine import Answer, Engine, Text
 from service.errors import InvalidField
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 
 
@@ -152,8 +150,8 @@ async def embed_texts(
         raise InvalidField("prompt_name is for texts, not token ids", field="prompt_name")
     prompt = artifact.prompt() if name is None else artifact.prompts[name]
     prompted = [prompt + text if isinstance(text, str) else text for text in texts]
-    answer = await run(request, engine.embed, prompted, truncate=truncate)
-    vectors = answer.outputs["embeddings"]
+    answer = await run(request, engine.run_task, "embed", prompted, truncate=truncate)
+    vectors = answer.outputs["embed"]
     if dimensions in (None, vectors.shape[1]):
         return answer, vectors
     if dimensions > vectors.shape[1]:
@@ -186,14 +184,14 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     it they are class numbers.
     """
     engine = acquire_engine(request, body.model, body.version)
-    answer = await run(request, engine.classify, body.inputs, truncate=body.truncate)
+    answer = await run(request, engine.run_task, "classify", body.inputs, truncate=body.truncate)
     labels = engine.model.labels
     predictions = [
         [
             {"label": labels.get(at, str(at)), "score": float(scores[at])}
             for at in np.argsort(-scores, kind="stable")[: body.top_k].tolist()
         ]
-        for scores in answer.outputs["scores"]
+        for scores in answer.outputs["classify"]
     ]
     content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
     return respond(request, engine, answer, content)

@@ -12,14 +12,12 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from attnserve.models.loaded_model import Tensor
+from attnserve.models.tensor_codec import NAMES
 from graph_passes.errors import InvalidData
 from service.api.requests import Body, Extensible, JsonRoute, get_engine, model_route
 from service.api.responses import json_response
-from service.api.tensors import NAMES
 from service.engine.engine import Engine
 from service.engine.repository import Entry
-
-__all__ = ["router"]
 
 router = APIRouter(prefix="/v2", tags=["Triton's extensions of v2"], route_class=JsonRoute)
 

@@ -13,8 +13,6 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Response
 
-__all__ = ["POLICY", "router"]
-
 PAGE = files(__name__).joinpath("index.html").read_bytes()
 
 

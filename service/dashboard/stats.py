@@ -10,8 +10,6 @@ from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.metrics import Second, Series, VersionState
 
-__all__ = ["report"]
-
 
 def report(repository: Repository) -> dict[str, Any]:
     """The body of GET /stats.json. Milliseconds, bytes, multiply-accumulates."""
@@ -55,25 +53,5 @@ def _model(
         "quality": quality,
         "out_of_calibration": {reason: int(count) for (reason,), count in sorted(outside.items())},
         "window": engine.metrics.window(seconds),
-        "card": card(engine),
-    }
-
-
-def card(engine: Engine) -> dict[str, Any]:
-    """A description of the model and of its optimization."""
-    model, artifact = engine.model, engine.model.artifact
-    return {
-        "parameters": model.cost.parameters,
-        "max_length": model.encoder.max_length if model.encoder else None,
-        "pooling": artifact.pooling,
-        "normalize": artifact.normalize,
-        "dimensions": artifact.dimensions,
-        "prompts": artifact.prompts,
-        "takes_text": model.encoder is not None,
-        "classifies": model.classifies,
-        "provider": model.provider,
-        "source": artifact.source,
-        "plan": artifact.plan_id,
-        "operators": dict(model.operators),
-        "optimization": artifact.optimization,
+        "card": engine.model.card,
     }

@@ -24,8 +24,6 @@ from attnserve.models.loaded_model import ModelFailed
 from attnserve.runtime.stop import STOP, Stop
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 
-__all__ = ["Batch", "BatchResult", "Batcher", "Queue", "RequestResult", "Row"]
-
 STUCK_S = 30.0
 """A run that does not end this long after its last request has ended counts as lost."""
 
@@ -44,8 +42,8 @@ class Row:
     tokens: int
     payload: Any
     request: Any = None
-    index: int = 0
     number: int = 0
+    result: Any = None
 
 
 class Queue:
@@ -178,7 +176,6 @@ class _Request:
     has_waited: bool = False
     """Whether no slot was free when its rows were queued."""
     prepare_s: float = 0.0
-    results: list[Any] = field(default_factory=list)
     remaining: int = 0
     batches: list[tuple[Batch, int]] = field(default_factory=list)
 
@@ -218,8 +215,8 @@ class Batcher:
         max_wait_ms: float = 0,
         max_queue: int = 512,
         concurrency: int = 1,
-        on_batch: Callable[[Batch], None] | None = None,
-        on_failure: Callable[[ModelFailed], None] | None = None,
+        on_batch: Callable[[Batch], None] = lambda batch: None,
+        on_failure: Callable[[ModelFailed], None] = lambda error: None,
     ) -> None:
         self.queue = Queue(budget, overhead, max_rows)
         self.max_queue = max_queue
@@ -235,7 +232,7 @@ class Batcher:
         self._open: set[_Request] = set()  # requests without an answer
         self._runs: set[_Run] = set()
         self._longest_runs_s: list[float] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # that of the requests; set by the first one
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -332,7 +329,6 @@ class Batcher:
         self._closed = True
         self.pause()
         if self._open:  # futures belong to the loop; this may be another thread
-            assert self._loop is not None
             unloaded = NotReady("the model is unloaded", "load it again")
             self._loop.call_soon_threadsafe(self.refuse_all, unloaded)
         self._prepare_pool.shutdown(wait=True)
@@ -353,7 +349,6 @@ class Batcher:
     async def _wait(self, request: _Request) -> RequestResult:
         timer = None
         if request.deadline is not None:
-            assert self._loop is not None
             delay = request.deadline - request.started
             timer = self._loop.call_later(delay, self._expire, request)
         self._open.add(request)
@@ -367,11 +362,7 @@ class Batcher:
 
     def _start_batches(self) -> None:
         """Start every batch that is due and has a free slot."""
-        while True:
-            with self._lock:
-                batch = self._take_batch(perf_counter())
-            if batch is None:
-                return
+        while batch := self._take_batch():
             self._run_pool.submit(self._run_batches, batch)
 
     def _expire(self, request: _Request) -> None:
@@ -382,7 +373,6 @@ class Batcher:
     def _fail(self, request: _Request, error: Exception) -> None:
         if not request.future.done():
             request.future.set_exception(error)
-        self._withdraw(request)
 
     def _withdraw(self, request: _Request) -> None:
         """Remove the rows of an answered request that still wait, and end runs for it alone."""
@@ -407,14 +397,13 @@ class Batcher:
             except Exception as error:
                 for request in counts:
                     self._fail(request, error)
-                if isinstance(error, ModelFailed) and self._on_failure is not None:
+                if isinstance(error, ModelFailed):
                     self._on_failure(error)
 
     def _deliver_batch(self, rows: list[Row], batch: Batch, counts: Mapping[_Request, int]) -> None:
-        if self._on_batch is not None:
-            self._on_batch(batch)
+        self._on_batch(batch)
         for row, result in zip(rows, batch.result.results, strict=True):
-            row.request.results[row.index] = result
+            row.result = result
         for request, count in counts.items():
             request.batches.append((batch, count))
             request.remaining -= count
@@ -425,7 +414,6 @@ class Batcher:
         """Call ``_start_batches`` after ``delay`` seconds."""
         if self._timer is not None:
             self._timer.cancel()
-        assert self._loop is not None
         self._timer = self._loop.call_later(delay, self._start_batches)
 
     # -- in a thread of a pool --------------------------------------------------------------------
@@ -434,7 +422,6 @@ class Batcher:
         self, request: _Request, prepare: Callable[[], Sequence[Row]], count: int, in_slot: bool
     ) -> None:
         """Prepare and enqueue the rows of a request; in a slot, run what is due."""
-        assert self._loop is not None
         rows: Sequence[Row] = ()
         error: Exception | None = None
         started = perf_counter()
@@ -450,22 +437,18 @@ class Batcher:
             self._free_slots += in_slot
             if rows and not request.future.done():
                 self._enqueue(request, rows, now)
-            batch = self._take_batch(now)
         if error is not None:
             self._loop.call_soon_threadsafe(self._fail, request, error)
         if in_slot:
-            self._run_batches(batch)
-        elif batch is not None:
-            self._run_pool.submit(self._run_batches, batch)
+            self._run_batches(self._take_batch())
+        else:
+            self._start_batches()
 
     def _run_batches(self, batch: list[Row] | None) -> None:
         """Run ``batch`` and then every batch that is due."""
-        assert self._loop is not None
         while batch is not None:
             done = self._compute(batch)
-            with self._lock:
-                self._free_slots += 1
-                batch = self._take_batch(perf_counter())
+            batch = self._take_batch(freed=1)
             self._loop.call_soon_threadsafe(self._deliver, done)
 
     def _compute(self, rows: list[Row]) -> list[tuple[list[Row], Batch | Exception]]:
@@ -495,31 +478,33 @@ class Batcher:
         tokens = sum(row.tokens for row in rows)
         return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, result))]
 
+    def _take_batch(self, freed: int = 0) -> list[Row] | None:
+        """Free slots, then take one and the batch that is due; None if either is missing."""
+        with self._lock:
+            self._free_slots += freed
+            now = perf_counter()
+            while self._free_slots and len(self.queue) and not self._paused:
+                if self._max_wait and self.queue.tokens < self.queue.budget:
+                    delay = self.queue.oldest.request.queued_at + self._max_wait - now
+                    if delay > 0:
+                        self._loop.call_soon_threadsafe(self._arm, delay)
+                        return None
+                rows = self.queue.take()
+                batch = [row for row in rows if not self._will_miss_deadline(row.request, now)]
+                if batch:
+                    self._free_slots -= 1
+                    return batch
+            return None
+
     # -- with the lock held -----------------------------------------------------------------------
 
     def _enqueue(self, request: _Request, rows: Sequence[Row], now: float) -> None:
         request.rows, request.queued_at = list(rows), now
-        request.results, request.remaining = [None] * len(rows), len(rows)
+        request.remaining = len(rows)
         request.has_waited = self._free_slots == 0 or self._paused
-        for index, row in enumerate(request.rows):
-            row.request, row.index = request, index
+        for row in rows:
+            row.request = request
             self.queue.add(row)
-
-    def _take_batch(self, now: float) -> list[Row] | None:
-        """Take a free slot and the batch that is due; None if either is missing."""
-        while self._free_slots and len(self.queue) and not self._paused:
-            if self._max_wait and self.queue.tokens < self.queue.budget:
-                delay = self.queue.oldest.request.queued_at + self._max_wait - now
-                if delay > 0:
-                    assert self._loop is not None
-                    self._loop.call_soon_threadsafe(self._arm, delay)
-                    return None
-            rows = self.queue.take()
-            batch = [row for row in rows if not self._will_miss_deadline(row.request, now)]
-            if batch:
-                self._free_slots -= 1
-                return batch
-        return None
 
     def _will_miss_deadline(self, request: _Request, now: float) -> bool:
         """Whether a run that starts now would end too late for ``request``, which is then refused.
@@ -536,7 +521,6 @@ class Batcher:
         expected_s = self._longest_runs_s[0] if self._longest_runs_s else 0.0
         is_late = now + expected_s + margin > request.deadline
         if is_late:
-            assert self._loop is not None
             self._loop.call_soon_threadsafe(self._expire, request)
         return is_late
 
@@ -562,7 +546,7 @@ def _request_result(request: _Request) -> RequestResult:
     total_s = max(end for _, end in spans) - request.started
     return RequestResult(
         request.rows,
-        request.results,
+        [row.result for row in request.rows],
         queue_ms=max(total_s - compute_s - request.prepare_s, 0) * 1e3,
         compute_ms=compute_s * 1e3,
         batches=request.batches,

@@ -8,8 +8,6 @@ from attnserve.runtime.device import why_no_gpu
 from attnserve.runtime.session import require_runtime
 from service.settings import Settings
 
-__all__ = ["on_device"]
-
 log = logging.getLogger("attnserve")
 
 

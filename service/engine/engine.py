@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.models.datasets import token_mask
 from attnserve.models.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
-from attnserve.models.token_statistics import CalibrationRange
-from attnserve.models.tokenizer import Encoding, TextEncoder
+from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
+from attnserve.models.token_statistics import CalibrationRange, row_ids
+from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
 from service.engine.shadow import FollowUp, Shadow
@@ -38,9 +38,7 @@ from service.errors import (
 from service.metrics import ModelMetrics
 from service.settings import Settings
 
-__all__ = ["Answer", "Engine", "Text"]
-
-Text = str | tuple[str, str] | list[int]
+Text = str | tuple[str, str] | Encoding
 """A text, a pair of texts, or token ids including special tokens."""
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -158,15 +156,6 @@ class Engine:
     def name(self) -> str:
         return self.model.name
 
-    def require_tokenizer(self) -> TextEncoder:
-        """The tokenizer; raises ``NotFound`` if the model has none."""
-        if self.model.encoder is None:
-            raise NotFound(
-                f"{self.name} has no tokenizer.json, which texts need",
-                f"send token ids to /v2/models/{self.name}/infer",
-            )
-        return self.model.encoder
-
     @property
     def ready(self) -> bool:
         """Whether the model can run; a full queue does not matter."""
@@ -216,7 +205,7 @@ class Engine:
             rows = self._tensor_rows(inputs, names)
             result = await self.batcher.submit(rows, deadline)
             started = perf_counter_ns()
-            joined = [_joined(parts) for parts in zip(*result.results, strict=True)]
+            joined = [join_values(parts) for parts in zip(*result.results, strict=True)]
             size = sum(array.nbytes for array in joined)
             _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
             answer = Answer(
@@ -224,62 +213,80 @@ class Engine:
                 result=result,
                 tokens=model.tokens(inputs),
                 padded_tokens=padded_tokens,
-                out_of_calibration=self._count_outside(_token_ids(inputs)),
+                out_of_calibration=self._count_outside(row_ids(inputs)),
                 follow_up=self._shadow.follow_up(self, None, names, result),
             )
             _add_stages(stages, result, output_ns=perf_counter_ns() - started)
         return answer
 
-    async def embed(
-        self, texts: Sequence[Text], *, truncate: bool = True, deadline: float | None = None
+    async def run_task(
+        self,
+        task: TextTask,
+        texts: Sequence[Text],
+        *,
+        truncate: bool = True,
+        deadline: float | None = None,
     ) -> Answer:
-        """Embed texts: ``outputs["embeddings"]`` has the shape (texts, hidden size).
+        """Embed, classify or rerank texts; ``outputs[task]`` has one row per text.
 
         Args:
+            task: A row holds the embedding of a text ("embed"), the scores of its classes
+                ("classify"), or the logit of a query and a text ("rerank"). See ``Model.vectors``.
             texts: At least one.
             truncate: Truncate texts that are too long; False refuses them.
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            NotFound: The model has no tokenizer.
+            NotFound: The model has no tokenizer, or is no classifier or reranker.
             InvalidData: A text is too long, or the model takes no texts.
             InvalidArgument: The outputs of the model are not embeddings.
             TooLarge: Too many texts, characters or tokens in one request.
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
-        return await self._texts("embed", "embeddings", texts, truncate, deadline)
-
-    async def classify(
-        self, texts: Sequence[Text], *, truncate: bool = True, deadline: float | None = None
-    ) -> Answer:
-        """Classify texts: ``outputs["scores"]`` has the shape (texts, classes).
-
-        The scores of a text sum to one; a single class has the sigmoid of its logit. The model may
-        state another activation.
-
-        Args, Raises: See ``embed``; NotFound also if the model is no classifier.
-        """
-        if not self.model.classifies:
+        model = self.model
+        if task == "classify" and not model.classifies:
             raise NotFound(
                 f"{self.name} has no classes: no output 'logits' of shape [batch, classes]",
                 "use /embed for vectors",
             )
-        return await self._texts("classify", "scores", texts, truncate, deadline)
-
-    async def rerank(
-        self, query: str, texts: Sequence[str], *, truncate: bool, deadline: float | None = None
-    ) -> Answer:
-        """Score texts for a query: ``outputs["scores"]`` has the logits, of shape (texts, 1).
-
-        Args, Raises: See ``embed``; NotFound also if the model has not one logit per text.
-        """
-        if not self.model.reranks:
+        if task == "rerank" and not model.reranks:
             raise NotFound(
                 f"{self.name} is no reranker: no output 'logits' of shape [batch, 1]",
                 "export a reranker with the task rerank",
             )
-        pairs = [(query, text) for text in texts]
-        return await self._texts("rerank", "scores", pairs, truncate, deadline)
+        with self._counted() as stages:
+            self._check_texts(texts)
+            names = [model.text_output(task)]
+
+            def rows() -> list[Row]:  # in a thread
+                encodings = model.encode(texts, truncate=truncate)
+                # Pooling makes the answer small, but the run needs the memory for its longest row.
+                row = (1, max(map(len, encodings)))
+                shapes = {tensor.name: row for tensor in model.inputs}
+                _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
+                self._check_size(shapes, shapes, names)
+                return [
+                    Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
+                    for one in encodings
+                ]
+
+            result = await self.batcher.submit_from(
+                rows,
+                len(texts),
+                deadline,
+                is_short=sum(map(_characters, texts)) <= SHORT_CHARACTERS,
+            )
+            started = perf_counter_ns()
+            answer = Answer(
+                outputs={task: join_values(result.results)},
+                result=result,
+                tokens=sum(row.tokens for row in result.rows),
+                padded_tokens=sum(count * batch.longest for batch, count in result.batches),
+                out_of_calibration=self._count_outside(row.payload.ids for row in result.rows),
+                follow_up=self._shadow.follow_up(self, task, names, result, texts),
+            )
+            _add_stages(stages, result, output_ns=perf_counter_ns() - started)
+        return answer
 
     async def tokenize(
         self, texts: Sequence[str], *, truncate: bool = False, deadline: float | None = None
@@ -293,9 +300,10 @@ class Engine:
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
         with self._counted() as stages:
+            model = self.model
             self._check_texts(texts)
             result = await self._tokenizer.submit_from(
-                lambda: [Row((), 1, one) for one in self._encode(texts, truncate)],
+                lambda: [Row((), 1, one) for one in model.encode(texts, truncate=truncate)],
                 len(texts),
                 deadline,
             )
@@ -361,90 +369,15 @@ class Engine:
             self.in_flight -= 1
             self.release()
 
-    async def _texts(
-        self,
-        task: TextTask,
-        output: str,
-        texts: Sequence[Text],
-        truncate: bool,
-        deadline: float | None,
-    ) -> Answer:
-        with self._counted() as stages:
-            model = self.model
-            self._check_texts(texts)
-
-            def rows() -> list[Row]:  # in a thread
-                encodings = self._encode(texts, truncate)
-                # Pooling makes the answer small, but the run needs the memory for its longest row.
-                row = (1, max(map(len, encodings)))
-                shapes = {tensor.name: row for tensor in model.inputs}
-                _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
-                self._check_size(shapes, shapes, [model.text_output(task)])
-                return [
-                    Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
-                    for one in encodings
-                ]
-
-            result = await self.batcher.submit_from(
-                rows,
-                len(texts),
-                deadline,
-                is_short=sum(map(_characters, texts)) <= SHORT_CHARACTERS,
-            )
-            started = perf_counter_ns()
-            answer = Answer(
-                outputs={output: _joined(result.results)},
-                result=result,
-                tokens=sum(row.tokens for row in result.rows),
-                padded_tokens=sum(count * batch.longest for batch, count in result.batches),
-                out_of_calibration=self._count_outside(row.payload.ids for row in result.rows),
-                follow_up=self._shadow.follow_up(
-                    self, task, [model.text_output(task)], result, texts
-                ),
-            )
-            _add_stages(stages, result, output_ns=perf_counter_ns() - started)
-        return answer
-
-    def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoding]:
-        encoder = self.require_tokenizer()
-        plain = [text for text in texts if not isinstance(text, list)]
-        given = [text for text in texts if isinstance(text, list)]
-        if not given:
-            return encoder.encode(plain, truncate=truncate)
-        if plain:
-            raise InvalidData(
-                "texts and token ids in one request", "send them in separate requests"
-            )
-        limit, bound = encoder.max_length, self.model.vocabulary
-        encodings: list[Encoding] = []
-        for index, ids in enumerate(given):
-            if not ids:
-                raise InvalidData(f"text {index} has no tokens", "remove empty texts")
-            if limit is not None and len(ids) > limit and not truncate:
-                raise InvalidData(
-                    f"text {index} has {len(ids)} tokens, more than the limit of {limit}",
-                    "shorten it, or ask for truncation",
-                )
-            # Checked per text: in a batch, one bad id would fail other requests.
-            if wrong := [token for token in ids if not 0 <= token < bound]:
-                raise InvalidData(
-                    f"text {index} holds {wrong[0]}: expected ids from 0 to {bound - 1}"
-                )
-            encodings.append(Encoding(ids[:limit], [0] * len(ids[:limit])))
-        return encodings
-
     def _tensor_rows(self, inputs: Mapping[str, np.ndarray], names: tuple[str, ...]) -> list[Row]:
         ids = self.model.ids(inputs)
         length = max(1, ids.shape[1] if ids.ndim > 1 else 1)
-        counts = {array.shape[:1] for array in inputs.values()}
-        if not self.model.rows_are_independent or len(counts) != 1 or () in counts:
+        rows = split_rows(inputs) if self.model.rows_are_independent else None
+        if rows is None:
             count = ids.shape[0] if ids.ndim else 1
             return [Row(("alone", names, object()), length * max(1, count), dict(inputs))]
         key = ("together", names, tuple((name, inputs[name].shape[1:]) for name in sorted(inputs)))
-        return [
-            Row(key, length, {name: array[at : at + 1] for name, array in inputs.items()})
-            for at in range(ids.shape[0])
-        ]
+        return [Row(key, length, row) for row in rows]
 
     def _run(self, key: Hashable, payloads: list[Any]) -> BatchResult:
         """Run one batch, in a thread of the batcher."""
@@ -454,12 +387,12 @@ class Engine:
         if is_text:
             inputs, names = model.text_inputs(payloads), [model.text_output(key[0])]
         else:
-            inputs, names = _concatenated(payloads), key[1]
+            inputs, names = join_rows(payloads), key[1]
         prepared = perf_counter_ns()
         outputs = tuple(model.run(inputs, names).values())
         inferred = perf_counter_ns()
         if len(payloads) > 1 or is_text:
-            _check_rows(inputs, outputs)
+            check_rows(inputs, outputs)
         rows = range(len(payloads))
         if is_text:
             vectors = model.vectors(key[0], inputs, outputs[0])
@@ -498,7 +431,11 @@ class Engine:
             )
 
     def _check_texts(self, texts: Sequence[Text]) -> None:
-        self.require_tokenizer()
+        if self.model.encoder is None:
+            raise NotFound(
+                f"{self.name} has no tokenizer.json, which texts need",
+                f"send token ids to /v2/models/{self.name}/infer",
+            )
         _check_limit(len(texts), self.settings.max_inputs, "texts")
         limit = self.settings.max_text_chars
         for index, text in enumerate(texts):
@@ -566,42 +503,6 @@ def _check_limit(found: int, limit: int, what: str) -> None:
         raise TooLarge(
             f"{found} {what} in one request: at most {limit}", "send several smaller requests"
         )
-
-
-def _concatenated(payloads: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    if len(payloads) == 1:
-        return payloads[0]
-    return {name: np.concatenate([one[name] for one in payloads]) for name in payloads[0]}
-
-
-def _check_rows(inputs: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]) -> None:
-    rows = next(iter(inputs.values())).shape[:1]
-    for output in outputs:
-        if output.shape[:1] != rows:
-            raise InvalidData(
-                f"an output has the shape {list(output.shape)} for {rows[0]} rows of input:"
-                " expected one row for each",
-                "send its tensors to the v2 route, one row at a time",
-            )
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows of one output of a request, which may come from several runs."""
-    if len(shapes := {part.shape for part in parts}) > 1:
-        raise InvalidData(
-            f"the rows of an output have the shapes {', '.join(map(str, sorted(shapes)))}:"
-            " expected equal shapes",
-            "send one row at a time",
-        )
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
-def _token_ids(inputs: Mapping[str, np.ndarray]) -> Iterable[np.ndarray]:
-    """The ids of each row without padding; nothing if the model has other inputs."""
-    ids = inputs.get("input_ids")
-    if ids is None or ids.ndim != 2:
-        return ()
-    return (row[real] for row, real in zip(ids, token_mask(inputs, ids.shape), strict=True))
 
 
 def _add_stages(stages: dict[str, int], result: RequestResult, *, output_ns: int) -> None:

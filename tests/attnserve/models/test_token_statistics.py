@@ -12,6 +12,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import Dataset
 from attnserve.models.token_statistics import (
     CalibrationRange,
+    row_ids,
     seen_ids,
     token_statistics,
     unseen_share,
@@ -78,6 +79,14 @@ def test_calibration_range_marks_longer_rows_and_rows_of_unknown_tokens():
     assert found.reasons([1, 2, 0]) == found.reasons([1, 2, 10**9]) == ("tokens",)
     assert found.reasons([1, 2, 3, 4, 1]) == ("length",)
     assert found.reasons(np.arange(10, 20)) == ("length", "tokens")
+
+
+def test_row_ids_are_those_of_real_tokens():
+    batch = {"input_ids": np.array([[1, 2, 0], [3, 4, 5]])}
+    masked = batch | {"attention_mask": np.array([[1, 1, 0], [1, 1, 1]])}
+    assert [ids.tolist() for ids in row_ids(masked)] == [[1, 2], [3, 4, 5]]
+    assert [ids.tolist() for ids in row_ids(batch)] == [[1, 2, 0], [3, 4, 5]]
+    assert not list(row_ids({"pixels": np.zeros((1, 3))}))
 
 
 def test_calibration_range_without_token_ids_knows_lengths_only():

@@ -64,6 +64,15 @@ def test_encode_without_truncation_long_text_is_refused(
         encoder.encode(["a", "a b c"], truncate=False)
 
 
+def test_encode_given_encoding_is_kept_or_truncated(encoder: TextEncoder) -> None:
+    given = Encoding([9, 8, 7, 6, 5], [0] * 5)
+    assert ids(encoder.encode(["a", given, "b"])) == [[CLS, 5, SEP], [9, 8, 7, 6], [CLS, 6, SEP]]
+    with raises(InvalidData, "text.too_long", "text 1 has 5 tokens", 4):
+        encoder.encode(["a", given], truncate=False)
+    with raises(InvalidData, "text.empty", "text 0"):
+        encoder.encode([Encoding([], [])])
+
+
 def test_encode_max_length_overrides_the_default(encoder: TextEncoder) -> None:
     assert ids(encoder.encode(["a b c"], max_length=3)) == [[CLS, 5, SEP]]
     assert ids(encoder.encode(["a b c"], max_length=9)) == [[CLS, 5, 6, 7, SEP]]

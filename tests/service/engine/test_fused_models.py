@@ -16,7 +16,6 @@ from attnserve.models import artifact as artifact_module
 from attnserve.models import graph_facts
 from attnserve.planning.model_check import CheckResult, IsolationChecker
 from service.api.triton import configuration
-from service.dashboard.stats import card
 from service.engine.repository import Repository
 from service.settings import Settings
 
@@ -33,13 +32,13 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
         try:
             engine = repository.engine()
             repository.log_operators()
-            found = await engine.embed(["a man is playing a guitar", "a dog"])
+            found = await engine.run_task("embed", ["a man is playing a guitar", "a dog"])
             config = configuration(engine)
             told = json.loads(config["parameters"]["operators"]["string_value"])
-            assert told == card(engine)["operators"] == engine.model.operators
+            assert told == engine.model.card["operators"] == engine.model.operators
             return {
                 **told,
-                "vectors": found.outputs["embeddings"],
+                "vectors": found.outputs["embed"],
                 "macs": found.macs,
                 "plan": engine.model.artifact.plan_id,
                 "config": {name: config[name] for name in ("input", "output", "max_batch_size")},

@@ -120,7 +120,7 @@ def test_engine_uses_tokenizer_above_the_versions(tmp_path: Path) -> None:
     shutil.move(version, folder / "1")
 
     async def script(repository: Repository) -> None:
-        answer = await repository.engine("tiny").embed(["a b c d a b c d"])
+        answer = await repository.engine("tiny").run_task("embed", ["a b c d a b c d"])
         assert answer.tokens == 8  # the record's max_length
 
     play(tmp_path / "models", script)
@@ -333,7 +333,7 @@ def test_load_repeated_leaks_no_memory_and_no_threads(tmp_path: Path) -> None:
             await repository.unload("tiny")
             await repository.settled()
             await repository.load("tiny")
-            await repository.engine("tiny").embed(["a b"])
+            await repository.engine("tiny").run_task("embed", ["a b"])
 
         for _ in range(100):
             await cycle()

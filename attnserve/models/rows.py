@@ -1,0 +1,62 @@
+"""Rows of a batch: split arrays along their first axis, and join them again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from graph_passes.errors import InvalidData
+
+__all__ = ["check_rows", "join_rows", "join_values", "split_rows"]
+
+
+def split_rows(batch: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]] | None:
+    """The rows of a batch as views; None if not all arrays have the same first axis."""
+    axes = {array.shape[:1] for array in batch.values()}
+    if len(axes) != 1 or () in axes:
+        return None
+    (count,) = axes.pop()
+    return [{name: array[at : at + 1] for name, array in batch.items()} for at in range(count)]
+
+
+def join_rows(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """One batch of rows with the same names; a single row is not copied.
+
+    Raises:
+        InvalidData: See ``join_values``.
+    """
+    if len(rows) == 1:
+        return rows[0]
+    return {name: join_values([row[name] for row in rows]) for name in rows[0]}
+
+
+def join_values(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows of one input or output; a single part is not copied.
+
+    Raises:
+        InvalidData: Their shapes differ.
+    """
+    if len(shapes := {part.shape for part in parts}) > 1:
+        raise InvalidData(
+            f"the rows of an output have the shapes {', '.join(map(str, sorted(shapes)))}:"
+            " expected equal shapes",
+            "run one row at a time",
+        )
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def check_rows(inputs: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+    """Check that every output has as many rows as the inputs.
+
+    Raises:
+        InvalidData: An output has not.
+    """
+    rows = next(iter(inputs.values())).shape[:1]
+    for output in outputs:
+        if output.shape[:1] != rows:
+            raise InvalidData(
+                f"an output has the shape {list(output.shape)} for {rows[0]} rows of input:"
+                " expected one row for each",
+                "use the tensors of the output, one row at a time",
+            )
