@@ -29,7 +29,6 @@ CONTROL = re.compile(r"/v2/repository/models/[^/]*/(un)?load")
 OPEN = ("/v2/health/live", "/v2/health/ready", "/")
 """Paths that need no key: health checks, and the dashboard page, whose data does need one."""
 
-
 Keys = dict[bytes, str]
 """The name of each key, or of each checksum of a key."""
 

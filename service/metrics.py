@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,6 @@ UNREADABLE = (OSError, RuntimeError, ValueError, struct.error)
 
 WINDOW_S = 60
 """Seconds covered by the window of /stats.json."""
-
 
 Version = tuple[str, str]
 """(model, version)."""
@@ -317,13 +316,7 @@ class ModelMetrics:
         """The recorded seconds of the last minute in this process, oldest first."""
 
     def record_run(
-        self,
-        *,
-        rows: int,
-        tokens: int,
-        padded_tokens: int,
-        macs: int | None,
-        stage_ns: tuple[int, int, int],
+        self, rows: int, tokens: int, padded_tokens: int, macs: int | None, stage_ns: Sequence[int]
     ) -> None:
         """Record one batch.
 

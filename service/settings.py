@@ -44,11 +44,9 @@ core, 4 and 8 gave 7 % more throughput than 16 (MiniLM, sentences of 16 tokens o
 
 
 def _listed(value: object) -> object:
-    return (
-        [part.strip() for part in value.split(",") if part.strip()]
-        if isinstance(value, str)
-        else value
-    )
+    if not isinstance(value, str):
+        return value
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def _listed_secrets(value: object) -> object:

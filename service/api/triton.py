@@ -184,7 +184,6 @@ def _tensor(tensor: Tensor, batches: bool) -> dict[str, Any]:
 
 
 def _statistics(request: Request, engines: list[Engine]) -> Response:
-    metrics = request.app.state.metrics
-    read = metrics.statistics()
+    read = request.app.state.metrics.statistics()
     stats = [engine.metrics.statistics(read[engine.name, engine.version]) for engine in engines]
     return json_response({"model_stats": stats})

@@ -121,16 +121,14 @@ class Queue:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """One result per row, and nanoseconds before, in and after the session.
+    """One result per row, and the nanoseconds before, in and after the session.
 
     ``macs`` counts the whole batch with its padding; None if they cannot be counted.
     """
 
     results: Sequence[Any]
     macs: int | None = None
-    input_ns: int = 0
-    infer_ns: int = 0
-    output_ns: int = 0
+    stage_ns: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -403,7 +403,8 @@ class Engine:
             results = [tuple(output[at : at + 1] for output in outputs) for at in rows]
         macs = model.macs(inputs)
         ended = perf_counter_ns()
-        return BatchResult(results, macs, prepared - started, inferred - prepared, ended - inferred)
+        stage_ns = prepared - started, inferred - prepared, ended - inferred
+        return BatchResult(results, macs, stage_ns)
 
     def _count_outside(self, rows: Iterable[Sequence[int] | np.ndarray]) -> int:
         """Count the rows of token ids that are not like the calibration data."""
@@ -447,14 +448,8 @@ class Engine:
     # -- failures ---------------------------------------------------------------------------------
 
     def _record_batch(self, batch: Batch) -> None:
-        result = batch.result
-        self.metrics.record_run(
-            rows=batch.rows,
-            tokens=batch.tokens,
-            padded_tokens=batch.padded_tokens,
-            macs=result.macs,
-            stage_ns=(result.input_ns, result.infer_ns, result.output_ns),
-        )
+        macs, stage_ns = batch.result.macs, batch.result.stage_ns
+        self.metrics.record_run(batch.rows, batch.tokens, batch.padded_tokens, macs, stage_ns)
 
     def _failed(self, error: ModelFailed) -> None:
         """Handle a failure of the session: pause until the model runs again.
@@ -507,8 +502,9 @@ def _check_limit(found: int, limit: int, what: str) -> None:
 
 def _add_stages(stages: dict[str, int], result: RequestResult, *, output_ns: int) -> None:
     """Nanoseconds of one request, by stage of the v2 protocol."""
-    runs = [batch.result for batch, _ in result.batches]
+    runs = [batch.result.stage_ns for batch, _ in result.batches]
+    before, inside, after = map(sum, zip(*runs, strict=True))
     stages["queue"] = int(result.queue_ms * 1e6)
-    stages["compute_input"] = int(result.prepare_ms * 1e6) + sum(run.input_ns for run in runs)
-    stages["compute_infer"] = sum(run.infer_ns for run in runs)
-    stages["compute_output"] = output_ns + sum(run.output_ns for run in runs)
+    stages["compute_input"] = int(result.prepare_ms * 1e6) + before
+    stages["compute_infer"] = inside
+    stages["compute_output"] = output_ns + after

@@ -86,8 +86,7 @@ def main() -> int:
         try:
             metrics = Metrics(state.metrics)
             repository = SharedRepository(settings, metrics, worker=worker, state=state)
-            app = create_app(settings, repository)
-            server = _WorkerServer(app, repository, state)
+            server = _WorkerServer(create_app(settings, repository), repository, state)
             server.run(sockets=[listener])
         except KeyboardInterrupt:
             return INTERRUPTED
