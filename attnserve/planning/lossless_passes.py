@@ -25,7 +25,7 @@ from attnserve.models.opset import raise_opset
 from attnserve.planning.apply import DEFECT, apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
-from attnserve.runtime.interleaved_timer import time_functions
+from attnserve.runtime.interleaved_timer import InterleavedTimer, time_functions
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
@@ -57,11 +57,15 @@ COMPARED = ((1, 1), (1, 7), (3, 16), (4, 33), (2, 128))
 """(batch, sequence) of the compared inputs; in each, all rows but the first are padded. Shapes that
 the model refuses are left out, but at least one must run."""
 
-TIMED = ((1, 16), (8, 16), (1, 128))
-"""(batch, sequence) at which both models are timed, if the model accepts them."""
+TIMED = ((1, 16), (8, 16), (1, 128), (1, 384))
+"""(batch, sequence) at which both models are timed, if the model accepts them. Fused attention
+gains most at the longest."""
 
 TIMED_S = 0.8
 """Approximate time of all measurements."""
+
+TIMER = InterleavedTimer(sample_seconds=5e-4, min_rounds=4, max_rounds=80)
+"""Large models run for seconds at the longest shape."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,7 @@ def _speedup(model: ir.Model, pair: Sequence[Any]) -> float:
 
 def _gain(pair: Sequence[Any], feed: Batch, seconds: float) -> float:
     """The time of the first session over that of the second, by the fastest run of each."""
-    times = time_functions([partial(run, session, feed) for session in pair], seconds)
+    times = time_functions([partial(run, session, feed) for session in pair], seconds, TIMER)
     return float(times[0].min() / times[1].min())
 
 

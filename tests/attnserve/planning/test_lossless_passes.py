@@ -137,10 +137,10 @@ def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
 @pytest.mark.parametrize(
     ("gains", "why"),
     [
-        ({16: 1.02, 128: 1.021}, None),
-        ({16: 1.019, 128: 1.019}, "1.02x"),
-        ({16: 1.5, 128: 0.969}, "0.97x as fast at 1 x 128"),
-        ({16: 1.5, 128: 0.97}, None),
+        ({16: 1.02, 128: 1.021, 384: 1.021}, None),
+        ({16: 1.019, 128: 1.019, 384: 1.019}, "1.02x"),
+        ({16: 1.5, 128: 0.969, 384: 1.5}, "0.97x as fast at 1 x 128"),
+        ({16: 1.5, 128: 0.97, 384: 0.97}, None),
     ],
 )
 def test_fuse_lossless_slow_result_is_refused(
@@ -162,7 +162,7 @@ def test_fuse_lossless_slow_result_is_refused(
 
 def test_gain_is_the_ratio_of_the_fastest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     times = np.array([[9.0, 8, 3, 9, 7], [5, 9, 6, 8, 2]])
-    monkeypatch.setattr(lossless_passes, "time_functions", lambda functions, seconds: times)
+    monkeypatch.setattr(lossless_passes, "time_functions", lambda *arguments: times)
     assert lossless_passes._gain((None, None), {}, 0) == 1.5
 
 
