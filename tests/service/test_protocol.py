@@ -43,7 +43,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 @contextmanager
 def served(app: Any = echo, **options: Any) -> Iterator[tuple[str, int]]:
     config = uvicorn.Config(
-        app, port=0, http=protocol.Protocol, lifespan="off", log_level="critical", **options
+        app, port=0, http=protocol.Protocol, lifespan="off", log_config=None, **options
     )
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
