@@ -29,6 +29,8 @@ def _attend(
 ) -> Tensor:
     """softmax(cap(scale q k^T) + bias) v for (B, H, S, K), (B, G, T, K) and (B, G, T, V).
 
+    The context of a query without keys is 0.
+
     Args:
         cap: A soft cap of the scores, if not 0.
         bias: Added to the scores; False of a boolean bias hides a key.
@@ -36,25 +38,36 @@ def _attend(
     """
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = torch.matmul(q * scale, k.transpose(-1, -2))
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
-    if bias is not None:
-        if bias.dtype == torch.bool:
-            scores = scores.masked_fill(~bias, -torch.inf)
-        else:
-            scores = scores + bias
     if causal:
-        queries, keys = scores.shape[-2:]
-        shown = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        queries, keys = q.shape[-2], k.shape[-2]
+        shown = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
         shown = shown.tril(keys - queries if ends_together else 0)
-        scores = scores.masked_fill(~shown, -torch.inf)
-    scores = scores.float()
-    if bias is not None:  # a query without keys has the context 0
-        empty = (scores == -torch.inf).all(-1, keepdim=True)
-        probabilities = F.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
-    else:
-        probabilities = F.softmax(scores, -1)
+        if bias is None:
+            bias = shown
+        elif bias.dtype == torch.bool:
+            bias = bias & shown
+        else:
+            bias = bias.masked_fill(~shown, -torch.inf)
+    if cap:
+        return _attend_capped(q, k, v, scale, cap, bias)
+    if bias is not None and bias.dtype != torch.bool:
+        bias = bias.to(q.dtype)
+    added = v.shape[-1] - q.shape[-1]
+    if added > 0:  # the fast kernels need equal sizes
+        q, k = (F.pad(t, (0, added)) for t in (q, k))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+
+
+def _attend_capped(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, bias: Tensor | None
+) -> Tensor:
+    """``_attend`` for equal numbers of heads, with a soft cap."""
+    scores = cap * torch.tanh(torch.matmul(q * scale, k.transpose(-1, -2)) / cap)
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=scores.dtype).masked_fill(~bias, -torch.inf)
+    scores = (scores if bias is None else scores + bias).float()
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    probabilities = F.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
     return torch.matmul(probabilities.to(v.dtype), v)
 
 
