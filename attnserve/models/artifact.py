@@ -438,8 +438,10 @@ def _read_own_weights(model: ir.Model, path: Path) -> None:
 
 
 def _in_place(path: Path) -> onnx.ModelProto | None:
+    """The model with its weights in the file; None if that is not possible."""
     try:
-        return read_in_place(path)
+        # onnx_ir maps no file that has several hard links.
+        return read_in_place(path) if path.stat().st_nlink == 1 else None
     except Exception:  # onnx.load reports the error
         return None
 

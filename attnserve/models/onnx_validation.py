@@ -232,6 +232,13 @@ def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None
             f"put {location} into the model's folder",
             code="artifact.external_missing",
         )
+    if data.stat().st_nlink > 1:  # onnx_ir refuses it
+        raise InvalidModel(
+            f"{where} is in {location}, which has several hard links and may be a file from "
+            "outside of the model's folder",
+            f"replace {location} by a copy of it",
+            code="artifact.external_hard_link",
+        )
     try:
         offset = int(entries.get("offset", "0"))
         length = int(entries.get("length", expected))

@@ -29,6 +29,7 @@ from attnserve.models.artifact import (
     write_record,
 )
 from attnserve.runtime.external_data import external_files
+from attnserve.runtime.onnx_reader import LARGE
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel, InvalidOutput
 from tests.errors import raises
@@ -368,6 +369,24 @@ def test_load_model_external_data_link_must_stay_in_folder(
         return
     with raises(InvalidModel, "artifact.external_outside"):
         load_model(external)
+
+
+def test_load_model_hard_linked_external_data_is_refused(external: Path):
+    external.with_name("other").hardlink_to(external.with_name("model.onnx.data"))
+    with raises(InvalidModel, "artifact.external_hard_link", "model.onnx.data"):
+        load_model(external)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_load_model_reads_a_hard_linked_model(plain: Path, in_place: bool):
+    weight = np.arange(2 * LARGE, dtype=np.float32)  # large enough to be mapped
+    proto = onnx.load(plain)
+    proto.graph.initializer.append(numpy_helper.from_array(weight, "large"))
+    onnx.save(proto, plain)
+    plain.with_name("other.onnx").hardlink_to(plain)
+    found = load_model(plain, in_place=in_place).graph.initializers["large"].const_value
+    assert found is not None
+    np.testing.assert_array_equal(found.numpy(), weight)
 
 
 def test_load_model_missing_or_short_external_data_is_refused(external: Path):
