@@ -473,6 +473,62 @@ def recovery_curve() -> str:
     return f'<div class="figure">{svg(draw, (7.6, 4.2))}</div>'
 
 
+def finetuning() -> str:
+    """Scores of decomposed encoders before and after the second fine-tuning."""
+    rows: list[list[str]] = []
+    for task, ranks in _finetuned().items():
+        for rank, found in ranks.items():
+            cells = [_mean_of(found, key) for key in ("tuned", "decomposed", "tuned_again")]
+            shown = [TASK_SCORES[task], str(rank)] if rank else [TASK_SCORES[task], "not decomposed"]
+            rows.append([*shown, *(percent(cell) for cell in cells), str(len(found))])
+    header = ["score", "R", "fine-tuned", "decomposed", "fine-tuned again", "seeds"]
+    return table(header, rows)
+
+
+def finetuning_curve() -> str:
+    """The scores by R, as in Figure 5 of the paper."""
+    from attnserve.reports.drawing import FIRST, GRID, MUTED, SECOND, svg
+
+    def draw(figure: Any) -> None:
+        tasks = _finetuned()
+        for axes, (task, ranks) in zip(figure.subplots(1, len(tasks), squeeze=False)[0],
+                                       tasks.items(), strict=True):  # fmt: skip
+            axes.grid(color=GRID)
+            sizes = sorted(rank for rank in ranks if rank)
+            for key, color, label in (("decomposed", FIRST, "decomposed"),
+                                      ("tuned_again", SECOND, "fine-tuned again")):  # fmt: skip
+                scores = [100 * _mean_of(ranks[rank], key) for rank in sizes]
+                axes.plot(sizes, scores, "o-", color=color, label=label)
+            control = [row for found in ranks.values() for row in found if row["rank"] is None]
+            if control:
+                for key, line, label in (("tuned", "-", "fine-tuned"),
+                                         ("tuned_again", "--", "the same again")):  # fmt: skip
+                    level = 100 * _mean_of(control, key)
+                    axes.axhline(level, linestyle=line, color=MUTED, label=label)
+            axes.set_xlabel("query and key dimensions R")
+            axes.set_ylabel(f"{TASK_SCORES[task]}, %")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+
+    return f'<div class="figure">{svg(draw, (7.6, 3.6))}</div>'
+
+
+TASK_SCORES = {"sts": "STS-B dev, Spearman", "classification": "SST-2 dev, accuracy"}
+
+
+def _finetuned() -> dict[str, dict[int | None, list[dict[str, Any]]]]:
+    """The rows of the seeds by task and R, the control last."""
+    found: dict[str, dict[int | None, list[dict[str, Any]]]] = {}
+    rows = load("finetuning")["rows"]
+    for row in sorted(rows, key=lambda row: (row["task"], -(row["rank"] or 0), row["seed"])):
+        found.setdefault(row["task"], {}).setdefault(row["rank"], []).append(row)
+    return found
+
+
+def _mean_of(rows: list[dict[str, Any]], key: str) -> float:
+    return sum(row[key] for row in rows) / len(rows)
+
+
 def onnxsim() -> str:
     """Head pruning beside onnxsim's, on the one graph that onnxsim prunes."""
     rows = load("reuse_prune")["onnxsim"]

@@ -1,0 +1,133 @@
+"""Decompose a fine-tuned encoder, and fine-tune it again: Table 2 and Figure 5 of arXiv 2006.16362.
+
+    python -m benchmarks.finetuning --task sts --train STSB_TRAIN.tsv --dev STSB_DEV.tsv
+    python -m benchmarks.finetuning --task classification --train SST2_TRAIN.tsv --dev SST2_DEV.tsv
+        [--minutes 2] [--seeds 0] [--threads 2] [--resume]
+
+all-MiniLM-L6-v2 is fine-tuned on --train. Then its queries and keys share R dimensions
+(``optimize --collab-dk R``, calibrated on 900 rows of --train), and the result is fine-tuned
+again for --minutes (``recover --task``: the labels, and the outputs of the fine-tuned encoder).
+R = 384 is exact. The row without R is the control: the fine-tuned encoder itself, fine-tuned again.
+Scores are those of --dev: Spearman's correlation, or the accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import attnserve
+from benchmarks import classifier
+from benchmarks._common import (
+    classifier_accuracy,
+    description,
+    labeled_sentences,
+    minilm,
+    sentences,
+    spread,
+    stored_rows,
+    sts_score,
+    write_lines,
+    write_result,
+)
+
+RANKS = (384, 256, 192, 128, 96, 64, 48, 32)
+"""The query and key dimensions of a layer, which has 12 heads of 32."""
+
+NAME = "finetuning"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=description(__doc__))
+    parser.add_argument("--task", choices=("sts", "classification"), required=True)
+    parser.add_argument("--train", type=Path, required=True, help="labels and sentences")
+    parser.add_argument("--dev", type=Path, required=True, help="labels and sentences")
+    parser.add_argument("--minutes", type=float, default=2.0, help="of each fine-tuning")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--threads", type=int, default=0, help="of the training; default: all")
+    parser.add_argument("--resume", action="store_true", help="skip what the result file has")
+    options = parser.parse_args(arguments)
+    for seed in options.seeds:
+        missing = [
+            rank
+            for rank in (None, *RANKS)
+            if not (options.resume and any(_is(row, rank, seed, options) for row in rows()))
+        ]
+        if missing:
+            measure(missing, seed, options)
+    return 0
+
+
+def measure(ranks: list[int | None], seed: int, options: argparse.Namespace) -> None:
+    """Fine-tune the encoder, then measure each rank; the result file is written after each."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tuned = fine_tuned(folder, seed, options)
+        score = scored(tuned, options)
+        print(f"{options.task}, seed {seed}: {score:.4f} fine-tuned", flush=True)
+        for rank in ranks:
+            smaller = tuned if rank is None else folder / f"rank-{rank}"
+            if rank is not None:
+                calibration = calibration_texts(folder, options)
+                attnserve.optimize(tuned, smaller, calib=calibration, collab_dk=rank)
+            again = folder / f"again-{rank}"
+            recover(smaller, tuned, again, seed, options)
+            row = {
+                "task": options.task, "rank": rank, "seed": seed, "minutes": options.minutes,
+                "tuned": score, "decomposed": scored(smaller, options),
+                "tuned_again": scored(again, options), "threads": options.threads or "all",
+            }  # fmt: skip
+            print(f"  R = {rank}: {row['decomposed']:.4f} -> {row['tuned_again']:.4f}", flush=True)
+            others = [old for old in rows() if not _is(old, rank, seed, options)]
+            write_result(NAME, options, rows=[*others, row])
+
+
+def rows() -> list[dict[str, Any]]:
+    return stored_rows(NAME)
+
+
+def _is(row: dict[str, Any], rank: int | None, seed: int, options: argparse.Namespace) -> bool:
+    key = (options.task, rank, seed, options.minutes)
+    return (row["task"], row["rank"], row["seed"], row["minutes"]) == key
+
+
+def fine_tuned(folder: Path, seed: int, options: argparse.Namespace) -> Path:
+    """The encoder after the first fine-tuning, as an artifact."""
+    tuned = folder / "tuned"
+    if options.task == "classification":
+        arguments = ["--train", options.train, "--dev", options.dev, "-o", tuned, "--seed", seed]
+        classifier.main([*map(str, arguments), "--threads", str(options.threads)])
+    else:
+        attnserve.export(minilm(), folder / "encoder")
+        recover(folder / "encoder", folder / "encoder", tuned, seed, options)
+    return tuned
+
+
+def recover(
+    model: Path, teacher: Path, output: Path, seed: int, options: argparse.Namespace
+) -> None:
+    attnserve.recover(
+        model, output, teacher=teacher, data=options.train, task=options.task, seed=seed,
+        minutes=options.minutes, threads=options.threads,
+    )  # fmt: skip
+
+
+def calibration_texts(folder: Path, options: argparse.Namespace) -> Path:
+    texts = (
+        labeled_sentences(options.train)[0]
+        if options.task == "classification"
+        else sentences(options.train, sys.maxsize)
+    )
+    return write_lines(folder / "calibration.txt", spread(texts, 900))
+
+
+def scored(model: Path, options: argparse.Namespace) -> float:
+    measured = classifier_accuracy if options.task == "classification" else sts_score
+    return measured(model, options.dev)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
