@@ -34,7 +34,7 @@ from benchmarks._common import (
     write_result,
 )
 
-RANKS = (384, 256, 192, 128, 96, 64, 48, 32)
+RANKS = (384, 192, 128, 64, 32)
 """The query and key dimensions of a layer, which has 12 heads of 32."""
 
 NAME = "finetuning"

@@ -9,7 +9,7 @@ import numpy as np
 from attnserve.models.rows import split_rows
 from attnserve.runtime.session import Batch
 
-__all__ = ["TOKENS", "count_tokens", "regroup", "row_contents"]
+__all__ = ["TOKENS", "can_be_mixed", "count_tokens", "mixed", "regroup", "row_contents"]
 
 TOKENS = 1000
 """Tokens of a training batch."""
@@ -70,6 +70,28 @@ def _regrouped(batches: Sequence[Batch], seed: int, fixed_length: bool) -> list[
         size = max(TOKENS // _length(rows[0]), 1) if _is_sequence(rows[0]) else ROWS
         found += [_joined(rows[start : start + size]) for start in range(0, len(rows), size)]
     return found
+
+
+def can_be_mixed(batch: Batch) -> bool:
+    """Whether the rows are texts, and more than one."""
+    mask = _mask(batch)
+    return mask is not None and len(mask) > 1
+
+
+def mixed(batch: Batch, random: np.random.Generator) -> Batch:
+    """New texts: each row up to a random token, and another row from there on.
+
+    A batch that cannot be mixed is returned as it is.
+    """
+    mask = _mask(batch)
+    if mask is None or len(mask) < 2:
+        return batch
+    other = random.permutation(len(mask))
+    lengths = (mask != 0).sum(1)
+    shortest = np.minimum(lengths, lengths[other])  # of both, so that no padding comes between
+    cut = random.integers(1, np.maximum(shortest, 2))
+    is_own = np.arange(mask.shape[1]) < cut[:, None]
+    return {name: np.where(is_own, array, array[other]) for name, array in batch.items()}
 
 
 def count_tokens(batch: Batch) -> int:

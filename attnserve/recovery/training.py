@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from attnserve.context import RunContext
-from attnserve.recovery.batches import count_tokens
+from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed
 from attnserve.recovery.distillation import Objective
 from attnserve.recovery.module import GraphModule
 from attnserve.runtime.cache import private_folder, read_private, write_atomically
@@ -41,7 +41,7 @@ PATIENCE = 6
 """Training ends if this many measurements in a row are no better (``is_stuck``)."""
 
 CACHE_BYTES = 2**30
-"""Memory for outputs of the teacher, which each further epoch needs again, in half precision."""
+"""Memory for outputs of the teacher that each further epoch needs again, in half precision."""
 
 
 @dataclass
@@ -221,11 +221,10 @@ class _Run:
         rate = LEARNING_RATE * min((step + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        index = self._index(step)
-        batches = self.lesson.steps[index]
+        batches, targets = self._batches(step)
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for batch, target in zip(batches, self._targets(index), strict=True):
+        for batch, target in zip(batches, targets, strict=True):
             with self._precision():
                 found = self.module(self.lesson.feed(batch))
             loss = self.lesson.objective(found, target, batch) / len(batches)
@@ -252,6 +251,20 @@ class _Run:
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self._is_half else nullcontext()
+
+    def _batches(self, step: int) -> tuple[Sequence[Batch], Sequence[list[np.ndarray]]]:
+        """The batches of a step, and what the teacher gives for them.
+
+        Texts are mixed from the second epoch on: few texts would be learned by heart.
+        """
+        index = self._index(step)
+        given = self.lesson.steps[index]
+        if not any(map(can_be_mixed, given)):
+            return given, self._targets(index)
+        if step >= len(self.lesson.steps):
+            random = np.random.default_rng((self.context.seed, step))
+            given = [mixed(batch, random) for batch in given]
+        return given, [self.lesson.teacher(batch) for batch in given]
 
     def _index(self, step: int) -> int:
         """The place of a step; each epoch has its own random order."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.main import get_command
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
@@ -22,7 +24,7 @@ from attnserve.cli.display import option_names  # noqa: E402
 from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
 from attnserve.models.precision import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
-from attnserve.recovery.batches import TOKENS, count_tokens, regroup  # noqa: E402
+from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
 from graph_passes.errors import AttnserveError, CheckFailed  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
 
@@ -337,6 +339,34 @@ def test_regroup_keeps_all_rows_in_batches_of_like_length():
     assert all(batch["input_ids"].size <= TOKENS for batch in made)
     assert sum(map(count_tokens, made)) == sum(len(ids) for ids, _ in rows)
     assert len(made) < 2 * sum(map(count_tokens, made)) / TOKENS + 2
+
+
+@given(st.lists(st.integers(2, 12), min_size=2, max_size=6), st.integers(0, 2**32 - 1))
+def test_mixed_texts_are_the_start_of_one_and_the_end_of_another(lengths: list[int], seed: int):
+    width = max(lengths)
+    batch = {
+        "input_ids": np.stack(
+            [np.pad(100 * i + np.arange(1, n + 1), (0, width - n)) for i, n in enumerate(lengths)]
+        ),
+        "attention_mask": np.stack([np.arange(width) < n for n in lengths]).astype(int),
+    }
+    made = mixed(batch, np.random.default_rng(seed))
+    for i, (ids, mask) in enumerate(zip(*made.values(), strict=True)):
+        text = ids[mask.astype(bool)].tolist()
+        other = text[-1] // 100
+        cut = sum(token // 100 == i for token in text) if other != i else len(text)
+        whole = batch["input_ids"][other]
+        assert text == [*batch["input_ids"][i][:cut], *whole[cut : lengths[other]]]
+        assert cut >= 1 and not ids[len(text) :].any()
+
+
+def test_images_and_single_texts_are_not_mixed():
+    random = np.random.default_rng(0)
+    for batch in (
+        {"pixel_values": np.zeros((4, 3, 4, 4), np.float32)},
+        {"input_ids": np.ones((1, 9), int), "attention_mask": np.ones((1, 9), int)},
+    ):
+        assert mixed(batch, random) is batch
 
 
 def test_regroup_groups_images_of_equal_shape():
