@@ -4,10 +4,11 @@
     python -m benchmarks.finetuning --task classification --train SST2_TRAIN.tsv --dev SST2_DEV.tsv
         [--minutes 2] [--seeds 0] [--threads 2] [--resume]
 
-all-MiniLM-L6-v2 is fine-tuned on --train. Then its queries and keys share R dimensions
-(``optimize --collab-dk R``, calibrated on 900 rows of --train), and the result is fine-tuned
-again for --minutes (``recover --task``: the labels, and the outputs of the fine-tuned encoder).
-R = 384 is exact. The row without R is the control: the fine-tuned encoder itself, fine-tuned again.
+For classification, all-MiniLM-L6-v2 is fine-tuned on --train; for sts it is taken as it is. Then
+its queries and keys share R dimensions (``optimize --collab-dk R``, calibrated on 900 rows of
+--train), and the result is fine-tuned again for --minutes (``recover --task``: the labels, and the
+outputs of the first encoder). R = 384 is exact. The row without R is the control: the first
+encoder, fine-tuned again.
 Scores are those of --dev: Spearman's correlation, or the accuracy.
 """
 
@@ -95,14 +96,13 @@ def _is(row: dict[str, Any], rank: int | None, seed: int, options: argparse.Name
 
 
 def fine_tuned(folder: Path, seed: int, options: argparse.Namespace) -> Path:
-    """The encoder after the first fine-tuning, as an artifact."""
+    """The encoder to decompose, as an artifact."""
     tuned = folder / "tuned"
     if options.task == "classification":
         arguments = ["--train", options.train, "--dev", options.dev, "-o", tuned, "--seed", seed]
         classifier.main([*map(str, arguments), "--threads", str(options.threads)])
     else:
-        attnserve.export(minilm(), folder / "encoder")
-        recover(folder / "encoder", folder / "encoder", tuned, seed, options)
+        attnserve.export(minilm(), tuned)
     return tuned
 
 

@@ -481,7 +481,7 @@ def finetuning() -> str:
             cells = [_mean_of(found, key) for key in ("tuned", "decomposed", "tuned_again")]
             shown = [TASK_SCORES[task], str(rank)] if rank else [TASK_SCORES[task], "not decomposed"]
             rows.append([*shown, *(percent(cell) for cell in cells), str(len(found))])
-    header = ["score", "R", "fine-tuned", "decomposed", "fine-tuned again", "seeds"]
+    header = ["score", "R", "before", "decomposed", "fine-tuned again", "seeds"]
     return table(header, rows)
 
 
@@ -501,8 +501,8 @@ def finetuning_curve() -> str:
                 axes.plot(sizes, scores, "o-", color=color, label=label)
             control = [row for found in ranks.values() for row in found if row["rank"] is None]
             if control:
-                for key, line, label in (("tuned", "-", "fine-tuned"),
-                                         ("tuned_again", "--", "the same again")):  # fmt: skip
+                for key, line, label in (("tuned", "-", "before"),
+                                         ("tuned_again", "--", "control")):  # fmt: skip
                     level = 100 * _mean_of(control, key)
                     axes.axhline(level, linestyle=line, color=MUTED, label=label)
             axes.set_xlabel("query and key dimensions R")
