@@ -479,8 +479,9 @@ def finetuning() -> str:
     for task, ranks in _finetuned().items():
         for rank, found in ranks.items():
             cells = [_mean_of(found, key) for key in ("tuned", "decomposed", "tuned_again")]
-            shown = [TASK_SCORES[task], str(rank)] if rank else [TASK_SCORES[task], "not decomposed"]
-            rows.append([*shown, *(percent(cell) for cell in cells), str(len(found))])
+            name = str(rank) if rank else "not decomposed"
+            shown = [percent(cell) for cell in cells]
+            rows.append([TASK_SCORES[task], name, *shown, str(len(found))])
     header = ["score", "R", "before", "decomposed", "fine-tuned again", "seeds"]
     return table(header, rows)
 
