@@ -63,12 +63,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(ranks: list[int | None], seed: int, options: argparse.Namespace) -> None:
-    """Fine-tune the encoder, then measure each rank; the result file is written after each."""
+    """Measure each rank, None for the control; the result file is written after each."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tuned = fine_tuned(folder, seed, options)
         score = scored(tuned, options)
-        print(f"{options.task}, seed {seed}: {score:.4f} fine-tuned", flush=True)
+        print(f"{options.task}, seed {seed}: {score:.4f} before", flush=True)
         for rank in ranks:
             smaller = tuned if rank is None else folder / f"rank-{rank}"
             if rank is not None:

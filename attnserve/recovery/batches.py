@@ -84,7 +84,7 @@ def mixed(batch: Batch, random: np.random.Generator) -> Batch:
     A batch that cannot be mixed is returned as it is.
     """
     mask = _mask(batch)
-    if mask is None or len(mask) < 2:
+    if mask is None or not can_be_mixed(batch):
         return batch
     other = random.permutation(len(mask))
     lengths = (mask != 0).sum(1)
