@@ -2,7 +2,8 @@
 
     python -m benchmarks.quality --minilm TRAIN.tsv DEV.tsv --sst2 CLASSIFIER TRAIN.tsv DEV.tsv
         --stories MODEL.onnx TOKENIZER.bin ROWS.npz UNSEEN.npz HUMAN.txt
-        --vit MODEL.onnx IMAGES.gz LABELS.gz [--only MODEL] [--keep K ...] [--resume]
+        --vit MODEL.onnx IMAGES.gz LABELS.gz --translation DATA --wikitext MODEL TEXT OTHER
+        [--only MODEL] [--keep K ...] [--resume]
 
 Each model is optimized for every K (``--keep K --allow ffn``, one thread). The result has the
 proof of the search, the same measure on rows of the same source that the search did not get, the
@@ -15,6 +16,11 @@ written after each of them, and ``--resume`` continues it.
     stories     stories260K of llama2.c; ROWS and UNSEEN (array idx, 256 tokens) are drawn from the
                 model itself (benchmarks.draw); HUMAN has a story a line; perplexity of HUMAN
     vit         a network for MNIST; every seventh image to calibrate, 5,000 others; their accuracy
+    translation a model of benchmarks.training.translation on the Multi30k files in DATA, which is
+                trained first if there is no checkpoint; pairs of val to calibrate, pairs of test;
+                BLEU of test
+    wikitext    MODEL is an output of benchmarks.training.language_model on TEXT; paragraphs of TEXT
+                that it did not learn; lines of OTHER; perplexity of the former
 """
 
 from __future__ import annotations
@@ -54,7 +60,7 @@ from benchmarks._common import (
 
 KEEP = (0.95, 0.98, 0.99, 0.995)
 
-ROWS, UNSEEN, IMAGES, DEV_ROWS = 1400, 2000, 5000, 600
+ROWS, UNSEEN, IMAGES, DEV_ROWS, OTHER_LINES = 1400, 2000, 5000, 600, 500
 """Rows for calibration, a seventh of which serves for a proof; unseen sentences and images."""
 
 
@@ -144,12 +150,14 @@ def _stories(
 
     np.savez(folder / "human.npz", idx=stories(human, tokenizer))
 
-    def perplexity(model: Path) -> float:
-        quality = attnserve.verify(model, model, data=folder / "human.npz").quality
-        assert quality is not None
-        return quality.also["perplexity"]
+    texts = folder / "human.npz"
+    return Case(model, rows, unseen, texts, "perplexity", partial(_perplexity, texts=texts))
 
-    return Case(model, rows, unseen, folder / "human.npz", "perplexity", perplexity)
+
+def _perplexity(model: Path, texts: Path) -> float:
+    quality = attnserve.verify(model, model, data=texts).quality
+    assert quality is not None
+    return quality.also["perplexity"]
 
 
 def _vit(folder: Path, model: Path, images: Path, labels: Path) -> Case:
@@ -162,13 +170,44 @@ def _vit(folder: Path, model: Path, images: Path, labels: Path) -> Case:
         np.savez(folder / f"{name}.npz", image=part)
 
     def accuracy(model: Path) -> float:
-        file = model if model.is_file() else model / "model.onnx"
-        session, parts = open_session(file, threads=1), np.array_split(others, 20)
+        session, parts = open_session(_graph(model), threads=1), np.array_split(others, 20)
         found = [np.argmax(run(session, {"image": scaled[part]})[0], -1) for part in parts]
         return float((np.concatenate(found) == truth[others]).mean())
 
     calibration, unseen = folder / "calibration.npz", folder / "unseen.npz"
     return Case(model, calibration, unseen, None, "accuracy", accuracy)
+
+
+def _translation(folder: Path, data: Path) -> Case:
+    from benchmarks.training import exported
+    from benchmarks.training.data import CACHE
+
+    training = exported.trained(data, CACHE)
+    corpus, model = training.corpus, folder / "original.onnx"
+    exported.export(training, model)
+    files = [
+        exported.write_rows(pairs, folder / name)
+        for name, pairs in (("calibration", corpus.val), ("unseen", corpus.test))
+    ]
+
+    def bleu(model: Path) -> float:
+        return exported.score(_graph(model), corpus, training.settings.longest)
+
+    return Case(model, *files, None, "BLEU", bleu)
+
+
+def _wikitext(folder: Path, model: Path, text: Path, other: Path) -> Case:
+    from benchmarks.training.language_model import halves
+
+    _, paragraphs = halves(text)
+    files = {"calibration": paragraphs[::2], "unseen": paragraphs[1::2]}
+    files["other"] = spread(sentences(other, sys.maxsize), OTHER_LINES)
+    paths = [write_lines(folder / f"{name}.txt", lines) for name, lines in files.items()]
+    return Case(model, *paths, "perplexity", partial(_perplexity, texts=paths[1]))
+
+
+def _graph(model: Path) -> Path:
+    return model if model.is_file() else model / "model.onnx"
 
 
 MODELS: dict[str, tuple[tuple[str, ...], Callable[..., Case]]] = {
@@ -177,6 +216,8 @@ MODELS: dict[str, tuple[tuple[str, ...], Callable[..., Case]]] = {
     "modernbert": (("CLASSIFIER", "TRAIN", "DEV"), _from_scratch),
     "stories": (("MODEL", "TOKENIZER", "ROWS", "UNSEEN", "HUMAN"), _stories),
     "vit": (("MODEL", "IMAGES", "LABELS"), _vit),
+    "translation": (("DATA",), _translation),
+    "wikitext": (("MODEL", "TEXT", "OTHER"), _wikitext),
 }
 """The files of each model, and the function that prepares them."""
 

@@ -13,6 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 PAD, BOS, EOS = 0, 1, 2
+CACHE = Path(".cache/training")
+"""The default folder of vocabularies and checkpoints."""
+
 FILES = {"train": "multi30k_train", "val": "multi30k_val", "test": "multi30k_test_2016_flickr"}
 
 Pair = tuple[list[int], list[int]]
@@ -53,7 +56,7 @@ def read_corpus(folder: Path, cache: Path, *, vocabulary: int, longest: int) -> 
     path = cache / f"vocabulary-{vocabulary}-{key:08x}.json"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _train_tokenizer(training, vocabulary).save(str(path))
+        train_tokenizer(training, vocabulary).save(str(path))
     tokenizer = Tokenizer.from_file(str(path))
 
     def encoded(part: str) -> list[Pair]:
@@ -111,7 +114,8 @@ def _texts(folder: Path, name: str) -> tuple[list[str], list[str]]:
     return source, target
 
 
-def _train_tokenizer(texts: list[str], size: int) -> Tokenizer:
+def train_tokenizer(texts: list[str], size: int) -> Tokenizer:
+    """A BPE tokenizer of bytes with ``size`` tokens: PAD, BOS, EOS and those of the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()

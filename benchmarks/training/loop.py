@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -117,15 +117,9 @@ class Training:
     def translations(self, pairs: list[Pair]) -> list[str]:
         """Greedy translations as text, in the order of the pairs."""
         self.model.eval()
-        order = sorted(range(len(pairs)), key=lambda row: len(pairs[row][0]))
-        found: dict[int, str] = {}
-        for start in range(0, len(order), 50):
-            rows = order[start : start + 50]
-            source, _ = tensors([pairs[row] for row in rows])
-            ids = self.model.translate(source, self.settings.longest)
-            texts = self.corpus.tokenizer.decode_batch(ids)
-            found |= {row: text.strip() for row, text in zip(rows, texts, strict=True)}
-        return [found[row] for row in range(len(pairs))]
+        return translations(
+            lambda source: self.model.translate(source, self.settings.longest), pairs, self.corpus
+        )
 
     def _train(self, pairs: list[Pair]) -> float:
         for group in self.optimizer.param_groups:
@@ -219,6 +213,24 @@ class Training:
         self.model.load_state_dict(stored["model"])
         self.optimizer.load_state_dict(stored["optimizer"])
         torch.set_rng_state(stored["random"])
+
+
+def translations(
+    translate: Callable[[Tensor], list[list[int]]], pairs: Sequence[Pair], corpus: Corpus
+) -> list[str]:
+    """The translations as text, in the order of the pairs.
+
+    Args:
+        translate: Returns the token ids of the translations of sources (B, S).
+    """
+    order = sorted(range(len(pairs)), key=lambda row: len(pairs[row][0]))
+    found: dict[int, str] = {}
+    for start in range(0, len(order), 50):
+        rows = order[start : start + 50]
+        source, _ = tensors([pairs[row] for row in rows])
+        texts = corpus.tokenizer.decode_batch(translate(source))
+        found |= {row: text.strip() for row, text in zip(rows, texts, strict=True)}
+    return [found[row] for row in range(len(pairs))]
 
 
 PROGRESS = ("step", "seconds", "cpu_seconds", "curve", "masks")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -91,23 +91,33 @@ class Translator(nn.Module):
 
     @torch.no_grad()
     def translate(self, source: Tensor, most: int) -> list[list[int]]:
-        """Greedy translations of at most ``most`` tokens, without BOS and EOS.
-
-        Nothing is cached: every step decodes all tokens so far.
-        """
+        """Greedy translations of at most ``most`` tokens, without BOS and EOS."""
         memory = self.encode(source)
-        target = torch.full((len(source), 1), BOS)
-        done = torch.zeros(len(source), dtype=torch.bool)
-        while not done.all() and target.shape[1] <= most:
-            token = self.output(self.decode(target, memory)[:, -1]).argmax(-1)
-            token[done] = PAD
-            done |= token == EOS
-            target = torch.cat([target, token[:, None]], 1)
-        return [[i for i in row if i not in (PAD, BOS, EOS)] for row in target.tolist()]
+        return greedy(
+            lambda target: self.output(self.decode(target, memory)[:, -1]), len(source), most
+        )
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim)
         return self.dropout(x + self.positions[: tokens.shape[1]])
+
+
+def greedy(logits: Callable[[Tensor], Tensor], rows: int, most: int) -> list[list[int]]:
+    """The most likely token after the other, at most ``most``, without BOS and EOS.
+
+    Nothing is cached: every step computes all tokens so far.
+
+    Args:
+        logits: Returns the logits (B, vocabulary) of the token after those of (B, T).
+    """
+    target = torch.full((rows, 1), BOS)
+    done = torch.zeros(rows, dtype=torch.bool)
+    while not done.all() and target.shape[1] <= most:
+        token = logits(target).argmax(-1)
+        token[done] = PAD
+        done |= token == EOS
+        target = torch.cat([target, token[:, None]], 1)
+    return [[i for i in row if i not in (PAD, BOS, EOS)] for row in target.tolist()]
 
 
 def attention_stack(variant: Variant, settings: Settings) -> Sequence[AttentionLayer]:

@@ -25,7 +25,7 @@ import torch
 
 from attnserve.checks.benchmark import describe_machine
 from benchmarks import _common
-from benchmarks.training.data import Corpus, read_corpus
+from benchmarks.training.data import CACHE, Corpus, read_corpus
 from benchmarks.training.loop import Training
 from benchmarks.training.variants import SAME, VARIANTS, Settings, Variant, find
 
@@ -62,9 +62,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--resume", action="store_true", help="keep finished runs, continue others")
-    parser.add_argument(
-        "--cache", type=Path, default=Path(".cache/training"), help="vocabulary and checkpoints"
-    )
+    parser.add_argument("--cache", type=Path, default=CACHE, help="vocabulary and checkpoints")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0 is its default")
     return parser.parse_args(arguments)
 

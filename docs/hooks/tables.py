@@ -66,6 +66,8 @@ QUALITY_MODELS = {
     "modernbert": "ModernBERT, SST-2",
     "stories": "stories260K",
     "vit": "MNIST transformer",
+    "translation": "translator, Multi30k",
+    "wikitext": "Llama, WikiText-2",
 }
 """The names of the models in quality.json, and how the documentation calls them."""
 

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import attnserve
 from benchmarks import _common
-from benchmarks.training import translation
-from benchmarks.training.data import EOS, FILES, Corpus, batches, read_corpus, tensors
+from benchmarks.training import exported, language_model, translation
+from benchmarks.training.data import BOS, EOS, FILES, PAD, Corpus, batches, read_corpus, tensors
 from benchmarks.training.loop import Training
 from benchmarks.training.variants import EXPERIMENTS, SAME, VARIANTS, Settings, find
 from docs.hooks import training as pages
@@ -175,6 +177,58 @@ def test_command_writes_results_and_resumes(
     capsys.readouterr()
     assert translation.main(command) == 0
     assert "finished before" in capsys.readouterr().out
+
+
+@pytest.mark.export
+@pytest.mark.parametrize("name", ["vanilla", "collaborative-quarter"])
+def test_exported_translator_is_certified_and_translates_as_the_trained_one(
+    name: str, corpus: Corpus, tmp_path: Path
+):
+    pytest.importorskip("sacrebleu", reason="scores translations")
+    settings = replace(TINY, layers=1, steps=60, evaluate_every=60, warm_up=10)
+    training = Training(VARIANTS[name], settings, 0, corpus)
+    training.run(say=quiet)
+    exported.export(training, tmp_path / "model.onnx")
+    expected, _ = translation.bleu(training.translations(corpus.test), corpus.references)
+    assert exported.score(tmp_path / "model.onnx", corpus, settings.longest) == expected
+    report = attnserve.inspect(tmp_path / "model.onnx").to_json()
+    form = name.partition("-")[0].replace("vanilla", "standard")
+    assert [found["form"] for found in report["attention"]] == [form, form, form]
+
+
+def test_rows_of_the_translator_are_those_of_the_corpus(corpus: Corpus, tmp_path: Path):
+    folder = exported.write_rows(corpus.val, tmp_path / "rows")
+    arrays = [np.load(path) for path in sorted(folder.iterdir())]
+    assert sum(len(each["source"]) for each in arrays) == len(corpus.val)
+    for each in arrays:
+        assert (each["target"] != PAD).all() and (each["target"][:, 0] == BOS).all()
+        assert ((each["source"] == EOS).sum(1) == 1).all()
+
+
+@pytest.mark.export
+def test_language_model_is_exported_as_a_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    monkeypatch.setattr(language_model, "SIZES", {**language_model.SIZES, **sizes})
+    monkeypatch.setattr(language_model, "VOCABULARY", 280)
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join([" = Title = ", *[f"{a} {b}" for a in WORDS for b in WORDS]]))
+    known, unseen = language_model.halves(text)
+    assert len(known) == 27 and len(unseen) == 9 and not set(known) & set(unseen)
+    assert (
+        language_model.main(["--text", str(text), "-o", str(tmp_path / "out"), "--epochs", "2"])
+        == 0
+    )
+    assert "perplexity of the paragraphs that were left out" in capsys.readouterr().out
+    report = attnserve.inspect(tmp_path / "out").to_json()
+    assert report["missed"] == [] and len(report["attention"]) == 1
+
+
+def test_language_model_needs_paragraphs(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("= Title =\n\none\n")
+    with pytest.raises(SystemExit, match="has 1 paragraphs"):
+        language_model.halves(tmp_path / "text.txt")
 
 
 def test_missing_file_is_named(tmp_path: Path):
