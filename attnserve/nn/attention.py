@@ -115,7 +115,7 @@ class AttentionLayer(nn.Module):
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.scale, self.dropout, self.batch_first = scale, dropout, batch_first
         self.keep_maps, self.latest = False, Latest()
-        self.v_proj = projection(self.vdim, num_heads * value_head_size, bias=bias)
+        self.v_proj = input_projection(self.vdim, num_heads * value_head_size, bias=bias)
         self.out_proj = projection(num_heads * value_head_size, embed_dim, bias=bias)
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
@@ -257,8 +257,8 @@ class FixedHeadAttention(AttentionLayer):
             scale=head_size**-0.5 if scale is None else scale, bias=bias, **others,
         )  # fmt: skip
         self.head_size = head_size
-        self.q_proj = projection(embed_dim, num_heads * head_size, bias=bias)
-        self.k_proj = projection(self.kdim, num_heads * head_size, bias=bias)
+        self.q_proj = input_projection(embed_dim, num_heads * head_size, bias=bias)
+        self.k_proj = input_projection(self.kdim, num_heads * head_size, bias=bias)
 
     @classmethod
     def from_trained(
@@ -327,9 +327,22 @@ def check_size(name: str, size: int) -> None:
 
 
 def projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
-    """A linear map initialized as in PyTorch's attention: Xavier-uniform weights, zero biases."""
+    """A linear map with Xavier-uniform weights and zero biases."""
     linear = nn.Linear(inputs, outputs, bias=bias)
     nn.init.xavier_uniform_(linear.weight)
+    if bias:
+        nn.init.zeros_(linear.bias)
+    return linear
+
+
+def input_projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
+    """A linear map for queries, keys or values, initialized as in torch.nn.MultiheadAttention.
+
+    There one Xavier-uniform matrix (3 D, D) makes all three: the variance is 1/(2 D). With the
+    same variance for any number and size of heads, that of the first logits is the same too.
+    """
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    nn.init.uniform_(linear.weight, -(limit := (1.5 / inputs) ** 0.5), limit)
     if bias:
         nn.init.zeros_(linear.bias)
     return linear

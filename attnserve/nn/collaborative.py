@@ -12,7 +12,7 @@ from attnserve.nn.attention import (
     AttentionLayer,
     Rotation,
     check_size,
-    projection,
+    input_projection,
     rotary_error,
 )
 from attnserve.nn.trained import TrainedAttention
@@ -38,7 +38,9 @@ class CollaborativeAttention(AttentionLayer):
         rank: R, the number of shared dimensions.
         mixing: The initial M. "concatenation" is the block-of-ones structure of equation 8, which
             equals standard attention with heads of R/H (blocks differ by one if H does not divide
-            R). "random" is normal with variance 1/H, so that logits have the same variance.
+            R). "random" is normal with mean 1/sqrt(H) and half of that as standard deviation, so
+            that logits have nearly the same variance: all heads start from similar logits of all
+            dimensions. Training from scratch is slower from mean 0, and from a concatenation.
         support: The entries of M that are learned, (H, R), boolean; None for all (dense mixing).
         value_head_size: V; default: D/H.
         scale: Default: 1/sqrt(R/H), that of the concatenated heads.
@@ -80,13 +82,13 @@ class CollaborativeAttention(AttentionLayer):
             scale=(rank / num_heads) ** -0.5 if scale is None else scale, bias=bias, **others,
         )  # fmt: skip
         self.rank = rank
-        self.q_proj = projection(embed_dim, rank, bias=False)
-        self.k_proj = projection(self.kdim, rank, bias=False)
+        self.q_proj = input_projection(embed_dim, rank, bias=False)
+        self.k_proj = input_projection(self.kdim, rank, bias=False)
         self.content = nn.Linear(self.kdim, num_heads, bias=False) if bias else None
         if self.content is not None:
             nn.init.zeros_(self.content.weight)
         if mixing == "random":
-            start = torch.randn(num_heads, rank) * num_heads**-0.5
+            start = (1 + 0.5 * torch.randn(num_heads, rank)) * num_heads**-0.5
         else:
             owner = torch.arange(rank) * num_heads // rank
             start = (owner == torch.arange(num_heads)[:, None]).to(torch.get_default_dtype())

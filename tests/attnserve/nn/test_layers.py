@@ -167,6 +167,18 @@ def test_widened_heads_receive_gradients(layer_of: Layers):
     assert (ours.q_proj.weight.unflatten(0, (4, 6))[:, 4:] == 0).all()
 
 
+@pytest.mark.parametrize("size", [4, 16, 64])
+def test_first_logits_have_the_same_spread_for_all_head_sizes(size: int):
+    """That of torch.nn.MultiheadAttention: a standard deviation of 1/2 for normal tokens."""
+    D, H = 128, 8
+    layers: list[Any] = [FixedHeadAttention(D, H, size, batch_first=True)]
+    for mixing in ("concatenation", "random"):
+        layers.append(CollaborativeAttention(D, H, H * size, mixing=mixing, batch_first=True))
+    tokens = torch.randn(64, 32, D)
+    for layer in layers:
+        assert layer.logits(tokens, tokens).std().item() == pytest.approx(0.5, abs=0.1)
+
+
 def test_collaborative_from_scratch_learns():
     """Random mixing learns the output of a fixed random layer."""
     teacher = FixedHeadAttention(16, 4, 4, batch_first=True)
