@@ -197,9 +197,9 @@ def _translation(folder: Path, data: Path) -> Case:
 
 
 def _wikitext(folder: Path, model: Path, text: Path, other: Path) -> Case:
-    from benchmarks.training.language_model import halves
+    from benchmarks.training.language_model import learned_and_unseen
 
-    _, paragraphs = halves(text)
+    _, paragraphs = learned_and_unseen(text)
     files = {"calibration": paragraphs[::2], "unseen": paragraphs[1::2]}
     files["other"] = spread(sentences(other, sys.maxsize), OTHER_LINES)
     paths = [write_lines(folder / f"{name}.txt", lines) for name, lines in files.items()]

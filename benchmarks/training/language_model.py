@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def halves(text: Path) -> tuple[list[str], list[str]]:
+def learned_and_unseen(text: Path) -> tuple[list[str], list[str]]:
     """Return the paragraphs to train on, and those that are left out.
 
     Raises:
@@ -72,7 +72,7 @@ def train(text: Path, folder: Path, epochs: int, seed: int) -> float:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(seed)
-    known, unseen = halves(text)
+    known, unseen = learned_and_unseen(text)
     tokenizer = train_tokenizer(known, VOCABULARY)
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(), bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,

@@ -214,7 +214,7 @@ def test_language_model_is_exported_as_a_decoder(
     monkeypatch.setattr(language_model, "VOCABULARY", 280)
     text = tmp_path / "text.txt"
     text.write_text("\n".join([" = Title = ", *[f"{a} {b}" for a in WORDS for b in WORDS]]))
-    known, unseen = language_model.halves(text)
+    known, unseen = language_model.learned_and_unseen(text)
     assert len(known) == 27 and len(unseen) == 9 and not set(known) & set(unseen)
     assert (
         language_model.main(["--text", str(text), "-o", str(tmp_path / "out"), "--epochs", "2"])
@@ -228,7 +228,7 @@ def test_language_model_is_exported_as_a_decoder(
 def test_language_model_needs_paragraphs(tmp_path: Path):
     (tmp_path / "text.txt").write_text("= Title =\n\none\n")
     with pytest.raises(SystemExit, match="has 1 paragraphs"):
-        language_model.halves(tmp_path / "text.txt")
+        language_model.learned_and_unseen(tmp_path / "text.txt")
 
 
 def test_missing_file_is_named(tmp_path: Path):
