@@ -36,7 +36,9 @@ from attnserve.runtime.session import open_session, run
 
 RESULTS = Path(__file__).parent / "results"
 
-FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
+FLAGS = (
+    "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
+)  # fmt: skip
 """Features of a CPU that decide how fast and how exact products are."""
 
 LENGTHS = (16, 32, 64, 128, 256, 384, 512)

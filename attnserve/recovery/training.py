@@ -21,6 +21,7 @@ from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed
 from attnserve.recovery.distillation import Objective
 from attnserve.recovery.module import GraphModule
 from attnserve.runtime.cache import private_folder, read_private, write_atomically
+from attnserve.runtime.cpu import has_bfloat16_product
 from attnserve.runtime.session import Batch
 from graph_passes.errors import CheckFailed
 
@@ -178,8 +179,10 @@ class _Run:
         self._known: dict[int, list[list[np.ndarray]]] = {}
         self._known_bytes = 0
         self._order = np.zeros(0, int)
-        is_cuda = module.device.type == "cuda"
-        self._is_half = is_cuda and torch.cuda.is_bf16_supported()
+        self._device = module.device.type
+        self._is_half = (
+            torch.cuda.is_bf16_supported() if self._device == "cuda" else has_bfloat16_product()
+        )
 
     def run(self) -> tuple[Training, list[Tensor]]:
         self._resume()
@@ -250,7 +253,7 @@ class _Run:
         return total
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cuda", torch.bfloat16) if self._is_half else nullcontext()
+        return torch.autocast(self._device, torch.bfloat16) if self._is_half else nullcontext()
 
     def _batches(self, step: int) -> tuple[Sequence[Batch], Sequence[list[np.ndarray]]]:
         """The batches of a step, and what the teacher gives for them.

@@ -15,7 +15,16 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["available_cores", "cpu_flags", "has_int8_dot_product", "parse_cpu_flags"]
+__all__ = [
+    "available_cores",
+    "cpu_flags",
+    "has_bfloat16_product",
+    "has_int8_dot_product",
+    "parse_cpu_flags",
+]
+
+BFLOAT16_PRODUCT = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Features (Linux names) with which products of bfloat16 are faster than those of float32."""
 
 INT8_DOT_PRODUCT = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})
 """Features (Linux names) with which the int8 kernels of ONNX Runtime add in 32 bits."""
@@ -76,3 +85,12 @@ def has_int8_dot_product(flags: Collection[str] | None = None) -> bool:
         flags: Features of the CPU; by default of this machine.
     """
     return not INT8_DOT_PRODUCT.isdisjoint(cpu_flags() if flags is None else flags)
+
+
+def has_bfloat16_product(flags: Collection[str] | None = None) -> bool:
+    """Whether bfloat16 is multiplied without conversion to float32; False if unknown.
+
+    Args:
+        flags: Features of the CPU; by default of this machine.
+    """
+    return not BFLOAT16_PRODUCT.isdisjoint(cpu_flags() if flags is None else flags)

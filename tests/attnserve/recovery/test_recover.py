@@ -36,8 +36,9 @@ MINUTES = 1.0
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that runs by calls, so that a training has the same steps on every machine."""
+    """A clock that runs by calls, and float32: a training has the same steps on every machine."""
     now = iter(np.arange(0, 1e6, 0.2))
+    monkeypatch.setattr(training, "has_bfloat16_product", lambda: False)
     monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
 
 
@@ -63,11 +64,18 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timing(seconds=20)
+@pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.usefixtures("clock")
 def test_recover_pruned_bert_raises_quality_on_unseen_rows(
-    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pruned: Path,
+    tiny: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bfloat16: bool,
 ):
     monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
+    monkeypatch.setattr(training, "has_bfloat16_product", lambda: bfloat16)
     stages: list[tuple[str, int, int]] = []
     report = attnserve.recover(
         pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES,

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from attnserve.runtime.cpu import available_cores, cpu_flags, has_int8_dot_product, parse_cpu_flags
+from attnserve.runtime.cpu import (
+    available_cores,
+    cpu_flags,
+    has_bfloat16_product,
+    has_int8_dot_product,
+    parse_cpu_flags,
+)
 
 X86 = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -40,6 +46,13 @@ flags\t\t: fpu
 )
 def test_has_int8_dot_product_of_cpuinfo_text(text: str, exact: bool):
     assert has_int8_dot_product(parse_cpu_flags(text)) is exact
+
+
+@pytest.mark.parametrize(
+    ("more", "fast"), [("avx512_bf16", True), ("amx_bf16", True), ("avx512f avx512_vnni", False)]
+)
+def test_has_bfloat16_product_of_cpuinfo_text(more: str, fast: bool):
+    assert has_bfloat16_product(parse_cpu_flags(X86.format(more=more))) is fast
 
 
 def test_cpu_flags_of_apple_silicon_have_the_dot_product(monkeypatch: pytest.MonkeyPatch):
