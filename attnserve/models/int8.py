@@ -26,7 +26,8 @@ weights is added to the bias.
 
 Rounding: with calibration data, weights of static activations are rounded such that their errors
 cancel (``rounding``), and to the nearest byte otherwise. Weights that several activations share are
-rounded to the nearest.
+rounded to the nearest. Weights that are trained for int8 are rounded as those before the training
+were (``Rounding``): rounded anew, their errors would no longer be those that were trained.
 
 com.microsoft Attention contains its projections. With static scales it is written as QAttention.
 It stays float32 without calibration data, because QAttention takes no scale per row, and with
@@ -57,7 +58,17 @@ from graph_passes.errors import CannotRewrite
 if TYPE_CHECKING:
     from jaxtyping import Float, Int8, UInt8
 
-__all__ = ["LEVELS", "Grid", "Group", "byte_table", "large_tables", "product_groups", "quantize"]
+__all__ = [
+    "LEVELS",
+    "Grid",
+    "Group",
+    "Rounding",
+    "byte_table",
+    "large_tables",
+    "product_groups",
+    "quantize",
+    "roundings",
+]
 
 LEVELS: Mapping[Bits, tuple[int, int]] = {7: (-64, 63), 8: (-127, 127)}
 """The least and the largest byte of weights."""
@@ -93,6 +104,7 @@ def quantize(
     smooth: bool = True,
     correct: bool = True,
     moments: Moments | None = None,
+    rounding: Mapping[str, Rounding] | None = None,
 ) -> None:
     """Quantize matrix products and large embedding tables in place.
 
@@ -105,13 +117,15 @@ def quantize(
         correct: Correct biases after static activations.
         moments: Second moments of the static activations; without them, weights are rounded to the
             nearest.
+        rounding: The ``roundings`` of a model with the same graph. Its weights of these names are
+            rounded alike.
 
     Raises:
         CannotRewrite: There are no products to quantize, or weights are not finite.
     """
-    groups = product_groups(model, bits, ranges, keep=keep, smooth=smooth)
+    groups = product_groups(model, bits, ranges, keep=keep, smooth=smooth, rounding=rounding)
     gathers = large_tables(model) if tables else []
-    writer = _Writer(model, bits, groups, correct=correct, moments=moments)
+    writer = _Writer(model, bits, groups, correct=correct, moments=moments, rounding=rounding)
     for group in groups:
         if group.grid is None:
             writer.write_per_row(group.products)
@@ -121,6 +135,44 @@ def quantize(
         writer.write_table(node)
     model.opset_imports.setdefault(MICROSOFT, 1)
     remove_unused(model)
+
+
+def roundings(
+    model: ir.Model,
+    bits: Bits,
+    ranges: Mapping[str, Range],
+    moments: Moments,
+    *,
+    keep: Collection[ir.Node] = (),
+) -> dict[str, Rounding]:
+    """How ``quantize`` rounds the weights of static activations, by name.
+
+    Raises:
+        Those of ``quantize``.
+    """
+    groups = product_groups(model, bits, ranges, keep=keep)
+    writer = _Writer(model, bits, groups, correct=True, moments=moments)
+    return {
+        product.weight.name or "": writer.rounded(product, group.grid)
+        for group in groups
+        if group.grid is not None
+        for product in group.products
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Rounding:
+    """The bytes of weights W (D, N) and of later ones: round((W * divisors + offset) / scales).
+
+    Attributes:
+        divisors: Of the activation, by smoothing; None if all are 1.
+        scales: One per column.
+        offset: From W * divisors to the chosen bytes times the scales, for the first weights.
+    """
+
+    divisors: Float[np.ndarray, " D"] | None
+    scales: Float[np.ndarray, " N"]
+    offset: Float[np.ndarray, "D N"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +214,7 @@ def product_groups(
     *,
     keep: Collection[ir.Node] = (),
     smooth: bool = True,
+    rounding: Mapping[str, Rounding] | None = None,
 ) -> list[Group]:
     """The products that ``quantize`` converts, with the grids of their activations.
 
@@ -189,19 +242,30 @@ def product_groups(
     made: list[Group] = []
     for (x, _), group in groups.items():
         range_ = ranges.get(x.name or "")
+        if range_ is None:
+            made.append(Group(group, None))
+            continue
+        known = (rounding or {}).get(group[0].weight.name or "")
         # Shared weights would need a copy for each activation.
         is_shared = any(len(inputs[product.key]) > 1 for product in group)
-        grid = None if range_ is None else _grid(group, range_, bits, smooth and not is_shared)
-        made.append(Group(group, grid))
+        divisors = None
+        if known is not None:
+            divisors = known.divisors
+        elif smooth and not is_shared:
+            divisors = _divisors(group, range_, bits)
+        made.append(Group(group, _grid(range_, divisors)))
     return made
 
 
-def _grid(group: Sequence[Product], range_: Range, bits: Bits, smooth: bool) -> Grid:
-    divisors = None
-    if smooth:
-        weights = np.concatenate([product.matrix() for product in group], axis=1)
-        least = 1.0 if _folds(group[0].x, group) else 1 + COST / weights.shape[1]
-        divisors = smoothing(range_, weights, bits, least)
+def _divisors(
+    group: Sequence[Product], range_: Range, bits: Bits
+) -> Float[np.ndarray, " D"] | None:
+    weights = np.concatenate([product.matrix() for product in group], axis=1)
+    least = 1.0 if _folds(group[0].x, group) else 1 + COST / weights.shape[1]
+    return smoothing(range_, weights, bits, least)
+
+
+def _grid(range_: Range, divisors: Float[np.ndarray, " D"] | None) -> Grid:
     scaled = 1.0 if divisors is None else divisors
     step, zero_point = _byte_step((range_.low / scaled).min(), (range_.high / scaled).max())
     return Grid(divisors, step, zero_point, range_.mean)
@@ -226,10 +290,11 @@ class _Writer:
         *,
         correct: bool,
         moments: Moments | None,
+        rounding: Mapping[str, Rounding] | None = None,
     ) -> None:
         self.graph, self.opset = model.graph, model.opset_imports.get("", 1)
         self.bits: Bits = bits
-        self.correct, self.moments = correct, moments
+        self.correct, self.moments, self.rounding = correct, moments, rounding or {}
         self.inputs = _activations_of([p for group in groups for p in group.products])
         self.weights: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
@@ -338,6 +403,13 @@ class _Writer:
             y = make.op("Add", [y, product.node.inputs[2]], "sum")
         replace_uses(product.result, y)
 
+    def rounded(self, product: Product, grid: Grid) -> Rounding:
+        """How the weights of a static activation are rounded."""
+        divided = _divided(product, grid.divisors)
+        rounder = self._rounder(product.x, grid.scaled, float(grid.step))
+        bytes_, scales = self._bytes(product, divided, rounder)
+        return Rounding(grid.divisors, scales, (bytes_ * scales - divided).astype(np.float32))
+
     def _rounder(self, x: ir.Value, divisors: np.ndarray, step: float) -> Rounder | None:
         """Rounds for the divided and quantized activation."""
         if self.moments is None:
@@ -354,13 +426,29 @@ class _Writer:
         """Bytes (D N) and scales (N); shared weights are never divided."""
         found = self.weights.get(product.key)
         if found is None or divisors is not None:
-            matrix = product.matrix() * (1.0 if divisors is None else divisors[:, None])
-            is_shared = len(self.inputs[product.key]) > 1
-            bytes_, scales = quantized_weights(matrix, self.bits, None if is_shared else rounder)
+            bytes_, scales = self._bytes(product, _divided(product, divisors), rounder)
             make = Inserter(self.graph, self.graph[0], f"{product.weight.name}/int8")
             found = make.constant(bytes_, "bytes"), make.constant(scales, "scale")
             self.weights[product.key] = found
         return found
+
+    def _bytes(
+        self, product: Product, matrix: Float[np.ndarray, "D N"], rounder: Rounder | None
+    ) -> tuple[Int8[np.ndarray, "D N"], Float[np.ndarray, " N"]]:
+        """Bytes and scales of the divided weights of a product."""
+        known = self.rounding.get(product.weight.name or "")
+        if known is not None:
+            return quantized_weights(matrix + known.offset, self.bits, scales=known.scales)
+        is_shared = len(self.inputs[product.key]) > 1
+        return quantized_weights(matrix, self.bits, None if is_shared else rounder)
+
+
+def _divided(
+    product: Product, divisors: Float[np.ndarray, " D"] | None
+) -> Float[np.ndarray, "D N"]:
+    """The weights for the divided activation."""
+    matrix = product.matrix()
+    return matrix if divisors is None else matrix * divisors[:, None]
 
 
 def _source(group: Sequence[Product]) -> ir.Value:
@@ -377,9 +465,16 @@ def _inserter(product: Product) -> Inserter:
 
 
 def quantized_weights(
-    matrix: Float[np.ndarray, "D N"], bits: Bits, rounder: Rounder | None = None
+    matrix: Float[np.ndarray, "D N"],
+    bits: Bits,
+    rounder: Rounder | None = None,
+    *,
+    scales: Float[np.ndarray, " N"] | None = None,
 ) -> tuple[Int8[np.ndarray, "D N"], Float[np.ndarray, " N"]]:
     """Bytes within -64..63 (7 bits) or -127..127 (8 bits), and one scale per column.
+
+    Args:
+        scales: By default those that the largest weight of each column needs.
 
     Raises:
         CannotRewrite: Weights are not finite.
@@ -389,9 +484,10 @@ def quantized_weights(
         raise CannotRewrite(
             "int8: the weights are not finite", "check the model", code="precision.failed"
         )
-    scales = np.maximum(matrix.max(axis=0) / largest, matrix.min(axis=0) / least)
-    scales = scales.astype(np.float32)
-    scales[scales < np.finfo(np.float32).tiny] = 1  # columns of zeros
+    if scales is None:
+        peaks = np.maximum(matrix.max(axis=0) / largest, matrix.min(axis=0) / least)
+        scales = np.asarray(peaks, np.float32)
+        scales[scales < np.finfo(np.float32).tiny] = 1  # columns of zeros
     if rounder is None:
         bytes_ = np.clip(np.round(matrix / scales), least, largest)
     else:

@@ -36,7 +36,7 @@ import onnx_ir.passes.common as common
 
 from attnserve.choices import INTEGER, Precision
 from attnserve.models.int4 import quantize_to_int4
-from attnserve.models.int8 import quantize
+from attnserve.models.int8 import Rounding, quantize, roundings
 from attnserve.models.products import Moments, Range, collect_ranges
 from attnserve.models.quantized import QUANTIZED, Bits
 from attnserve.runtime.cpu import has_int8_dot_product
@@ -70,6 +70,7 @@ __all__ = [
     "nodes_of_blocks",
     "on_cpu",
     "precision_of",
+    "roundings_of",
 ]
 
 
@@ -102,6 +103,7 @@ def convert(
     *,
     float_blocks: Collection[str] = (),
     to_nearest: bool = False,
+    rounding: Mapping[str, Rounding] | None = None,
 ) -> ir.Model:
     """Convert a copy of the model to another precision, with the same inputs and outputs (lossy).
 
@@ -115,6 +117,7 @@ def convert(
         float_blocks: Attention and feed-forward blocks that stay float32; for int8 and int4.
         to_nearest: Round weights to the nearest all the same, which takes less time, for models
             that are only timed or tried.
+        rounding: Round int8 weights as those that ``roundings_of`` was asked for.
 
     Raises:
         InvalidArgument: The precision is unknown, the model is not float32, it has no such block,
@@ -143,10 +146,35 @@ def convert(
         if precision in MAKE:
             made = MAKE[precision](copy)
         else:
-            moments = None if to_nearest else Moments(copy, calibration)
-            made = _small(copy, precision, ranges, moments, kept)
+            moments = None if to_nearest or rounding else Moments(copy, calibration)
+            made = _small(copy, precision, ranges, moments, kept, rounding=rounding)
         _finish(model, made, precision, is_whole=not float_blocks)
     return made
+
+
+def roundings_of(
+    model: ir.Model,
+    precision: Precision,
+    calibration: Sequence[Batch],
+    *,
+    float_blocks: Collection[str] = (),
+) -> dict[str, Rounding]:
+    """How ``convert`` rounds int8 weights, for models with the same graph and trained weights.
+
+    Raises:
+        Those of ``convert``.
+    """
+    check_cpu(precision)
+    _check_source(model, precision)
+    require_runtime()
+    with _conversion(precision):
+        copy = model.clone()
+        kept = nodes_of_blocks(copy, float_blocks)
+        _prepare(copy)
+        _require_opset(copy, precision, OLDEST_OPSET)
+        ranges = collect_ranges(copy, calibration)
+        moments = Moments(copy, calibration)
+        return roundings(copy, BITS[precision], ranges, moments, keep=kept)
 
 
 def convert_alone(
@@ -462,13 +490,16 @@ def _small(
     keep: Collection[ir.Node],
     *,
     tables: bool = True,
+    rounding: Mapping[str, Rounding] | None = None,
 ) -> ir.Model:
     """Convert all products but those of ``keep`` to int8 or int4."""
     if precision == "int4":
         quantize_to_int4(model, moments, keep=keep)
         return model
     _require_opset(model, precision, OLDEST_OPSET)
-    quantize(model, BITS[precision], ranges, keep=keep, tables=tables, moments=moments)
+    quantize(
+        model, BITS[precision], ranges, keep=keep, tables=tables, moments=moments, rounding=rounding
+    )
     return model
 
 

@@ -303,8 +303,9 @@ def optimize(
             context=context,
         )  # fmt: skip
         rewritten = _Rewritten(
-            result.report.rewrites, result.float32_model, result.applied, found=result.report
-        )
+            result.report.rewrites, result.float32_model, result.applied,
+            found=result.report, converted=result.model,
+        )  # fmt: skip
     elif isinstance(mode, Path):
         assert data is not None
         read, fit_context = read_plan(mode, artifact, data, context)
@@ -317,7 +318,7 @@ def optimize(
         rewritten = _apply(planned.plan, original, report, data, context, shape, fit=refit)
         rewritten = replace(rewritten, warnings=planned.warnings)
     calibration = data.fit if data is not None else ()
-    converted = convert(
+    converted = rewritten.converted or convert(
         rewritten.model, rewritten.plan.precision, calibration,
         float_blocks=rewritten.plan.float_blocks,
     )  # fmt: skip
@@ -429,13 +430,18 @@ def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Rewritten:
-    """A rewritten model in float32, its plan, and the reports of its making."""
+    """A rewritten model in float32, its plan, and the reports of its making.
+
+    Attributes:
+        converted: The model in the precision of its plan, if a search made it.
+    """
 
     plan: Plan
     model: ir.Model
     applied: ApplyReport
     warnings: tuple[str, ...] = ()
     found: PlanReport | None = None
+    converted: ir.Model | None = None
 
 
 def _require_no_rewrites(parameters: Mapping[str, Any], mode: str) -> None:

@@ -2,7 +2,8 @@
 
 Activations and weights are rounded to the grids of ``models.int8``. These are static bytes of
 activations with the same divisors, scales and zero points, weights with one scale per column and
-corrected biases, and bytes of large embedding tables. Weights are rounded to the nearest.
+corrected biases, and bytes of large embedding tables. Weights are rounded as those before the
+training were.
 
 The gradient of rounding is 1, and that of clipping is that of a clamp (straight-through estimator,
 arXiv 1308.3432). Products without a static grid stay float: those of constants.
@@ -17,7 +18,14 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from attnserve.models.int8 import LEVELS, Grid, byte_table, large_tables, product_groups
+from attnserve.models.int8 import (
+    LEVELS,
+    Grid,
+    Rounding,
+    byte_table,
+    large_tables,
+    product_groups,
+)
 from attnserve.models.products import Product, Range
 from attnserve.models.quantized import Bits
 from attnserve.recovery.operators import OPERATORS, Call, Operator, operator_key
@@ -35,6 +43,7 @@ def fake_operators(
     device: torch.device,
     *,
     keep: Collection[ir.Node] = (),
+    rounding: Mapping[str, Rounding] | None = None,
 ) -> dict[ir.Node, Operator]:
     """Functions that replace those of ``OPERATORS`` for the nodes that ``int8.quantize`` converts.
 
@@ -42,13 +51,17 @@ def fake_operators(
         bits: Of the weights.
         ranges: Of the activations, by name.
         keep: Products that stay float.
+        rounding: Of the weights, by name; those without are rounded to the nearest.
 
     Raises:
         CannotRewrite: There are no products to quantize.
     """
+    known = rounding or {}
     found: dict[ir.Node, Operator] = {
-        product.node: _FakeProduct(product, group.grid, bits, device)
-        for group in product_groups(model, bits, ranges, keep=keep)
+        product.node: _FakeProduct(
+            product, group.grid, bits, device, known.get(product.weight.name or "")
+        )
+        for group in product_groups(model, bits, ranges, keep=keep, rounding=rounding)
         if group.grid is not None
         for product in group.products
     }
@@ -58,7 +71,14 @@ def fake_operators(
 class _FakeProduct:
     """A product of a rounded activation and rounded weights."""
 
-    def __init__(self, product: Product, grid: Grid, bits: Bits, device: torch.device) -> None:
+    def __init__(
+        self,
+        product: Product,
+        grid: Grid,
+        bits: Bits,
+        device: torch.device,
+        rounding: Rounding | None,
+    ) -> None:
         self._function = OPERATORS[operator_key(product.node)]
         self._is_transposed, self._is_attention = product.key[1], product.is_attention
         self._least, self._largest = LEVELS[bits]
@@ -67,6 +87,13 @@ class _FakeProduct:
         self._divisors = scaled.to(device)  # D
         mean = torch.from_numpy((grid.mean / grid.scaled).astype(np.float32))
         self._mean = mean.to(device)  # D, of the divided activation
+        self._rounding = (
+            None
+            if rounding is None
+            else tuple(
+                torch.from_numpy(array).to(device) for array in (rounding.scales, rounding.offset)
+            )
+        )  # N and D N
 
     def __call__(self, call: Call, x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
         matrix = weight.T if self._is_transposed else weight  # D N
@@ -84,8 +111,12 @@ class _FakeProduct:
         return self._function(call, x, weight, *rest) + shift
 
     def _rounded(self, matrix: Tensor) -> Tensor:
-        scales = torch.maximum(matrix.amax(0) / self._largest, matrix.amin(0) / self._least)
-        scales = torch.where(scales < TINY, torch.ones_like(scales), scales)  # columns of zeros
+        if self._rounding is not None:
+            scales, offset = self._rounding
+            matrix = matrix + offset
+        else:
+            scales = torch.maximum(matrix.amax(0) / self._largest, matrix.amin(0) / self._least)
+            scales = torch.where(scales < TINY, torch.ones_like(scales), scales)  # of zeros
         return (matrix / scales).round().clamp(self._least, self._largest) * scales
 
 

@@ -37,7 +37,8 @@ from attnserve.models.datasets import (
     load_inputs,
     thinned,
 )
-from attnserve.models.precision import BITS, convert, nodes_of_blocks
+from attnserve.models.int8 import Rounding
+from attnserve.models.precision import BITS, convert, nodes_of_blocks, roundings_of
 from attnserve.models.products import MOMENT_TOKENS, collect_ranges
 from attnserve.models.quantized import Bits, int8_activations, int8_weight_bits
 from attnserve.models.tokenizer import read_sentences
@@ -235,6 +236,7 @@ class Recovery:
 
     Attributes:
         trained: A copy of the rewritten model, whose weights are trained.
+        rounding: Of the int8 weights before the training, which is kept; None in other precisions.
 
     Args:
         rewritten: In float32 or half precision; it is not changed.
@@ -278,6 +280,11 @@ class Recovery:
         self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
         self.empty = empty_axes(original, rewritten)
         self.calibration = [self._feed(batch) for batch in data.fit]
+        self.rounding: Mapping[str, Rounding] | None = None
+        if self.bits is not None:
+            self.rounding = roundings_of(
+                rewritten, precision, self.calibration, float_blocks=float_blocks
+            )
         self.plain = self._served(rewritten)
         if labels is not None:  # raises an error if the model is not one of the task
             self.teacher_score = labels.score(self._labeled_outputs(original, labels.prove))
@@ -370,7 +377,9 @@ class Recovery:
         if self.bits is None:
             return model
         rows = rows or self.calibration
-        return convert(model, self.precision, rows, float_blocks=self.float_blocks)
+        return convert(
+            model, self.precision, rows, float_blocks=self.float_blocks, rounding=self.rounding
+        )
 
     def _quantize(self, rows: Sequence[Batch]) -> None:
         """Let the module compute what the int8 conversion of ``trained`` will."""
@@ -378,8 +387,9 @@ class Recovery:
             ranges = collect_ranges(self.trained, rows)
             keep = nodes_of_blocks(self.trained, self.float_blocks)
             self.module.replaced = fake_operators(
-                self.trained, self.bits, ranges, self.module.device, keep=keep
-            )
+                self.trained, self.bits, ranges, self.module.device, keep=keep,
+                rounding=self.rounding,
+            )  # fmt: skip
 
     def _feed(self, batch: Batch) -> Batch:
         """The inputs of the rewritten model."""

@@ -25,9 +25,14 @@ from attnserve.runtime.cpu import has_bfloat16_product
 from attnserve.runtime.session import Batch
 from graph_passes.errors import CheckFailed
 
-__all__ = ["Checkpoint", "Lesson", "Training", "halved", "is_stuck", "train"]
+__all__ = ["Checkpoint", "Lesson", "Training", "halved", "is_stuck", "rate_for", "train"]
 
-LEARNING_RATE = 2e-4
+LEARNING_RATE = 2.5e-4
+"""For a first loss of 1. It grows with the root of the first loss (``rate_for``)."""
+
+LARGEST_ROOT = 1.2
+"""Of a first loss, for its learning rate."""
+
 WARM_UP = 20
 """Steps with a growing learning rate."""
 
@@ -54,6 +59,7 @@ class Training:
         tokens: Real tokens of all steps.
         seconds: Time of the training, its measurements included.
         stopped: Why it ended: "time", "no gain" or "not finite".
+        learning_rate: The largest one, of the schedule.
         loss: The loss on the rows to choose, of the best weights (``Quality.loss``).
         first_loss: The same before the training.
         history: (seconds, training loss, loss on the rows to choose) of each measurement.
@@ -63,6 +69,7 @@ class Training:
     tokens: int = 0
     seconds: float = 0.0
     stopped: str = "time"
+    learning_rate: float = 0.0
     loss: float = math.inf
     first_loss: float = math.inf
     history: list[tuple[float, float, float]] = field(
@@ -150,6 +157,16 @@ def train(
     return _Run(module, lesson, seconds, checkpoint, context).run()
 
 
+def rate_for(first_loss: float) -> float:
+    """The largest learning rate of a training that starts with this loss.
+
+    A loss is about quadratic in the distance to the weights that are looked for, and AdamW moves
+    every weight by about the learning rate in a step: the distance is the root of the loss. A
+    rate for a large loss moves weights that are nearly right away from where they should be.
+    """
+    return LEARNING_RATE * min(math.sqrt(first_loss), LARGEST_ROOT)
+
+
 def is_stuck(losses: Sequence[float], seconds: float, budget: float) -> bool:
     """Whether the last ``PATIENCE`` measurements are no better than those before, after half time.
 
@@ -174,7 +191,7 @@ class _Run:
         self.weights = list(module.weights)
         self.average = [weight.detach().clone() for weight in self.weights]
         self.best = [weight.detach().clone() for weight in self.weights]
-        self.optimizer = torch.optim.AdamW(self.weights, LEARNING_RATE, fused=True)
+        self.optimizer = torch.optim.AdamW(self.weights, fused=True)
         self.course = Training()
         self._known: dict[int, list[list[np.ndarray]]] = {}
         self._known_bytes = 0
@@ -221,9 +238,6 @@ class _Run:
     def _step(self, share: float) -> float:
         """One step of the optimizer, at a share of the time; returns the loss."""
         step = self.course.steps
-        rate = LEARNING_RATE * min((step + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         batches, targets = self._batches(step)
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
@@ -245,6 +259,11 @@ class _Run:
         norm = float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
         if not math.isfinite(norm):
             return norm
+        if step < WARM_UP:  # the mean over the first steps
+            self.course.learning_rate += (rate_for(total) - self.course.learning_rate) / (step + 1)
+        warmth = min((step + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.course.learning_rate * warmth
         self.optimizer.step()
         self.course.steps += 1
         self.course.tokens += sum(map(count_tokens, batches))
@@ -307,7 +326,7 @@ class _Run:
     def _resume(self) -> None:
         """Continue from the checkpoint, if it fits."""
         state = self.checkpoint.load()
-        if state is None:
+        if state is None or "learning_rate" not in state["course"]:
             return
         shapes = [weight.shape for weight in self.weights]
         if [weight.shape for weight in state["weights"]] != shapes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from attnserve.checks.evaluate import Share, score_session, share_kept
 from attnserve.checks.quality import CHOICE, QualityMeter
 from attnserve.context import RunContext
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.int8 import Rounding
 from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport, apply_plan
 from attnserve.planning.plan import Plan
@@ -106,9 +107,17 @@ class Judge:
         self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
         return built
 
-    def with_weights(self, built: Built, float32_model: ir.Model, context: RunContext) -> Built:
-        """The same choice with the weights of another model, converted and measured again."""
-        return self._built(built.choice, built.plan, float32_model, built.applied, context)
+    def with_weights(
+        self,
+        built: Built,
+        float32_model: ir.Model,
+        rounding: Mapping[str, Rounding] | None,
+        context: RunContext,
+    ) -> Built:
+        """The same choice with trained weights, converted and measured again."""
+        return self._built(
+            built.choice, built.plan, float32_model, built.applied, context, rounding
+        )
 
     def _built(
         self,
@@ -117,10 +126,14 @@ class Judge:
         float32_model: ir.Model,
         applied: ApplyReport,
         context: RunContext,
+        rounding: Mapping[str, Rounding] | None = None,
     ) -> Built:
         """Convert a rewritten model, and measure it on the data to choose."""
         data = self.given.data
-        model = convert(float32_model, plan.precision, data.fit, float_blocks=plan.float_blocks)
+        model = convert(
+            float32_model, plan.precision, data.fit, float_blocks=plan.float_blocks,
+            rounding=rounding,
+        )  # fmt: skip
         found = self._measure(model, data.choose, "choose", 0, context)
         loss = self._bounded_loss(found)
         return Built(choice, plan, float32_model, model, applied, found.fidelity, found.share, loss)

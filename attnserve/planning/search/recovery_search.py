@@ -178,7 +178,7 @@ class RecoverySearch:
         self.seconds = max(self.seconds - course.seconds, 0.0)
         best = built
         if course.is_better:
-            trained = self.judge.with_weights(built, recovery.trained, context)
+            trained = self.judge.with_weights(built, recovery.trained, recovery.rounding, context)
             best = min(built, trained, key=lambda one: one.loss)
         keeps = best.loss <= allowed
         self.rounds.append(

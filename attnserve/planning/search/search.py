@@ -72,11 +72,13 @@ class SearchResult:
     """A report, and the model that it describes.
 
     Attributes:
-        float32_model: The rewritten model; ``convert`` gives it its precision.
+        float32_model: The rewritten model.
+        model: The same in the precision of its plan.
     """
 
     report: PlanReport
     float32_model: ir.Model
+    model: ir.Model
     applied: ApplyReport
 
 
@@ -326,7 +328,7 @@ def _result(
         tuple(proofs), recovered,
     )  # fmt: skip
     report = _report(given, judge, best, outcome)
-    return SearchResult(report, best.float32_model, best.applied)
+    return SearchResult(report, best.float32_model, best.model, best.applied)
 
 
 def _no_gain(
@@ -342,7 +344,7 @@ def _no_gain(
     same = Fidelity((), 1.0, 1.0, "the original itself")
     outcome = Outcome(Plan(), False, verdict, same, None, speeds, None, (), recovered)
     report = _report(given, judge, best, outcome)
-    return SearchResult(report, given.model, ApplyReport((), is_exact=True))
+    return SearchResult(report, given.model, given.model, ApplyReport((), is_exact=True))
 
 
 def _report(given: SearchInput, judge: Judge, best: Built, outcome: Outcome) -> PlanReport:

@@ -14,7 +14,13 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
 from attnserve.models.datasets import load_inputs  # noqa: E402
 from attnserve.models.int8 import product_groups  # noqa: E402
-from attnserve.models.precision import BITS, Precision, convert, nodes_of_blocks  # noqa: E402
+from attnserve.models.precision import (  # noqa: E402
+    BITS,
+    Precision,
+    convert,
+    nodes_of_blocks,
+    roundings_of,
+)
 from attnserve.models.products import collect_ranges  # noqa: E402
 from attnserve.recovery.module import GraphModule  # noqa: E402
 from attnserve.recovery.quantization import fake_operators  # noqa: E402
@@ -121,3 +127,44 @@ def test_blocks_that_stay_float_are_not_rounded(tiny: Path, rows: list[Batch]):
         expected = run(served, batch)[0]
         assert error(expected, output(kept, batch)) < TOLERANCE
         assert error(expected, output(whole, batch)) > 10 * TOLERANCE
+
+
+def bytes_of(model: ir.Model) -> dict[str, np.ndarray]:
+    """The 8-bit weights."""
+    tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
+    eight = (ir.DataType.INT8, ir.DataType.UINT8)
+    return {
+        name: tensor.numpy()
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.dtype in eight and tensor.size > 1
+    }
+
+
+@pytest.mark.parametrize("build", [plain, with_attention, with_large_channels])
+def test_rounding_of_a_model_is_that_of_its_conversion_and_stays_when_weights_change(
+    build: Callable[[Path], ir.Model], tiny: Path, rows: list[Batch]
+):
+    model = build(tiny)
+    rounding = roundings_of(model, "int8", rows)
+    expected, nearest = convert(model, "int8", rows), convert(model, "int8", rows, to_nearest=True)
+    found = bytes_of(convert(model, "int8", rows, rounding=rounding))
+    ours, others = bytes_of(expected), bytes_of(nearest)
+    assert found.keys() == ours.keys()
+    assert all(np.array_equal(found[name], ours[name]) for name in ours)
+    assert any(not np.array_equal(found[name], others[name]) for name in ours)
+
+    module = GraphModule(model)
+    random = np.random.default_rng(0)
+    for weight in module.weights:  # by about half a step of the bytes
+        noise = 0.01 * float(weight.detach().abs().max()) * random.standard_normal(weight.shape)
+        weight.data += torch.from_numpy(noise.astype(np.float32))
+    module.write_weights()
+    module.replaced = fake_operators(
+        model, 7, collect_ranges(model, rows), module.device, rounding=rounding
+    )
+    served = convert(model, "int8", rows, rounding=rounding)
+    changed = bytes_of(served)
+    assert any(not np.array_equal(found[name], changed[name]) for name in found)
+    session = open_session(served)
+    for batch in rows[:3]:
+        assert error(run(session, batch)[0], output(module, batch)) < TOLERANCE

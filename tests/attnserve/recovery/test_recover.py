@@ -145,6 +145,19 @@ def test_int8_recover_raises_quality_of_the_served_model_on_unseen_rows(
     assert cosines[0] > cosines[1]
 
 
+@pytest.mark.timing(seconds=30)
+@pytest.mark.usefixtures("clock")
+def test_int8_recover_of_the_original_itself_lowers_the_rounding_errors(
+    tiny: Path, texts: Path, tmp_path: Path
+):
+    report = attnserve.recover(
+        tiny, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES, int8=True
+    )
+    assert report.gain
+    assert report.training.loss < 0.95 * report.training.first_loss
+    assert report.training.learning_rate < training.LEARNING_RATE / 2
+
+
 def test_int8_recover_without_gain_returns_the_plain_conversion(
     pruned: Path, tiny: Path, texts: Path, tmp_path: Path
 ):
@@ -314,6 +327,13 @@ def test_command_without_torch_names_the_extra(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == 2
     assert "attnserve[torch]" in done.stderr and len(done.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "rate"), [(0.0, 0.0), (0.01, 2.5e-5), (1.0, 2.5e-4), (4.0, 3e-4), (1e9, 3e-4)]
+)
+def test_learning_rate_is_the_root_of_the_first_loss_up_to_a_limit(loss: float, rate: float):
+    assert training.rate_for(loss) == pytest.approx(rate, rel=1e-9)
 
 
 def test_is_stuck_needs_six_measurements_without_progress():
