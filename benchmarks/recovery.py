@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             row = {"case": case, "minutes": options.minutes, **study.measure(case, options)}
             rows = [*(old for old in rows if not _is(old, case, options)), row]
+            rows.sort(key=lambda row: (list(CASES).index(row["case"]), row["minutes"]))
             kept = argparse.Namespace(train=options.train, dev=options.dev, text=options.text)
             write_result("recovery", kept, rows=rows)
     show(rows)
