@@ -104,7 +104,7 @@ def quantize(
     smooth: bool = True,
     correct: bool = True,
     moments: Moments | None = None,
-    rounding: Mapping[str, Rounding] | None = None,
+    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
 ) -> None:
     """Quantize matrix products and large embedding tables in place.
 
@@ -144,8 +144,8 @@ def roundings(
     moments: Moments,
     *,
     keep: Collection[ir.Node] = (),
-) -> dict[str, Rounding]:
-    """How ``quantize`` rounds the weights of static activations, by name.
+) -> dict[tuple[str, bool], Rounding]:
+    """How ``quantize`` rounds the weights of static activations, by ``Product.name``.
 
     Raises:
         Those of ``quantize``.
@@ -153,7 +153,7 @@ def roundings(
     groups = product_groups(model, bits, ranges, keep=keep)
     writer = _Writer(model, bits, groups, correct=True, moments=moments)
     return {
-        product.weight.name or "": writer.rounded(product, group.grid)
+        product.name: writer.rounded(product, group.grid)
         for group in groups
         if group.grid is not None
         for product in group.products
@@ -214,7 +214,7 @@ def product_groups(
     *,
     keep: Collection[ir.Node] = (),
     smooth: bool = True,
-    rounding: Mapping[str, Rounding] | None = None,
+    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
 ) -> list[Group]:
     """The products that ``quantize`` converts, with the grids of their activations.
 
@@ -245,7 +245,7 @@ def product_groups(
         if range_ is None:
             made.append(Group(group, None))
             continue
-        known = (rounding or {}).get(group[0].weight.name or "")
+        known = (rounding or {}).get(group[0].name)
         # Shared weights would need a copy for each activation.
         is_shared = any(len(inputs[product.key]) > 1 for product in group)
         divisors = None
@@ -290,7 +290,7 @@ class _Writer:
         *,
         correct: bool,
         moments: Moments | None,
-        rounding: Mapping[str, Rounding] | None = None,
+        rounding: Mapping[tuple[str, bool], Rounding] | None = None,
     ) -> None:
         self.graph, self.opset = model.graph, model.opset_imports.get("", 1)
         self.bits: Bits = bits
@@ -436,7 +436,7 @@ class _Writer:
         self, product: Product, matrix: Float[np.ndarray, "D N"], rounder: Rounder | None
     ) -> tuple[Int8[np.ndarray, "D N"], Float[np.ndarray, " N"]]:
         """Bytes and scales of the divided weights of a product."""
-        known = self.rounding.get(product.weight.name or "")
+        known = self.rounding.get(product.name)
         if known is not None:
             return quantized_weights(matrix + known.offset, self.bits, scales=known.scales)
         is_shared = len(self.inputs[product.key]) > 1

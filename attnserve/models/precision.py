@@ -103,7 +103,7 @@ def convert(
     *,
     float_blocks: Collection[str] = (),
     to_nearest: bool = False,
-    rounding: Mapping[str, Rounding] | None = None,
+    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
 ) -> ir.Model:
     """Convert a copy of the model to another precision, with the same inputs and outputs (lossy).
 
@@ -135,9 +135,7 @@ def convert(
             "for example int8",
             code="precision.unknown",
         )
-    check_cpu(precision)
-    _check_source(model, precision)
-    require_runtime()
+    _check(model, precision)
     with _conversion(precision):
         copy = model.clone()
         kept = nodes_of_blocks(copy, float_blocks)
@@ -158,15 +156,13 @@ def roundings_of(
     calibration: Sequence[Batch],
     *,
     float_blocks: Collection[str] = (),
-) -> dict[str, Rounding]:
+) -> dict[tuple[str, bool], Rounding]:
     """How ``convert`` rounds int8 weights, for models with the same graph and trained weights.
 
     Raises:
         Those of ``convert``.
     """
-    check_cpu(precision)
-    _check_source(model, precision)
-    require_runtime()
+    _check(model, precision)
     with _conversion(precision):
         copy = model.clone()
         kept = nodes_of_blocks(copy, float_blocks)
@@ -230,6 +226,13 @@ def _conversion(precision: Precision) -> Generator[None]:
             FLOAT32,
             code="precision.failed",
         ) from error
+
+
+def _check(model: ir.Model, precision: Precision) -> None:
+    """Check the CPU, the model and the installation before a conversion."""
+    check_cpu(precision)
+    _check_source(model, precision)
+    require_runtime()
 
 
 def _prepare(copy: ir.Model) -> None:
@@ -490,7 +493,7 @@ def _small(
     keep: Collection[ir.Node],
     *,
     tables: bool = True,
-    rounding: Mapping[str, Rounding] | None = None,
+    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
 ) -> ir.Model:
     """Convert all products but those of ``keep`` to int8 or int4."""
     if precision == "int4":

@@ -88,6 +88,12 @@ class Product:
         is_transposed = self.node.op_type == "Gemm" and self.node.attributes.get_int("transB", 0)
         return self.weight, bool(is_transposed)
 
+    @property
+    def name(self) -> tuple[str, bool]:
+        """The key with the name of the weights, which copies of the model share."""
+        weight, is_transposed = self.key
+        return weight.name or "", is_transposed
+
     def matrix(self) -> Float[np.ndarray, "D N"]:
         array = constant_array(self.weight).astype(np.float64)
         return array.T if self.key[1] else array

@@ -43,7 +43,7 @@ def fake_operators(
     device: torch.device,
     *,
     keep: Collection[ir.Node] = (),
-    rounding: Mapping[str, Rounding] | None = None,
+    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
 ) -> dict[ir.Node, Operator]:
     """Functions that replace those of ``OPERATORS`` for the nodes that ``int8.quantize`` converts.
 
@@ -58,9 +58,7 @@ def fake_operators(
     """
     known = rounding or {}
     found: dict[ir.Node, Operator] = {
-        product.node: _FakeProduct(
-            product, group.grid, bits, device, known.get(product.weight.name or "")
-        )
+        product.node: _FakeProduct(product, group.grid, bits, device, known.get(product.name))
         for group in product_groups(model, bits, ranges, keep=keep, rounding=rounding)
         if group.grid is not None
         for product in group.products

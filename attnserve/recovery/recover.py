@@ -280,7 +280,7 @@ class Recovery:
         self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
         self.empty = empty_axes(original, rewritten)
         self.calibration = [self._feed(batch) for batch in data.fit]
-        self.rounding: Mapping[str, Rounding] | None = None
+        self.rounding: Mapping[tuple[str, bool], Rounding] | None = None
         if self.bits is not None:
             self.rounding = roundings_of(
                 rewritten, precision, self.calibration, float_blocks=float_blocks

@@ -161,10 +161,11 @@ def rate_for(first_loss: float) -> float:
     """The largest learning rate of a training that starts with this loss.
 
     A loss is about quadratic in the distance to the weights that are looked for, and AdamW moves
-    every weight by about the learning rate in a step: the distance is the root of the loss. A
-    rate for a large loss moves weights that are nearly right away from where they should be.
+    every weight by about the learning rate in a step. The distance is the root of the loss. With a
+    larger rate, the first steps raise a small loss.
     """
-    return LEARNING_RATE * min(math.sqrt(first_loss), LARGEST_ROOT)
+    root = math.sqrt(max(first_loss, 0.0))  # KL of equal logits may be rounded below 0
+    return LEARNING_RATE * min(root, LARGEST_ROOT)
 
 
 def is_stuck(losses: Sequence[float], seconds: float, budget: float) -> bool:

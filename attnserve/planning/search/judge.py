@@ -111,7 +111,7 @@ class Judge:
         self,
         built: Built,
         float32_model: ir.Model,
-        rounding: Mapping[str, Rounding] | None,
+        rounding: Mapping[tuple[str, bool], Rounding] | None,
         context: RunContext,
     ) -> Built:
         """The same choice with trained weights, converted and measured again."""
@@ -126,7 +126,7 @@ class Judge:
         float32_model: ir.Model,
         applied: ApplyReport,
         context: RunContext,
-        rounding: Mapping[str, Rounding] | None = None,
+        rounding: Mapping[tuple[str, bool], Rounding] | None = None,
     ) -> Built:
         """Convert a rewritten model, and measure it on the data to choose."""
         data = self.given.data

@@ -330,7 +330,8 @@ def test_command_without_torch_names_the_extra(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("loss", "rate"), [(0.0, 0.0), (0.01, 2.5e-5), (1.0, 2.5e-4), (4.0, 3e-4), (1e9, 3e-4)]
+    ("loss", "rate"),
+    [(-1e-9, 0.0), (0.0, 0.0), (0.01, 2.5e-5), (1.0, 2.5e-4), (4.0, 3e-4), (1e9, 3e-4)],
 )
 def test_learning_rate_is_the_root_of_the_first_loss_up_to_a_limit(loss: float, rate: float):
     assert training.rate_for(loss) == pytest.approx(rate, rel=1e-9)
