@@ -30,10 +30,9 @@ from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import AttnserveError, CannotRewrite
-from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention, fusion_refusal
-from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
+from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 from graph_passes.passes.fuse_residuals import FuseResiduals
 
 __all__ = [
@@ -109,11 +108,7 @@ def fusion_plan(model: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan
                 chosen[block.name] = form
                 break
             reasons.append(refusal.reason)
-    gelu = [
-        block.name
-        for block in find_feed_forward(model)
-        if block.graph is model.graph and gelu_refusal(block, shapes, model.opset_imports) is None
-    ]
+    gelu = fusible_gelus(model)
     if not chosen and not gelu:
         raise CannotRewrite(
             f"no block can be written in a faster operator: {(reasons or ['none was found'])[0]}",

@@ -201,8 +201,12 @@ class Objective:
         for term in self.terms:
             found = student[term.index].float()
             target = torch.from_numpy(teacher[term.index]).to(found.device).float()
-            a, b = (self._rows(x, term.kind, batch) for x in (target, found))
-            losses.append(term.weight / term.unit * _distance(a, b, term.kind).mean())
+            if term.kind == "vectors" and found.ndim > 1:
+                loss = _mean_square(target, found, batch)
+            else:
+                a, b = (self._rows(x, term.kind, batch) for x in (target, found))
+                loss = _distance(a, b, term.kind).mean()
+            losses.append(term.weight / term.unit * loss)
         return torch.stack(losses).sum()
 
     def _rows(self, x: Tensor, kind: Kind, batch: Mapping[str, np.ndarray]) -> Tensor:
@@ -250,6 +254,13 @@ def served_vectors(
             weights = mask[..., None].to(x.dtype)
             x = (x * weights).sum(1) / weights.sum(1).clamp(min=1)
     return F.normalize(x[..., :dimensions], dim=-1)
+
+
+def _mean_square(a: Tensor, b: Tensor, batch: Mapping[str, np.ndarray]) -> Tensor:
+    """The mean of |a - b|^2 over real tokens; the gradient of a selection would be slow."""
+    mask = torch.from_numpy(_real(tuple(b.shape), batch)).to(b.device)
+    error = torch.where(mask[..., None], b - a, 0.0)
+    return (error * error).sum() / mask.sum()
 
 
 def _distance(a: Tensor, b: Tensor, kind: Kind) -> Any:

@@ -64,6 +64,16 @@ class FuseGelu(FeedForwardPass[NoParams]):
             opsets.setdefault(DOMAIN, 1)
 
 
+def fusible_gelus(model: ir.Model) -> list[str]:
+    """The names of the feed-forwards in the main graph whose activation can be one operator."""
+    with GraphContext.of(model) as context:
+        return [
+            block.name
+            for block in FuseGelu.find(context)
+            if block.graph is model.graph and FuseGelu.refusal(block, None, context) is None
+        ]
+
+
 def gelu_refusal(
     block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> Refusal | None:
