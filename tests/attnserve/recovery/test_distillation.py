@@ -10,6 +10,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 from attnserve.checks.quality import Quality  # noqa: E402
+from attnserve.recovery.distillation import HIDDEN_WEIGHT as HIDDEN  # noqa: E402
+from attnserve.recovery.distillation import LAST_WEIGHT as LAST  # noqa: E402
+from attnserve.recovery.distillation import SERVED_WEIGHT as SERVED  # noqa: E402
 from attnserve.recovery.distillation import Objective  # noqa: E402
 from graph_passes.errors import InvalidData  # noqa: E402
 
@@ -35,12 +38,12 @@ def loss(found: Objective, student: list[np.ndarray], teacher: list[np.ndarray])
 
 
 CASES = [
-    ("similarity", (3, 4, 8), "mean", 2 + 3 + 0.5),
-    ("similarity", (3, 4, 8), "cls", 2 + 3 + 0.5),
-    ("similarity", (3, 8), "none", 3 + 0.5),
-    ("r2", (3, 4, 8), "mean", 2 + 0.5),
-    ("kl", (3, 5), "mean", 3 + 0.5),
-    ("top1", (3, 4, 9), "mean", 3 + 0.5),
+    ("similarity", (3, 4, 8), "mean", LAST + SERVED + HIDDEN),
+    ("similarity", (3, 4, 8), "cls", LAST + SERVED + HIDDEN),
+    ("similarity", (3, 8), "none", SERVED + HIDDEN),
+    ("r2", (3, 4, 8), "mean", LAST + HIDDEN),
+    ("kl", (3, 5), "mean", SERVED + HIDDEN),
+    ("top1", (3, 4, 9), "mean", SERVED + HIDDEN),
 ]
 
 
@@ -51,15 +54,15 @@ def test_loss_is_0_for_equal_and_its_weights_for_a_constant(
     teacher = arrays(shape, (3, 4, 6))
     found = objective(measure, teacher, pooling)
     assert loss(found, teacher, teacher) == pytest.approx(0, abs=1e-6)
-    assert sum(term.weight for term in found.terms) == total
+    assert sum(term.weight for term in found.terms) == pytest.approx(total)
     # Each term alone is its weight for the best constant, by the definition of its unit.
     state = teacher[1][MASK.astype(bool)]
     constant = np.broadcast_to(state.mean(0), teacher[1].shape).copy()
-    assert loss(found, [teacher[0], constant], teacher) == pytest.approx(0.5, rel=1e-5)
+    assert loss(found, [teacher[0], constant], teacher) == pytest.approx(HIDDEN, rel=1e-5)
     if measure == "kl":
         p = torch.softmax(torch.from_numpy(teacher[0]), -1).mean(0).log()
         found_loss = loss(found, [p.expand(3, -1).numpy().copy(), teacher[1]], teacher)
-        assert found_loss == pytest.approx(3, rel=1e-5)
+        assert found_loss == pytest.approx(SERVED, rel=1e-5)
 
 
 def test_padding_does_not_count():
