@@ -33,9 +33,9 @@ __all__ = [
     "value_named",
 ]
 
-HIDDEN_WEIGHT = 1 / 3
-LAST_WEIGHT = 4.0
-SERVED_WEIGHT = 2.0
+HIDDEN_WEIGHT = 0.5
+LAST_WEIGHT = 6.0
+SERVED_WEIGHT = 3.0
 """Weights of the hidden states, of the last one, and of embeddings or logits. Each loss is divided
 by that of a constant predictor first, so that no weight depends on the model."""
 
