@@ -19,7 +19,7 @@ from graph_passes.errors import Refusal
 from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets, NoParams, small_shapes
 from graph_passes.passes.invariants import Interface
 
-__all__ = ["FuseGelu", "gelu_refusal"]
+__all__ = ["FuseGelu", "fusible_gelus", "gelu_refusal"]
 
 DOMAIN = "com.microsoft"
 

@@ -74,6 +74,21 @@ def test_padding_does_not_count():
     assert loss(found, student, teacher) == pytest.approx(0, abs=1e-6)
 
 
+def test_gradient_at_padding_is_0():
+    teacher = arrays((3, 4, 8), (3, 4, 6))
+    found = objective("r2", teacher)
+    student = [torch.from_numpy(array + 1).requires_grad_() for array in teacher]
+    with torch.no_grad():
+        student[1][torch.from_numpy(MASK == 0)] = torch.nan
+    value = found(student, teacher, BATCH)
+    value.backward()
+    assert torch.isfinite(value)
+    for tensor in student:
+        assert tensor.grad is not None
+        is_zero = (tensor.grad == 0).all(-1)
+        assert (is_zero == torch.from_numpy(MASK == 0)).all()
+
+
 def test_impossible_class_of_the_teacher_has_a_finite_loss():
     teacher = arrays((3, 5))
     teacher[0][:, 0] = -np.inf
