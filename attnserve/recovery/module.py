@@ -28,8 +28,8 @@ LARGEST_WEIGHT = 1000.0
 
 WEIGHTED = frozenset({
     "Add", "Attention", "BiasGelu", "Conv", "ConvTranspose", "Div", "Einsum", "FastGelu",
-    "FusedMatMul", "Gemm", "InstanceNormalization", "LayerNormalization", "MatMul", "Mul",
-    "MultiHeadAttention", "RMSNormalization", "SimplifiedLayerNormalization",
+    "FusedGemm", "FusedMatMul", "Gemm", "InstanceNormalization", "LayerNormalization", "MatMul",
+    "Mul", "MultiHeadAttention", "RMSNormalization", "SimplifiedLayerNormalization",
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Sub", "Sum",
 })  # fmt: skip
 """Operators whose constant inputs are weights, if another input is an activation."""

@@ -542,6 +542,17 @@ def _gemm(call: Call, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
     return product if c is None else product + (c if beta == 1 else beta * c)
 
 
+@operator("FusedGemm", domain="com.microsoft")
+def _fused_gemm(call: Call, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
+    name = call.text("activation", "")
+    product = _gemm(call, a, b, c)
+    if name == "LeakyRelu":
+        return F.leaky_relu(product, call.number("activation_alpha", 0.01))
+    if name not in ("Relu", "Sigmoid", "Softplus", "Tanh"):
+        raise call.unsupported(f"its activation is {name or 'missing'}")
+    return _UNARY[name](product)
+
+
 @operator("FusedMatMul", domain="com.microsoft")
 def _fused_matmul(call: Call, a: Tensor, b: Tensor) -> Tensor:
     if call.integer("transBatchA", 0) or call.integer("transBatchB", 0):

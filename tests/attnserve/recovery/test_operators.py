@@ -187,6 +187,11 @@ CASES = [
     Case("Gemm", lambda r: [floats(r, 3, 4), floats(r, 5, 4), floats(r, 5)],
          {"transB": 1, "alpha": 0.5, "beta": 2.0}),
     Case("Gemm", lambda r: [floats(r, 4, 3), floats(r, 4, 5)], {"transA": 1}),
+    *(Case("FusedGemm", lambda r: [floats(r, 3, 4), floats(r, 5, 4), floats(r, 5)],
+           {"transB": 1, "activation": name}, MS)
+      for name in ("Relu", "Sigmoid", "Softplus", "Tanh")),
+    Case("FusedGemm", lambda r: [floats(r, 3, 4), floats(r, 4, 5)],
+         {"activation": "LeakyRelu", "activation_alpha": 0.2}, MS),
     Case("FusedMatMul", lambda r: [floats(r, 2, 3, 4), floats(r, 2, 5, 4)],
          {"transB": 1, "alpha": 0.3}, MS),
     Case("Einsum", lambda r: [floats(r, 2, 3, 4), floats(r, 4, 5, 6)],
