@@ -92,6 +92,10 @@ class AttentionLayer(nn.Module):
         keep_maps: Keep the feature maps of each call in ``latest``, with their gradients.
     """
 
+    # Read by torch.nn.TransformerEncoder(Layer): these values turn its fused kernel off.
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
+
     def __init__(
         self,
         embed_dim: int,
@@ -153,7 +157,8 @@ class AttentionLayer(nn.Module):
         values = by_head(self.v_proj(value), self.num_heads)
         context = nn.functional.dropout(apart, self.dropout, self.training) @ values  # B H S V
         if self.keep_maps:
-            self.latest.maps = FeatureMaps(values, apart, context, *_real_tokens(mask, apart))
+            real = _real_tokens(mask, apart, is_self=key is query)
+            self.latest.maps = FeatureMaps(values, apart, context, *real)
         return self.out_proj(context.transpose(1, 2).flatten(2)), apart
 
     def forward(
@@ -193,6 +198,8 @@ class AttentionLayer(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             tokens = [part.transpose(0, 1) for part in tokens]
+        if key is query:  # still one object: feature maps tell self-attention by it
+            tokens[1] = tokens[0]
         mask = self._mask(tokens[0], tokens[1], key_padding_mask, attn_mask, is_causal)
         out, apart = self.attend(*tokens, mask=mask)
         weights = (apart.mean(1) if average_attn_weights else apart) if need_weights else None
@@ -373,22 +380,26 @@ def rotary_error(kind: str) -> InvalidArgument:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    # A quarter of the least value: the sum of two masks and of logits stays finite.
+    least = torch.finfo(dtype).min / 4
     if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    # Half of the least value: the sum of two masks stays finite.
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, torch.finfo(dtype).min / 2)
+        return mask.to(dtype).clamp(min=least)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, least)
 
 
-def _real_tokens(mask: Tensor | None, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+def _real_tokens(
+    mask: Tensor | None, probabilities: Tensor, *, is_self: bool
+) -> tuple[Tensor, Tensor]:
     """Masks of real queries (B, S) and keys (B, T).
 
-    A key is padding if no query attends to it. In self-attention, so is its query.
+    A key is padding if no query attends to it. In self-attention, so is its query; the mask of
+    cross-attention does not tell which queries are padding.
     """
     B, _, S, T = probabilities.shape
     if mask is None:
         queries, keys = (probabilities.new_ones(B, n, dtype=torch.bool) for n in (S, T))
         return queries, keys
-    allowed = ~mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
+    allowed = ~mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 8
     allowed = allowed[(None,) * (4 - allowed.ndim)]
     keys = allowed.expand(B, -1, -1, T).flatten(1, 2).any(1)
-    return (keys if S == T else keys.new_ones(B, S)), keys
+    return (keys if is_self else keys.new_ones(B, S)), keys

@@ -87,6 +87,12 @@ class CollaborativeAttention(AttentionLayer):
         self.content = nn.Linear(self.kdim, num_heads, bias=False) if bias else None
         if self.content is not None:
             nn.init.zeros_(self.content.weight)
+        if mixing not in ("concatenation", "random"):
+            raise InvalidArgument(
+                f"`mixing` is {mixing!r}: expected concatenation or random",
+                "choose the initial mixing",
+                code="nn.mixing",
+            )
         if mixing == "random":
             start = (1 + 0.5 * torch.randn(num_heads, rank)) * num_heads**-0.5
         else:
@@ -145,7 +151,7 @@ class CollaborativeAttention(AttentionLayer):
             dropout=layer.dropout, kdim=E, vdim=F, batch_first=layer.batch_first,
         ).to(layer.query)  # fmt: skip
         if not np.any(factors.content):
-            made.content = None
+            made.content = None  # see ``_load_from_state_dict``
         with torch.no_grad():
             made.q_proj.weight.copy_(torch.from_numpy(factors.query.T))
             made.k_proj.weight.copy_(torch.from_numpy(factors.key.T))
@@ -157,6 +163,27 @@ class CollaborativeAttention(AttentionLayer):
             made.out_proj.weight.copy_(layer.output.flatten(0, 1).T)
             made.out_proj.bias.copy_(layer.output_bias)
         return made
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Load weights, with R, the support and the content vectors of the state.
+
+        ``from_trained`` finds them from weights: a new model that is swapped may have others.
+        """
+        mixing, columns = (state_dict.get(prefix + name) for name in ("mixing", "columns"))
+        if mixing is not None:
+            self.rank = mixing.shape[-1]
+            self.mixing.data = self.mixing.new_empty(self.num_heads, self.rank)
+            for linear in (self.q_proj, self.k_proj):
+                linear.out_features = self.rank
+                linear.weight.data = linear.weight.new_empty(self.rank, linear.in_features)
+            if prefix + "content.weight" not in state_dict:
+                self.content = None
+            elif self.content is None:
+                self.content = nn.Linear(self.kdim, self.num_heads, bias=False).to(self.mixing)
+        if columns is not None and self.columns is not None and self.reads is not None:
+            shape = (self.num_heads, columns.shape[-1])
+            self.columns, self.reads = self.columns.new_empty(shape), self.reads.new_empty(shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
         if rotation is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attnserve.calibration.voting import Votes, cosines, elect_heads, group_heads
 from attnserve.nn.attention import FeatureMaps, FixedHeadAttention
+from attnserve.nn.reuse import ReuseAttention
 from attnserve.nn.trained import TrainedAttention
 from graph_passes.errors import InvalidArgument
 
@@ -80,6 +81,18 @@ class GroupedHeadAttention(FixedHeadAttention):
         **others: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, head_size, **others)
+        if objective not in ("metric", "categorical"):
+            raise InvalidArgument(
+                f"`objective` is {objective!r}: expected metric or categorical",
+                "choose equation 4B (metric) or 4A (categorical)",
+                code="nn.objective",
+            )
+        if len(tau) != 3 or min(tau) < 0 or not any(tau):
+            raise InvalidArgument(
+                f"`tau` is {tau}: expected three weights from 0, of which one is positive",
+                "for example (1, 0, 0): value maps",
+                code="nn.tau",
+            )
         if not 1 <= num_groups <= num_heads:
             raise InvalidArgument(
                 f"`num_groups` is {num_groups}: expected 1 to {num_heads} (its heads)",
@@ -121,8 +134,8 @@ class GroupedHeadAttention(FixedHeadAttention):
     def reassign(self) -> int:
         """Group the heads by the batches since the last call; returns the number that moved.
 
-        Groups are numbered by their first heads. 0 means that training has converged (rho of
-        algorithm 1).
+        Groups are numbered by their first heads. 0 means that training has converged. Algorithm 1
+        tests how far centers move (rho); as units here are means of maps, heads are counted.
         """
         if self._seen is None:
             self._seen = np.stack([_gram(_flat(part)) for part in _maps(self.latest.required())])
@@ -139,6 +152,8 @@ class GroupedHeadAttention(FixedHeadAttention):
     def compactness(self) -> Compactness:
         """Silhouette coefficient and Dunn index of the groups in the latest call."""
         maps = _maps(self.latest.required())
+        if self.groups[0] < 0:
+            self.reassign()
         likeness = np.zeros((self.num_heads, self.num_heads))
         for tau, part in zip(self.tau, maps, strict=True):
             likeness += tau / sum(self.tau) * cosines(_gram(_flat(part)))
@@ -148,13 +163,14 @@ class GroupedHeadAttention(FixedHeadAttention):
         """A standard layer of the heads whose mask is 1, with the scale of this one."""
         kept = torch.tensor([bool(stays) for stays in mask], device=self.groups.device)
         whole = self.trained()
-        return FixedHeadAttention.from_trained(
+        made = FixedHeadAttention.from_trained(
             TrainedAttention(
                 whole.query[kept], whole.key[kept], whole.value[kept], whole.output[kept],
                 whole.query_bias[kept], whole.key_bias[kept], whole.value_bias[kept],
                 whole.output_bias, whole.scale, whole.dropout, whole.batch_first,
             )
         )  # fmt: skip
+        return made.train(self.training)
 
     def _similarity(self, maps: list[Tensor]) -> Tensor:
         own = nn.functional.one_hot(self.groups, self.num_groups)
@@ -179,11 +195,15 @@ def voting_to_stay(
 ) -> dict[str, Votes]:
     """Elect one head per group in each grouped layer (V2S, algorithm 1), by module name.
 
-    Each batch votes with each kind of map, in each group, for the head most similar to the unit.
+    Each batch votes with each kind of map, in each group, for the head whose map has the largest
+    cosine with the mean map of its group. The classifier of equation 4A does not vote.
 
     Args:
         batches: One epoch of the training data.
         run: Calls the model with a batch. The model is in evaluation mode meanwhile.
+
+    Raises:
+        InvalidArgument: The model has no grouped layer, or there are no batches with real tokens.
     """
     layers, training = _grouped(model), model.training
     grams: dict[str, list[np.ndarray]] = {name: [] for name, _ in layers}
@@ -193,19 +213,40 @@ def voting_to_stay(
             run(batch)
             for name, layer in layers:
                 maps = _maps(layer.latest.required())
-                grams[name].append(np.stack([_gram(_flat(part)) for part in maps]))
-                if layer.groups[0] < 0:
-                    layer.reassign()
+                products = np.stack([_gram(_flat(part)) for part in maps])
+                if products.any():  # otherwise the batch is all padding
+                    grams[name].append(products)
+                    if layer.groups[0] < 0:
+                        layer.reassign()
     finally:
         model.train(training)
+    if not all(grams.values()):
+        raise InvalidArgument(
+            "`batches` has no real token",
+            "pass the batches of one epoch; a generator can be read only once",
+            code="nn.no_batches",
+        )
     return {name: elect_heads(grams[name], layer.groups.cpu().numpy()) for name, layer in layers}
 
 
 def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
-    """Replace grouped layers by standard layers of their elected heads, in place (GHT-PS)."""
-    for name, layer in _grouped(model):
-        if name in votes:
-            model.set_submodule(name, layer.pruned(votes[name].mask.tolist()))
+    """Replace grouped layers by standard layers of their elected heads, in place (GHT-PS).
+
+    Raises:
+        InvalidArgument: ``model`` is a grouped layer itself, or another layer reuses probabilities
+            of one: it would read those of the layer that is gone.
+    """
+    layers = [(name, layer) for name, layer in _grouped(model) if name in votes]
+    sources = {id(each.source) for each in model.modules() if isinstance(each, ReuseAttention)}
+    for name, layer in layers:
+        if not name or id(layer.latest) in sources:
+            raise InvalidArgument(
+                f"`{name}` is reused by another layer" if name else "`model` is the layer itself",
+                "remove heads before the wiring" if name else "call `pruned` of the layer",
+                code="nn.keep_pillars",
+            )
+    for name, layer in layers:
+        model.set_submodule(name, layer.pruned(votes[name].mask.tolist()))
 
 
 def _grouped(model: nn.Module) -> list[tuple[str, GroupedHeadAttention]]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnserve.nn.attention import AttentionLayer, Rotation
+from attnserve.nn.attention import AttentionLayer, Rotation, rotary_error
+from attnserve.nn.collaborative import CollaborativeAttention
 from attnserve.nn.trained import TrainedAttention
 from graph_passes.errors import InvalidArgument
 
@@ -133,8 +134,9 @@ def swap(
     """Replace the attention layers of a Hugging Face model, in place.
 
     Swapped layers do not cache keys: call decoders with ``use_cache=False``. The model cannot
-    return ``output_attentions`` of swapped layers; its state dict has other names. Grouped keys and
-    values get a copy for each query head.
+    return ``output_attentions`` of swapped layers; its state dict has other names: to load it, swap
+    a model of the same configuration in the same way first. Grouped keys and values get a copy for
+    each query head.
 
     Args:
         model: BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral or Qwen2, with
@@ -169,14 +171,16 @@ def swap(
         )
     made: dict[str, AttentionLayer] = {}
     for names in stacks.values():
-        layers = convert([_read(model, name) for name in names])
+        layers = list(convert([_read(model, name) for name in names]))
         if len(layers) != len(names):
             raise InvalidArgument(
                 f"`convert` returned {len(layers)} layers: expected {len(names)}",
                 "return one layer for each layer of the model",
                 code="nn.layer_count",
             )
-        made |= zip(names, layers, strict=True)
+        for name, layer in zip(names, layers, strict=True):
+            _check(model, name, layer)
+            made[name] = layer
     for name, layer in made.items():
         _install(model, name, layer.train(model.training))
     return list(made)
@@ -185,9 +189,15 @@ def swap(
 def _read(model: nn.Module, name: str) -> TrainedAttention:
     module: Any = model.get_submodule(name)
     names = _CLASSES[type(module).__name__]
-    linears = [getattr(module, each) for each in names.projections]
+    linears = [getattr(module, each, None) for each in names.projections]
     if len(linears) == 3:
         linears.append(_output_of(model, name).dense)
+    if not all(type(each) is nn.Linear and each.weight.is_floating_point() for each in linears):
+        raise InvalidArgument(
+            f"`{name}`: expected projections that are torch.nn.Linear, as in transformers 5",
+            "merge adapters and dequantize first, or update transformers",
+            code="nn.projections",
+        )
     dropout = getattr(module, names.dropout)
     sizes = module.config if names.rotary else module
     return TrainedAttention.of_linears(
@@ -195,6 +205,22 @@ def _read(model: nn.Module, name: str) -> TrainedAttention:
         num_kv_heads=sizes.num_key_value_heads if names.rotary else None,
         dropout=dropout.p if isinstance(dropout, nn.Dropout) else dropout, rotary=names.rotary,
     )  # fmt: skip
+
+
+def _check(model: nn.Module, name: str, layer: object) -> None:
+    """Raise if what ``convert`` returned cannot replace a module."""
+    old: Any = model.get_submodule(name)
+    names = _CLASSES[type(old).__name__]
+    width = getattr(old, names.projections[0]).in_features
+    if not isinstance(layer, AttentionLayer) or layer.embed_dim != width:
+        raise InvalidArgument(
+            f"`convert` returned {type(layer).__name__} for {name}: expected a layer of "
+            f"attnserve.nn of width {width}",
+            "create it from the weights that `convert` gets",
+            code="nn.layer",
+        )
+    if names.rotary and isinstance(layer, CollaborativeAttention):
+        raise rotary_error("CollaborativeAttention")
 
 
 def _install(model: nn.Module, name: str, layer: AttentionLayer) -> None:

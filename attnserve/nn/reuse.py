@@ -27,7 +27,9 @@ class ReuseAttention(AttentionLayer):
         embed_dim, num_heads, others: See ``AttentionLayer``.
         head_size: K of queries and keys, and V unless ``value_head_size`` is given.
         reused_heads: The number of reused heads, 1 to H.
-        source: The layer before. It must be called first, on the same tokens and masks.
+        source: The layer before. It must be called first, on the same tokens and masks, in the same
+            thread: its probabilities of the latest call are reused, so no call may skip it (as
+            the layer dropout of BART does).
     """
 
     def __init__(
@@ -139,19 +141,24 @@ def reuse_transformer(
         InvalidArgument: The configuration is invalid, or there are too few layers or heads.
     """
     skips = configuration.startswith("skip:")
-    reuse = parse_reuse(configuration.replace("skip", "full", 1) if skips else configuration)
-    if reuse.kind == "auto":
+    try:
+        reuse = parse_reuse(configuration.replace("skip", "full", 1) if skips else configuration)
+    except InvalidArgument:
+        reuse = None
+    if reuse is None or reuse.kind == "auto":
         raise InvalidArgument(
-            "`configuration` is 'auto', which needs measured similarities",
+            f"`configuration` is {configuration[:100]!r}",
             "choose partial:K[:P], full:P, alternate, all-end[:P] or skip:P",
-            code="nn.reuse_auto",
-        )
+            code="nn.reuse",
+        ) from None
     chosen = reused_layers(reuse, len(layers))
     made: list[AttentionLayer] = []
     source: AttentionLayer | None = None
     for index, layer in enumerate(layers):
         if index in chosen and skips:
-            made.append(SkipAttention(layer.sizes[0], batch_first=layer.batch_first))
+            made.append(
+                SkipAttention(layer.sizes[0], layer.num_heads, batch_first=layer.batch_first)
+            )
             continue
         if index in chosen and source is not None:
             heads = layer.num_heads if reuse.heads is None else reuse.heads

@@ -17,6 +17,7 @@ from attnserve.nn import (  # noqa: E402
     group_loss,
     keep_pillars,
     read_attention,
+    reuse_transformer,
     voting_to_stay,
 )
 from graph_passes.errors import InvalidArgument  # noqa: E402
@@ -171,3 +172,70 @@ def test_loss_before_the_first_call_and_without_grouped_layers_is_refused(layer_
         GroupedHeadAttention.from_trained(read_attention(layer_of()), num_groups=2).group_loss()
     with raises(InvalidArgument, "nn.no_groups"):
         group_loss(torch.nn.Linear(2, 2))
+
+
+def test_pruned_layer_of_an_evaluated_model_drops_nothing():
+    model = torch.nn.ModuleDict({"attention": twins([0, 1, 0], dropout=0.5)}).eval()
+    x = torch.randn(2, 6, 16)
+    votes = voting_to_stay(model, [x], lambda x: model["attention"](x, x, x))
+    keep_pillars(model, votes)
+    assert not model["attention"].training
+    first, second = (model["attention"](x, x, x)[0] for _ in range(2))
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (4, 3)])
+def test_padded_keys_of_cross_attention_do_not_hide_queries(sizes: tuple[int, int]):
+    S, T = sizes
+    layer = GroupedHeadAttention(16, 4, 4, num_groups=2, tau=OUTPUTS, batch_first=True)
+    x, y = torch.randn(1, S, 16), torch.randn(1, T, 16)
+    layer(x, y, y, key_padding_mask=torch.arange(T)[None] >= 2)
+    maps = layer.latest.required()
+    assert maps.queries.all()
+    assert maps.keys.tolist() == [[True, True, False]]
+
+
+def test_voting_without_real_tokens_is_refused():
+    model = torch.nn.ModuleDict({"attention": twins([0, 1, 0])})
+    x, padding = torch.randn(2, 6, 16), torch.ones(2, 6, dtype=torch.bool)
+
+    def run(x: Any) -> Any:
+        return model["attention"](x, x, x, key_padding_mask=padding)
+
+    for batches in ([], [x]):
+        with raises(InvalidArgument, "nn.no_batches"):
+            voting_to_stay(model, batches, run)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"objective": "4A"}, "nn.objective"),
+        ({"tau": (0, 0, 0)}, "nn.tau"),
+        ({"tau": (1, 1)}, "nn.tau"),
+        ({"num_groups": 7}, "nn.num_groups"),
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any], code: str):
+    with raises(InvalidArgument, code):
+        GroupedHeadAttention(16, 6, 4, **{"num_groups": 2, **options})
+
+
+def test_layer_that_others_reuse_keeps_its_heads(layer_of: Layers):
+    layers = reuse_transformer(
+        [read_attention(layer_of())] * 2, "full:1",
+        exact=lambda layer: GroupedHeadAttention.from_trained(layer, num_groups=2),
+    )  # fmt: skip
+    model, x = torch.nn.ModuleList(layers), torch.randn(2, 6, 16)
+
+    def run(x: Any) -> None:
+        for layer in layers:
+            x = layer(x, x, x)[0]
+
+    votes = voting_to_stay(model, [x], run)
+    with raises(InvalidArgument, "nn.keep_pillars", "reused"):
+        keep_pillars(model, votes)
+    single = layers[0]
+    votes = voting_to_stay(single, [x], lambda x: single(x, x, x))
+    with raises(InvalidArgument, "nn.keep_pillars", "pruned"):
+        keep_pillars(single, votes)

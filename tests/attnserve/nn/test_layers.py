@@ -85,15 +85,18 @@ def test_exact_layer_other_token_layouts_equal_pytorch(
     close(ours(x[:, 0], x[:, 0], x[:, 0]), layer(x[:, 0], x[:, 0], x[:, 0]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", EXACT)
-def test_bfloat16_stays_within_two_percent_of_float32(name: str, layer_of: Layers):
+def test_half_precision_stays_within_two_percent_of_float32(
+    name: str, dtype: Any, layer_of: Layers
+):
     layer = layer_of()
     ours = EXACT[name](read_attention(layer)).eval()
     x = tokens(2, 6, 16)
     exact = layer(x, x, x, key_padding_mask=PADDING[:, 1:])[0]
-    x = x.bfloat16()
-    low = ours.bfloat16()(x, x, x, key_padding_mask=PADDING[:, 1:])[0]
-    assert low.dtype == torch.bfloat16
+    x = x.to(dtype)
+    low = ours.to(dtype)(x, x, x, key_padding_mask=PADDING[:, 1:])[0]
+    assert low.dtype == dtype
     assert (low.float() - exact).abs().max() < 0.02 * exact.abs().max()
 
 
@@ -110,6 +113,57 @@ def test_query_without_keys_is_finite(layer_of: Layers):
     assert ours(x, x, x, key_padding_mask=nothing)[0].isfinite().all()
     both = ours(x, x, x, key_padding_mask=nothing, attn_mask=torch.zeros(5, 5))
     assert both[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
+def test_query_without_keys_is_finite_for_added_masks(value: float, dtype: Any, layer_of: Layers):
+    ours = FixedHeadAttention.from_trained(read_attention(layer_of())).eval().to(dtype)
+    x = 30 * tokens(2, 5, 16).to(dtype)
+    left = torch.zeros(2, 5).masked_fill(torch.arange(5) < 2, value)  # no key for the first rows
+    later = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), value)
+    out, apart = ours(x, x, x, key_padding_mask=left, attn_mask=later)
+    assert out.isfinite().all()
+    if value < -1e4:
+        assert (apart[:, 2:, :2] == 0).all()
+
+
+def test_layer_works_in_a_transformer_encoder(layer_of: Layers):
+    theirs = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+    ours = copy.deepcopy(theirs)
+    ours.self_attn = FixedHeadAttention.from_trained(read_attention(theirs.self_attn))
+    x = tokens(2, 7, 16)
+    both = [
+        torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()(
+            x, src_key_padding_mask=PADDING
+        )
+        for layer in (ours, theirs)
+    ]
+    torch.testing.assert_close(both[0][:, :4], both[1][:, :4], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("head_size", [None, 3])
+def test_weights_load_into_a_layer_of_other_weights(head_size: int | None, layer_of: Layers):
+    """R, the support and the content vectors follow the weights, also of a new layer."""
+    ours = CollaborativeAttention.from_trained(
+        read_attention(layer_of()), rank=10, head_size=head_size
+    ).eval()
+    other = read_attention(torch.nn.MultiheadAttention(16, 4, batch_first=True))  # biases are 0
+    for rank in (10, 7):
+        new = CollaborativeAttention.from_trained(other, rank=rank, head_size=head_size).eval()
+        optimizer = torch.optim.AdamW(new.parameters(), lr=1e-3)
+        new.load_state_dict(ours.state_dict())
+        x = tokens(2, 6, 16)
+        close(new(x, x, x), ours(x, x, x), 0.0)
+        new(x, x, x)[0].sum().backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        CollaborativeAttention(16, 2, 10).load_state_dict(ours.state_dict(), strict=False)
+
+
+def test_unknown_mixing_is_refused():
+    with raises(InvalidArgument, "nn.mixing", "learned"):
+        CollaborativeAttention(16, 4, 8, mixing="learned")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("rank", [16, 8])

@@ -90,9 +90,10 @@ def test_head_masks_apply_to_own_heads():
     [
         ("partial:5", "nn.reused_heads"),
         ("full:3", "reuse.layers"),
-        ("auto", "nn.reuse_auto"),
-        ("skip", "reuse.form"),
-        ("some", "reuse.form"),
+        ("auto", "nn.reuse"),
+        ("skip", "nn.reuse"),
+        ("skip:x", "nn.reuse"),
+        ("some", "nn.reuse"),
     ],
 )
 def test_invalid_configuration_is_refused(configuration: str, code: str):

@@ -134,6 +134,45 @@ def test_swapped_model_trains_with_group_loss_and_keeps_pillars():
     assert model(**inputs).last_hidden_state.isfinite().all()
 
 
+@pytest.mark.parametrize("head_size", [None, 3])
+def test_weights_load_into_a_model_swapped_in_the_same_way(head_size: int | None):
+    model, inputs = build("BERT"), feeds("BERT")
+    swap(model, collaborative(8, head_size))
+    other = transformers.BertModel(model.config).eval()
+    swap(other, collaborative(8, head_size))
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        expected, found = (each(**inputs).last_hidden_state for each in (model, other))
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+def test_layers_that_do_not_fit_leave_model_unchanged():
+    wrong: list[Any] = [
+        torch.nn.MultiheadAttention(16, 4, batch_first=True),
+        FixedHeadAttention(8, 2, 4, batch_first=True),
+    ]
+    for layer in wrong:
+        model = build("BERT")
+        with raises(InvalidArgument, "nn.layer", type(layer).__name__, "16"):
+            swap(model, lambda layers, layer=layer: [layer] * len(layers))
+        assert type(model.encoder.layer[0].attention.self).__name__ == "BertSelfAttention"
+    model = build("Llama")
+    with raises(InvalidArgument, "nn.rotary"):
+        swap(model, lambda layers: [CollaborativeAttention(16, 4, 8) for _ in layers])
+
+
+def test_wrapped_projections_are_refused():
+    """As those of adapters and of quantized models, whose weights are not all of the layer."""
+
+    class Wrapped(torch.nn.Linear):
+        pass
+
+    model = build("BERT")
+    model.encoder.layer[1].attention.self.query = Wrapped(16, 16)
+    with raises(InvalidArgument, "nn.projections", "encoder.layer.1", "adapters"):
+        swap(model, collaborative(16))
+
+
 def test_cache_is_refused():
     model, inputs = build("BERT decoder"), feeds("BERT decoder")
     swap(model, collaborative(16))
