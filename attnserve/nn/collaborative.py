@@ -104,6 +104,7 @@ class CollaborativeAttention(AttentionLayer):
         columns, reads = (None, None) if support is None else _columns(support, (num_heads, rank))
         self.register_buffer("columns", columns)
         self.register_buffer("reads", reads)
+        self.register_load_state_dict_pre_hook(CollaborativeAttention._take_sizes)
 
     @classmethod
     def from_trained(
@@ -151,7 +152,7 @@ class CollaborativeAttention(AttentionLayer):
             dropout=layer.dropout, kdim=E, vdim=F, batch_first=layer.batch_first,
         ).to(layer.query)  # fmt: skip
         if not np.any(factors.content):
-            made.content = None  # see ``_load_from_state_dict``
+            made.content = None
         with torch.no_grad():
             made.q_proj.weight.copy_(torch.from_numpy(factors.query.T))
             made.k_proj.weight.copy_(torch.from_numpy(factors.key.T))
@@ -164,8 +165,8 @@ class CollaborativeAttention(AttentionLayer):
             made.out_proj.bias.copy_(layer.output_bias)
         return made
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load weights, with R, the support and the content vectors of the state.
+    def _take_sizes(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Take R, the support and the content vectors of weights that are about to be loaded.
 
         ``from_trained`` finds them from weights: a new model that is swapped may have others.
         """
@@ -183,7 +184,6 @@ class CollaborativeAttention(AttentionLayer):
         if columns is not None and self.columns is not None and self.reads is not None:
             shape = (self.num_heads, columns.shape[-1])
             self.columns, self.reads = self.columns.new_empty(shape), self.reads.new_empty(shape)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
         if rotation is not None:

@@ -189,7 +189,7 @@ def swap(
 def _read(model: nn.Module, name: str) -> TrainedAttention:
     module: Any = model.get_submodule(name)
     names = _CLASSES[type(module).__name__]
-    linears = [getattr(module, each, None) for each in names.projections]
+    linears: list[Any] = [getattr(module, each, None) for each in names.projections]
     if len(linears) == 3:
         linears.append(_output_of(model, name).dense)
     if not all(type(each) is nn.Linear and each.weight.is_floating_point() for each in linears):
