@@ -45,10 +45,12 @@ __all__ = [
     "QualityMeter",
     "Scores",
     "interval",
+    "is_cache_name",
     "lower_bound",
     "new_meter",
     "next_token_nats",
     "require_measurable",
+    "resized_outputs",
 ]
 
 MIN_ROWS = 30
@@ -192,7 +194,7 @@ class QualityMeter:
         self.vocabulary = _vocabulary(model)
         self.data = data
         self.split = split
-        self._resized = _resized_outputs(model)
+        self._resized = resized_outputs(model)
         self._meters: dict[tuple[int, str, str], Meter] = {}
 
     def add(self, before: Sequence[np.ndarray], after: Sequence[np.ndarray], batch: Batch) -> None:
@@ -275,7 +277,7 @@ def new_meter(
             return _Features(window)
 
 
-def _resized_outputs(model: ir.Model) -> set[int]:
+def resized_outputs(model: ir.Model) -> set[int]:
     """Indices of the outputs whose last axis has a length that depends on those of the inputs.
 
     Its elements are no features. Examples are the logits of the positions of an answer, and of
@@ -293,7 +295,7 @@ def _resized_outputs(model: ir.Model) -> set[int]:
 
 
 _RESIZED: WeakKeyDictionary[ir.Model, set[int]] = WeakKeyDictionary()
-"""The results of ``_resized_outputs``."""
+"""The results of ``resized_outputs``."""
 
 
 def _vocabulary(model: ir.Model) -> int:

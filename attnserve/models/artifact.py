@@ -455,7 +455,7 @@ def save_model(model: ir.Model, path: Path, *, external: bool = False) -> None:
         model = model.clone()
         map_external_data(model)
     if external or weight_bytes(model) >= PROTOBUF_LIMIT_BYTES:
-        ir.save(model, path, external_data=_data_file(path).name)
+        ir.save(model, path, external_data=data_file(path).name)
     else:
         write_model(model, path)
 
@@ -476,10 +476,11 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
         raise _is_the_input(output)
     target = output if is_file else output / "model.onnx"
     for path in (artifact.model, *external_files(model)):
-        for file in (target, _data_file(target)):
+        for file in (target, data_file(target)):
             if _same(file, path):
                 raise _is_the_input(file)
     check_output(target, force=force)
+    check_output(data_file(target), force=force)
     if not _same(target.parent, artifact.folder):
         for name in COMPANIONS:
             ours, theirs = artifact.folder / name, target.parent / name
@@ -752,7 +753,8 @@ def _is_template(value: Any) -> bool:
     return isinstance(value, str) and value.count("{query}") == value.count("{document}") == 1
 
 
-def _data_file(model: Path) -> Path:
+def data_file(model: Path) -> Path:
+    """The file with the external data of a model that is written."""
     return model.with_name(f"{model.name}.data")
 
 

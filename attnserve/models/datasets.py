@@ -172,8 +172,13 @@ def load_inputs(
     return _combined(files, datasets, weights)
 
 
-def check_calibration_files(paths: Sequence[Path], weights: Sequence[float] = ()) -> None:
+def check_calibration_files(
+    paths: Sequence[Path], weights: Sequence[float] = (), *, name: str = "calib"
+) -> None:
     """Check that files are given once, and that there is one positive weight for each, or none.
+
+    Args:
+        name: That of the argument with the files.
 
     Raises:
         InvalidArgument: They are not.
@@ -181,8 +186,8 @@ def check_calibration_files(paths: Sequence[Path], weights: Sequence[float] = ()
     found = [path.resolve() for path in paths]
     if twice := next((str(p) for p, f in zip(paths, found, strict=True) if found.count(f) > 1), ""):
         raise InvalidArgument(
-            f"`calib` names {twice} more than once",
-            "give each file once; `calib_weights` sets its share",
+            f"`{name}` names {twice} more than once",
+            "give each file once" + ("; `calib_weights` sets its share" * (name == "calib")),
             code="data.repeated",
         )
     if weights and (len(weights) != len(paths) or not all(0 < w < math.inf for w in weights)):

@@ -117,8 +117,11 @@ def _microsoft(
     """The context of (B, H, S, K), (B, H, T, K) and (B, H, T, V), as (B, S, H*V)."""
     bias = added
     if mask is not None:
+        if mask.ndim == 1 and len(mask) == len(q):  # the number of tokens of each text
+            places = torch.arange(k.shape[2], device=mask.device)
+            mask = (places < mask[:, None]).int()
         if mask.ndim not in (2, 3):
-            raise call.unsupported(f"its mask has {mask.ndim} axes")
+            raise call.unsupported(f"its mask has the shape {tuple(mask.shape)}")
         fill = call.number("mask_filter_value", MASK_FILTER)
         shown = mask[:, None, None, :] if mask.ndim == 2 else mask[:, None]
         hidden = torch.where(shown > 0, 0.0, fill).to(q.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -58,17 +58,21 @@ def _regrouped(batches: Sequence[Batch], seed: int, fixed_length: bool) -> list[
                 texts.append(_trimmed(row))
     random = np.random.default_rng(seed)
     texts = [texts[i] for i in random.permutation(len(texts))]
+    pads, is_left = _padding(batches)
     texts.sort(key=_length)
     groups: list[list[Batch]] = []
     for row in texts:
         if not groups or (len(groups[-1]) + 1) * _length(row) > TOKENS:
             groups.append([])
         groups[-1].append(row)
-    found = [_joined(group) for group in groups]
+    found = [_joined(group, pads, is_left=is_left) for group in groups]
     for rows in others.values():
         rows = [rows[i] for i in random.permutation(len(rows))]
-        size = max(TOKENS // _length(rows[0]), 1) if _is_sequence(rows[0]) else ROWS
-        found += [_joined(rows[start : start + size]) for start in range(0, len(rows), size)]
+        size = max(TOKENS // _row_tokens(rows[0]), 1)
+        found += [
+            _joined(rows[start : start + size], pads, is_left=is_left)
+            for start in range(0, len(rows), size)
+        ]
     return found
 
 
@@ -90,18 +94,33 @@ def mixed(batch: Batch, random: np.random.Generator) -> Batch:
     lengths = (mask != 0).sum(1)
     shortest = np.minimum(lengths, lengths[other])  # of both, so that no padding comes between
     cut = random.integers(1, np.maximum(shortest, 2))
-    is_own = np.arange(mask.shape[1]) < cut[:, None]
+    places = np.arange(mask.shape[1])
+    if not mask[:, 0].all() and mask[:, -1].all():  # padding is on the left: count from the end
+        places = places[::-1]
+    is_own = places < cut[:, None]
     return {name: np.where(is_own, array, array[other]) for name, array in batch.items()}
 
 
 def count_tokens(batch: Batch) -> int:
-    """The number of real tokens of a batch; a row that is no sequence counts like 1 of ``ROWS``."""
+    """The number of real tokens of a batch; a row without tokens counts like 1 of ``ROWS``."""
     mask = _mask(batch)
     if mask is not None:
         return int(mask.astype(bool).sum())
-    first = next(iter(batch.values()))
-    is_ids = first.ndim == 2 and first.dtype.kind in "iu"
-    return int(first.size) if is_ids else len(first) * TOKENS // ROWS
+    ids = _ids(batch)
+    return len(next(iter(batch.values()))) * TOKENS // ROWS if ids is None else int(ids.size)
+
+
+def _ids(batch: Batch) -> np.ndarray | None:
+    """The first integer input (B, T)."""
+    return next((a for a in batch.values() if a.ndim == 2 and a.dtype.kind in "iu"), None)
+
+
+def _row_tokens(row: Batch) -> int:
+    """The tokens of a row that is no text, such as an image, or ids behind a cache."""
+    if _is_sequence(row):
+        return _length(row)
+    ids = _ids(row)
+    return TOKENS // ROWS if ids is None else max(ids.shape[1], 1)
 
 
 def row_contents(batch: Batch) -> Iterator[bytes]:
@@ -128,17 +147,32 @@ def _length(batch: Batch) -> int:
     return max(next(iter(batch.values())).shape[1], 1)
 
 
+def _padding(batches: Sequence[Batch]) -> tuple[dict[str, int], bool]:
+    """What inputs hold at padding (0 if there is none), and whether it is on the left."""
+    pads: dict[str, int] = {}
+    is_left = False
+    for batch in batches:
+        mask = _mask(batch)
+        if mask is None or (mask != 0).all():
+            continue
+        is_left |= bool((mask[:, -1] != 0).all())
+        row, place = np.argwhere(mask == 0)[0]
+        for name, array in batch.items():
+            pads.setdefault(name, int(array[row, place]))
+    return pads, is_left
+
+
 def _trimmed(row: Batch) -> Batch:
-    """A row without the padding behind its text."""
+    """A row without the padding around its text."""
     mask = _mask(row)
     assert mask is not None
     used = np.flatnonzero(mask[0])
-    length = int(used[-1]) + 1 if len(used) else mask.shape[1]
-    return {name: array[:, :length] for name, array in row.items()}
+    first, last = (used[0], used[-1]) if len(used) else (0, mask.shape[1] - 1)
+    return {name: array[:, first : last + 1] for name, array in row.items()}
 
 
-def _joined(rows: Sequence[Batch]) -> Batch:
-    """One batch; shorter rows are padded with zeros, which their mask hides."""
+def _joined(rows: Sequence[Batch], pads: Mapping[str, int], *, is_left: bool) -> Batch:
+    """One batch; shorter rows are padded as the given batches are."""
     if len(rows) == 1:
         return dict(rows[0])
     joined: Batch = {}
@@ -146,6 +180,13 @@ def _joined(rows: Sequence[Batch]) -> Batch:
         arrays = [row[name] for row in rows]
         if _is_sequence(rows[0]):
             longest = max(a.shape[1] for a in arrays)
-            arrays = [np.pad(a, ((0, 0), (0, longest - a.shape[1]))) for a in arrays]
+            arrays = [
+                np.pad(
+                    a,
+                    ((0, 0), (longest - a.shape[1], 0)[:: 1 if is_left else -1]),
+                    constant_values=pads.get(name, 0),
+                )
+                for a in arrays
+            ]
         joined[name] = np.concatenate(arrays)
     return joined

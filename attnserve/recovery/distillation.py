@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from attnserve.checks.quality import Quality
+from attnserve.checks.quality import Quality, is_cache_name
 from attnserve.choices import Pooling
 from attnserve.context import RunContext
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.session import Batch, open_session, owned, run
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidData
 from graph_passes.matching.find import find_attention
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool
 
 __all__ = [
+    "Answers",
     "Objective",
     "Teacher",
     "matching_states",
@@ -40,6 +41,9 @@ SERVED_WEIGHT = 3.0
 by that of a constant predictor first, so that no weight depends on the model."""
 
 Kind = Literal["vectors", "pooled", "logits"]
+
+KEPT_BYTES = 2**30
+"""Memory for outputs of the teacher that each measurement needs again."""
 
 
 def matching_states(teacher: ir.Model, student: ir.Model) -> list[tuple[ir.Value, ir.Value]]:
@@ -120,6 +124,32 @@ class Teacher:
         return run(self._session, batch)
 
 
+class Answers:
+    """The outputs of a teacher for held-out batches, which each measurement needs again.
+
+    They are kept up to ``KEPT_BYTES``; those of other batches are computed again. Caches, which are
+    not measured, are empty.
+    """
+
+    def __init__(self, teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]) -> None:
+        self._teacher, self._names = teacher, names
+        self._known: dict[int, list[np.ndarray]] = {}
+        self._bytes = 0
+
+    def __call__(self, index: int, batch: Batch) -> list[np.ndarray]:
+        """The outputs for the batch with this index, one array for each name."""
+        if index in self._known:
+            return self._known[index]
+        arrays = [
+            np.empty(0, np.float32) if is_cache_name(name) else array
+            for name, array in zip(self._names, self._teacher(batch), strict=False)
+        ]
+        if self._bytes < KEPT_BYTES:
+            self._known[index] = [owned(array) for array in arrays]
+            self._bytes += sum(array.nbytes for array in arrays)
+        return arrays
+
+
 @dataclass(frozen=True)
 class _Term:
     """The loss of one output or state.
@@ -148,8 +178,10 @@ class Objective:
         outputs: The names of the teacher's outputs, in order.
         pairs: The number of states behind the outputs.
         pooling: How tokens are pooled.
-        examples: Outputs and states of the teacher on some batches, for the units.
+        examples: Some batches, for the units.
+        teacher: Its outputs and states.
         dimensions: Those of embeddings that are served; None for all.
+        resized: Indices of outputs whose last axis counts tokens: their vectors are numbers.
 
     Raises:
         InvalidData: No output or state depends on the data.
@@ -161,11 +193,15 @@ class Objective:
         outputs: Sequence[str],
         pairs: int,
         pooling: Pooling,
-        examples: Sequence[tuple[Batch, list[np.ndarray]]],
+        examples: Sequence[Batch],
+        teacher: Callable[[Batch], list[np.ndarray]],
+        *,
         dimensions: int | None = None,
+        resized: Collection[int] = (),
     ) -> None:
         self.pooling: Pooling = pooling
-        self.dimensions = dimensions
+        self.dimensions, self.resized = dimensions, frozenset(resized)
+        axes = [array.ndim for array in teacher(examples[0])]
         measured = {quality.output: quality.measure for quality in qualities}
         wanted: list[tuple[int, Kind, float]] = []
         for index, name in enumerate(outputs):
@@ -175,14 +211,14 @@ class Objective:
             if measure in ("kl", "top1"):
                 wanted.append((index, "logits", SERVED_WEIGHT))
                 continue
-            is_tokens = examples[0][1][index].ndim > 2
+            is_tokens = axes[index] > 2
             if measure != "similarity" or is_tokens:
                 wanted.append((index, "vectors", LAST_WEIGHT))
             if measure == "similarity":
                 wanted.append((index, "pooled", SERVED_WEIGHT))
         for index in range(len(outputs), len(outputs) + pairs):
             wanted.append((index, "vectors", HIDDEN_WEIGHT))
-        units = [self._unit(index, kind, examples) for index, kind, _ in wanted]
+        units = self._units([(index, kind) for index, kind, _ in wanted], examples, teacher)
         self.terms = [
             _Term(*each, unit) for each, unit in zip(wanted, units, strict=True) if unit > 0
         ]
@@ -199,8 +235,9 @@ class Objective:
         """The loss of one batch."""
         losses: list[Tensor] = []
         for term in self.terms:
-            found = student[term.index].float()
-            target = torch.from_numpy(teacher[term.index]).to(found.device).float()
+            found = self._vectors(student[term.index], term.index)
+            target = torch.from_numpy(teacher[term.index]).to(found.device)
+            target = self._vectors(target, term.index)
             if term.kind == "vectors" and found.ndim > 1:
                 loss = _mean_square(target, found, batch)
             else:
@@ -209,6 +246,10 @@ class Objective:
             losses.append(term.weight / term.unit * loss)
         return torch.stack(losses).sum()
 
+    def _vectors(self, x: Tensor, index: int) -> Tensor:
+        """An output in float32, whose last axis counts features."""
+        return x.float()[..., None] if index in self.resized else x.float()
+
     def _rows(self, x: Tensor, kind: Kind, batch: Mapping[str, np.ndarray]) -> Tensor:
         """The vectors that are compared, (rows, D)."""
         if kind == "pooled":
@@ -216,21 +257,39 @@ class Objective:
         mask = torch.from_numpy(_real(tuple(x.shape), batch)).to(x.device)
         return x[mask] if x.ndim > 1 else x[:, None]
 
-    def _unit(
-        self, index: int, kind: Kind, examples: Sequence[tuple[Batch, list[np.ndarray]]]
-    ) -> float:
-        """The loss of the best constant prediction on the examples; 0 if it is not a number."""
-        rows = [
-            self._rows(torch.from_numpy(arrays[index]).float(), kind, b) for b, arrays in examples
-        ]
-        a = torch.cat(rows)
-        if kind == "logits":
-            constant = F.softmax(a, -1).mean(0, keepdim=True).clamp(min=1e-30).log()
-        else:
-            constant = a.mean(0, keepdim=True)
-        unit = float(_distance(a, constant.expand_as(a), kind).mean())
-        scale = 1.0 if kind == "logits" else max(float((a * a).sum(-1).mean()), 1e-30)
-        return unit if np.isfinite(unit) and unit > 1e-9 * scale else 0.0
+    def _units(
+        self,
+        terms: Sequence[tuple[int, Kind]],
+        examples: Sequence[Batch],
+        teacher: Callable[[Batch], list[np.ndarray]],
+    ) -> list[float]:
+        """The loss of the best constant prediction of each term; 0 if it is not a number.
+
+        Only the outputs for one batch are in memory: logits of a vocabulary are large.
+        """
+
+        def rows(batch: Batch) -> list[tuple[Kind, Tensor]]:
+            arrays = teacher(batch)
+            vectors = [self._vectors(torch.from_numpy(arrays[index]), index) for index, _ in terms]
+            return [(kind, self._rows(x, kind, batch))
+                    for (_, kind), x in zip(terms, vectors, strict=True)]  # fmt: skip
+
+        sums: list[Any] = [0.0] * len(terms)
+        squares, counts, losses = (np.zeros(len(terms)) for _ in range(3))
+        for batch in examples:
+            for place, (kind, x) in enumerate(rows(batch)):
+                sums[place] = sums[place] + (F.softmax(x, -1) if kind == "logits" else x).sum(0)
+                squares[place] += 1.0 * len(x) if kind == "logits" else float((x * x).sum())
+                counts[place] += len(x)
+        means = [total / max(count, 1) for total, count in zip(sums, counts, strict=True)]
+        for batch in examples:
+            for place, (kind, x) in enumerate(rows(batch)):
+                best = means[place]
+                best = best.clamp(min=1e-30).log() if kind == "logits" else best
+                losses[place] += float(_distance(x, best.expand_as(x), kind).sum())
+        units, scales = losses / np.maximum(counts, 1), squares / np.maximum(counts, 1)
+        usable = np.isfinite(units) & (units > 1e-9 * np.maximum(scales, 1e-30))
+        return np.where(usable, units, 0.0).tolist()
 
 
 def served_vectors(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +20,9 @@ from attnserve.recovery.operators import (
     operator_key,
     tensor_of,
 )
-from graph_passes.errors import AttnserveError, InvalidModel
+from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel
 
-__all__ = ["GraphModule", "trainable_weights"]
+__all__ = ["GraphModule", "memory_errors", "trainable_weights"]
 
 LARGEST_WEIGHT = 1000.0
 """Constants with larger elements are masks."""
@@ -138,6 +139,7 @@ class GraphModule(torch.nn.Module):
         except AttnserveError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            _raise_lack_of_memory(error)
             node = step.call.node
             raise InvalidModel(
                 f"operator {node.op_type} of node {node.name!r} fails in PyTorch: "
@@ -146,6 +148,8 @@ class GraphModule(torch.nn.Module):
                 code="recovery.node",
             ) from error
         results = results if isinstance(results, tuple) else (results,)
+        if any(value.uses() or value.is_graph_output() for value in step.outputs[len(results) :]):
+            raise step.call.unsupported("its further outputs are used")
         values.update(zip(step.outputs, results, strict=False))
         for value in step.dropped:
             values.pop(value, None)
@@ -174,6 +178,27 @@ class GraphModule(torch.nn.Module):
             _Step(s.call, s.function, s.inputs, s.outputs, s.on_host, tuple(dropped.get(i, ())))
             for i, s in enumerate(remaining)
         ]
+
+
+@contextmanager
+def memory_errors() -> Generator[None]:
+    """Raise CannotRewrite for a lack of memory of any device."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        _raise_lack_of_memory(error)
+        raise
+
+
+def _raise_lack_of_memory(error: Exception) -> None:
+    """Raise an error of its own if this one is a lack of memory."""
+    is_lack = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if is_lack or "allocate memory" in str(error):
+        raise CannotRewrite(
+            "there is not enough memory for a training step",
+            "give shorter texts, or another `provider`",
+            code="recovery.memory",
+        ) from error
 
 
 def _on_one_device(
@@ -207,7 +232,7 @@ def _steps(model: ir.Model) -> list[_Step]:
                 f"operator {name} of node {node.name!r} cannot be trained",
                 "recover the float model, and quantize the result"
                 if quantized
-                else "recover the model before this rewrite, or report the operator",
+                else "report the operator, or recover the model before it was fused",
                 code="recovery.operator",
             )
         version = model.opset_imports.get(node.domain, 1)
@@ -237,7 +262,7 @@ def trainable_weights(model: ir.Model) -> list[str]:
     These are float constants that an operator such as MatMul, Add or LayerNormalization combines
     with an activation, directly or behind operators on constants. An activation is computed from
     float inputs, or from rows that are gathered from a table. The tables themselves (embeddings)
-    are no weights here: a rewrite leaves them as they were.
+    are no weights, unless they are multiplied with activations too (the tied table of a decoder).
     """
     sources: dict[ir.Value, frozenset[str]] = {
         value: frozenset([name]) if _may_be_weight(value) else frozenset()
@@ -266,6 +291,8 @@ def trainable_weights(model: ir.Model) -> list[str]:
 def _makes_activation(
     node: ir.Node, is_active: bool, sources: Mapping[ir.Value, frozenset[str]]
 ) -> bool:
+    if node.op_type == "EmbedLayerNormalization":
+        return True
     table = node.inputs[0] if node.op_type in ("Gather", "GatherND") else None
     if table is not None and table in sources:
         return bool(sources[table])

@@ -47,7 +47,7 @@ class Call:
         """The error for a form of the operator that is not supported."""
         return InvalidModel(
             f"operator {self.node.op_type} of node {self.node.name!r} cannot be trained: {what}",
-            "recover the model before this rewrite, or report the operator",
+            "report the operator, or recover the model before it was fused",
             code="recovery.operator",
         )
 
@@ -594,8 +594,11 @@ def _layer_norm(call: Call, x: Tensor, scale: Tensor, bias: Tensor | None = None
 @operator("RMSNormalization", "SimplifiedLayerNormalization")
 def _rms_norm(call: Call, x: Tensor, scale: Tensor) -> Tensor:
     axes = list(range(call.integer("axis", -1) % x.ndim, x.ndim))
-    mean = (x * x).mean(axes, keepdim=True)
-    return x * torch.rsqrt(mean + call.number("epsilon", 1e-5)) * scale
+    return _scaled(x, axes, call.number("epsilon", 1e-5)) * scale
+
+
+def _scaled(x: Tensor, axes: list[int], epsilon: float) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(axes, keepdim=True) + epsilon)
 
 
 @operator("SkipLayerNormalization", domain="com.microsoft")
@@ -619,7 +622,30 @@ def _skip_rms_norm(
 ) -> tuple[Tensor, ...]:
     total = x + skip if bias is None else x + skip + bias
     none = total.new_empty(0)
-    return _rms_norm(call, total, gamma), none, none, total
+    return _scaled(total, [-1], call.number("epsilon", 1e-12)) * gamma, none, none, total
+
+
+@operator("EmbedLayerNormalization", domain="com.microsoft")
+def _embed_layer_norm(
+    call: Call,
+    ids: Tensor,
+    segments: Tensor | None,
+    words: Tensor,
+    positions: Tensor,
+    kinds: Tensor | None,
+    gamma: Tensor,
+    beta: Tensor,
+    mask: Tensor | None = None,
+    places: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    if places is None:
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
+    total = words[ids.long()] + positions[places.long()]
+    if segments is not None and kinds is not None:
+        total = total + kinds[segments.long()]
+    normed = F.layer_norm(total, total.shape[-1:], gamma, beta, call.number("epsilon", 1e-12))
+    lengths = (ids.new_zeros(len(ids)) if mask is None else mask.sum(1)).int()
+    return normed, lengths, total
 
 
 @operator("InstanceNormalization")

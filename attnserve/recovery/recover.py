@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnserve.checks.compare import Fidelity, compare, empty_axes, shaped_for
-from attnserve.checks.quality import QualityMeter
+from attnserve.checks.quality import QualityMeter, resized_outputs
 from attnserve.checks.scores import Score
 from attnserve.choices import LearnedTask, Measure, Precision
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
@@ -25,6 +26,7 @@ from attnserve.models.artifact import (
     Artifact,
     check_output,
     check_target,
+    data_file,
     fingerprint,
     load_model,
     open_artifact,
@@ -45,6 +47,7 @@ from attnserve.models.tokenizer import read_sentences
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.recovery.batches import regroup
 from attnserve.recovery.distillation import (
+    Answers,
     Objective,
     Teacher,
     matching_states,
@@ -72,6 +75,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 __all__ = ["Recovery", "recover"]
+
+log = logging.getLogger("attnserve")
 
 MIN_TEXTS = 8
 """The fewest distinct rows of a file, which is split into parts to fit, to choose and to prove."""
@@ -148,12 +153,15 @@ def recover(
         )
     context = RunContext(provider, threads, seed, progress or ignore_progress)
     files = as_paths(data)
-    check_calibration_files(files)
+    if not files:
+        raise InvalidArgument("`data` is empty", "give a file of texts", code="recovery.no_data")
+    check_calibration_files(files, name="data")
     artifact, original_artifact = open_artifact(model), open_artifact(teacher)
     rewritten, original = load_model(artifact), load_model(original_artifact)
     target = check_target(Path(output), artifact, rewritten, force=force)
     for path in (original_artifact.model, *external_files(original)):
-        check_output(target, source=Path(path), force=force)
+        for file in (target, data_file(target)):
+            check_output(file, source=Path(path), force=force)
     texts = artifact if artifact.tokenizer is not None else original_artifact
     tables = {} if task is None else read_labeled(files, task, texts)
     rows = load_inputs(
@@ -163,6 +171,11 @@ def recover(
     if task is not None:
         labeled = [row for table in tables.values() for row in table]
         labels = Labels(task, labeled, rows, original, texts, as_path(tokenizer))
+    stranger = ""
+    if not _is_source(artifact, original_artifact):
+        other = f"{original_artifact.model} is not the model that {artifact.model} was made from"
+        stranger = f"{other}, by its record"
+        log.warning("%s", stranger)
     before_threads = torch.get_num_threads()
     if threads:
         torch.set_num_threads(threads)
@@ -174,18 +187,19 @@ def recover(
         key = {
             "student": fingerprint(artifact),
             "teacher": fingerprint(original_artifact),
-            "data": dict(rows.source),
+            "data": [dict(rows.source), _content(rows)],
             "asked": [measure, provider, seed, int8, task],
+            "served": [texts.pooling, texts.dimensions, texts.output],
             "versions": {**versions(), "torch": torch.__version__},
         }
         checkpoint = Checkpoint(cache_folder() / "recover", _digest(key))
         report, trained = recovery.run(target, 60 * minutes, checkpoint)
     finally:
         torch.set_num_threads(before_threads)
-    if not _is_source(artifact, original_artifact):
-        other = f"{original_artifact.model} is not the model that {artifact.model} was made from"
-        report = replace(report, warnings=(*report.warnings, f"{other}, by its record"))
-    write_recovered(artifact, original_artifact, trained, report, rows, seed)
+    if stranger:
+        report = replace(report, warnings=(*report.warnings, stranger))
+    external = bool(external_files(rewritten))
+    write_recovered(artifact, original_artifact, trained, report, rows, seed, external=external)
     checkpoint.remove()
     return report
 
@@ -208,6 +222,16 @@ def _digest(record: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
+def _content(data: Dataset) -> str:
+    """A hash of the inputs of all rows, which depend on the tokenizer and on prompts too."""
+    content = hashlib.sha256()
+    for batch in (*data.fit, *data.choose, *data.held_out):
+        for name, array in batch.items():
+            content.update(f"{name} {array.shape} {array.dtype}".encode())
+            content.update(array.tobytes())
+    return content.hexdigest()
+
+
 def _require_rows(data: Dataset) -> None:
     """Raises: InvalidData: A file has too few rows to fit, to choose and to prove."""
     sources = (one.source for one in data.files or [data])
@@ -217,6 +241,13 @@ def _require_rows(data: Dataset) -> None:
             f"{smallest['file']} has {smallest['distinct_rows']} distinct rows: expected at least "
             f"{MIN_TEXTS}, and thousands for a good result",
             "give more unlabeled text like that to be served",
+            code="recovery.few_rows",
+        )
+    if not (data.fit and data.choose and data.held_out):
+        raise InvalidData(
+            "the files of `data` have nearly the same rows: none are left for one of the parts to "
+            "fit, to choose and to prove",
+            "give more unlabeled text, each row in one file",
             code="recovery.few_rows",
         )
 
@@ -327,16 +358,13 @@ class Recovery:
         )  # fmt: skip
         places = np.linspace(0, len(steps) - 1, EXAMPLES).astype(int)
         batches = [batch for i in sorted({*places.tolist()}) for batch in steps[i]]
-        examples = [(batch, teacher(batch)) for batch in batches]
         names = [value.name or "" for value in self.original.graph.outputs]
         objective = Objective(
-            self.first.qualities, names, len(self.states), self.texts.pooling, examples,
-            self.texts.dimensions,
+            self.first.qualities, names, len(self.states), self.texts.pooling, batches, teacher,
+            dimensions=self.texts.dimensions, resized=resized_outputs(self.original),
         )  # fmt: skip
-        outputs = len(names)
-        expected = [teacher(batch)[:outputs] for batch in data.choose]
         lesson = Lesson(
-            steps, teacher, self._feed, objective, partial(self._loss, expected),
+            steps, teacher, self._feed, objective, partial(self._loss, Answers(teacher, names)),
             None if self.labels is None else partial(self._labeled_loss, self.labels),
         )  # fmt: skip
         course, best = train(self.module, lesson, seconds, checkpoint, context)
@@ -351,12 +379,16 @@ class Recovery:
         course = self.train(seconds, checkpoint)
         before = after = self._prove(self.plain)
         result, gain = self.plain, False
+        warnings: list[str] = []
         if course.is_better:
             served = self._served(self.trained)
-            proved = self._prove(served)
-            gain = proved.is_better_than(before)
-            result, after = (served, proved) if gain else (result, before)
-        warnings: list[str] = []
+            try:
+                proved = self._prove(served)
+            except CheckFailed as error:
+                warnings.append(f"the trained model: {error.what}")
+            else:
+                gain = proved.is_better_than(before)
+                result, after = (served, proved) if gain else (result, before)
         if not gain:
             warnings.append("no gain: give more text like that to be served, or more minutes")
         if course.stopped == "not finite":
@@ -404,7 +436,7 @@ class Recovery:
         """The inputs of the rewritten model."""
         return shaped_for(self.rewritten, batch, self.empty)
 
-    def _loss(self, expected: Sequence[list[np.ndarray]], weights: Sequence[Tensor]) -> float:
+    def _loss(self, expected: Answers, weights: Sequence[Tensor]) -> float:
         """The loss of weights on the rows to choose, computed by ONNX Runtime.
 
         It is measured often, so that int8 models are converted with few rows.
@@ -420,7 +452,8 @@ class Recovery:
             served, provider=self.context.provider, threads=self.context.threads, spinning=False
         )
         meter = self.new_meter(split="choose")
-        for batch, theirs in zip(self.data.choose, expected, strict=True):
+        for index, batch in enumerate(self.data.choose):
+            theirs = expected(index, batch)
             ours = _by_name(served, run(session, self._feed(batch)))
             pairs = zip(self.original.graph.outputs, theirs, strict=True)
             meter.add(theirs, [ours.get(value.name or "", array) for value, array in pairs], batch)
@@ -485,18 +518,22 @@ class Recovery:
         Raises:
             CheckFailed: They differ.
         """
-        session = open_session(self.rewritten, threads=self.context.threads, spinning=False)
+        session = open_session(
+            self.rewritten, provider=self.context.provider, threads=self.context.threads,
+            spinning=False,
+        )  # fmt: skip
         graph = self.rewritten.graph
         is_half = any(value.dtype in HALF for value in graph.initializers.values())
         limit = HALF_TOLERANCE if is_half else TOLERANCE
         for batch in (self.data.choose[0], self.data.choose[-1]):
             feed = self._feed(batch)
             expected = run(session, feed)
-            with torch.no_grad():
+            # Convolutions in TF32, the default, would differ by more than the limit.
+            with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
                 found = self.module(feed)
             for value, a, b in zip(graph.outputs, expected, found, strict=False):
                 error = _relative_error(a, b.cpu().numpy())
-                if error > limit:
+                if not error <= limit:  # NaN too
                     raise CheckFailed(
                         f"output {value.name!r} differs by {error:.1e} between ONNX Runtime and "
                         f"PyTorch, expected at most {limit:.0e}: nothing was written",

@@ -17,7 +17,6 @@ from attnserve.models.quantized import Bits, Int8Activations
 from attnserve.models.token_statistics import token_statistics
 from attnserve.recovery.labels import LabelReport
 from attnserve.recovery.training import Training
-from attnserve.runtime.external_data import external_files
 from graph_passes.analysis.cost import parameter_bytes
 
 __all__ = ["RecoverReport", "write_recovered"]
@@ -109,12 +108,15 @@ def write_recovered(
     report: RecoverReport,
     data: Dataset,
     seed: int,
+    *,
+    external: bool,
 ) -> None:
     """Write the model of a report with its record.
 
     Args:
         artifact: The rewritten model, whose files are kept.
         data: What was learned.
+        external: Whether the weights are in a file of their own.
     """
     last = artifact.lineage[-1] if artifact.lineage else {}
     tokens = token_statistics(data)
@@ -132,5 +134,4 @@ def write_recovered(
         **report.to_json(),
         "versions": {**versions(), "torch": torch.__version__},
     }
-    external = bool(external_files(model))
     write_rewritten(report.output, model, artifact, entry, external=external)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,11 +20,13 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from attnserve.context import RunContext
 from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed
 from attnserve.recovery.distillation import Objective
-from attnserve.recovery.module import GraphModule
-from attnserve.runtime.cache import private_folder, read_private, write_atomically
+from attnserve.recovery.module import GraphModule, memory_errors
+from attnserve.runtime.cache import private_folder, read_private, writing_atomically
 from attnserve.runtime.cpu import has_bfloat16_product
 from attnserve.runtime.session import Batch
 from graph_passes.errors import CheckFailed
+
+log = logging.getLogger("attnserve")
 
 __all__ = ["Checkpoint", "Lesson", "Training", "halved", "is_stuck", "rate_for", "train"]
 
@@ -81,17 +84,20 @@ class Training:
         return self.loss < self.first_loss
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields; null for numbers that are not finite."""
+        return cast(dict[str, Any], _finite(asdict(self)))
 
 
 class Checkpoint:
     """The state of a training in a private file, from which an interrupted one continues.
 
-    A file that cannot be read counts as missing. A folder that cannot be written is ignored.
+    A file that cannot be read counts as missing. If it cannot be written, the first time gives a
+    warning.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._path = folder, folder / f"{name}.pt"
+        self._is_lost = False
 
     def load(self) -> dict[str, Any] | None:
         content = read_private(self._path)
@@ -103,11 +109,15 @@ class Checkpoint:
             return None
 
     def save(self, state: Mapping[str, Any]) -> None:
-        content = io.BytesIO()
-        torch.save(dict(state), content)
-        with suppress(OSError):
-            if private_folder(self._folder) is not None:
-                write_atomically(self._path, content.getvalue())
+        try:
+            if private_folder(self._folder) is None:
+                raise PermissionError(f"{self._folder} cannot be written")
+            with writing_atomically(self._path) as file:
+                torch.save(dict(state), file)
+        except (OSError, RuntimeError) as error:  # torch raises a RuntimeError for a full disk
+            if not self._is_lost:
+                log.warning("an interrupted training could not continue: %s", error)
+            self._is_lost = True
 
     def remove(self) -> None:
         """Delete the file, once the result is written."""
@@ -199,7 +209,9 @@ class _Run:
         self._order = np.zeros(0, int)
         self._device = module.device.type
         self._is_half = (
-            torch.cuda.is_bf16_supported() if self._device == "cuda" else has_bfloat16_product()
+            torch.cuda.is_bf16_supported(including_emulation=False)
+            if self._device == "cuda"
+            else has_bfloat16_product()
         )
 
     def run(self) -> tuple[Training, list[Tensor]]:
@@ -212,7 +224,8 @@ class _Run:
         progress = self.context.stage("train (s)")
         measured, losses = time.monotonic(), list[float]()
         while (elapsed := time.monotonic() - start) < self.budget:
-            loss = self._step(elapsed / self.budget)
+            with memory_errors():
+                loss = self._step(elapsed / self.budget)
             if not math.isfinite(loss):
                 if self._is_half:  # masks may overflow in bfloat16
                     self._is_half = False
@@ -321,7 +334,7 @@ class _Run:
             "average": self.average,
             "best": self.best,
             "optimizer": self.optimizer.state_dict(),
-            "course": course.to_json(),
+            "course": asdict(course),
         })  # fmt: skip
 
     def _resume(self) -> None:
@@ -350,6 +363,19 @@ class _Run:
                 "check that the outputs of `teacher` on `data` are finite, or try another `seed`",
                 code="recovery.not_finite",
             )
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for floats that are not finite, for JSON."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(each) for key, each in cast(dict[str, Any], value).items()}
+        case list() | tuple():
+            return [_finite(each) for each in cast(Sequence[Any], value)]
+        case _:
+            return value
 
 
 def halved(array: np.ndarray) -> np.ndarray:

@@ -7,10 +7,18 @@ import os
 import stat
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-__all__ = ["cache_folder", "private_folder", "read_private", "write_atomically"]
+__all__ = [
+    "cache_folder",
+    "private_folder",
+    "read_private",
+    "write_atomically",
+    "writing_atomically",
+]
 
 CACHE_FOLDERS = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}
 """By platform: the variable with the user's cache folder, and the folder in the home directory."""
@@ -66,11 +74,18 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises:
         OSError: It cannot be written.
     """
+    with writing_atomically(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def writing_atomically(path: Path) -> Generator[IO[bytes]]:
+    """A file that replaces ``path`` when the context succeeds; see ``write_atomically``."""
     written = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False, suffix=".new") as file:
             written = Path(file.name)
-            file.write(content)
+            yield file
         written.replace(path)
     except BaseException:
         if written is not None:

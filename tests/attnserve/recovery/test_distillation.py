@@ -13,7 +13,7 @@ from attnserve.checks.quality import Quality  # noqa: E402
 from attnserve.recovery.distillation import HIDDEN_WEIGHT as HIDDEN  # noqa: E402
 from attnserve.recovery.distillation import LAST_WEIGHT as LAST  # noqa: E402
 from attnserve.recovery.distillation import SERVED_WEIGHT as SERVED  # noqa: E402
-from attnserve.recovery.distillation import Objective  # noqa: E402
+from attnserve.recovery.distillation import Answers, Objective  # noqa: E402
 from graph_passes.errors import InvalidData  # noqa: E402
 
 MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
@@ -30,7 +30,7 @@ def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def objective(measure: Any, given: list[np.ndarray], pooling: Any = "mean") -> Objective:
-    return Objective([quality(measure)], ["out"], len(given) - 1, pooling, [(BATCH, given)])
+    return Objective([quality(measure)], ["out"], len(given) - 1, pooling, [BATCH], lambda _: given)
 
 
 def loss(found: Objective, student: list[np.ndarray], teacher: list[np.ndarray]) -> float:
@@ -103,3 +103,41 @@ def test_constant_teacher_is_refused():
     with pytest.raises(InvalidData) as caught:
         objective("r2", [np.ones((3, 4, 8), np.float32)])
     assert caught.value.code == "recovery.constant_teacher"
+
+
+def test_one_number_per_token_is_compared_at_real_tokens_of_any_length():
+    """As the logits of the positions of an answer, (B, T)."""
+    teacher = {3: arrays((2, 3)), 5: arrays((2, 5))}
+    batches = [{"input_ids": np.ones((2, n), int), "attention_mask": np.ones((2, n), int)}
+               for n in teacher]  # fmt: skip
+    batches[1]["attention_mask"][0, 3:] = 0
+    found = Objective(
+        [quality("r2")], ["out"], 0, "mean", batches, lambda b: teacher[b["input_ids"].shape[1]],
+        resized=[0],
+    )  # fmt: skip
+    real = np.concatenate(
+        [teacher[b["input_ids"].shape[1]][0][b["attention_mask"] != 0] for b in batches]
+    )
+    assert found.terms[0].unit == pytest.approx(real.var(), rel=1e-5)
+    student = teacher[5][0].copy()
+    student[0, 3:] = np.inf  # padding
+    student[1, 0] += 2
+    measured = float(found([torch.from_numpy(student)], teacher[5], batches[1]))
+    assert measured == pytest.approx(LAST * 4 / 8 / real.var(), rel=1e-5)
+
+
+def test_answers_are_kept_up_to_a_limit_and_caches_are_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("attnserve.recovery.distillation.KEPT_BYTES", 8)
+    calls: list[int] = []
+
+    def teacher(batch: Any) -> list[np.ndarray]:
+        calls.append(batch["x"][0])
+        return [np.float32([batch["x"][0], 1]), np.zeros(1000, np.float32), np.zeros(3)]
+
+    answers = Answers(teacher, ["logits", "present.0.key"])
+    batches = [{"x": np.array([i])} for i in range(3)]
+    for _ in range(2):
+        for index, batch in enumerate(batches):
+            logits, cache = answers(index, batch)
+            assert logits.tolist() == [index, 1] and cache.size == 0
+    assert calls == [0, 1, 2, 1, 2]

@@ -15,9 +15,15 @@ import attnserve  # noqa: E402
 from attnserve.checks.compare import random_batches  # noqa: E402
 from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
 from attnserve.recovery.distillation import matching_states, rotary_constants  # noqa: E402
-from attnserve.recovery.module import GraphModule, trainable_weights  # noqa: E402
+from attnserve.recovery.module import (  # noqa: E402
+    GraphModule,
+    memory_errors,
+    trainable_weights,
+)
 from attnserve.runtime.session import open_session, run  # noqa: E402
 from graph_passes import FuseAttention, FuseGelu, find_attention, find_feed_forward  # noqa: E402
+from graph_passes.errors import CannotRewrite, InvalidModel  # noqa: E402
+from tests.errors import raises  # noqa: E402
 from tests.fixtures.make import BERT  # noqa: E402
 
 GRAPHS = BERT.parent / "onnx"
@@ -148,3 +154,42 @@ def test_written_weights_keep_their_precision():
     for name, array in arrays(model).items():
         assert array.dtype == before[name].dtype
         np.testing.assert_array_equal(array, before[name])
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
+              RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")],
+)  # fmt: skip
+def test_lack_of_memory_is_one_error(error: Exception, tiny: Path):
+    module = GraphModule(load_model(open_artifact(tiny)))
+    batch = random_batches(module.model)[0]
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    with raises(CannotRewrite, "recovery.memory"), memory_errors():
+        fail()
+    if not isinstance(error, MemoryError):
+        node = next(node for node in module.model.graph if node.op_type == "MatMul")
+        module.replaced = {node: fail}
+        with raises(CannotRewrite, "recovery.memory"):
+            module(batch)
+
+
+def test_other_errors_of_a_step_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="another"), memory_errors():
+        raise RuntimeError("another")
+
+
+def test_used_statistics_of_a_norm_are_refused():
+    graph = """
+        <ir_version: 10, opset_import: ["" : 18]>
+        g (float[b, 4] x) => (float[b, 4] y, float[b, 1] mean)
+        <float[4] w = {1.0, 2.0, 3.0, 4.0}>
+        {
+            y, mean = LayerNormalization(x, w)
+        }
+    """
+    module = GraphModule(ir.from_onnx_text(graph))
+    with raises(InvalidModel, "recovery.operator", "further outputs"):
+        module({"x": np.ones((2, 4), np.float32)})

@@ -41,6 +41,14 @@ def floats(random: Random, *shape: int) -> np.ndarray:
     return random.standard_normal(shape, dtype=np.float32)
 
 
+def embedding(random: Random) -> list[np.ndarray | None]:
+    """Ids and segments (2, 5), three tables, a norm and a mask."""
+    made = [random.integers(0, n, (2, 5)).astype(np.int32) for n in (7, 2)]
+    tables = [floats(random, n, 8) for n in (7, 9, 2)]
+    mask = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], np.int32)
+    return [*made, *tables, floats(random, 8), floats(random, 8), mask]
+
+
 def positive(random: Random, *shape: int) -> np.ndarray:
     return np.abs(floats(random, *shape)) + np.float32(0.1)
 
@@ -208,7 +216,16 @@ CASES = [
          lambda r: [floats(r, 2, 3, 4), floats(r, 2, 3, 4), *[floats(r, 4) for _ in range(3)]],
          domain=MS, outputs=4),
     Case("SkipSimplifiedLayerNormalization",
-         lambda r: [floats(r, 2, 3, 4), floats(r, 2, 3, 4), floats(r, 4)], domain=MS, outputs=4),
+         lambda r: [floats(r, 2, 3, 4), 1e-4 * floats(r, 2, 3, 4), floats(r, 4)], domain=MS,
+         outputs=4),
+    Case("SkipSimplifiedLayerNormalization",  # its epsilon counts
+         lambda r: [1e-4 * floats(r, 2, 3, 4), 1e-4 * floats(r, 2, 3, 4), floats(r, 4)], domain=MS,
+         outputs=4),
+    Case("EmbedLayerNormalization", embedding, domain=MS, outputs=3),
+    Case("EmbedLayerNormalization", lambda r: embedding(r)[:7], domain=MS, outputs=2),
+    Case("EmbedLayerNormalization",
+         lambda r: [*embedding(r), r.integers(0, 9, (2, 5)).astype(np.int32)], {"epsilon": 1e-3},
+         MS, outputs=3),
     Case("InstanceNormalization", lambda r: [floats(r, 2, 3, 9), floats(r, 3), floats(r, 3)]),
     Case("Conv", lambda r: [floats(r, 2, 3, 8, 8), floats(r, 5, 3, 2, 3), floats(r, 5)],
          {"strides": [2, 1], "pads": [1, 0, 0, 2]}),
@@ -237,6 +254,8 @@ CASES = [
     Case("Attention", lambda r: [floats(r, 2, 5, 8), floats(r, 8, 36), floats(r, 36),
                                  np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], np.int32)],
          {"num_heads": 3, "unidirectional": 1}, MS),
+    Case("Attention", lambda r: [floats(r, 2, 5, 8), floats(r, 8, 36), floats(r, 36),
+                                 np.array([3, 5], np.int32)], {"num_heads": 3}, MS),
     *[Case("RotaryEmbedding", lambda r, k=rank: rotary(r, k, first=True),
            {"interleaved": turned, "num_heads": 4}, opset=23)
       for rank in (3, 4) for turned in (0, 1)],

@@ -24,9 +24,11 @@ from attnserve.cli.display import option_names  # noqa: E402
 from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
 from attnserve.models.precision import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
+from attnserve.recovery.attention_operators import OPERATORS  # noqa: E402
 from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
 from graph_passes.errors import AttnserveError, CheckFailed  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
+from tests.errors import raises  # noqa: E402
 
 SAMPLES = Path(__file__).parents[2] / "fixtures" / "stories260K.npz"
 
@@ -225,6 +227,23 @@ def test_interrupted_training_continues_from_its_checkpoint(
 
 @pytest.mark.timing(seconds=20)
 @pytest.mark.usefixtures("clock")
+def test_recover_learns_logits_of_answer_positions(
+    tiny_bert: Callable[..., Path], texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Outputs (B, T): their last axis has another length in each batch."""
+    monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
+    model = tmp_path / "qa"
+    attnserve.export(tiny_bert("BertForQuestionAnswering"), model, task="question-answering")
+    attnserve.optimize(model, tmp_path / "pruned", prune=0.5, ffn=0.5, calib=texts)
+    report = attnserve.recover(
+        tmp_path / "pruned", tmp_path / "out", teacher=model, data=texts, minutes=MINUTES / 2
+    )
+    assert report.after.quality is not None and report.after.quality.output.endswith("_logits")
+    assert report.gain
+
+
+@pytest.mark.timing(seconds=20)
+@pytest.mark.usefixtures("clock")
 def test_recover_decoder_learns_its_logits(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -258,6 +277,9 @@ def write(path: Path, text: str) -> Path:
         ({"data": "few"}, "recovery.few_rows"),
         ({"data": "empty"}, None),
         ({"data": "missing"}, "data.missing"),
+        ({"data": []}, "recovery.no_data"),
+        ({"data": "twice"}, "data.repeated"),
+        ({"data": "same rows"}, "recovery.few_rows"),
         ({"teacher": "vit"}, None),
         ({"output": "pruned"}, "output.is_input"),
         ({"output": "teacher"}, "output.is_input"),
@@ -269,7 +291,11 @@ def write(path: Path, text: str) -> Path:
 def test_bad_input_is_refused_and_nothing_is_written(
     pruned: Path, tiny: Path, texts: Path, tmp_path: Path, change: dict[str, Any], code: str | None
 ):
-    files = {
+    files: dict[str, Callable[[], Any]] = {
+        "twice": lambda: [texts, texts],
+        "same rows": lambda: [
+            write(tmp_path / f"{i}.txt", "\n".join(words[i:] + words[:i])) for i in range(6)
+        ],
         "few": lambda: write(tmp_path / "few.txt", "a man\na dog\n"),
         "empty": lambda: write(tmp_path / "empty.txt", ""),
         "missing": lambda: tmp_path / "none.txt",
@@ -278,8 +304,9 @@ def test_bad_input_is_refused_and_nothing_is_written(
         "vit": lambda: Path(__file__).parents[2] / "fixtures/onnx/vit-dynamo23-sdpa.onnx",
         "int8": lambda: _int8(tiny, texts, tmp_path),
     }
+    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with"]
     change = {
-        name: files[value]() if value in files and name != "measure" else value
+        name: files[value]() if str(value) in files and name != "measure" else value
         for name, value in change.items()
     }
     given: dict[str, Any] = {
@@ -297,6 +324,70 @@ def test_bad_input_is_refused_and_nothing_is_written(
 def _int8(tiny: Path, texts: Path, folder: Path) -> Path:
     attnserve.optimize(tiny, folder / "int8", precision="int8", calib=texts)
     return folder / "int8"
+
+
+def test_weights_of_the_teacher_are_never_overwritten(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path
+):
+    """Also if it was renamed, so that its data file is called like that of the output."""
+    import onnx
+
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    onnx.save(
+        onnx.load(tiny / "model.onnx"), folder / "original.onnx", save_as_external_data=True,
+        location="model.onnx.data",
+    )  # fmt: skip
+    before = (folder / "model.onnx.data").read_bytes()
+    for force, code in ((False, "output.exists"), (True, "output.is_input")):
+        with raises(AttnserveError, code):
+            attnserve.recover(
+                pruned, folder, teacher=folder / "original.onnx", data=texts, minutes=0, force=force
+            )
+    stray = tmp_path / "stray"
+    stray.mkdir()
+    (stray / "model.onnx.data").write_bytes(b"of somebody else")
+    with raises(AttnserveError, "output.exists"):
+        attnserve.recover(pruned, stray, teacher=tiny, data=texts, minutes=0)
+    assert (folder / "model.onnx.data").read_bytes() == before
+    assert not (folder / "model.onnx").exists()
+
+
+def test_external_data_stays_external(pruned: Path, tiny: Path, texts: Path, tmp_path: Path):
+    import onnx
+
+    folder = tmp_path / "external"
+    folder.mkdir()
+    onnx.save(
+        onnx.load(pruned / "model.onnx"), folder / "model.onnx", save_as_external_data=True,
+        location="weights.bin",
+    )  # fmt: skip
+    attnserve.recover(folder, tmp_path / "out", teacher=tiny, data=texts, minutes=0)
+    assert (tmp_path / "out" / "model.onnx.data").stat().st_size > 10_000
+
+
+def test_numbers_that_are_not_finite_are_null_in_json():
+    course = training.Training(
+        first_loss=float("inf"), loss=0.5, history=[(1.0, float("nan"), float("inf"))]
+    )
+    assert course.to_json()["first_loss"] is None
+    assert course.to_json()["history"] == [[1.0, None, None]]
+    json.dumps(course.to_json(), allow_nan=False)
+
+
+def test_checkpoint_that_cannot_be_written_gives_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    blocked = write(tmp_path / "file", "no folder")
+    checkpoint = training.Checkpoint(blocked, "a")
+    with caplog.at_level("WARNING", logger="attnserve"):
+        for _ in range(2):
+            checkpoint.save({"weights": []})
+    assert len(caplog.records) == 1 and "could not continue" in caplog.text
+    checkpoint = training.Checkpoint(tmp_path / "kept", "a")
+    checkpoint.save({"weights": [torch.ones(2)]})
+    state = checkpoint.load()
+    assert state is not None and state["weights"][0].tolist() == [1, 1]
 
 
 def test_command_prints_one_json_object(
@@ -389,6 +480,51 @@ def test_mixed_texts_are_the_start_of_one_and_the_end_of_another(lengths: list[i
         assert cut >= 1 and not ids[len(text) :].any()
 
 
+def padded_left(lengths: list[int], pad: int) -> dict[str, np.ndarray]:
+    width = max(lengths)
+    rows = [100 * i + np.arange(1, n + 1) for i, n in enumerate(lengths)]
+    return {
+        "input_ids": np.stack(
+            [np.pad(r, (width - len(r), 0), constant_values=pad) for r in rows]
+        ),
+        "attention_mask": np.stack([np.arange(width) >= width - n for n in lengths]).astype(int),
+    }  # fmt: skip
+
+
+def test_regroup_keeps_the_side_and_the_id_of_padding():
+    """Graphs that take the vector of the last position read no padding."""
+    lengths = np.random.default_rng(0).integers(1, 40, 60).tolist()
+    made = [
+        batch
+        for step in regroup([padded_left(lengths[:30], 7), padded_left(lengths[30:], 7)], seed=0)
+        for batch in step
+    ]
+    assert sum(len(batch["input_ids"]) for batch in made) == 60
+    for batch in made:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        assert mask[:, -1].all()
+        assert (ids[mask == 0] == 7).all()
+        assert (np.diff(mask, axis=1) >= 0).all()
+
+
+@given(st.lists(st.integers(2, 12), min_size=2, max_size=6), st.integers(0, 2**32 - 1))
+def test_mixed_texts_with_padding_on_the_left_are_whole(lengths: list[int], seed: int):
+    batch = padded_left(lengths, 0)
+    made = mixed(batch, np.random.default_rng(seed))
+    for i, (ids, mask) in enumerate(zip(*made.values(), strict=True)):
+        text = ids[mask.astype(bool)]
+        assert mask[-1] and (np.diff(mask) >= 0).all()
+        end = i if len(set(lengths)) > 1 else text[-1] // 100  # without padding either end
+        assert text.all() and text[-1] // 100 == end
+
+
+def test_rows_behind_a_cache_count_their_ids():
+    row = {"input_ids": np.ones((1, 250), int), "past.key": np.ones((1, 2, 4, 3), np.float32)}
+    made = regroup([row] * 6, seed=0)
+    assert [len(batch["input_ids"]) for step in made for batch in step] == [4, 2]
+    assert count_tokens(made[0][0]) == 1000
+
+
 def test_images_and_single_texts_are_not_mixed():
     random = np.random.default_rng(0)
     for batch in (
@@ -413,3 +549,12 @@ def test_outputs_of_the_teacher_are_kept_in_half_precision_if_they_fit():
     assert [array.dtype for array in kept] == [np.float16, np.float32, np.float32]
     assert np.allclose(kept[0], fits, rtol=2**-11)
     assert training.halved(np.array([2**40])).dtype == np.int64
+
+
+def test_operator_that_returns_nan_is_refused_and_nothing_is_written(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(OPERATORS, ("", "LayerNormalization"), lambda _, x, *rest: x * np.nan)
+    with raises(CheckFailed, "recovery.mismatch", "nan"):
+        attnserve.recover(pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=0)
+    assert not (tmp_path / "out").exists()
