@@ -178,15 +178,63 @@ def _packed_attention(
     return _microsoft(call, q, k, v, mask, added)
 
 
-def _rotate(call: Call, x: Tensor, cos: Tensor, sin: Tensor, size: int) -> Tensor:
-    """Rotate the first ``size`` elements of (B, T, H, K) by angles (B or 1, T, 1, size / 2)."""
+@operator("GroupQueryAttention", domain="com.microsoft")
+def _group_query_attention(
+    call: Call,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    past_key: Tensor | None,
+    past_value: Tensor | None,
+    lengths: Tensor,
+    total: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    added: Tensor | None = None,
+    *rest: Tensor | None,
+) -> tuple[Any, ...]:
+    heads, groups = call.integer("num_heads", 0), call.integer("kv_num_heads", 0)
+    if any(x is not None for x in rest) or call.integer("smooth_softmax", 0) > 0:
+        raise call.unsupported("it has attention sinks")
+    if k is None or v is None:
+        size = q.shape[-1] // (heads + 2 * groups)
+        q, k, v = torch.split(q, [heads * size, groups * size, groups * size], -1)
+    past, S = 0 if past_key is None else past_key.shape[2], q.shape[1]
+    if past and bool((lengths.flatten() + 1 != past + S).any()):
+        raise call.unsupported("its caches have different lengths")
+    query, key = (x.unflatten(-1, (n, -1)) for x, n in ((q, heads), (k, groups)))  # B S H K
+    places = torch.arange(past, past + S, device=q.device)
+    if call.integer("do_rotary", 0) and cos is not None and sin is not None:
+        at = places[None] if positions is None else positions.long()
+        angles = [t[at][:, :, None] for t in (cos, sin)]
+        interleaved = bool(call.integer("rotary_interleaved", 0))
+        query, key = (_rotate(x, *angles, interleaved=interleaved) for x in (query, key))
+    key = _with_past(past_key, key.transpose(1, 2))
+    value = _with_past(past_value, _heads(v, groups))
+    distance = places[:, None] - torch.arange(past + S, device=q.device)
+    shown = distance >= 0
+    if (window := call.integer("local_window_size", -1)) > 0:
+        shown = shown & (distance < window)
+    bias = shown if added is None else added.masked_fill(~shown, -torch.inf)
+    context = _attend(
+        query.transpose(1, 2), key, value,
+        call.number("scale", 0.0) or query.shape[-1] ** -0.5, cap=call.number("softcap", 0.0),
+        bias=bias,
+    )  # fmt: skip
+    return _merged(context), key, value
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first elements of (B, T, H, K) by angles (B or 1, T, 1, half of them)."""
+    size = 2 * cos.shape[-1]
     rotated, rest = x[..., :size], x[..., size:]
-    if call.integer("interleaved", 0):
+    if interleaved:
         a, b = rotated[..., 0::2], rotated[..., 1::2]
     else:
         a, b = rotated.chunk(2, -1)
     real, imaginary = cos * a - sin * b, sin * a + cos * b
-    if call.integer("interleaved", 0):
+    if interleaved:
         rotated = torch.stack((real, imaginary), -1).flatten(-2)
     else:
         rotated = torch.cat((real, imaginary), -1)
@@ -208,7 +256,7 @@ def _rotary(
             positions = positions.reshape(1, 1) + steps
         cos, sin = cos[positions.long()], sin[positions.long()]
     cos, sin = (t.reshape(-1, *t.shape[-2:])[:, :, None, : size // 2] for t in (cos, sin))
-    rotated = _rotate(call, tokens, cos, sin, size)
+    rotated = _rotate(tokens, cos, sin, interleaved=bool(call.integer("interleaved", 0)))
     return rotated.transpose(1, 2) if x.ndim == 4 else rotated.flatten(2)
 
 

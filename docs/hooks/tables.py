@@ -461,13 +461,14 @@ def recovery_curve() -> str:
         axes = figure.subplots()
         axes.grid(color=GRID)
         colors = (FIRST, SECOND, THIRD, INK, MUTED)
-        for color, row in zip(cycle(colors), load("recovery")["rows"], strict=False):
+        lines = [(color, style) for style in ("-", "--") for color in colors]
+        for (color, style), row in zip(cycle(lines), load("recovery")["rows"], strict=False):
             training = row["training"]
             points = [(0.0, 1.0)] + [
                 (seconds / 60, loss / training["first_loss"])
                 for seconds, _, loss in training["history"]
             ]
-            axes.plot(*zip(*points, strict=True), color=color, label=row["case"])
+            axes.plot(*zip(*points, strict=True), style, color=color, label=row["case"])
         axes.set_xlabel("minutes of training")
         axes.set_ylabel("loss on held-out rows, before = 1")
         figure.legend(loc="outside lower center")

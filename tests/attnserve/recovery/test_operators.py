@@ -49,6 +49,16 @@ def embedding(random: Random) -> list[np.ndarray | None]:
     return [*made, *tables, floats(random, 8), floats(random, 8), mask]
 
 
+def grouped_query(random: Random, past: int) -> list[np.ndarray | None]:
+    """Four heads and two groups of size 16, five tokens (one text, if behind a cache), angles."""
+    B = 1 if past else 2
+    cache = [floats(random, B, 2, past, 16) for _ in range(2)]
+    angles = floats(random, 16, 8)
+    length = np.full(B, past + 4, np.int32)
+    return [*(floats(random, B, 5, n) for n in (64, 32, 32)), *cache, length,
+            np.array(past + 5, np.int32), np.cos(angles), np.sin(angles)]  # fmt: skip
+
+
 def positive(random: Random, *shape: int) -> np.ndarray:
     return np.abs(floats(random, *shape)) + np.float32(0.1)
 
@@ -256,6 +266,18 @@ CASES = [
          {"num_heads": 3, "unidirectional": 1}, MS),
     Case("Attention", lambda r: [floats(r, 2, 5, 8), floats(r, 8, 36), floats(r, 36),
                                  np.array([3, 5], np.int32)], {"num_heads": 3}, MS),
+    *[Case("GroupQueryAttention", lambda r, n=past: grouped_query(r, n),
+           {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1, **more}, MS, outputs=3)
+      for past in (0, 3)
+      for more in ({}, {"rotary_interleaved": 1}, {"local_window_size": 2}, {"softcap": 2.0},
+                   {"scale": 0.3})],
+    Case("GroupQueryAttention", lambda r: grouped_query(r, 0)[:7],
+         {"num_heads": 4, "kv_num_heads": 2}, MS, outputs=3),
+    Case("GroupQueryAttention", lambda r: [floats(r, 1, 5, 128), None, None,
+                                           *grouped_query(r, 3)[3:]],
+         {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}, MS, outputs=3),
+    Case("GroupQueryAttention", lambda r: [*grouped_query(r, 0), None, floats(r, 1, 4, 5, 5)],
+         {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}, MS, outputs=3),
     *[Case("RotaryEmbedding", lambda r, k=rank: rotary(r, k, first=True),
            {"interleaved": turned, "num_heads": 4}, opset=23)
       for rank in (3, 4) for turned in (0, 1)],
