@@ -176,7 +176,7 @@ def recover(
     if not _is_source(artifact, original_artifact):
         other = f"{original_artifact.model} is not the model that {artifact.model} was made from"
         stranger = f"{other}, by its record"
-        log.warning("%s", stranger)
+        log.warning("warning: %s (Ctrl-C ends the training)", stranger)
     before_threads = torch.get_num_threads()
     if threads:
         torch.set_num_threads(threads)

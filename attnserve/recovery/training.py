@@ -116,7 +116,7 @@ class Checkpoint:
                 torch.save(dict(state), file)
         except (OSError, RuntimeError) as error:  # torch raises a RuntimeError for a full disk
             if not self._is_lost:
-                log.warning("an interrupted training could not continue: %s", error)
+                log.warning("warning: an interrupted training could not continue: %s", error)
             self._is_lost = True
 
     def remove(self) -> None:
