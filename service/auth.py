@@ -24,7 +24,8 @@ RELOAD_S = 1.0
 
 log = logging.getLogger("attnserve")
 
-CONTROL = re.compile(r"/v2/repository/models/[^/]*/(un)?load")
+CONTROL = re.compile(r"/v2/repository/models/[^/]*/(un)?load\s*")
+"""Routes match paths with a line break at the end too (``$`` of starlette's patterns)."""
 
 OPEN = ("/v2/health/live", "/v2/health/ready", "/")
 """Paths that need no key: health checks, and the dashboard page, whose data does need one."""

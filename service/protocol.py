@@ -29,16 +29,40 @@ UPGRADE = re.compile(rb"\r\nupgrade:[ \t]*h2c[ \t]*(?=\r\n)", re.IGNORECASE)
 """The JDK's client offers HTTP/2 with every request; httptools would then drop the body
 (github.com/MagicStack/httptools/issues/124)."""
 
+HEALTH = ("/v2/health/live", "/v2/health/ready")
+"""Paths that connections above the limit may ask for."""
+
 MALFORMED = b"400 Bad Request"
 TOO_LARGE = b"431 Request Header Fields Too Large"
 TOO_SLOW = b"408 Request Timeout"
 
 
+def _surplus(app: Any) -> Any:
+    """The application for a connection above the limit."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] in HEALTH:
+            await app(scope, receive, send)
+            return
+        body = b'{"error":"too many connections; try again later"}'
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close"),
+                   (b"retry-after", b"1"), (b"content-length", b"%d" % len(body))]  # fmt: skip
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return answer
+
+
 class Protocol(HttpToolsProtocol):
-    """A connection that ends if its client sends too much or too slowly, or does not read."""
+    """A connection that ends if its client sends too much or too slowly, or does not read.
+
+    Connections above uvicorn's ``limit_concurrency`` are answered with 503, except for health
+    checks. uvicorn would refuse all requests of all connections then, those of probes too.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._most, self.limit_concurrency = self.limit_concurrency, None
         self._head_bytes: int | None = 0  # None while a body is read
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
@@ -48,6 +72,8 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self._most is not None and len(self.connections) > self._most:
+            self.app = _surplus(self.app)
         self._start_receiving()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -199,7 +199,8 @@ class Settings(BaseSettings):
     """Seconds in which accepted requests are answered when the server stops. After them the others
     are refused, and the server exits with an error."""
     max_connections: PositiveInt = 1000
-    """Maximum number of open connections of a process; it answers 503 above it."""
+    """Maximum number of open connections of a process; those above it get 503, but for health
+    checks."""
     log_level: LogLevel = "info"
     """Log level; info and debug log every request."""
     log_format: Literal["text", "json"] = "text"

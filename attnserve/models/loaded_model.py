@@ -207,11 +207,11 @@ class Model:
         return inputs["input_ids"] if "input_ids" in inputs else inputs[self.inputs[0].name]
 
     def tokens(self, inputs: Mapping[str, np.ndarray]) -> int:
-        """Number of tokens that are not masked."""
-        mask = inputs.get("attention_mask")
-        if mask is not None:
-            return int(np.count_nonzero(mask))
-        return math.prod(self.ids(inputs).shape[:2])
+        """Number of tokens that are not masked, without those of a cache."""
+        mask, shape = inputs.get("attention_mask"), self.ids(inputs).shape[:2]
+        if mask is not None and mask.ndim == 2 and len(shape) == 2 and mask.shape[1] >= shape[1]:
+            return int(np.count_nonzero(mask[:, mask.shape[1] - shape[1] :]))
+        return math.prod(shape)
 
     def macs(self, inputs: Mapping[str, np.ndarray]) -> int | None:
         """Multiply-accumulates of one run; None if they cannot be counted."""

@@ -496,7 +496,7 @@ def shorten(
             "reduce it, or leave it out",
             code="text.dimensions",
         )
-    vectors = vectors[..., :dimensions]
+    vectors = np.ascontiguousarray(vectors[..., :dimensions])  # as JSON encoders require
     if normalize:
         length = np.linalg.norm(vectors, axis=-1, keepdims=True)  # B 1
         vectors = vectors / np.maximum(length, np.finfo(np.float32).tiny)

@@ -1,6 +1,7 @@
 """Routes that order texts by their relevance to a query, with a reranker.
 
-``/rerank`` has the form of text-embeddings-inference, ``/v1/rerank`` that of Cohere and Jina.
+``/rerank`` has the form of text-embeddings-inference, ``/v1/rerank`` that of Cohere and Jina, and
+``/v2/rerank`` that of Cohere's newer clients.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from service.api.texts import TextBody, TextList
 
 router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 cohere = APIRouter(
-    prefix="/v1",
     tags=["Cohere"],
     route_class=JsonRoute,
     responses={"4XX": {"model": OpenAIError}, "5XX": {"model": OpenAIError}},
@@ -107,7 +107,8 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     return respond(request, engine, answer, ranks)
 
 
-@cohere.post("/rerank", response_model=CohereResponse, response_model_exclude_none=True)
+@cohere.post("/v1/rerank", response_model=CohereResponse, response_model_exclude_none=True)
+@cohere.post("/v2/rerank", response_model=CohereResponse, response_model_exclude_none=True)
 async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
     engine = acquire_engine(request, body.model)

@@ -8,12 +8,13 @@ import zlib
 from collections.abc import Callable, Coroutine
 from functools import partial
 from time import perf_counter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -30,10 +31,29 @@ B = TypeVar("B", bound=BaseModel)
 Name = Annotated[str, Field(max_length=1024)]
 
 
+MAX_FIELDS = 100
+"""The largest number of fields of an object: the error of each unknown one takes memory."""
+
+
 class Body(BaseModel):
-    """A JSON body. Types are strict: ``"3"`` is not a number and 1 is not a boolean."""
+    """A JSON body. Types are strict: ``"3"`` is not a number and 1 is not a boolean.
+
+    Null stands for a field that is left out, as some clients write it.
+    """
 
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        fields = cast(dict[str, Any], value)
+        if len(fields) > MAX_FIELDS:
+            raise PydanticCustomError("fields", "expected at most 100 fields")
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: each for name, each in fields.items()
+                if each is not None or name not in optional}  # fmt: skip
 
 
 class Extensible(Body):

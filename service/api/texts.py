@@ -74,9 +74,9 @@ class PredictRequest(TextBody):
 class SimilarityRequest(TextBody):
     """Texts to compare: ``pairs``, or ``source`` with each of ``targets``."""
 
-    pairs: list[Pair] | None = Field(None, min_length=1)
+    pairs: list[Pair] | None = Field(None, min_length=1, fail_fast=True)
     source: str | None = None
-    targets: list[str] | None = Field(None, min_length=1)
+    targets: list[str] | None = Field(None, min_length=1, fail_fast=True)
 
 
 class TokenizeRequest(TextBody):

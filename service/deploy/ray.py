@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -99,7 +99,8 @@ def application(settings: Settings, ray: RaySettings | None = None) -> Any:
     """
     serve = _require_serve()
     options = deployment_options(settings, ray or RaySettings())
-    build = partial(_build, settings.model_copy(update=NO_SECRETS), bool(settings.api_keys))
+    needed = tuple(name for name in ("api_keys", "admin_keys") if getattr(settings, name))
+    build = partial(_build, settings.model_copy(update=NO_SECRETS), needed)
     return serve.deployment(**options)(serve.ingress(build)(_Replica)).bind()
 
 
@@ -110,17 +111,22 @@ _repositories: list[Repository] = []
 """Of this process, if it is a replica."""
 
 
-def _build(settings: Settings, needs_keys: bool) -> FastAPI:
+def _build(settings: Settings, needed: Sequence[str]) -> FastAPI:
     """The application of a replica.
 
+    Args:
+        needed: The settings of keys that the service has.
+
     Raises:
-        InvalidArgument: The service has API keys, and this machine has none.
+        InvalidArgument: The service has keys, and this machine has none.
     """
     own = read_settings(model=settings.model)
-    if needs_keys and not own.api_keys:
+    if missing := [name for name in needed if not getattr(own, name)]:
+        variable = f"ATTNSERVE_{missing[0].upper()}"
         raise InvalidArgument(
-            "this replica has no API keys",
-            "set ATTNSERVE_API_KEYS on every machine before Ray starts, or use a file of keys",
+            f"this replica has no {variable}",
+            f"set {variable} on every machine before Ray starts"
+            + (", or use a file of keys" * (missing[0] == "api_keys")),
             code="ray.keys",
         )
     keys = {"api_keys": own.api_keys, "admin_keys": own.admin_keys}
@@ -153,6 +159,12 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
     app = application(settings, chosen)
     if chosen.address is None and not settings.model.exists():
         raise InvalidModel(f"{settings.model}: no such file or folder", "check the path")
+    if settings.ssl_certfile is not None:
+        raise InvalidArgument(
+            "`ssl_certfile` is set, but Ray's proxy serves plain HTTP",
+            "unset it, and end TLS at a proxy in front",
+            code="ray.tls",
+        )
     # Ray reports usage statistics unless this variable is 0.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     runtime, serve = import_module("ray"), _require_serve()

@@ -283,11 +283,11 @@ class Repository:
                 finally:
                     self._loading.discard(key)
                 following[version] = engine
-            if following:
+            if following:  # otherwise those that were loaded stay
                 self._engines[name] = following
-            for engine in serving.values():
-                if engine not in following.values():
-                    self._retire(engine)
+                for engine in serving.values():
+                    if engine not in following.values():
+                        self._retire(engine)
             if first is not None:
                 raise first
 

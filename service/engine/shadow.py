@@ -165,7 +165,8 @@ class Shadow:
         """Take over the rows of other workers; worker 0 calls this once a second."""
         if self._original is None or self._folder is None:
             return
-        for path in list(self._folder.glob("*.row"))[: MAX_PENDING - len(self._pending)]:
+        free = max(MAX_PENDING - len(self._pending), 0)
+        for path in list(self._folder.glob("*.row"))[:free]:
             with suppress(OSError):
                 sample = pickle.loads(path.read_bytes())  # of a worker, in a private folder
                 path.unlink()

@@ -217,6 +217,16 @@ def test_model_control_is_off_beyond_this_machine(
     assert client.post(UNLOAD.format("tiny%2f")).status_code in (403, 404)
 
 
+@pytest.mark.parametrize("end", ["%0A", "%0a%0a", "%0D", "%20", "%09", "/"])
+def test_control_of_models_is_refused_at_paths_with_other_ends(
+    start: Callable[..., TestClient], encoder: Path, end: str
+) -> None:
+    """The patterns of the router match a line break at the end of a path."""
+    client = start(encoder, host="0.0.0.0")
+    assert client.post(UNLOAD.format("tiny") + end, follow_redirects=False).status_code != 200
+    assert client.post("/embed", json=EMBED).status_code == 200
+
+
 def test_admin_keys_are_needed_to_unload_and_suffice_for_all(
     start: Callable[..., TestClient], encoder: Path
 ) -> None:

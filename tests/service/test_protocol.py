@@ -242,8 +242,15 @@ def test_client_that_reads_slowly_gets_all(address: tuple[str, int]):
 
 
 def test_connections_over_the_limit_get_503():
-    with served(limit_concurrency=3) as address, connected(address), connected(address):
+    health = b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    with served(limit_concurrency=2) as address, connected(address), connected(address) as second:
         time.sleep(0.2)
         with connected(address) as client:
             client.sendall(HEAD + b"\r\n" + BODY)
-            assert b" 503 " in answer(client)
+            refused = answer(client)
+            assert b" 503 " in refused and b"retry-after" in refused and b'{"error":' in refused
+        with connected(address) as client:  # a probe must not restart a busy server
+            client.sendall(health)
+            assert b" 200 " in answer(client)
+        second.sendall(HEAD + b"Connection: close\r\n\r\n" + BODY)
+        assert b" 200 " in answer(second)

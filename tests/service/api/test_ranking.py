@@ -123,6 +123,7 @@ def test_rerank_of_cohere(reranker: TestClient) -> None:
     assert (content["model"], content["usage"]) == ("reranker", {"total_tokens": 25})
     body["return_documents"] = True
     content = reranker.post("/v1/rerank", json=body).json()
+    assert reranker.post("/v2/rerank", json=body).json() == content
     assert content["results"][0]["document"] == {"text": "b b"}
 
 
@@ -227,6 +228,8 @@ def test_embed_dimensions_are_cut_and_then_normalized(
     body = {"model": "m", "input": "a", "dimensions": 3}
     found = client.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+    several = client.post("/embed", json={"inputs": ["a", "a"], "dimensions": 3}).json()
+    np.testing.assert_allclose(several["embeddings"], [expected] * 2, rtol=1e-6)
     refused = client.post("/embed", json={"inputs": "a", "dimensions": 5})
     assert refused.status_code == 422
     assert "dimensions is 5, but vectors of m have 4" in refused.json()["error"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,29 @@ def test_similarity_invalid_body_is_refused(client: TestClient, body: Any, text:
     answer = client.post("/similarity", json=body)
     assert answer.status_code == 422
     assert text in answer.json()["error"]
+
+
+def test_similarity_with_many_errors_is_refused_at_once(client: TestClient) -> None:
+    """The error of each item would take memory, and block the event loop."""
+    for body in ({"source": "a", "targets": [1] * 300_000}, {"pairs": [[]] * 300_000},
+                 {"source": "a"} | {f"x{i}": 0 for i in range(100_000)}):  # fmt: skip
+        started = time.monotonic()
+        answer = client.post("/similarity", json=body)
+        assert answer.status_code == 422 and len(answer.content) < 300
+        assert time.monotonic() - started < 1
+
+
+def test_null_is_a_field_that_is_left_out(client: TestClient) -> None:
+    for path, body in (
+        ("/embed", {"inputs": "a", "truncate": None, "dimensions": None}),
+        ("/v1/embeddings", {"model": "tiny", "input": "a", "encoding_format": None}),
+    ):
+        assert client.post(path, json=body).status_code == 200
+    assert client.post("/embed", json={"inputs": None}).status_code == 422
+    ids = {"shape": [1, 3], "datatype": "INT64", "data": [2, 4, 3], "parameters": None}
+    inputs = [{"name": name, **ids} for name in ("input_ids", "attention_mask")]
+    body = {"inputs": inputs, "parameters": None, "outputs": None, "id": None}
+    assert client.post("/v2/models/tiny/infer", json=body).status_code == 200
 
 
 # -- /tokenize ------------------------------------------------------------------------------------

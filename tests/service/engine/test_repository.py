@@ -299,6 +299,25 @@ def test_load_invalid_replacement_keeps_the_old_engine(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
+def test_load_of_only_a_broken_version_keeps_the_old_engine(tmp_path: Path) -> None:
+    write_scale(tmp_path / "a" / "1", 1)
+
+    async def script(repository: Repository) -> None:
+        (tmp_path / "a" / "1").rename(tmp_path / "kept")
+        (tmp_path / "a" / "2").mkdir()
+        (tmp_path / "a" / "2" / "model.onnx").write_bytes(b"half a model")
+        with pytest.raises(InvalidModel, match="not an ONNX file"):
+            await repository.load("a")
+        await repository.settled()
+        assert await ask(repository, "a") == 1
+        shutil.rmtree(tmp_path / "a" / "2")
+        write_scale(tmp_path / "a" / "2", 3)
+        await repository.load("a")
+        assert await ask(repository, "a") == 3
+
+    play(tmp_path, script)
+
+
 def test_load_while_requests_run_drops_none(tmp_path: Path) -> None:
     write_scale(tmp_path / "a", 0)
 
