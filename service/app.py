@@ -78,7 +78,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     app.state.settings = chosen
     app.state.repository = models
     app.state.metrics = metrics
-    app.state.error_renderers = {prefix: openai.render_error for prefix in ("/v1", "/v2/rerank")}
+    app.state.error_renderers = dict.fromkeys(("/v1", "/v2/rerank"), openai.render_error)
     # The middleware added last runs first: it also counts refused requests and gives them an id.
     app.add_middleware(
         CompressLarge,

@@ -26,7 +26,7 @@ import onnx
 import onnx_ir as ir
 
 from attnserve.choices import Activation, Padding, Pooling, Similarity
-from attnserve.models.onnx_validation import validated
+from attnserve.models.onnx_validation import external_file, external_locations, validated
 from attnserve.paths import StrPath
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.onnx_reader import read_in_place
@@ -42,7 +42,9 @@ __all__ = [
     "check_output",
     "check_target",
     "copy_companions",
+    "data_file",
     "default_output",
+    "external_data_locations",
     "fingerprint",
     "load_model",
     "merged_record",
@@ -401,6 +403,7 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     try:
         model = ir.from_proto(proto)
         ir.external_data.set_base_dir(model.graph, path.parent)
+        _map_linked(model, path)
         model.graph.sort()  # some converters do not sort nodes
         capture_weights(model)
         _remove_weights_from_inputs(model)
@@ -413,6 +416,36 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     if not in_place:
         _read_own_weights(model, path)
     return model
+
+
+def _map_linked(model: ir.Model, path: Path) -> None:
+    """Map external data that links lead out of the model's folder, which onnx_ir refuses.
+
+    ``validated`` allows it beside the target of a link to the model.
+    """
+    folder = path.parent.resolve()
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if not isinstance(tensor, ir.ExternalTensor):
+                continue
+            file = Path(tensor.path).resolve()
+            if not file.is_relative_to(folder):
+                linked = ir.ExternalTensor(
+                    file, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape,
+                    name=tensor.name or "",
+                )  # fmt: skip
+                value.const_value = ir.Tensor(
+                    linked.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string
+                )
+
+
+def external_data_locations(path: Path) -> list[str]:
+    """The files with external data of a model, relative to its folder."""
+    in_place = _in_place(path)
+    proto = in_place or onnx.load(path, format="protobuf", load_external_data=False)
+    found = external_locations(proto)
+    return [one for one in found if in_place is None or one != path.name]
 
 
 def _remove_weights_from_inputs(model: ir.Model) -> None:
@@ -440,8 +473,10 @@ def _read_own_weights(model: ir.Model, path: Path) -> None:
 def _in_place(path: Path) -> onnx.ModelProto | None:
     """The model with its weights in the file; None if that is not possible."""
     try:
-        # onnx_ir maps no file that has several hard links.
-        return read_in_place(path) if path.stat().st_nlink == 1 else None
+        # onnx_ir maps no file that has several hard links, or that is a link out of its folder.
+        is_own = path.stat().st_nlink == 1 and path.resolve().parent == path.parent.resolve()
+        is_own = is_own and external_file(path, path.name) is not None
+        return read_in_place(path) if is_own else None
     except Exception:  # onnx.load reports the error
         return None
 

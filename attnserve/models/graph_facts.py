@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.models.artifact import Artifact, load_model
+from attnserve.models.artifact import Artifact, external_data_locations, load_model
 from attnserve.models.example_inputs import example_inputs, id_bound
 from attnserve.models.quantized import batch_invariant, int8_warning
-from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import weight_bytes
 from graph_passes.analysis.cost import Cost, Polynomial, model_cost
 from graph_passes.errors import AttnserveError
@@ -63,8 +62,6 @@ class GraphFacts:
         cost = model_cost(graph)
         shapes = {name: ir.Value(name=name, shape=v.shape) for name, v in cost.inputs.items()}
         bounds = ((value.name or "", id_bound(value)) for value in graph.graph.inputs)
-        files = (path.relative_to(artifact.folder) for path in external_files(graph))
-        files = (path for path in files if path.name != artifact.model.name)  # read in place
         return cls(
             replace(cost, inputs=shapes),
             {name: bound for name, bound in bounds if bound},
@@ -72,7 +69,7 @@ class GraphFacts:
             int8_warning(graph),
             batch_invariant(graph),
             weight_bytes(graph),
-            tuple(sorted(path.as_posix() for path in files)),
+            tuple(sorted(external_data_locations(artifact.model))),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from graph_passes.errors import InvalidModel
 
-__all__ = ["validated"]
+__all__ = ["external_file", "external_locations", "validated"]
 
 MAX_INLINED_NODES, MAX_INLINED_BYTES = 50_000, 1 << 29
 """Largest size of a model with inlined functions. Calls of 16 nested functions can inline to more
@@ -205,27 +205,44 @@ def _check_typed(where: str, tensor: onnx.TensorProto, bits: int) -> None:
         )
 
 
-def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None:
-    """Refuse external data outside the model's folder, or with a wrong size."""
-    folder = path.parent.resolve()
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    location = entries.get("location", "")
-    where = f"{path}: external data of {tensor.name!r}"
+def external_file(path: Path, location: str) -> Path | None:
+    """The file of external data at ``location`` of a model; None if it is outside of its folder.
+
+    Links are followed. A link to a model, as in the cache of Hugging Face, may have the data beside
+    its target.
+    """
     relative = Path(location)
-    outside = (
+    if (
         not location
         or relative.is_absolute()
         or any(character in location for character in "\\:\0")
         or ".." in relative.parts
-        or not (folder / relative).resolve().is_relative_to(folder)
-    )
-    if outside:
+    ):
+        return None
+    found = (path.parent / relative).resolve()
+    is_beside = found.parent == path.resolve().parent
+    return found if is_beside or found.is_relative_to(path.parent.resolve()) else None
+
+
+def external_locations(proto: onnx.ModelProto) -> list[str]:
+    """The locations of external data, without duplicates, relative to the folder of the model."""
+    external = (t for t in _tensors(proto) if t.data_location == onnx.TensorProto.EXTERNAL)
+    entries = (entry for tensor in external for entry in tensor.external_data)
+    return list(dict.fromkeys(entry.value for entry in entries if entry.key == "location"))
+
+
+def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None:
+    """Refuse external data outside the model's folder, or with a wrong size."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    where = f"{path}: external data of {tensor.name!r}"
+    data = external_file(path, location)
+    if data is None:
         raise InvalidModel(
             f"{where} is at {location!r}: expected a file inside the model's folder",
             "do not use this file: a model must not read files outside its folder",
             code="artifact.external_outside",
         )
-    data = folder / relative
     if not data.is_file():
         raise InvalidModel(
             f"{where} is missing: {location}",

@@ -27,6 +27,7 @@ from attnserve.context import Provider
 from attnserve.models.artifact import (
     Artifact,
     copy_companions,
+    external_data_locations,
     load_model,
     open_artifact,
     write_record,
@@ -34,7 +35,6 @@ from attnserve.models.artifact import (
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import is_bfloat16, on_cpu
 from attnserve.models.quantized import batch_invariant
-from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 
@@ -157,7 +157,7 @@ def write_repository(
         inputs=tuple(_without_batch(value, rows) for value in examined.inputs),
         outputs=tuple(_without_batch(value, rows) for value in examined.outputs),
     )
-    _write(written, artifact, graph, examined.warm_up, force=force)
+    _write(written, artifact, examined.warm_up, force=force)
     return written
 
 
@@ -300,7 +300,6 @@ def _check_place(folder: Path, artifact: Artifact, *, force: bool) -> None:
 def _write(
     written: TritonModel,
     artifact: Artifact,
-    graph: ir.Model,
     warm_up: Mapping[str, np.ndarray],
     *,
     force: bool,
@@ -313,7 +312,7 @@ def _write(
         stage = Path(tempfile.mkdtemp(prefix=".attnserve-", dir=repository))
         new = stage / "new"
         (new / VERSION).mkdir(parents=True)
-        _copy_model(artifact, graph, new / VERSION)
+        _copy_model(artifact, new / VERSION)
         (new / "warmup").mkdir()
         for index, value in enumerate(written.inputs):
             content = np.ascontiguousarray(warm_up[value.name]).tobytes()
@@ -337,18 +336,17 @@ def _write(
                 path.rmdir()
 
 
-def _copy_model(artifact: Artifact, graph: ir.Model, folder: Path) -> None:
+def _copy_model(artifact: Artifact, folder: Path) -> None:
     shutil.copyfile(artifact.model, folder / "model.onnx")
-    base = artifact.folder.resolve()
-    for path in external_files(graph):
-        relative = (base / path).resolve().relative_to(base)
-        if relative == Path("model.onnx") != Path(artifact.model.name):
+    for location in external_data_locations(artifact.model):
+        relative = Path(location)
+        if relative == Path("model.onnx"):
             raise InvalidModel(
                 f"{artifact.model}: its external data is in a file called model.onnx",
                 "save it with its external data under another name",
             )
         (folder / relative).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(base / relative, folder / relative)
+        shutil.copyfile(artifact.folder / relative, folder / relative)
     copy_companions(artifact, folder)
     if artifact.record:
         record = dict(artifact.record)

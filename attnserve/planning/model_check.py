@@ -30,6 +30,7 @@ from attnserve.models.artifact import Artifact, sha256
 from attnserve.models.check_cache import CheckCache
 from attnserve.models.graph_facts import GraphFacts
 from attnserve.models.loaded_model import NOT_REWRITTEN, Model
+from attnserve.models.onnx_validation import external_file
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment, limit_process
 from attnserve.runtime.temporary import temporary_folder
 from graph_passes.errors import (
@@ -216,7 +217,8 @@ class IsolationChecker:
         CUDA reserves address space for all memory of the machine.
         """
         cores = os.cpu_count() or 1
-        size = sum(path.stat().st_size for path in artifact.folder.iterdir() if path.is_file())
+        files = (*artifact.folder.glob("*"), *artifact.folder.glob("*/*"))  # external data too
+        size = sum(path.stat().st_size for path in files if path.is_file())
         memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * size
         return (0 if self._provider == "cuda" else memory), math.ceil(self._timeout_s) * cores
 
@@ -262,8 +264,9 @@ def _result(
 ) -> CheckResult:
     """The result for a model; ``content`` is its checksum without the external data."""
     folder = artifact.folder
-    external = [folder / location for location in GraphFacts.from_json(facts).external]
-    if not all(path.resolve().is_relative_to(folder.resolve()) for path in external):
+    locations = GraphFacts.from_json(facts).external
+    external = [folder / location for location in locations]
+    if any(external_file(artifact.model, location) is None for location in locations):
         raise InvalidModel(f"{artifact.model}: external data is outside its folder", FIX)
     checksums = tuple((path, sha256(path)) for path in external)
     digest = hashlib.sha256(content.encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from itertools import pairwise
@@ -21,6 +22,7 @@ from attnserve.models.artifact import (
     check_output,
     check_target,
     copy_companions,
+    external_data_locations,
     load_model,
     merged_record,
     open_artifact,
@@ -688,3 +690,49 @@ def test_copy_companions_copies_known_files_only(plain: Path, tmp_path: Path):
     copy_companions(Artifact(plain), tmp_path / "new")
     names = ("tokenizer.json", "vocab.txt")
     assert tree(tmp_path / "new") == {name: name.encode() for name in names}
+
+
+@pytest.mark.parametrize("kind", ["plain", "external"])
+def test_model_in_the_cache_of_hugging_face_is_read(
+    kind: str, plain: Path, external: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """snapshots/REVISION/onnx/model.onnx and its data are links to blobs/CHECKSUM."""
+    monkeypatch.setattr("attnserve.runtime.onnx_reader.LARGE", 1024)
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "1" / "onnx"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    source = {"plain": plain, "external": external}[kind]
+    for index, file in enumerate(sorted(source.parent.glob("model.onnx*"))):
+        shutil.copy(file, blobs / f"{index}abc")
+        (snapshot / file.name).symlink_to(Path("../../../blobs") / f"{index}abc")
+    for in_place in (False, True):
+        model = load_model(snapshot / "model.onnx", in_place=in_place)
+        weight = model.graph.initializers["w"].const_value
+        expected = load_model(source).graph.initializers["w"].const_value
+        assert weight is not None and expected is not None
+        np.testing.assert_array_equal(weight.numpy(), expected.numpy())
+    save_model(load_model(snapshot / "model.onnx"), tmp_path / "saved.onnx")
+    assert load_model(tmp_path / "saved.onnx").graph.initializers["w"] is not None
+    assert open_session(load_model(snapshot / "model.onnx")).get_inputs()
+    assert external_data_locations(snapshot / "model.onnx") == (
+        ["model.onnx.data"] if kind == "external" else []
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="not a file name there")
+def test_file_name_with_a_colon_is_read(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("attnserve.runtime.onnx_reader.LARGE", 1024)
+    renamed = plain.rename(plain.with_name("2026-11-01T10:00.onnx"))
+    assert load_model(renamed, in_place=True).graph.initializers["w"] is not None
+
+
+def test_external_data_beside_the_target_of_no_link_is_refused(external: Path, tmp_path: Path):
+    """Only a model that is a link itself may have its data behind links."""
+    other = tmp_path / "other"
+    other.mkdir()
+    data = external.with_name("model.onnx.data")
+    shutil.copy(data, other / "data")
+    data.unlink()
+    data.symlink_to(other / "data")
+    with raises(InvalidModel, "artifact.external_outside"):
+        load_model(external)
