@@ -170,7 +170,7 @@ def random_batches(
             try:
                 inputs = example_inputs(
                     model, fixed_batch or batch, fixed_sequence or sequence, seed + index,
-                    padded=True,
+                    padded=True, past=0 if empty else None,
                 )  # fmt: skip
                 for name, axis in (empty or {}).items():
                     inputs[name] = inputs[name].take(range(0), axis)
@@ -427,7 +427,7 @@ class Tally:
         relative = (
             (self.squares / self.reference) ** 0.5 if self.reference else float(self.squares > 0)
         )
-        big = np.finfo(np.float64).max  # JSON has no infinity
+        big = float(np.finfo(np.float64).max)  # JSON has no infinity
         return OutputFidelity(
             name,
             min(self.max, big),

@@ -39,6 +39,7 @@ from attnserve.models.tokenizer import (
     Text,
     TextEncoder,
     embed_texts,
+    fixed_axes,
     load_encoder,
     output_name,
     run_texts,
@@ -71,7 +72,8 @@ class Run:
 
     @cached_property
     def encoder(self) -> TextEncoder:
-        return load_encoder(self.artifact, self.tokenizer)
+        _, tokens = fixed_axes(self.session)
+        return load_encoder(self.artifact, self.tokenizer).with_length(tokens)
 
     @cached_property
     def output(self) -> str:
@@ -185,8 +187,12 @@ def _image_classification(run: Run, data: Path) -> ClassificationScore:
     rows = read_arrays(data, {**wanted, "label": np.dtype(np.int64)})
     labels = np.array([row["label"].item() for row in rows])  # N
     predictions = np.empty(len(rows), np.int64)
-    for start in range(0, len(rows), run.batch_size):
-        chosen = rows[start : start + run.batch_size]
+    fixed, *_ = run.session.get_inputs()[0].shape
+    size = fixed if isinstance(fixed, int) else run.batch_size
+    for start in range(0, len(rows), size):
+        chosen = rows[start : start + size]
+        if isinstance(fixed, int):  # the model gets the last row again
+            chosen = [*chosen, *[chosen[-1]] * (size - len(chosen))]
         feed = {name: np.concatenate([row[name] for row in chosen]) for name in wanted}
         try:
             logits = np.asarray(run.session.run([run.output], feed)[0])
@@ -198,8 +204,9 @@ def _image_classification(run: Run, data: Path) -> ClassificationScore:
             ) from error
         check_logits(logits, "batch, classes")
         _check_range(data, range(1, len(rows) + 1), labels, logits.shape[1])
-        predictions[start : start + len(chosen)] = logits.argmax(axis=1)
-        run.progress(start + len(chosen), len(rows))
+        end = min(start + size, len(rows))
+        predictions[start:end] = logits.argmax(axis=1)[: end - start]
+        run.progress(end, len(rows))
     return _accuracy("image-classification", predictions, labels, run.context.seed)
 
 

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -19,11 +20,14 @@ from attnserve.models.tokenizer import Encoding, Text, TextEncoder, load_encoder
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidArgument, InvalidData
 
+T = TypeVar("T")
+
 __all__ = [
     "HELD_OUT",
     "JOINED",
     "Dataset",
     "check_calibration_files",
+    "content_digest",
     "load_inputs",
     "read_arrays",
     "real_tokens",
@@ -206,6 +210,7 @@ class _File:
     Attributes:
         lengths: Number of tokens of each row.
         parts: Indices of the rows to fit, to choose and to prove.
+        is_split: Whether the parts differ.
         join: Makes longer rows of the texts of a part.
         batches: Makes batches of rows.
     """
@@ -215,6 +220,7 @@ class _File:
     lengths: Sequence[int]
     distinct: Sequence[int]
     parts: list[list[int]]
+    is_split: bool
     sequence: Lengths | None
     join: Callable[[Sequence[int]], list[Encoding]] | None
     batches: Callable[[Sequence[Any]], list[Batch]]
@@ -240,7 +246,10 @@ class _File:
             "lengths": _percentiles(all_lengths),
             "sha256": _checksum(self.path),
         }
-        fit, choose, *prove = map(self.batches, parts)
+        if self.is_split:
+            fit, choose, *prove = map(self.batches, parts)
+        else:
+            fit, choose, *prove = [self.batches(parts[0])] * len(parts)
         return Dataset(fit, choose, prove, int(np.median(self.lengths)), source, all_lengths)
 
 
@@ -257,13 +266,14 @@ def _read_file(
     if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path", code="data.missing")
     wanted = wanted_inputs(model)
-    size = _batch_size(model)
+    fixed, tokens = _fixed_axes(model)
+    size = fixed or BATCH_SIZE
     join: Callable[[Sequence[int]], list[Encoding]] | None = None
     rows: Sequence[Encoding | Batch]
     if path.is_dir() or path.suffix.lower() == ".npz":
         rows = arrays = read_arrays(path, wanted)
         lengths = [next((a.shape[1] for a in row.values() if a.ndim > 1), 128) for row in arrays]
-        make = partial(_array_batches, size=size)
+        make = partial(_array_batches, size=size, fill=fixed is not None)
     else:
         encoder_path = tokenizer or artifact.tokenizer
         if encoder_path is None:
@@ -272,7 +282,7 @@ def _read_file(
                 "pass its path as `tokenizer`, or use an .npz of input arrays",
                 code="data.no_tokenizer",
             )
-        encoder = load_encoder(artifact, encoder_path)
+        encoder = load_encoder(artifact, encoder_path).with_length(tokens)
         texts = read(path)
         are_pairs = artifact.record.get("task") == "rerank"
         rows = encoder.encode([_pair(line) for line in texts] if are_pairs else texts)
@@ -280,19 +290,19 @@ def _read_file(
         if sequence is not None and not are_pairs:
             median = float(np.median(lengths))
             shortest, longest = length_bounds(sequence)
-            longest = min(longest, artifact.max_length or longest)
+            longest = min(longest, encoder.max_length or longest)
             if longest >= JOINED * median:
                 shortest = 2 * median if isinstance(sequence, int) else max(2 * median, shortest)
                 join = partial(_joined, encoder, texts, lengths, shortest, longest)
         if "attention_mask" not in wanted:
-            size = 1  # without a mask, rows cannot be padded
-        make = partial(_text_batches, encoder, inputs=wanted, size=size)
+            size = fixed or 1  # without a mask, rows cannot be padded
+        make = partial(_text_batches, encoder, inputs=wanted, size=size, fill=fixed is not None)
     everything = range(len(rows))
     distinct = _distinct(rows) if split else everything
     parts = _split([lengths[i] for i in distinct]) if split else [everything] * 3
     places = [[distinct[i] for i in part] for part in parts]
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
-    return _File(path, rows, lengths, distinct, places, sequence, join, batches)
+    return _File(path, rows, lengths, distinct, places, split, sequence, join, batches)
 
 
 def _pair(line: str) -> Text:
@@ -316,6 +326,13 @@ def _drop_held_out(files: Sequence[_File]) -> None:
 
 def _apply_weights(files: Sequence[_File], weights: Sequence[float]) -> None:
     """Keep as many rows to fit as possible, in the shares of the weights and of all lengths."""
+    for file in files:
+        if not file.parts[0]:
+            raise InvalidData(
+                f"{file.path.name}: the other files have all its rows to fit among those held out",
+                "leave the file out, or give it rows of its own",
+                code="data.no_fit",
+            )
     least = min(len(file.parts[0]) / weight for file, weight in zip(files, weights, strict=True))
     for file, weight in zip(files, weights, strict=True):
         fit = file.parts[0]
@@ -397,6 +414,16 @@ def _checksum(path: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(path.glob("*.npz")):
         digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()
+
+
+def content_digest(data: Dataset) -> str:
+    """A checksum of the inputs of all rows, which depend on the tokenizer and on prompts too."""
+    digest = hashlib.sha256()
+    for batch in (*data.fit, *data.choose, *data.held_out):
+        for name, array in batch.items():
+            digest.update(f"{name} {array.shape} {array.dtype}".encode())
+            digest.update(array.tobytes())
     return digest.hexdigest()
 
 
@@ -548,10 +575,19 @@ def read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
     return rows
 
 
-def _batch_size(model: ir.Model) -> int:
-    """The fixed size of the first axis of the inputs, else ``BATCH_SIZE``."""
-    leading = [value.shape[0] for value in model.graph.inputs if value.shape]
-    return next((size for size in leading if isinstance(size, int) and size > 0), BATCH_SIZE)
+def _fixed_axes(model: ir.Model) -> tuple[int | None, int | None]:
+    """The fixed numbers of rows and of tokens; None where they are not fixed."""
+    shapes = [value.shape for value in model.graph.inputs if value.shape]
+    rows = (shape[0] for shape in shapes)
+    tokens = (shape[1] for shape in shapes if len(shape) == 2)
+    fixed = [next((n for n in sizes if isinstance(n, int) and n > 0), None)
+             for sizes in (rows, tokens)]  # fmt: skip
+    return fixed[0], fixed[1]
+
+
+def _filled(rows: Sequence[T], size: int) -> list[T]:
+    """Rows, of which the first are repeated until their number is a multiple of a size."""
+    return [*rows, *islice(cycle(rows), -len(rows) % size)]
 
 
 def _text_batches(
@@ -560,17 +596,20 @@ def _text_batches(
     *,
     inputs: Mapping[str, np.dtype[Any]],
     size: int,
+    fill: bool,
 ) -> list[Batch]:
+    rows = _filled(rows, size) if fill else rows
     return [feed for _, feed in encoder.batches(rows, size, inputs)]
 
 
-def _array_batches(rows: Sequence[Batch], *, size: int) -> list[Batch]:
-    """Batches of rows with equal shapes."""
+def _array_batches(rows: Sequence[Batch], *, size: int, fill: bool) -> list[Batch]:
+    """Batches of rows with equal shapes; all of ``size`` rows if ``fill``."""
     groups: dict[tuple[tuple[int, ...], ...], list[Batch]] = {}
     for row in rows:
         groups.setdefault(tuple(array.shape for array in row.values()), []).append(row)
     batches: list[Batch] = []
     for group in groups.values():
+        group = _filled(group, size) if fill else group
         for start in range(0, len(group), size):
             chosen = group[start : start + size]
             batches.append({n: np.concatenate([row[n] for row in chosen]) for n in chosen[0]})

@@ -6,11 +6,13 @@ ids are inside the vocabulary, and masks are valid.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analysis.shapes import bind_axes, input_shape
 from graph_passes.errors import InvalidArgument, InvalidModel
 
 __all__ = ["example_inputs", "id_bound"]
@@ -26,14 +28,21 @@ FUSED_TABLES = {0: 2, 1: 4, 8: 3}
 
 
 def example_inputs(
-    model: ir.Model, batch: int, sequence: int, seed: int = 0, *, padded: bool = False
+    model: ir.Model,
+    batch: int,
+    sequence: int,
+    seed: int = 0,
+    *,
+    padded: bool = False,
+    past: int | None = None,
 ) -> dict[str, np.ndarray]:
     """Random inputs of one shape, by name, reproducible by seed.
 
-    The first axis is the batch, and every other symbolic axis is the sequence. Fixed axes keep
-    their size. Values depend on type and name: masks are ones, token types are zeros, position ids
-    count up, other integers are random ids of the table that they index (``id_bound``), booleans
-    are true, and floats are standard normal.
+    The first axis is the batch, and every other symbolic axis is the sequence; the mask of a model
+    with a cache covers past and new tokens (``bind_axes``). Fixed axes keep their size. Values
+    depend on type and name: masks are ones, token types are zeros, position ids count up, other
+    integers are random ids of the table that they index (``id_bound``), booleans are true, and
+    floats are standard normal.
 
     Args:
         model: The model; only its graph is read.
@@ -42,6 +51,7 @@ def example_inputs(
         seed: Seed of ids, floats and padding.
         padded: Set the ends of masks of shape (batch, sequence) to zero, at random lengths of at
             least half the sequence. The first row is not padded.
+        past: Tokens in caches; None for ``sequence``.
 
     Raises:
         InvalidArgument: A fixed axis has another size, or the model has fewer positions than
@@ -59,11 +69,12 @@ def example_inputs(
     lengths = random.integers((sequence + 1) // 2, sequence, size=batch, endpoint=True)
     lengths[0] = sequence
     inputs: dict[str, np.ndarray] = {}
+    axes = bind_axes(model.graph, batch=batch, sequence=sequence, past=past)
     for value in model.graph.inputs:
         # Before IR version 4 a graph lists its initializers among its inputs.
         if value.name is None or value.name in model.graph.initializers:
             continue
-        shape = _shape(value, batch, sequence)
+        shape = _shape(value, batch, sequence, axes)
         content = _content(value, shape, random)
         if padded and "mask" in value.name.lower() and shape == (batch, sequence):
             content = np.arange(sequence) < lengths[:, None]
@@ -105,7 +116,7 @@ def _table_rows(node: ir.Node, index: int) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def _shape(value: ir.Value, batch: int, sequence: int) -> tuple[int, ...]:
+def _shape(value: ir.Value, batch: int, sequence: int, axes: Mapping[str, int]) -> tuple[int, ...]:
     if value.shape is None:
         raise InvalidModel(
             f"input {value.name!r} has no shape, so no values can be generated",
@@ -114,11 +125,12 @@ def _shape(value: ir.Value, batch: int, sequence: int) -> tuple[int, ...]:
         )
     # Fixed axes of images and hidden states are not tokens; those of vectors are unknown.
     rank, holds_tokens = len(value.shape), _dtype(value).kind in "iub"
+    lengths = input_shape(value, axes)
     shape: list[int] = []
     for axis, size in enumerate(value.shape):
         option, requested = ("sequence", sequence) if axis else ("batch", batch)
         if not isinstance(size, int):
-            size = requested
+            size = requested if lengths is None else lengths[axis]
         elif size != requested and ((axis == 0 and rank > 1) or (rank == 2 and holds_tokens)):
             raise InvalidArgument(
                 f"`{option}` is {requested}, but input {value.name!r} has the fixed size {size}",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -38,6 +39,7 @@ __all__ = [
     "Text",
     "TextEncoder",
     "embed_texts",
+    "fixed_axes",
     "load_encoder",
     "load_tokenizer",
     "model_inputs",
@@ -105,8 +107,21 @@ class TextEncoder:
         self.max_length = max_length
         self.padding: Padding = padding
         self.first_position = first_position
+        self.length: int | None = None
         self._template = _Template(template) if template else None
         self._check_length(max_length)
+
+    def with_length(self, length: int | None) -> TextEncoder:
+        """This encoder for a model that takes ``length`` tokens only; None for any number.
+
+        Longer texts are truncated, and shorter ones are padded.
+        """
+        if length is None:
+            return self
+        made = copy(self)
+        made.length, made.max_length = length, min(self.max_length or length, length)
+        made._check_length(made.max_length)
+        return made
 
     @property
     def special_tokens(self) -> int:
@@ -212,7 +227,7 @@ class TextEncoder:
     def batch_inputs(
         self, encodings: Sequence[Encoding], inputs: Mapping[str, np.dtype[Any]]
     ) -> dict[str, Int[np.ndarray, "B S"]]:
-        """The model inputs of one batch, padded to its longest text.
+        """The model inputs of one batch, padded to its longest text, or to ``length``.
 
         Position ids count the real tokens, from ``first_position`` on.
 
@@ -250,7 +265,7 @@ class TextEncoder:
     def mask(self, encodings: Sequence[Encoding]) -> Bool[np.ndarray, "B S"]:
         """The real tokens of a batch."""
         lengths = np.array([len(encoding) for encoding in encodings])
-        mask = np.arange(lengths.max()) < lengths[:, None]
+        mask = np.arange(self.length or lengths.max()) < lengths[:, None]
         return mask if self.padding == "right" else mask[:, ::-1]
 
     def batches(
@@ -300,9 +315,12 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
     Raises:
         See ``load_tokenizer``.
     """
+    positions: Any = artifact.config.get("max_position_embeddings")
+    has_limit = isinstance(positions, int) and positions > artifact.first_position
     return load_tokenizer(
         tokenizer or artifact.tokenizer or artifact.folder,
         max_length=artifact.max_length,
+        positions=positions - artifact.first_position if has_limit else None,
         padding=artifact.padding,
         template=artifact.template,
         first_position=artifact.first_position,
@@ -313,6 +331,7 @@ def load_tokenizer(
     path: Path,
     *,
     max_length: int | None = None,
+    positions: int | None = None,
     padding: Padding = "right",
     template: str | None = None,
     first_position: int = 0,
@@ -324,6 +343,7 @@ def load_tokenizer(
             tokenizer_config.json in the same folder, if it exists.
         max_length: Maximum number of tokens, with special tokens; None for the value of
             tokenizer_config.json.
+        positions: The maximum if that states none: the positions of the model.
         padding, template, first_position: See ``TextEncoder``.
 
     Raises:
@@ -349,6 +369,7 @@ def load_tokenizer(
     stated = config.get("model_max_length")
     if max_length is None and isinstance(stated, int) and 0 < stated <= UNBOUNDED:
         max_length = stated
+    max_length = max_length or positions
     with _errors_as(
         InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
     ):
@@ -379,6 +400,16 @@ def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, np.dtype[An
     return {value.name: INTEGERS[value.type] for value in session.get_inputs()}
 
 
+def fixed_axes(session: onnxruntime.InferenceSession) -> tuple[int | None, int | None]:
+    """The numbers of rows and of tokens that a model for text is fixed to; None where it is not."""
+    shapes = [value.shape for value in session.get_inputs() if len(value.shape) == 2]
+    rows, tokens = (
+        next((shape[axis] for shape in shapes if isinstance(shape[axis], int)), None)
+        for axis in (0, 1)
+    )
+    return rows, tokens
+
+
 def run_texts(
     session: onnxruntime.InferenceSession,
     encoder: TextEncoder,
@@ -393,6 +424,8 @@ def run_texts(
     Args:
         output: The name of the output; None for the first one.
 
+    A model with a fixed number of rows gets batches of that many, of which the last one is filled.
+
     Raises:
         InvalidData: The inputs of the model are not tokens, or it refuses a batch.
         InvalidArgument: ``batch_size`` is below 1, or the model has no such output.
@@ -400,8 +433,15 @@ def run_texts(
     inputs = model_inputs(session)
     output = output_name(session, output)
     done = 0
-    for indices, feed in encoder.batches(encodings, batch_size, inputs):
+    rows, _ = fixed_axes(session)
+    if "attention_mask" not in inputs and len({*map(len, encodings)}) > 1:
+        batch_size = 1  # they cannot be padded
+    for indices, feed in encoder.batches(encodings, rows or batch_size, inputs):
         mask = encoder.mask([encodings[i] for i in indices])
+        missing = 0 if rows is None else rows - len(indices)
+        if missing:
+            feed = {name: np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
+                    for name, array in feed.items()}  # fmt: skip
         try:
             (value,) = session.run([output], feed)
         except Exception as error:  # onnxruntime has an exception class for each status
@@ -411,7 +451,10 @@ def run_texts(
                 "reduce `max_length` to the number of positions of the model, or `batch_size`",
                 code="text.batch_refused",
             ) from error
-        yield indices, np.asarray(value), mask
+        value = np.asarray(value)
+        if missing and rows:
+            value = value[: len(value) // rows * len(indices)]
+        yield indices, value, mask
         done += len(indices)
         if progress is not None:
             progress(done, len(encodings))

@@ -290,6 +290,10 @@ def optimize(
         data = load_inputs(
             files, original, artifact, weights=calib_weights, tokenizer=tokenizer, sequence=joined
         )
+    others = [  # read before a search, which takes long
+        (path.name, load_inputs(path, original, artifact, tokenizer=tokenizer, split=False))
+        for path in as_paths(also_prove)
+    ]
     wanted = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
     length = middle_length(wanted)
     shape = (batch, length)
@@ -332,9 +336,8 @@ def optimize(
         batches = random_batches(original, seed, empty=empty_axes(original, converted))
         fidelity = compared(batches, "random inputs", meter=new_meter(split="random"))
     also: list[Fidelity] = []
-    for path in as_paths(also_prove):
-        other = load_inputs(path, original, artifact, tokenizer=tokenizer, split=False)
-        also.append(compared(other.fit, path.name, meter=new_meter(data=other)))
+    for name, other in others:
+        also.append(compared(other.fit, name, meter=new_meter(data=other)))
     after = model_cost(rewritten.model)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
     optimized = OptimizeReport(

@@ -36,6 +36,7 @@ from attnserve.models.artifact import (
 from attnserve.models.datasets import (
     Dataset,
     check_calibration_files,
+    content_digest,
     load_inputs,
     thinned,
     token_mask,
@@ -188,7 +189,7 @@ def recover(
         key = {
             "student": fingerprint(artifact),
             "teacher": fingerprint(original_artifact),
-            "data": [dict(rows.source), _content(rows)],
+            "data": [dict(rows.source), content_digest(rows)],
             "asked": [measure, provider, seed, int8, task],
             "served": [texts.pooling, texts.dimensions, texts.output],
             "versions": {**versions(), "torch": torch.__version__},
@@ -221,16 +222,6 @@ def _is_source(artifact: Artifact, teacher: Artifact) -> bool:
 def _digest(record: Any) -> str:
     text = json.dumps(record, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _content(data: Dataset) -> str:
-    """A hash of the inputs of all rows, which depend on the tokenizer and on prompts too."""
-    content = hashlib.sha256()
-    for batch in (*data.fit, *data.choose, *data.held_out):
-        for name, array in batch.items():
-            content.update(f"{name} {array.shape} {array.dtype}".encode())
-            content.update(array.tobytes())
-    return content.hexdigest()
 
 
 def _require_rows(data: Dataset) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "drop_length_dependent",
     "infer_shapes_at",
     "infer_shapes_small",
+    "input_shape",
     "named_axes",
     "set_missing_types",
 ]
@@ -123,7 +124,12 @@ def named_axes(graph: ir.Graph) -> dict[str, int]:
 
 
 def bind_axes(
-    graph: ir.Graph, *, batch: int, sequence: int, distinct_lengths: bool = False
+    graph: ir.Graph,
+    *,
+    batch: int,
+    sequence: int,
+    past: int | None = None,
+    distinct_lengths: bool = False,
 ) -> dict[str, int]:
     """Choose a length for each axis: first axes of inputs are batches, all others sequences.
 
@@ -131,15 +137,18 @@ def bind_axes(
     cache covers past and new tokens: its length is their sum.
 
     Args:
+        past: The length of a cache; None for ``sequence``.
         distinct_lengths: Give each sequence axis another length, from ``sequence`` on.
     """
     axes = named_axes(graph)
     lengths = {name: sequence if position else batch for name, position in axes.items()}
-    past, new, totals = cached_axes(graph, axes)
+    cached, new, totals = cached_axes(graph, axes)
     if distinct_lengths:
         names = [name for name, position in axes.items() if position and name not in totals]
         lengths |= {name: sequence + index for index, name in enumerate(names)}
-    total = lengths.get(past, sequence) + lengths.get(new, sequence)
+    if past is not None and cached:
+        lengths[cached] = past
+    total = lengths.get(cached, sequence) + lengths.get(new, sequence)
     return lengths | dict.fromkeys(totals, total)
 
 

@@ -152,7 +152,7 @@ class Judge:
         """
         data, context = self.given.data, replace(self.given.context, threads=0).labeled("prove")
         batches = [*data.choose, *(batch for part in data.prove for batch in part)]
-        proof = self._measure(built.model, batches, "held out", 0, context)
+        proof = self._measure(built.model, batches, "held out", None, context)
         return replace(proof, loss=self._bounded_loss(proof))
 
     def speedup(self, built: Built) -> float:
@@ -190,10 +190,14 @@ class Judge:
         model: ir.Model,
         batches: Sequence[Batch],
         split: str,
-        rows: int,
+        rows: int | None,
         context: RunContext,
     ) -> Proof:
-        """Compare a model with the original on batches, and on a part of the rows of the task."""
+        """Compare a model with the original on batches, and on a part of the rows of the task.
+
+        Args:
+            rows: The part, see ``share_kept``; None for all rows.
+        """
         given = self.given
         meter = QualityMeter(
             given.model, given.artifact, measure=given.goal.measure, data=given.data,
@@ -206,7 +210,9 @@ class Judge:
         losses = [q.point_loss for q in fidelity.qualities if given.goal.measure != "score"]
         share = None
         if given.goal.task is not None:
-            is_same = fidelity.min_cosine > 1 - ROUNDING  # then the score is the same
+            # Cosines of single numbers, as a reranker returns, are those of their signs.
+            errors = [output.relative_error for output in fidelity.outputs]
+            is_same = max(errors, default=1.0) < ROUNDING
             score = self.original_score if is_same else score_model(given, model, context)
             share = share_kept(self.original_score, score, part=rows, seed=given.context.seed)
             losses.append(1 - share.value)

@@ -31,7 +31,7 @@ from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import QualityMeter, require_measurable
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import Artifact, fingerprint, sha256, versions
-from attnserve.models.datasets import Dataset
+from attnserve.models.datasets import Dataset, content_digest
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lengths import Lengths, spread_lengths
 from attnserve.models.opset import raise_opset
@@ -58,7 +58,7 @@ from attnserve.planning.search.report import (
 )
 from attnserve.runtime.session import open_session, run
 from graph_passes.emit.fused_attention import OPSETS
-from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidData
+from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 
 __all__ = ["SearchResult", "search"]
 
@@ -232,7 +232,9 @@ def _file_digest(path: Path) -> str:
 
 def _key(given: SearchInput) -> str:
     """The name of the checkpoint: equal for equal requests."""
-    return digest((fingerprint(given.artifact), given.data.source, given.asked, versions()))
+    artifact = given.artifact
+    served = [artifact.pooling, artifact.dimensions, artifact.output, content_digest(given.data)]
+    return digest((fingerprint(artifact), given.data.source, given.asked, served, versions()))
 
 
 # ---- losses -------------------------------------------------------------------------------------
@@ -274,7 +276,8 @@ def _proved(
     """A choice that keeps its promise on data that no choice has seen, and all proofs, in order.
 
     If two choices fail, no such data is left: a third one is measured on all held-out data, by its
-    bounds, and if that fails too, one that loses nothing is returned.
+    bounds, and if that fails too, one that loses nothing is returned. None if that fails because of
+    its precision.
     """
     if best is None:
         return None, []
@@ -289,6 +292,8 @@ def _proved(
         else:
             best = judge.build(judge.candidates.front[0])
         proofs.append(judge.prove_on_all(best) if attempt == 2 else judge.prove(best, attempt))
+    if goal.keep is not None and (best.choice.loss or goal.precision != "float32"):
+        best = best if proofs[-1].loss <= max(1 - goal.keep, ROUNDING) else None
     return best, proofs
 
 
@@ -303,12 +308,22 @@ def _result(
     if best is None:
         best = judge.build(judge.candidates.front[0])
         reason = (
-            f"written in the fastest operators the model keeps {1 - best.loss:.4f}, less than asked"
+            f"the fastest choice that seemed to keep enough keeps {1 - proofs[-1].loss:.4f} of "
+            "unseen data, less than asked"
+            if proofs
+            else f"written in the fastest operators the model keeps {1 - best.loss:.4f}, less than "
+            "asked"
         )
         return _no_gain(given, judge, best, reason, [], recovered)
     speeds = judge.compare_speed(best.model, given.checked_lengths)
     gain = mean_speedup(speeds, given.lengths)
     if reason := refusal(best.plan, gain, speeds):
+        if (given.goal.target_speedup or 1) > 1:
+            raise CheckFailed(
+                f"`target_speedup` is {given.goal.target_speedup:g}: {reason}",
+                "lower it, or search for `keep`",
+                code="search.target_speedup",
+            )
         return _no_gain(given, judge, best, reason, speeds, recovered)
     proof = proofs[-1]
     kept: list[str] = []

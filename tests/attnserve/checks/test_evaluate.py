@@ -331,10 +331,24 @@ def test_embed_texts_refused_batch_names_its_size(tokens: Path) -> None:
             axis.dim_value = size
     onnx.save(model, tokens / "model.onnx")
     session, encoder = open_session(tokens / "model.onnx"), load_tokenizer(tokens)
-    with raises(InvalidData, "text.batch_refused", "2 texts x 1 tokens"):
+    with raises(InvalidData, "text.batch_refused", "1 texts x 1 tokens"):
         embed_texts(session, encoder, ["east", "west"], pooling="mean", normalize=False)
     with raises(InvalidData, "text.no_texts"):
         embed_texts(session, encoder, [], pooling="mean", normalize=False)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_evaluate_model_of_fixed_shape_equals_the_dynamic_one(tokens: Path, rows: int) -> None:
+    data = table(tokens, STS, "5\teast\teast", "3\teast\tnortheast east", "0\teast\twest",
+                 "1\teast east\tnorth")  # fmt: skip
+    expected = evaluate(tokens, task="sts", data=data)
+    model = onnx.load(tokens / "model.onnx")
+    for value in model.graph.input:
+        for axis, size in zip(value.type.tensor_type.shape.dim, (rows, 6), strict=True):
+            axis.dim_value = size
+    onnx.save(model, tokens / "model.onnx")
+    found = evaluate(tokens, task="sts", data=data)
+    np.testing.assert_allclose(found.cosines, expected.cosines, atol=1e-6)
 
 
 # --- the real model -----------------------------------------------------------------------------

@@ -216,6 +216,42 @@ def test_load_inputs_keeps_fixed_batch(tiny: Path, sentences: Path):
     assert {len(batch["input_ids"]) for batch in data.fit} == {2}
 
 
+def test_load_inputs_fills_batches_of_a_fixed_shape(tiny: Path, tmp_path: Path):
+    """All batches have the shape, of text and of arrays; the first rows come again."""
+    path = tmp_path / "calib.txt"
+    path.write_text("\n".join(f"a man {'is ' * n}playing" for n in range(25)))
+    model = ir.from_onnx_text(COPY.replace("batch", "4").replace("seq", "9"))
+    data = load_inputs(path, model, open_artifact(tiny))
+    batches = [*data.fit, *data.choose, *data.held_out]
+    assert {batch["input_ids"].shape for batch in batches} == {(4, 9)}
+    assert all(batch["attention_mask"][:, :3].all() for batch in batches)
+    arrays = {name: np.ones((25, 9), np.int64) for name in ("input_ids", "attention_mask")}
+    arrays["input_ids"][:, 0] = np.arange(25)
+    np.savez(tmp_path / "calib.npz", **arrays)
+    data = load_inputs(tmp_path / "calib.npz", model, open_artifact(tiny))
+    batches = [*data.fit, *data.choose, *data.held_out]
+    assert {batch["input_ids"].shape for batch in batches} == {(4, 9)}
+    assert {int(i) for b in batches for i in b["input_ids"][:, 0]} == set(range(25))
+
+
+def test_weights_of_a_file_without_rows_to_fit_are_refused(tiny: Path, tmp_path: Path):
+    many = [f"a man {'is ' * n}playing" for n in range(40)]
+    (tmp_path / "many.txt").write_text("\n".join(many))
+    held_out = read(tmp_path / "many.txt", open_artifact(tiny)).held_out
+    ids = {tuple(row[mask != 0]) for b in held_out
+           for row, mask in zip(b["input_ids"], b["attention_mask"], strict=True)}  # fmt: skip
+    for text in many:
+        (tmp_path / "few.txt").write_text(text)
+        single = read(tmp_path / "few.txt", open_artifact(tiny), split=False).fit[0]["input_ids"]
+        if tuple(single[0]) in ids:
+            break
+    with raises(InvalidData, "data.no_fit", "few.txt"):
+        load_inputs(
+            [tmp_path / "many.txt", tmp_path / "few.txt"], load_model(open_artifact(tiny)),
+            open_artifact(tiny), weights=(3, 1),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("content", "code"),
     [

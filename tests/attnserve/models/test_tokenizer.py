@@ -266,6 +266,22 @@ def test_load_tokenizer_invalid_max_length_is_no_limit(
     assert load_tokenizer(save(tokenizer, tmp_path, model_max_length=stated)).max_length is None
 
 
+def test_positions_of_the_model_limit_texts_if_nothing_else_does(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save(tokenizer, tmp_path, model_max_length=10**30)
+    (tmp_path / "model.onnx").touch()
+    for config, expected in (
+        ({"max_position_embeddings": 6}, 6),
+        ({"max_position_embeddings": 8, "model_type": "roberta", "pad_token_id": 1}, 6),
+        ({}, None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert load_encoder(open_artifact(tmp_path)).max_length == expected
+    (tmp_path / "attnserve.json").write_text('{"max_length": 5}')
+    assert load_encoder(open_artifact(tmp_path)).max_length == 5
+
+
 @pytest.mark.parametrize("pad", ["b", {"content": "b"}])
 def test_load_tokenizer_pad_token_of_config_and_tokenizer(
     pad: object, tokenizer: Tokenizer, tmp_path: Path
