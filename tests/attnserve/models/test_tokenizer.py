@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnserve.choices import Padding
-from attnserve.models.tokenizer import Encoding, TextEncoder, load_tokenizer, pool, read_sentences
+from attnserve.models.artifact import open_artifact
+from attnserve.models.tokenizer import (
+    Encoding,
+    TextEncoder,
+    load_encoder,
+    load_tokenizer,
+    pool,
+    read_sentences,
+)
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.errors import raises
 
