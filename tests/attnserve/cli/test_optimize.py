@@ -177,6 +177,7 @@ def without_limits(model: Path) -> Sequence[object]:
     """Nothing says how many positions the model has, and the text is longer."""
     (model / "attnserve.json").unlink()
     (model / "tokenizer_config.json").unlink()
+    (model / "config.json").unlink()
     return text("dog " * 300)(model) or ()
 
 
@@ -259,6 +260,15 @@ def test_optimize_wrong_input_is_refused_and_writes_nothing(
     before = tree(tmp_path)
     refused(cli("optimize", model, "-o", tmp_path / "a" / "new", "--collab-dk", 16, *more), value)
     assert tree(tmp_path) == before
+
+
+def test_optimize_truncates_texts_to_the_positions_of_config_json(cli: Cli, model: Path):
+    """Also if nothing else says how long texts may be, as in folders of other exporters."""
+    (model / "attnserve.json").unlink()
+    (model / "tokenizer_config.json").unlink()
+    more = text("\n".join("dog " * n for n in range(290, 310)))(model) or ()
+    done = cli("optimize", model, "-o", model.parent / "new", "--collab-dk", 16, *more)
+    assert done.code == 0, done.err
 
 
 def test_optimize_error_names_the_option_of_the_parameter(cli: Cli, tiny: Path, sentences: Path):
