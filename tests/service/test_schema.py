@@ -36,7 +36,7 @@ CONFORMS = [
 def error_has_its_protocols_form(path: str, content: bytes) -> None:
     body = orjson.loads(content)
     assert list(body) == ["error"], path
-    if path.startswith("/v1/"):
+    if path.startswith(("/v1/", "/v2/rerank")):
         assert list(body["error"]) == ["message", "type", "param", "code"]
         assert isinstance(body["error"]["message"], str)
     else:
