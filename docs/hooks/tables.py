@@ -473,7 +473,7 @@ def recovery_curve() -> str:
         axes.set_ylabel("loss on held-out rows, before = 1")
         figure.legend(loc="outside lower center")
 
-    return f'<div class="figure">{svg(draw, (7.6, 4.2))}</div>'
+    return f'<div class="figure">{svg(draw, (7.6, 5.4))}</div>'
 
 
 def finetuning() -> str:
