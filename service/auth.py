@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from graph_passes.errors import InvalidArgument
 from service.errors import error_response
 from service.log import REQUEST
+from service.protocol import HEALTH
 from service.settings import Settings, is_loopback
 
 RELOAD_S = 1.0
@@ -27,7 +28,7 @@ log = logging.getLogger("attnserve")
 CONTROL = re.compile(r"/v2/repository/models/[^/]*/(un)?load\s*")
 """Routes match paths with a line break at the end too (``$`` of starlette's patterns)."""
 
-OPEN = ("/v2/health/live", "/v2/health/ready", "/")
+OPEN = (*HEALTH, "/")
 """Paths that need no key: health checks, and the dashboard page, whose data does need one."""
 
 Keys = dict[bytes, str]

@@ -17,6 +17,7 @@ from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs, token_mask
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import is_bfloat16, on_cpu
+from attnserve.models.rows import fixed_axes
 from attnserve.paths import StrPath, as_path
 from attnserve.runtime.session import Batch, open_session, owned, run, weight_bytes
 from graph_passes.analysis.shapes import SAMPLES
@@ -162,7 +163,9 @@ def random_batches(
         InvalidArgument, InvalidData: The model runs at none of the shapes.
     """
     session = open_session(model)
-    fixed_batch, fixed_sequence = _fixed_axes(model)
+    fixed_batch, fixed_sequence = fixed_axes(
+        value.shape for value in model.graph.inputs if value.shape
+    )
     batches: list[Batch] = []
     failure: InvalidArgument | InvalidData | None = None
     for shapes in (RANDOM_SHAPES, AUDIO_SHAPES):
@@ -183,15 +186,6 @@ def random_batches(
             return batches
     assert failure is not None
     raise failure
-
-
-def _fixed_axes(model: ir.Model) -> tuple[int | None, int | None]:
-    """The fixed (batch, sequence) of the inputs, or None; tokens are on axis 1 of a matrix."""
-    shapes = [value.shape for value in model.graph.inputs if value.shape]
-    leading = (shape[0] for shape in shapes if len(shape) > 1)
-    second = (shape[1] for shape in shapes if len(shape) == 2)
-    batch = next((size for size in leading if isinstance(size, int)), None)
-    return batch, next((size for size in second if isinstance(size, int)), None)
 
 
 def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:

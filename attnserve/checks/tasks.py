@@ -34,12 +34,12 @@ from attnserve.choices import Pooling, TaskName
 from attnserve.context import RunContext
 from attnserve.models.artifact import Artifact, load_model
 from attnserve.models.datasets import load_inputs, read_arrays, wanted_inputs
+from attnserve.models.rows import filled, fixed_axes
 from attnserve.models.tokenizer import (
     Encoding,
     Text,
     TextEncoder,
     embed_texts,
-    fixed_axes,
     load_encoder,
     output_name,
     run_texts,
@@ -72,7 +72,7 @@ class Run:
 
     @cached_property
     def encoder(self) -> TextEncoder:
-        _, tokens = fixed_axes(self.session)
+        _, tokens = fixed_axes(value.shape for value in self.session.get_inputs())
         return load_encoder(self.artifact, self.tokenizer).with_length(tokens)
 
     @cached_property
@@ -187,12 +187,11 @@ def _image_classification(run: Run, data: Path) -> ClassificationScore:
     rows = read_arrays(data, {**wanted, "label": np.dtype(np.int64)})
     labels = np.array([row["label"].item() for row in rows])  # N
     predictions = np.empty(len(rows), np.int64)
-    fixed, *_ = run.session.get_inputs()[0].shape
-    size = fixed if isinstance(fixed, int) else run.batch_size
+    fixed, _ = fixed_axes(value.shape for value in run.session.get_inputs())
+    size = fixed or run.batch_size
     for start in range(0, len(rows), size):
         chosen = rows[start : start + size]
-        if isinstance(fixed, int):  # the model gets the last row again
-            chosen = [*chosen, *[chosen[-1]] * (size - len(chosen))]
+        chosen = filled(chosen, size) if fixed else chosen
         feed = {name: np.concatenate([row[name] for row in chosen]) for name in wanted}
         try:
             logits = np.asarray(run.session.run([run.output], feed)[0])

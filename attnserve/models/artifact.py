@@ -827,7 +827,7 @@ def sha256(path: Path) -> str:
 def fingerprint(artifact: Artifact) -> str:
     """A checksum of the model file, its external data and its tokenizer."""
     digest = hashlib.sha256(sha256(artifact.model).encode())
-    files = [Path(path) for path in external_files(load_model(artifact))]
+    files = [artifact.folder / name for name in external_data_locations(artifact.model)]
     tokenizer = [] if artifact.tokenizer is None else [artifact.tokenizer]
     for path in (*sorted(files), *tokenizer):
         digest.update(f"{path.name} {sha256(path)}".encode())

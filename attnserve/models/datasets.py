@@ -7,20 +7,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.lengths import Lengths, length_bounds
+from attnserve.models.rows import filled, fixed_axes
 from attnserve.models.tokenizer import Encoding, Text, TextEncoder, load_encoder, read_sentences
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidArgument, InvalidData
-
-T = TypeVar("T")
 
 __all__ = [
     "HELD_OUT",
@@ -266,7 +264,7 @@ def _read_file(
     if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path", code="data.missing")
     wanted = wanted_inputs(model)
-    fixed, tokens = _fixed_axes(model)
+    fixed, tokens = fixed_axes(value.shape for value in model.graph.inputs if value.shape)
     size = fixed or BATCH_SIZE
     join: Callable[[Sequence[int]], list[Encoding]] | None = None
     rows: Sequence[Encoding | Batch]
@@ -575,21 +573,6 @@ def read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
     return rows
 
 
-def _fixed_axes(model: ir.Model) -> tuple[int | None, int | None]:
-    """The fixed numbers of rows and of tokens; None where they are not fixed."""
-    shapes = [value.shape for value in model.graph.inputs if value.shape]
-    rows = (shape[0] for shape in shapes)
-    tokens = (shape[1] for shape in shapes if len(shape) == 2)
-    fixed = [next((n for n in sizes if isinstance(n, int) and n > 0), None)
-             for sizes in (rows, tokens)]  # fmt: skip
-    return fixed[0], fixed[1]
-
-
-def _filled(rows: Sequence[T], size: int) -> list[T]:
-    """Rows, of which the first are repeated until their number is a multiple of a size."""
-    return [*rows, *islice(cycle(rows), -len(rows) % size)]
-
-
 def _text_batches(
     encoder: TextEncoder,
     rows: Sequence[Encoding],
@@ -598,7 +581,7 @@ def _text_batches(
     size: int,
     fill: bool,
 ) -> list[Batch]:
-    rows = _filled(rows, size) if fill else rows
+    rows = filled(rows, size) if fill else rows
     return [feed for _, feed in encoder.batches(rows, size, inputs)]
 
 
@@ -609,7 +592,7 @@ def _array_batches(rows: Sequence[Batch], *, size: int, fill: bool) -> list[Batc
         groups.setdefault(tuple(array.shape for array in row.values()), []).append(row)
     batches: list[Batch] = []
     for group in groups.values():
-        group = _filled(group, size) if fill else group
+        group = filled(group, size) if fill else group
         for start in range(0, len(group), size):
             chosen = group[start : start + size]
             batches.append({n: np.concatenate([row[n] for row in chosen]) for n in chosen[0]})

@@ -1,14 +1,18 @@
-"""Rows of a batch: split arrays along their first axis, and join them again."""
+"""Rows of a batch: split arrays along their first axis, join them again, and fill fixed batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, islice
+from typing import Any, TypeVar
 
 import numpy as np
 
 from graph_passes.errors import InvalidData
 
-__all__ = ["check_rows", "join_rows", "join_values", "split_rows"]
+T = TypeVar("T")
+
+__all__ = ["check_rows", "filled", "fixed_axes", "join_rows", "join_values", "split_rows"]
 
 
 def split_rows(batch: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]] | None:
@@ -18,6 +22,30 @@ def split_rows(batch: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]] |
         return None
     (count,) = axes.pop()
     return [{name: array[at : at + 1] for name, array in batch.items()} for at in range(count)]
+
+
+def filled(rows: Sequence[T], size: int) -> list[T]:
+    """Rows, of which the first are repeated until their number is a multiple of ``size``.
+
+    Models with a fixed number of rows take no fewer.
+    """
+    return [*rows, *islice(cycle(rows), -len(rows) % size)]
+
+
+def fixed_axes(shapes: Iterable[Iterable[Any]]) -> tuple[int | None, int | None]:
+    """The numbers of rows and of tokens that inputs are fixed to; None where they are not.
+
+    Args:
+        shapes: Those of the inputs, with integers for fixed axes. Tokens are on axis 1 of a matrix.
+    """
+    known = [shape for shape in map(tuple, shapes) if len(shape) > 1]
+    rows = (shape[0] for shape in known)
+    tokens = (shape[1] for shape in known if len(shape) == 2)
+    first, second = (
+        next((size for size in sizes if isinstance(size, int) and size > 0), None)
+        for sizes in (rows, tokens)
+    )
+    return first, second
 
 
 def join_rows(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from attnserve.choices import Padding
 from attnserve.models.artifact import Artifact, Pooling, read_json
+from attnserve.models.rows import fixed_axes
 from graph_passes.errors import (
     AttnserveError,
     CheckFailed,
@@ -39,7 +40,6 @@ __all__ = [
     "Text",
     "TextEncoder",
     "embed_texts",
-    "fixed_axes",
     "load_encoder",
     "load_tokenizer",
     "model_inputs",
@@ -400,16 +400,6 @@ def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, np.dtype[An
     return {value.name: INTEGERS[value.type] for value in session.get_inputs()}
 
 
-def fixed_axes(session: onnxruntime.InferenceSession) -> tuple[int | None, int | None]:
-    """The numbers of rows and of tokens that a model for text is fixed to; None where it is not."""
-    shapes = [value.shape for value in session.get_inputs() if len(value.shape) == 2]
-    rows, tokens = (
-        next((shape[axis] for shape in shapes if isinstance(shape[axis], int)), None)
-        for axis in (0, 1)
-    )
-    return rows, tokens
-
-
 def run_texts(
     session: onnxruntime.InferenceSession,
     encoder: TextEncoder,
@@ -433,7 +423,7 @@ def run_texts(
     inputs = model_inputs(session)
     output = output_name(session, output)
     done = 0
-    rows, _ = fixed_axes(session)
+    rows, _ = fixed_axes(value.shape for value in session.get_inputs())
     if "attention_mask" not in inputs and len({*map(len, encodings)}) > 1:
         batch_size = 1  # they cannot be padded
     for indices, feed in encoder.batches(encodings, rows or batch_size, inputs):

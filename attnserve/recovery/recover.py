@@ -45,6 +45,7 @@ from attnserve.models.int8 import Rounding
 from attnserve.models.precision import BITS, convert, nodes_of_blocks, roundings_of
 from attnserve.models.products import MOMENT_TOKENS, collect_ranges
 from attnserve.models.quantized import Bits, int8_activations, int8_weight_bits
+from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import read_sentences
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.recovery.batches import regroup
@@ -342,11 +343,10 @@ class Recovery:
         data, context = self.data, self.context
         teacher = Teacher(self.original, self.states, context)
         inputs = (*self.original.graph.inputs, *self.rewritten.graph.inputs)
-        shapes = [value.shape for value in inputs if value.shape]
+        rows, tokens = fixed_axes(value.shape for value in inputs if value.shape)
         steps = regroup(
             data.fit, context.seed,
-            fixed_rows=any(isinstance(shape[0], int) for shape in shapes),
-            fixed_length=any(isinstance(shape[1], int) for shape in shapes if len(shape) == 2),
+            fixed_rows=rows is not None, fixed_length=tokens is not None,
         )  # fmt: skip
         places = np.linspace(0, len(steps) - 1, EXAMPLES).astype(int)
         batches = [batch for i in sorted({*places.tolist()}) for batch in steps[i]]

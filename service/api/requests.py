@@ -50,7 +50,9 @@ class Body(BaseModel):
             return value
         fields = cast(dict[str, Any], value)
         if len(fields) > MAX_FIELDS:
-            raise PydanticCustomError("fields", "expected at most 100 fields")
+            raise PydanticCustomError(
+                "fields", "expected at most {most} fields", {"most": MAX_FIELDS}
+            )
         optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
         return {name: each for name, each in fields.items()
                 if each is not None or name not in optional}  # fmt: skip

@@ -326,18 +326,21 @@ def _int8(tiny: Path, texts: Path, folder: Path) -> Path:
     return folder / "int8"
 
 
+def external(source: Path, target: Path, data: str) -> Path:
+    """The model of a folder, with its weights in the file ``data`` beside it."""
+    import onnx
+
+    target.parent.mkdir()
+    model = onnx.load(source / "model.onnx")
+    onnx.save(model, target, save_as_external_data=True, location=data)
+    return target
+
+
 def test_weights_of_the_teacher_are_never_overwritten(
     pruned: Path, tiny: Path, texts: Path, tmp_path: Path
 ):
     """Also if it was renamed, so that its data file is called like that of the output."""
-    import onnx
-
-    folder = tmp_path / "teacher"
-    folder.mkdir()
-    onnx.save(
-        onnx.load(tiny / "model.onnx"), folder / "original.onnx", save_as_external_data=True,
-        location="model.onnx.data",
-    )  # fmt: skip
+    folder = external(tiny, tmp_path / "teacher" / "original.onnx", "model.onnx.data").parent
     before = (folder / "model.onnx.data").read_bytes()
     for force, code in ((False, "output.exists"), (True, "output.is_input")):
         with raises(AttnserveError, code):
@@ -354,14 +357,7 @@ def test_weights_of_the_teacher_are_never_overwritten(
 
 
 def test_external_data_stays_external(pruned: Path, tiny: Path, texts: Path, tmp_path: Path):
-    import onnx
-
-    folder = tmp_path / "external"
-    folder.mkdir()
-    onnx.save(
-        onnx.load(pruned / "model.onnx"), folder / "model.onnx", save_as_external_data=True,
-        location="weights.bin",
-    )  # fmt: skip
+    folder = external(pruned, tmp_path / "external" / "model.onnx", "weights.bin").parent
     attnserve.recover(folder, tmp_path / "out", teacher=tiny, data=texts, minutes=0)
     assert (tmp_path / "out" / "model.onnx.data").stat().st_size > 10_000
 
