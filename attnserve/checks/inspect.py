@@ -9,7 +9,7 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from attnserve.checks.certify import MatchReport, read_attention
-from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.artifact import load_model, model_file
 from attnserve.paths import StrPath
 from graph_passes.analysis.cost import macs_at, parameters
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
@@ -111,7 +111,7 @@ def inspect(model: StrPath, *, batch: int = 1, sequence: int = 128, seed: int = 
         InvalidModel: The file cannot be read.
         MissingExtra: ONNX Runtime, which certifies the blocks, is not installed.
     """
-    graph = load_model(open_artifact(model), in_place=True)
+    graph = load_model(model_file(model), in_place=True)
     return inspect_graph(graph, batch=batch, sequence=sequence, seed=seed)
 
 

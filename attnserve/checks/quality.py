@@ -67,6 +67,9 @@ mean for exponential losses."""
 NEIGHBORS = 10
 """Texts in the neighborhoods that ``overlap`` compares."""
 
+MOST_PAIRED = 3000
+"""Texts whose pairs are compared: time and memory grow with their square; 3,000 take 1 GB."""
+
 MIN_CLASSES = 64
 """An output [batch, n] without a name is an embedding if it has this many columns."""
 
@@ -666,7 +669,10 @@ def _log_softmax(logits: np.ndarray) -> Float[np.ndarray, "T C"]:
 
 
 class _Similarity(Meter):
-    """Rank correlation of pairwise similarities, overlap of neighbors, and R^2 of embeddings."""
+    """Rank correlation of pairwise similarities, overlap of neighbors, and R^2 of embeddings.
+
+    The first two are of at most ``MOST_PAIRED`` texts.
+    """
 
     def __init__(
         self, pooling: Pooling | None, window: int | None = None, dimensions: int | None = None
@@ -687,7 +693,7 @@ class _Similarity(Meter):
         return self.features.additive_loss()
 
     def scores(self) -> Scores:
-        before, after = (self.vectors.column(i).astype(np.float64) for i in (0, 1))
+        before, after = (_evenly(self.vectors.column(i).astype(np.float64)) for i in (0, 1))
         r2 = self.features.scores()
         if len(before) < 4:  # a correlation of three pairs means nothing
             return Scores("similarity", r2.value, r2.influence, r2.single, 0.0, {"r2": r2.value})
@@ -696,6 +702,12 @@ class _Similarity(Meter):
         value, influence, single = _pair_correlation(x, y)
         also = {"overlap": overlap, "r2": r2.value}
         return Scores("similarity", value, influence, single, 0.0, also, r2)
+
+
+def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:
+    """All rows, or ``MOST_PAIRED`` evenly spaced ones: files are often sorted by their source."""
+    count = min(len(rows), MOST_PAIRED)
+    return rows[np.linspace(0, max(len(rows) - 1, 0), count).round().astype(int)]
 
 
 def _pair_correlation(

@@ -1,7 +1,9 @@
 """Read and write artifacts: an ONNX model, its tokenizer files and its record attnserve.json.
 
 An artifact is a folder with ``model.onnx`` (or one other .onnx file), or an .onnx file. The files
-``tokenizer.json`` and ``attnserve.json`` in the same folder belong to it.
+``tokenizer.json`` and ``attnserve.json`` in the same folder belong to it. Models of the Hugging
+Face hub are read too: ONNX files in a folder ``onnx`` below the tokenizer, and the pooling of
+sentence-transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ import onnx
 import onnx_ir as ir
 
 from attnserve.choices import Activation, Padding, Pooling, Similarity
+from attnserve.models.json_files import read_json
 from attnserve.models.onnx_validation import external_file, external_locations, validated
+from attnserve.models.sentence_transformers import stated_embedding
 from attnserve.paths import StrPath
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.onnx_reader import read_in_place
@@ -46,11 +50,12 @@ __all__ = [
     "default_output",
     "external_data_locations",
     "fingerprint",
+    "is_hub_folder",
     "load_model",
     "merged_record",
+    "model_file",
     "open_artifact",
     "package_versions",
-    "read_json",
     "save_model",
     "sha256",
     "staged",
@@ -117,6 +122,9 @@ COMPANIONS = (
     "config.json",
 )
 
+HUB_FOLDER = "onnx"
+"""The folder of ONNX files in a model of the Hugging Face hub."""
+
 
 @dataclass(frozen=True)
 class Artifact:
@@ -129,8 +137,8 @@ class Artifact:
             ``prompts``, ``default_prompt``, ``similarity``) and of scores (``activation``,
             ``template``) from ``export``; ``lineage`` (one entry per rewrite, oldest first) from
             ``optimize``.
-        shared: A folder with companion files for all versions of a model, used for files that are
-            not in the model's folder.
+        shared: A folder with companion files for all versions or files of a model, used for files
+            that are not in the model's folder.
     """
 
     model: Path
@@ -146,12 +154,14 @@ class Artifact:
         """The name of the folder for model.onnx, else the file name without its suffix.
 
         Of a symbolic link it is the name of the link, so that it stays when the link moves to
-        another release. Hidden folders, such as ``..data`` of Kubernetes, name no model.
+        another release. Hidden folders, such as ``..data`` of Kubernetes, and the folder ``onnx``
+        name no model.
         """
         if self.model.stem != "model":
             return self.model.stem
         names = (folder.name for folder in Path(os.path.abspath(self.model)).parents)  # noqa: PTH100
-        return next((name for name in names if name and not name.startswith(".")), "model")
+        unnamed = ("", HUB_FOLDER)
+        return next((n for n in names if n not in unnamed and not n.startswith(".")), "model")
 
     @property
     def tokenizer(self) -> Path | None:
@@ -316,29 +326,54 @@ def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
     Raises:
         InvalidModel: ``path`` does not exist, or is a folder without exactly one model.
     """
-    path = Path(path)
-    if path.is_dir():
-        model = path / "model.onnx"
-        if not model.is_file():
-            found = sorted(path.glob("*.onnx"))
-            if len(found) != 1:
-                raise InvalidModel(
-                    f"{path}: expected model.onnx in this folder, found {len(found)} .onnx files",
-                    "pass the path of the .onnx file",
-                    code="artifact.model_count",
-                )
-            model = found[0]
-    elif path.is_file():
-        model = path
-    else:
-        raise InvalidModel(
-            f"{path}: no such file or folder", "check the path", code="artifact.missing"
-        )
+    model = model_file(path)
+    above = model.parent.parent
+    if shared is None and model.parent.name == HUB_FOLDER and _has_configuration(above):
+        shared = above
     record = _read_record(model)
     if not record and shared is not None and (shared / RECORD).is_file():
         record = _parse_record(shared / RECORD)
         record.pop("files", None)  # they are in another folder
+    if "pooling" not in record:
+        folders = [model.parent] if shared is None else [model.parent, shared]
+        record = next(filter(None, map(stated_embedding, folders)), {}) | record
     return Artifact(model, record, shared)
+
+
+def model_file(path: StrPath) -> Path:
+    """The .onnx file at ``path``, a file or a folder with one.
+
+    Raises:
+        InvalidModel: ``path`` does not exist, or is a folder without exactly one model.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        if path.is_file():
+            return path
+        raise InvalidModel(
+            f"{path}: no such file or folder", "check the path", code="artifact.missing"
+        )
+    if (path / "model.onnx").is_file():
+        return path / "model.onnx"
+    found = sorted(path.glob("*.onnx"))
+    if not found and is_hub_folder(path):
+        return path / HUB_FOLDER / "model.onnx"
+    if len(found) != 1:
+        raise InvalidModel(
+            f"{path}: expected model.onnx in this folder, found {len(found)} .onnx files",
+            "pass the path of the .onnx file",
+            code="artifact.model_count",
+        )
+    return found[0]
+
+
+def is_hub_folder(path: Path) -> bool:
+    """Whether a folder has its model at onnx/model.onnx, as many on the Hugging Face hub."""
+    return (path / HUB_FOLDER / "model.onnx").is_file() and _has_configuration(path)
+
+
+def _has_configuration(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("config.json", "tokenizer.json", RECORD))
 
 
 def check_files(artifact: Artifact) -> None:
@@ -518,11 +553,10 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
     check_output(data_file(target), force=force)
     if not _same(target.parent, artifact.folder):
         for name in COMPANIONS:
-            ours, theirs = artifact.folder / name, target.parent / name
-            if ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
+            ours, theirs = artifact.companion(name), target.parent / name
+            if ours is None or (theirs.is_file() and ours.read_bytes() == theirs.read_bytes()):
                 continue
-            if ours.is_file():
-                check_output(theirs, force=force)
+            check_output(theirs, force=force)
     record = target.with_name(RECORD)
     # A folder with model.onnx and a record is one artifact; a second model must not be added.
     is_artifact = artifact.model.name == "model.onnx" and _same(target.parent, artifact.folder)
@@ -658,8 +692,7 @@ def _flush(path: Path) -> None:
 def copy_companions(artifact: Artifact, folder: Path) -> None:
     """Copy the companion files of a model into ``folder``."""
     for name in COMPANIONS:
-        path = artifact.folder / name
-        if path.is_file():
+        if (path := artifact.companion(name)) is not None:
             shutil.copyfile(path, folder / name)
 
 
@@ -725,20 +758,6 @@ def _described_model(record: dict[str, Any], folder: Path) -> str | None:
     return next(
         (name for name in files if name.endswith(".onnx") and (folder / name).is_file()), None
     )
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file beside a model.
-
-    Raises:
-        InvalidModel: It cannot be read, or is nested too deeply.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidModel(
-            f"{path}: not valid JSON: {error}", "copy or remove the file", code="artifact.json"
-        ) from error
 
 
 def _parse_record(path: Path) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class ExportReport:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        embedding = _embedding_record(self.embedding)
+        embedding = self.embedding.record()
         fields = {key: value for key, value in asdict(self).items() if key != "embedding"}
         return {**fields, **embedding, "path": str(self.path)}
 
@@ -619,17 +619,9 @@ def _record(report: ExportReport, source: str) -> dict[str, Any]:
     scores = {key: fields[key] for key in ("activation", "template") if fields[key] is not None}
     packages = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
     return {
-        **_embedding_record(report.embedding),
+        **report.embedding.record(),
         **scores,
         **{key: fields[key] for key in kept},
         "source": source,
         "versions": package_versions(packages),
     }
-
-
-def _embedding_record(embedding: Embedding) -> dict[str, Any]:
-    """The keys of an embedding in attnserve.json; those without a value are left out."""
-    fields = {key: value for key, value in asdict(embedding).items() if key != "dense"}
-    always = ("pooling", "normalize")
-    default = asdict(Embedding())
-    return {key: x for key, x in fields.items() if key in always or x != default[key]}

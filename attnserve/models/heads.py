@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnserve.choices import Pooling
-from attnserve.models.artifact import read_json
+from attnserve.models.json_files import read_json
 from attnserve.models.sentence_transformers import (
     Embedding,
     TokenScore,

@@ -1,7 +1,7 @@
 """Find models on disk, in the layout of Triton's model repository.
 
 A path is an .onnx file, an artifact folder, or a folder of models: NAME/VERSION/model.onnx, or
-NAME/model.onnx for version 1.
+NAME/model.onnx or NAME/onnx/model.onnx for version 1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnserve.models.artifact import open_artifact
+from attnserve.models.artifact import is_hub_folder, open_artifact
 
 __all__ = ["Place", "find_models"]
 
@@ -37,7 +37,7 @@ def find_models(path: Path, *, must_exist: bool = False) -> dict[str, dict[str, 
     if must_exist:
         path.stat()
     models = dict(_models(path)) if path.is_dir() else {}
-    is_artifact = not path.is_dir() or (path / "model.onnx").is_file()
+    is_artifact = not path.is_dir() or (path / "model.onnx").is_file() or is_hub_folder(path)
     if is_artifact or (not models and any(path.glob("*.onnx"))):
         return {open_artifact(path).name: {"1": Place(path)}}
     return models
@@ -58,7 +58,7 @@ def _models(path: Path) -> Iterator[tuple[str, dict[str, Place]]]:
                 for child in folder.iterdir()
                 if VERSION.fullmatch(child.name) and (child / "model.onnx").is_file()
             }
-            if not versions and (folder / "model.onnx").is_file():
+            if not versions and ((folder / "model.onnx").is_file() or is_hub_folder(folder)):
                 versions = {"1": Place(folder)}
         if versions:
             yield folder.name, versions

@@ -7,12 +7,12 @@ Nothing of sentence-transformers is imported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from attnserve.choices import Activation, Pooling, Similarity
-from attnserve.models.artifact import read_json
+from attnserve.models.json_files import read_json
 from graph_passes.errors import InvalidModel
 
 __all__ = [
@@ -24,11 +24,14 @@ __all__ = [
     "read_max_length",
     "read_prompt",
     "read_token_score",
+    "stated_embedding",
 ]
 
 POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 """The names of sentence-transformers."""
 
+MODULES = frozenset({"Transformer", "Pooling", "Dense", "Normalize", "Dropout"})
+"""The modules of an embedding."""
 
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 """Supported activations of a dense layer, by their names in ``torch.nn``."""
@@ -65,6 +68,13 @@ class Embedding:
     similarity: Similarity = "cosine"
     dense: tuple[Dense, ...] = ()
 
+    def record(self) -> dict[str, Any]:
+        """The keys of attnserve.json; those without a value are left out."""
+        fields, default = asdict(self), asdict(Embedding())
+        del fields["dense"]  # they become part of the graph
+        always = ("pooling", "normalize")
+        return {key: x for key, x in fields.items() if key in always or x != default[key]}
+
 
 @dataclass(frozen=True)
 class TokenScore:
@@ -83,8 +93,7 @@ def read_embedding(folder: Path) -> Embedding:
     """
     modules = _modules(folder)
     kinds = [kind for kind, _ in modules]
-    supported = {"Transformer", "Pooling", "Dense", "Normalize", "Dropout"}
-    if other := next((kind for kind in kinds if kind not in supported), None):
+    if other := next((kind for kind in kinds if kind not in MODULES), None):
         raise InvalidModel(
             f"{folder / 'modules.json'}: the module {other} is not supported",
             "remove it from modules.json to export the encoder without it",
@@ -118,6 +127,26 @@ def read_embedding(folder: Path) -> Embedding:
         similarity=similarity or "cosine",
         dense=tuple(_dense(folder / path) for kind, path in modules if kind == "Dense"),
     )
+
+
+def stated_embedding(folder: Path) -> dict[str, Any]:
+    """What a model folder states about the embeddings of an ONNX file in it.
+
+    Returns:
+        Keys of attnserve.json; none without modules of an embedding. With dense layers the graph
+        has to compute the embedding, as output sentence_embedding: the name that Optimum gives it.
+
+    Raises:
+        InvalidModel: A file is malformed, or the pooling is not supported.
+    """
+    kinds = {kind for kind, _ in _modules(folder)}
+    if "Pooling" not in kinds or not kinds <= MODULES:
+        return {}
+    length = read_max_length(folder)
+    stated = {} if length is None else {"max_length": length}
+    if "Dense" in kinds:
+        return {**stated, "output": "sentence_embedding", "pooling": "none"}
+    return {**stated, **read_embedding(folder).record()}
 
 
 def read_token_score(folder: Path) -> TokenScore | None:
@@ -178,8 +207,16 @@ def read_prompt(folder: Path) -> str:
 
 
 def read_max_length(folder: Path) -> int | None:
-    """The maximum number of tokens of a text; None if no file states it."""
-    return _object(folder / "sentence_bert_config.json").get("max_seq_length")
+    """The maximum number of tokens of a text; None if no file states it.
+
+    Raises:
+        InvalidModel: The file is malformed.
+    """
+    path = folder / "sentence_bert_config.json"
+    length = _object(path).get("max_seq_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise _malformed(path, "max_seq_length", "a number above 0")
+    return length
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:

@@ -20,7 +20,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from attnserve.choices import Padding
-from attnserve.models.artifact import Artifact, Pooling, read_json
+from attnserve.models.artifact import Artifact, Pooling
+from attnserve.models.json_files import read_json
 from attnserve.models.rows import fixed_axes
 from graph_passes.errors import (
     AttnserveError,

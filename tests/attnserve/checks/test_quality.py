@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.checks.quality import MIN_ROWS, Quality, QualityMeter, lower_bound
+from attnserve.checks.quality import MIN_ROWS, MOST_PAIRED, Quality, QualityMeter, lower_bound
 from attnserve.models.artifact import Artifact
 from attnserve.models.datasets import Dataset
 
@@ -240,6 +240,16 @@ def test_similarity_matches_scipy(text_folder: Path):
         return (unit @ unit.T)[pairs]
 
     assert found.value == pytest.approx(spearmanr(cosines(a), cosines(b)).statistic, abs=1e-4)
+
+
+def test_similarity_of_many_texts_is_that_of_a_part(text_folder: Path):
+    """Time and memory of all pairs grow with the square of the texts."""
+    a = RANDOM.standard_normal((20 * MOST_PAIRED, 70)).astype(np.float32)
+    b = a + 0.5 * RANDOM.standard_normal(a.shape).astype(np.float32)
+    found = measured(meter("float[b, d] y", tokenizer=text_folder), a, b)
+    part = measured(meter("float[b, d] y", tokenizer=text_folder), a[:1000], b[:1000])
+    assert found.rows == MOST_PAIRED
+    assert found.value == pytest.approx(part.value, abs=0.005)  # 3 standard errors of the part
 
 
 def test_short_and_long_texts_are_measured_apart(text_folder: Path):

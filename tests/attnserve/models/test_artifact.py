@@ -30,6 +30,7 @@ from attnserve.models.artifact import (
     staged,
     write_record,
 )
+from attnserve.models.model_folder import Place, find_models
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.onnx_reader import LARGE
 from attnserve.runtime.session import open_session
@@ -103,6 +104,99 @@ def test_open_artifact_folder_without_one_model_is_refused(plain: Path):
         path.unlink()
     with raises(InvalidModel, "artifact.model_count", "found 0"):
         open_artifact(plain.parent)
+
+
+# --- folders of the Hugging Face hub ------------------------------------------------------------
+
+
+def write_json(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A model of sentence-transformers as on the hub: ONNX files in a folder of their own."""
+    folder = tmp_path / "encoder"
+    linear(folder / "onnx" / "model.onnx")
+    shutil.copy(folder / "onnx" / "model.onnx", folder / "onnx" / "model_O2.onnx")
+    for name in ("config.json", "tokenizer.json"):
+        write_json(folder / name, {"name": name})
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 256})
+    write_modules(folder, "Transformer", "Pooling", "Normalize")
+    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
+    return folder
+
+
+def write_modules(folder: Path, *names: str) -> None:
+    kinds = [f"sentence_transformers.models.{name}" for name in names]
+    paths = ["", *(f"{i}_{name}" for i, name in enumerate(names[1:], start=1))]
+    modules = [{"path": path, "type": kind} for path, kind in zip(paths, kinds, strict=True)]
+    write_json(folder / "modules.json", modules)
+
+
+@pytest.mark.parametrize("where", ["", "onnx", "onnx/model.onnx", "onnx/model_O2.onnx"])
+def test_open_artifact_of_the_hub_has_tokenizer_and_pooling(hub: Path, where: str):
+    artifact = open_artifact(hub / where)
+    assert artifact.tokenizer == hub / "tokenizer.json"
+    assert artifact.model.name == Path(where).name if where.endswith(".onnx") else "model.onnx"
+    assert artifact.name == ("model_O2" if "O2" in where else "encoder")
+    assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("cls", True, 256)
+
+
+def test_open_artifact_record_precedes_modules(hub: Path):
+    write_record(hub / "onnx", {"pooling": "last"})
+    artifact = open_artifact(hub)
+    assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("last", False, None)
+    write_record(hub / "onnx", {"lineage": []})  # of optimize
+    assert open_artifact(hub).pooling == "cls"
+
+
+def test_open_artifact_with_dense_layers_needs_the_output_of_the_graph(hub: Path):
+    write_modules(hub, "Transformer", "Pooling", "Dense", "Normalize")
+    artifact = open_artifact(hub)
+    assert (artifact.output, artifact.pooling) == ("sentence_embedding", "none")
+
+
+@pytest.mark.parametrize("names", [("Transformer",), ("Transformer", "LogitScore"), ("BoW",)])
+def test_open_artifact_ignores_modules_without_pooling(hub: Path, names: tuple[str, ...]):
+    write_modules(hub, *names)
+    assert open_artifact(hub).record == {}
+
+
+def test_open_artifact_unknown_pooling_is_refused(hub: Path):
+    write_json(hub / "1_Pooling" / "config.json", {"pooling_mode": "weightedmean"})
+    with raises(InvalidModel, "export.pooling", "weightedmean"):
+        open_artifact(hub)
+
+
+def test_open_artifact_invalid_length_is_refused(hub: Path):
+    write_json(hub / "sentence_bert_config.json", {"max_seq_length": "long"})
+    with raises(InvalidModel, "export.config", "max_seq_length"):
+        open_artifact(hub)
+
+
+def test_a_folder_named_onnx_is_a_plain_one_without_configuration(tmp_path: Path):
+    linear(tmp_path / "onnx" / "model.onnx")
+    assert open_artifact(tmp_path / "onnx").shared is None
+    with raises(InvalidModel, "artifact.model_count", "found 0"):
+        open_artifact(tmp_path)
+
+
+def test_output_of_a_hub_model_gets_its_tokenizer(hub: Path, tmp_path: Path):
+    artifact, output = open_artifact(hub), tmp_path / "out"
+    output.mkdir()
+    copy_companions(artifact, output)
+    assert {path.name for path in output.iterdir()} == {"config.json", "tokenizer.json"}
+    (output / "tokenizer.json").write_text("{}")
+    with raises(InvalidOutput, "output.exists", "tokenizer.json"):
+        check_target(output, artifact, load_model(artifact))
+
+
+@pytest.mark.parametrize("level", ["model", "folder of models"])
+def test_find_models_of_the_hub(hub: Path, level: str):
+    found = find_models(hub if level == "model" else hub.parent)
+    assert found == {"encoder": {"1": Place(hub)}}
 
 
 @pytest.mark.parametrize("where", ["nothing", "nothing.onnx"])
