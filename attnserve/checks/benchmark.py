@@ -3,6 +3,9 @@
 Each model has its own process, so that its peak memory can be measured; one process runs at a time.
 Rounds are interleaved (``interleaved_timer``). The speed-up is the median over rounds of first /
 model, so that drift cancels; its interval is a bootstrap of the median.
+
+Decoders with a cache are measured three times: on as many new tokens as cached ones, and as they
+generate text: on a prompt without a cache, and on one token after a prompt.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ import platform
 import sys
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
+import onnx_ir as ir
 
 from attnserve.context import Progress, Provider, ignore_progress
 from attnserve.models.artifact import Artifact, load_model, open_artifact, package_versions
@@ -34,9 +38,10 @@ from attnserve.runtime.session import (
     require_runtime,
 )
 from graph_passes.analysis.cost import model_cost
+from graph_passes.analysis.shapes import cached_axes, named_axes
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
-__all__ = ["BenchReport", "Machine", "Measurement", "bench", "describe_machine"]
+__all__ = ["BenchReport", "Decoding", "Machine", "Measurement", "bench", "describe_machine"]
 
 SHAPE_SECONDS = 8.0
 """Approximate time to measure one shape if the number of rounds is not given."""
@@ -44,6 +49,24 @@ SHAPE_SECONDS = 8.0
 RESAMPLES = 2000
 
 Inputs = Mapping[str, np.ndarray]
+
+Phase = Literal["all", "prompt", "token"]
+"""What is run: a sequence (after a cached one), a sequence without a cache, or a token after it."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Times of a decoder with a cache; None for what the model does not run.
+
+    Attributes:
+        first_token_ms: Median time of a prompt of ``sequence`` tokens without a cache.
+        per_token_ms: Median time of one token after ``sequence`` cached ones.
+        cache_bytes_per_token: Bytes that a token adds to the cache of its row.
+    """
+
+    first_token_ms: float | None
+    per_token_ms: float | None
+    cache_bytes_per_token: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +86,7 @@ class Measurement:
         peak_gpu_bytes: Peak memory of the GPU arena during a run of this shape, in a separate
             session and without weights outside the arena; None on the CPU and if ONNX Runtime does
             not report it.
+        decoding: None for a model without a cache.
     """
 
     model: str
@@ -74,6 +98,7 @@ class Measurement:
     peak_rss_bytes: int
     seed: int = 0
     peak_gpu_bytes: int | None = None
+    decoding: Decoding | None = None
 
     def percentile_ms(self, percent: float) -> float:
         """A percentile of the samples in milliseconds."""
@@ -126,6 +151,7 @@ class Measurement:
             "macs": self.macs,
             "peak_rss_bytes": self.peak_rss_bytes,
             **({} if self.peak_gpu_bytes is None else {"peak_gpu_bytes": self.peak_gpu_bytes}),
+            **({} if self.decoding is None else asdict(self.decoding)),
         }
 
 
@@ -207,9 +233,10 @@ def bench(
                 step = 100 * index + 100 * done // in_total
                 (progress or ignore_progress)("bench", step, 100 * len(shapes))
 
-            samplers = [child.feed(shape) for child in children]
+            samplers = [child.feed(shape, "all") for child in children]
             times_ms = BENCHMARK.measure(samplers, SHAPE_SECONDS, rounds=rounds, progress=report)
             samples = [tuple(row) for row in times_ms.tolist()]
+            decodings = _measure_decoding(children, shape, rounds)
             results += [
                 Measurement(
                     model=child.subject.model,
@@ -220,11 +247,14 @@ def bench(
                     macs=child.subject.macs[shape],
                     peak_rss_bytes=child.peak_rss_bytes(),
                     seed=seed,
+                    decoding=decoding,
                 )
-                for child, row in zip(children, samples, strict=True)
+                for child, row, decoding in zip(children, samples, decodings, strict=True)
             ]
     if provider == "cuda":
-        feeds = [(one.artifact.model, one.inputs[shape]) for shape in shapes for one in subjects]
+        feeds = [
+            (one.artifact.model, one.inputs["all", *shape]) for shape in shapes for one in subjects
+        ]
         results = [
             replace(result, peak_gpu_bytes=peak_of_runs(*each, provider=provider, threads=threads))
             for result, each in zip(results, feeds, strict=True)
@@ -271,26 +301,72 @@ def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
     )
 
 
+def _measure_decoding(
+    children: Sequence[_Child], shape: tuple[int, int], rounds: int | None
+) -> list[Decoding | None]:
+    """The times of each model; None without a cache."""
+    medians_ms: dict[tuple[Phase, int], float] = {}
+    phases: tuple[Phase, ...] = ("prompt", "token")
+    for phase in phases:
+        samplers: dict[int, Sampler] = {}
+        for index, child in enumerate(children):
+            # Some graphs need a cache, or one of a fixed length.
+            with suppress(InvalidArgument):
+                if child.subject.cache_bytes:
+                    sample = child.feed(shape, phase)
+                    sample(1)
+                    samplers[index] = sample
+        if samplers:
+            times = BENCHMARK.measure(list(samplers.values()), SHAPE_SECONDS / 2, rounds=rounds)
+            rows = zip(samplers, np.median(times, axis=1).tolist(), strict=True)
+            medians_ms |= {(phase, index): median for index, median in rows}
+    return [
+        Decoding(medians_ms.get(("prompt", index)), medians_ms.get(("token", index)), size)
+        if (size := child.subject.cache_bytes)
+        else None
+        for index, child in enumerate(children)
+    ]
+
+
 @dataclass(frozen=True)
 class _Subject:
-    """A model, and its inputs and MACs at each (batch, sequence)."""
+    """A model, its inputs at each (phase, batch, sequence), its MACs at each (batch, sequence).
+
+    ``cache_bytes`` are those of a token; 0 without a cache.
+    """
 
     model: str
     artifact: Artifact
-    inputs: dict[tuple[int, int], dict[str, np.ndarray]]
+    inputs: dict[tuple[Phase, int, int], dict[str, np.ndarray]]
     macs: dict[tuple[int, int], int | None]
+    cache_bytes: int
 
 
 def _examine(model: Path | str, shapes: Sequence[tuple[int, int]], seed: int) -> _Subject:
     artifact = open_artifact(Path(model))
     graph = load_model(artifact)
-    inputs = {shape: example_inputs(graph, *shape, seed) for shape in shapes}
+    cache_bytes = _cache_bytes(graph)
+    inputs: dict[tuple[Phase, int, int], dict[str, np.ndarray]] = {}
+    for batch, sequence in shapes:
+        inputs["all", batch, sequence] = example_inputs(graph, batch, sequence, seed)
+        if cache_bytes:
+            prompt = example_inputs(graph, batch, sequence, seed, past=0)
+            token = example_inputs(graph, batch, 1, seed, past=sequence)
+            inputs["prompt", batch, sequence], inputs["token", batch, sequence] = prompt, token
     cost = model_cost(graph)
     macs = {
-        shape: cost.macs_of({name: array.shape for name, array in arrays.items()})
-        for shape, arrays in inputs.items()
+        shape: cost.macs_of({name: x.shape for name, x in inputs["all", *shape].items()})
+        for shape in shapes
     }
-    return _Subject(str(model), artifact, inputs, macs)
+    return _Subject(str(model), artifact, inputs, macs, cache_bytes)
+
+
+def _cache_bytes(graph: ir.Model) -> int:
+    """Bytes that one more token adds to the cached inputs of a row; 0 without a cache."""
+    if not cached_axes(graph.graph, named_axes(graph.graph))[0]:
+        return 0
+    one, two = (example_inputs(graph, 1, 1, past=past) for past in (1, 2))
+    return sum(two[name].nbytes - one[name].nbytes for name in one if "mask" not in name.lower())
 
 
 def _check_arguments(
@@ -364,9 +440,9 @@ class _Child:
     subject: _Subject
     worker: Worker
 
-    def feed(self, shape: tuple[int, int]) -> Sampler:
+    def feed(self, shape: tuple[int, int], phase: Phase) -> Sampler:
         """Set the inputs of a shape and return the sampler of the child."""
-        self._call(shape, "feed", self.subject.inputs[shape])
+        self._call(shape, "feed", self.subject.inputs[phase, *shape])
         return lambda repeats: self._call(shape, "sample", repeats)
 
     def peak_rss_bytes(self) -> int:

@@ -25,6 +25,8 @@ from attnserve.cli.display import (
 )
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from attnserve.checks.benchmark import Measurement
     from attnserve.checks.inspect import Inspection
 
@@ -298,6 +300,25 @@ def bench(
         more = (peak,) if provider == "cuda" else ()
         table.add_row(names[index % len(models)], *_latency_cells(result), *more)
     out.print(table)
+    if any(result.decoding for result in report.results):
+        out.print(_decoding_table(report.results, names))
+
+
+def _decoding_table(results: Sequence[Measurement], names: Sequence[str]) -> Table:
+    table = make_table(
+        "ms to the first token of a prompt, and to the next after it",
+        ("model", ">batch", ">prompt", ">first token", ">next token", ">cache bytes per token"),
+    )
+    for index, result in enumerate(results):
+        if index and index % len(names) == 0:
+            table.add_section()
+        if (found := result.decoding) is not None:
+            times = (found.first_token_ms, found.per_token_ms)
+            cells = ("-" if time is None else f"{time:.2f}" for time in times)
+            shape = (str(result.batch), str(result.sequence))
+            size = f"{found.cache_bytes_per_token:,}"
+            table.add_row(names[index % len(names)], *shape, *cells, size)
+    return table
 
 
 def _latency_cells(result: Measurement) -> Sequence[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attnserve.checks.benchmark import bench
 from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
 from attnserve.cli.app import main
@@ -142,3 +143,17 @@ def test_optimize_collab_cache_option_warns(
         capsys.readouterr().err.split()
     )
     assert main(["verify", str(gpt2), str(new), "--min-cosine", "0.999"]) == 0
+
+
+@pytest.mark.process
+def test_bench_reports_decoding_and_the_size_of_the_cache(gpt2: Path, tmp_path: Path) -> None:
+    """A shared cache has R keys per token and layer, and H content terms, instead of H K keys."""
+    optimized(gpt2, tmp_path, R := EXACT // 2)
+    models = [gpt2, tmp_path / f"{R}.onnx"]
+    full, shared = (result.decoding for result in bench(models, sequences=(16,), rounds=2).results)
+    assert full is not None and shared is not None
+    assert full.cache_bytes_per_token == 4 * LAYERS * 2 * H * K
+    assert shared.cache_bytes_per_token == 4 * LAYERS * (R + H + H * K)
+    for found in (full, shared):
+        assert found.first_token_ms is not None and found.first_token_ms > 0
+        assert found.per_token_ms is not None and found.per_token_ms > 0

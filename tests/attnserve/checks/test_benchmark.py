@@ -230,7 +230,7 @@ def test_bench_process_that_dies_names_its_model(folder: Path):
     with measure._child(subject, "cpu", 1) as child:
         child.worker.process.kill()
         with raises(InvalidModel, "benchmark.process_died", "small.onnx", "SIGKILL"):
-            child.feed((1, 8))
+            child.feed((1, 8), "all")
 
 
 @pytest.mark.parametrize(
