@@ -183,7 +183,8 @@ def _classification(run: Run, data: Path) -> ClassificationScore:
 
 
 def _image_classification(run: Run, data: Path) -> ClassificationScore:
-    wanted = wanted_inputs(load_model(run.artifact))
+    inputs = wanted_inputs(load_model(run.artifact))
+    wanted = {name: one.dtype for name, one in inputs.items()}
     rows = read_arrays(data, {**wanted, "label": np.dtype(np.int64)})
     labels = np.array([row["label"].item() for row in rows])  # N
     predictions = np.empty(len(rows), np.int64)

@@ -16,7 +16,15 @@ import onnx_ir as ir
 from attnserve.models.artifact import Artifact
 from attnserve.models.lengths import Lengths, length_bounds
 from attnserve.models.rows import filled, fixed_axes
-from attnserve.models.tokenizer import Encoding, Text, TextEncoder, load_encoder, read_sentences
+from attnserve.models.tokenizer import (
+    Encoding,
+    Text,
+    TextEncoder,
+    TextInput,
+    load_encoder,
+    read_sentences,
+    text_input,
+)
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidArgument, InvalidData
 
@@ -269,7 +277,7 @@ def _read_file(
     join: Callable[[Sequence[int]], list[Encoding]] | None = None
     rows: Sequence[Encoding | Batch]
     if path.is_dir() or path.suffix.lower() == ".npz":
-        rows = arrays = read_arrays(path, wanted)
+        rows = arrays = read_arrays(path, {name: one.dtype for name, one in wanted.items()})
         lengths = [next((a.shape[1] for a in row.values() if a.ndim > 1), 128) for row in arrays]
         make = partial(_array_batches, size=size, fill=fixed is not None)
     else:
@@ -508,10 +516,12 @@ def _strata(
     return np.array_split(order, count)
 
 
-def wanted_inputs(model: ir.Model) -> dict[str, np.dtype[Any]]:
-    """Name and type of the inputs of a model."""
+def wanted_inputs(model: ir.Model) -> dict[str, TextInput]:
+    """The inputs of a model by name."""
     return {
-        value.name: np.dtype(value.dtype.numpy())
+        value.name: text_input(
+            value.name, np.dtype(value.dtype.numpy()), [*value.shape] if value.shape else []
+        )
         for value in model.graph.inputs
         if value.name and value.name not in model.graph.initializers and value.dtype is not None
     }
@@ -577,7 +587,7 @@ def _text_batches(
     encoder: TextEncoder,
     rows: Sequence[Encoding],
     *,
-    inputs: Mapping[str, np.dtype[Any]],
+    inputs: Mapping[str, TextInput],
     size: int,
     fill: bool,
 ) -> list[Batch]:

@@ -40,6 +40,7 @@ __all__ = [
     "Encoding",
     "Text",
     "TextEncoder",
+    "TextInput",
     "embed_texts",
     "load_encoder",
     "load_tokenizer",
@@ -50,10 +51,12 @@ __all__ = [
     "read_text",
     "run_texts",
     "shorten",
+    "text_input",
 ]
 
 FILLED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 INTEGERS = {"tensor(int64)": np.dtype(np.int64), "tensor(int32)": np.dtype(np.int32)}
+FLOATS = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 PAD_TOKENS = ("[PAD]", "<pad>")
 UNBOUNDED = 1_000_000
 """Larger values of ``model_max_length`` mean no limit; Hugging Face writes 1e30."""
@@ -61,6 +64,33 @@ UNBOUNDED = 1_000_000
 
 Text = str | tuple[str, str]
 """A text, or a pair of texts such as a query and a document."""
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """An input of a model that takes texts.
+
+    Attributes:
+        dtype: Its data type.
+        cache: For a cache, the shape of an empty one after the batch axis. Texts do not continue
+            others, so that caches stay empty.
+    """
+
+    dtype: np.dtype[Any]
+    cache: tuple[int, ...] | None = None
+
+
+def text_input(name: str, dtype: np.dtype[Any], shape: Sequence[Any]) -> TextInput:
+    """The input of this name, type and shape, with integers for fixed axes.
+
+    A cache has "past" in its name, three or more axes, and one length. Caches of an encoder's
+    tokens are none: they are never empty.
+    """
+    lengths = [size for size in shape[1:] if not isinstance(size, int)]
+    is_cache = "past" in name.lower() and len(shape) > 2 and len(lengths) == 1
+    if not is_cache or re.search("encoder|cross", name.lower()):
+        return TextInput(dtype)
+    return TextInput(dtype, tuple(size if isinstance(size, int) else 0 for size in shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,21 +256,25 @@ class TextEncoder:
         return _select(raw, kept), places
 
     def batch_inputs(
-        self, encodings: Sequence[Encoding], inputs: Mapping[str, np.dtype[Any]]
-    ) -> dict[str, Int[np.ndarray, "B S"]]:
+        self, encodings: Sequence[Encoding], inputs: Mapping[str, TextInput]
+    ) -> dict[str, np.ndarray]:
         """The model inputs of one batch, padded to its longest text, or to ``length``.
 
-        Position ids count the real tokens, from ``first_position`` on.
+        Position ids count the real tokens, from ``first_position`` on. Caches are empty.
 
         Args:
             encodings: At least one.
-            inputs: Name and data type of the model inputs (see ``model_inputs``).
+            inputs: The model inputs by name (see ``model_inputs``).
+
+        Returns:
+            Integers (B, S), and the caches (B, ...).
 
         Raises:
             InvalidData: An input of the model is unknown, or the texts differ in length and the
                 model has no attention_mask.
         """
-        if unknown := sorted(inputs.keys() - set(FILLED)):
+        caches = {name: one.cache for name, one in inputs.items() if one.cache is not None}
+        if unknown := sorted(inputs.keys() - set(FILLED) - caches.keys()):
             raise InvalidData(
                 f"unknown model input {unknown[0]!r}: a tokenizer provides {', '.join(FILLED)}",
                 "pass the inputs as arrays (.npz) instead of text",
@@ -261,7 +295,8 @@ class TextEncoder:
             filled[name] = np.full(mask.shape, pad)
             filled[name][mask] = np.concatenate(rows)
         filled["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0) + self.first_position
-        return {name: filled[name].astype(dtype) for name, dtype in inputs.items()}
+        filled |= {name: np.zeros((len(mask), *shape)) for name, shape in caches.items()}
+        return {name: filled[name].astype(one.dtype) for name, one in inputs.items()}
 
     def mask(self, encodings: Sequence[Encoding]) -> Bool[np.ndarray, "B S"]:
         """The real tokens of a batch."""
@@ -273,8 +308,8 @@ class TextEncoder:
         self,
         encodings: Sequence[Encoding],
         batch_size: int,
-        inputs: Mapping[str, np.dtype[Any]],
-    ) -> Iterator[tuple[Int[np.ndarray, " B"], dict[str, Int[np.ndarray, "B S"]]]]:
+        inputs: Mapping[str, TextInput],
+    ) -> Iterator[tuple[Int[np.ndarray, " B"], dict[str, np.ndarray]]]:
         """(indices into ``encodings``, model inputs) of batches of similar length.
 
         Sorting by length reduces padding. The longest texts come first, so that a lack of memory
@@ -385,20 +420,24 @@ def load_tokenizer(
         )
 
 
-def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, np.dtype[Any]]:
-    """Name and data type of the inputs of a model, which must be integers.
+def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, TextInput]:
+    """The inputs of a model that takes texts, by name.
 
     Raises:
-        InvalidData: An input is not int64 or int32.
+        InvalidData: An input is no cache, and not int64 or int32.
     """
+    found: dict[str, TextInput] = {}
     for value in session.get_inputs():
-        if value.type not in INTEGERS:
+        dtype = {**INTEGERS, **FLOATS}.get(value.type)
+        one = None if dtype is None else text_input(value.name, dtype, value.shape)
+        if one is None or (one.cache is None and value.type not in INTEGERS):
             raise InvalidData(
                 f"model input {value.name!r} is {value.type}: expected int64 or int32 for text",
                 "pass the inputs as arrays (.npz) instead of text",
                 code="text.input_type",
             )
-    return {value.name: INTEGERS[value.type] for value in session.get_inputs()}
+        found[value.name] = one
+    return found
 
 
 def run_texts(

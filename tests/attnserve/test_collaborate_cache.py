@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnserve.checks.benchmark import bench
 from attnserve.checks.compare import verify
@@ -145,12 +147,31 @@ def test_optimize_collab_cache_option_warns(
     assert main(["verify", str(gpt2), str(new), "--min-cosine", "0.999"]) == 0
 
 
+def test_texts_run_with_empty_caches(gpt2: Path, tmp_path: Path) -> None:
+    """A tokenizer is enough to calibrate, compare and score a model with a cache."""
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    shutil.copy(gpt2, folder / "model.onnx")
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    texts = tmp_path / "texts.txt"
+    rng = np.random.default_rng(0)
+    lines = [" ".join(f"w{i}" for i in rng.integers(1, VOCABULARY, 9)) for _ in range(60)]
+    texts.write_text("\n".join(lines))
+    optimize(folder, tmp_path / "new", calib=texts, collab_dk=EXACT, collab_cache=True)
+    found = verify(folder, tmp_path / "new", data=texts)
+    states = next(output for output in found.outputs if output.name == "last_hidden_state")
+    assert states.min_cosine is not None and states.min_cosine > 1 - 1e-5
+
+
 @pytest.mark.process
 def test_bench_reports_decoding_and_the_size_of_the_cache(gpt2: Path, tmp_path: Path) -> None:
     """A shared cache has R keys per token and layer, and H content terms, instead of H K keys."""
     optimized(gpt2, tmp_path, R := EXACT // 2)
-    models = [gpt2, tmp_path / f"{R}.onnx"]
-    full, shared = (result.decoding for result in bench(models, sequences=(16,), rounds=2).results)
+    paths = [gpt2, tmp_path / f"{R}.onnx"]
+    full, shared = (result.decoding for result in bench(paths, sequences=(16,), rounds=2).results)
     assert full is not None and shared is not None
     assert full.cache_bytes_per_token == 4 * LAYERS * 2 * H * K
     assert shared.cache_bytes_per_token == 4 * LAYERS * (R + H + H * K)

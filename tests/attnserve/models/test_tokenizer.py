@@ -18,18 +18,20 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.tokenizer import (
     Encoding,
     TextEncoder,
+    TextInput,
     load_encoder,
     load_tokenizer,
     pool,
     read_sentences,
+    text_input,
 )
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.errors import raises
 
 INPUTS = {
-    "input_ids": np.dtype(np.int64),
-    "attention_mask": np.dtype(np.int64),
-    "token_type_ids": np.dtype(np.int32),
+    "input_ids": TextInput(np.dtype(np.int64)),
+    "attention_mask": TextInput(np.dtype(np.int64)),
+    "token_type_ids": TextInput(np.dtype(np.int32)),
 }
 CLS, SEP, PAD = 2, 3, 0
 
@@ -208,7 +210,7 @@ def test_batch_inputs_are_padded_in_the_types_of_the_model(
     assert batch["input_ids"].tolist() == [[CLS, 5, SEP, PAD], [CLS, 5, 6, SEP]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert batch["token_type_ids"].tolist() == [[0] * 4] * 2
-    assert {name: array.dtype for name, array in batch.items()} == INPUTS
+    assert {name: TextInput(array.dtype) for name, array in batch.items()} == INPUTS
 
 
 def test_batch_inputs_fills_inputs_of_the_model_only(encoder: TextEncoder) -> None:
@@ -218,7 +220,30 @@ def test_batch_inputs_fills_inputs_of_the_model_only(encoder: TextEncoder) -> No
 
 def test_batch_inputs_unknown_input_is_refused(encoder: TextEncoder) -> None:
     with raises(InvalidData, "text.unknown_input", "'pixel_values'"):
-        encoder.batch_inputs(encoder.encode(["a"]), {"pixel_values": np.dtype(np.int64)})
+        encoder.batch_inputs(encoder.encode(["a"]), {"pixel_values": TextInput(np.dtype(np.int64))})
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "cache"),
+    [
+        ("past_key_values.0.key", ["batch", 2, "past", 8], (2, 0, 8)),
+        ("past_key_self_3", ["batch", 8, 16, None], (8, 16, 0)),  # keys are transposed
+        ("past_key_values.0.encoder.key", ["batch", 2, "source", 8], None),
+        ("past_0", [2, "batch", 4, "past", 8], None),  # the batch is not the first axis
+        ("past_mask", ["batch", "past"], None),
+        ("hidden", ["batch", "sequence", 8], None),
+    ],
+)
+def test_text_input_of_a_cache_is_empty(
+    name: str, shape: list[object], cache: tuple[int, ...] | None, encoder: TextEncoder
+) -> None:
+    found = text_input(name, np.dtype(np.float16), shape)
+    assert found.cache == cache
+    if cache is not None:
+        array = encoder.batch_inputs(encoder.encode(["a", "b", "a b"]), {**INPUTS, name: found})[
+            name
+        ]
+        assert array.shape == (3, *cache) and array.dtype == np.float16
 
 
 def test_batch_inputs_without_mask_need_equal_lengths(encoder: TextEncoder) -> None:
@@ -342,7 +367,8 @@ def test_encode_words_finds_first_tokens(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_batch_inputs_padding_side_and_position_ids(padding: Padding, tokenizer: Tokenizer) -> None:
     encoder = TextEncoder(tokenizer, pad_id=PAD, padding=padding)
-    names = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), np.dtype(np.int64))
+    integers = TextInput(np.dtype(np.int64))
+    names = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), integers)
     inputs = encoder.batch_inputs(encoder.encode(["a b", "c"]), names)
     rows = {name: array[1].tolist() for name, array in inputs.items()}
     if padding == "right":
