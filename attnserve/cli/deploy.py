@@ -1,4 +1,4 @@
-"""``attnserve deploy triton`` and ``attnserve deploy ray``."""
+"""``attnserve deploy triton``, ``attnserve deploy genai`` and ``attnserve deploy ray``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from attnserve.cli.display import log_level, print_json, print_line, set_log_lev
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Deploy a model to Triton or Ray Serve.", no_args_is_help=True)
+app = typer.Typer(
+    help="Deploy a model to Triton, onnxruntime-genai or Ray Serve.", no_args_is_help=True
+)
 
 scaling_option = partial(typer.Option, rich_help_panel="Scaling")
 
@@ -72,6 +74,35 @@ def triton(
     )
     print_line(
         f"wrote {written.folder}: {batches}, {written.instances} instance(s), {written.provider}"
+    )
+
+
+@app.command(epilog="Example: attnserve deploy genai folder --model decoder-optimized")
+def genai(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The new folder.")],
+    model: Annotated[
+        Path, typer.Option(metavar="PATH", help="An .onnx file or an artifact folder.")
+    ],
+    force: opt.Force = False,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    provider: opt.ProviderName = "cpu",
+) -> None:
+    """Write a folder for onnxruntime-genai, which generates text: genai_config.json and the model.
+
+    The model is a decoder with a cache.
+    """
+    from attnserve.models.genai_folder import write_genai_folder
+
+    set_log_level(quiet, verbose)
+    written = write_genai_folder(model, folder, provider=provider, force=force)
+    if json:
+        print_json(written.to_json())
+        return
+    print_line(
+        f"wrote {written.folder}: {written.layers} layers, up to {written.context_length} tokens,"
+        f" {written.provider}"
     )
 
 

@@ -120,6 +120,8 @@ COMPANIONS = (
     "special_tokens_map.json",
     "vocab.txt",
     "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
 )
 
 HUB_FOLDER = "onnx"

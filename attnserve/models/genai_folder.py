@@ -1,0 +1,248 @@
+"""Write a folder for onnxruntime-genai, which generates text (`attnserve deploy genai`).
+
+    DIR/genai_config.json           names of inputs and outputs, token ids, settings of the search
+    DIR/model.onnx                  the decoder, with large weights in model.onnx.data
+    DIR/tokenizer.json ...          for the tokenizer of onnxruntime-genai
+
+onnxruntime-genai reads the shape of a layer's cache from its keys; the values have the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from attnserve.context import Provider
+from attnserve.models.artifact import (
+    Artifact,
+    check_output,
+    copy_companions,
+    load_model,
+    open_artifact,
+    save_model,
+    staged,
+)
+from attnserve.models.datasets import wanted_inputs
+from attnserve.models.json_files import read_json
+from attnserve.paths import StrPath
+from attnserve.runtime.external_data import external_files
+from graph_passes.errors import InvalidModel, InvalidOutput
+
+__all__ = ["GenaiFolder", "write_genai_folder"]
+
+CONFIG = "genai_config.json"
+TOKENS = ("input_ids", "attention_mask", "position_ids")
+"""The inputs that onnxruntime-genai fills, besides caches."""
+
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
+"""Keys of config.json with the number of positions."""
+
+SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+"""Keys of generation_config.json that are kept."""
+
+
+@dataclass(frozen=True)
+class GenaiFolder:
+    """What was written; ``context_length`` is in tokens."""
+
+    folder: Path
+    layers: int
+    context_length: int
+    provider: Provider
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+@dataclass(frozen=True)
+class _Caches:
+    """The names of keys and values, with %d for the layer, and the number of layers."""
+
+    keys: str
+    values: str
+    layers: int
+
+
+def write_genai_folder(
+    model: StrPath, folder: Path, *, provider: Provider = "cpu", force: bool = False
+) -> GenaiFolder:
+    """Write a decoder with a cache for onnxruntime-genai.
+
+    Args:
+        model: An .onnx file or an artifact folder, with config.json and the tokenizer beside it.
+        folder: The new folder.
+        provider: Execution provider in onnxruntime-genai.
+        force: Replace files of an existing folder.
+
+    Raises:
+        InvalidModel: It cannot be read, has no logits or no cache of every layer, has keys and
+            values of different shapes, or config.json lacks the end token or the number of
+            positions.
+        InvalidOutput: ``folder`` exists, is that of the model, or cannot be written.
+    """
+    artifact = open_artifact(model)
+    if folder.exists() and folder.samefile(artifact.folder):
+        raise InvalidOutput(
+            f"{folder}: the output is the input model",
+            "choose another folder",
+            code="output.is_input",
+        )
+    check_output(folder, force=force)
+    graph = load_model(artifact)
+    described = _describe(artifact, graph, provider)
+    with staged(folder) as stage:
+        save_model(graph, stage / "model.onnx", external=bool(external_files(graph)))
+        copy_companions(artifact, stage)
+        text = json.dumps(described, indent=2, allow_nan=False)
+        (stage / CONFIG).write_text(text + "\n", encoding="utf-8")
+    layers = described["model"]["decoder"]["num_hidden_layers"]
+    return GenaiFolder(folder, layers, described["model"]["context_length"], provider)
+
+
+def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[str, Any]:
+    """The content of genai_config.json."""
+    inputs = wanted_inputs(graph)
+    caches = [name for name, one in inputs.items() if one.cache is not None]
+    if other := [name for name in inputs if name not in TOKENS and name not in caches]:
+        raise InvalidModel(
+            f"{artifact.model}: onnxruntime-genai does not fill the input {other[0]!r}",
+            f"export a decoder whose inputs are {', '.join(TOKENS)} and caches",
+            code="genai.input",
+        )
+    outputs = {value.name or "": value for value in graph.graph.outputs}
+    logits = outputs.pop("logits", None)
+    if logits is None or logits.shape is None or "input_ids" not in inputs:
+        raise InvalidModel(
+            f"{artifact.model}: there is no input input_ids, or no output logits",
+            "export the model for text generation, with a cache",
+            code="genai.logits",
+        )
+    past, present = (_caches(artifact, names) for names in (caches, outputs))
+    if past.layers != present.layers:
+        raise InvalidModel(
+            f"{artifact.model}: {past.layers} layers have a cache as input, {present.layers} as"
+            " output",
+            "export the model again, with one cache of each layer as input and output",
+            code="genai.caches",
+        )
+    for layer in range(past.layers):
+        keys, values = (inputs[name % layer].cache for name in (past.keys, past.values))
+        if keys != values:
+            raise InvalidModel(
+                f"{artifact.model}: the cached keys of layer {layer} have another shape than its"
+                " values, which onnxruntime-genai cannot hold",
+                "use a model that was made without --collab-cache",
+                code="genai.cache_shape",
+            )
+    tokens = _Tokens.read(artifact, logits.shape[-1])
+    cache = inputs[past.keys % 0].cache or (0, 0)
+    known = {
+        "hidden_size": artifact.config.get("hidden_size"),
+        "num_attention_heads": artifact.config.get("num_attention_heads"),
+        "num_key_value_heads": cache[0],
+        "head_size": cache[-1],
+    }
+    return {
+        "model": {
+            "type": "decoder",
+            **tokens.ids,
+            "vocab_size": tokens.vocabulary,
+            "context_length": tokens.context_length,
+            "decoder": {
+                "filename": "model.onnx",
+                "session_options": {
+                    "provider_options": [{"cuda": {}}] if provider == "cuda" else []
+                },
+                "num_hidden_layers": past.layers,
+                **{key: value for key, value in known.items() if value},
+                "inputs": {
+                    **{name: name for name in TOKENS if name in inputs},
+                    "past_key_names": past.keys,
+                    "past_value_names": past.values,
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": present.keys,
+                    "present_value_names": present.values,
+                },
+            },
+        },
+        "search": {
+            **tokens.search,
+            "max_length": tokens.context_length,
+            "past_present_share_buffer": False,  # the graph may concatenate past and new keys
+        },
+    }
+
+
+def _caches(artifact: Artifact, names: Iterable[str]) -> _Caches:
+    """The caches among inputs or outputs: one of keys and one of values in each layer from 0.
+
+    Raises:
+        InvalidModel: There are others.
+    """
+    names = list(names)
+    found: dict[str, dict[str, set[int]]] = {"key": {}, "value": {}}
+    for name in names:
+        kinds = re.findall("key|value", name.lower())
+        number = re.search(r"\d+", name)
+        if kinds and number:
+            template = name.replace("%", "%%").replace(number[0], "%d", 1)
+            found[kinds[-1]].setdefault(template, set()).add(int(number[0]))
+    layers = set(range(len(names) // 2))
+    if not layers or any([*one.values()] != [layers] for one in found.values()):
+        raise InvalidModel(
+            f"{artifact.model}: expected a cache of keys and one of values for each layer, found "
+            + (", ".join(names[:4]) or "none"),
+            "export the decoder with a cache (past_key_values as inputs, present as outputs)",
+            code="genai.caches",
+        )
+    (keys,), (values,) = found["key"], found["value"]
+    return _Caches(keys, values, len(layers))
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Settings of config.json and generation_config.json."""
+
+    ids: Mapping[str, Any]
+    vocabulary: int
+    context_length: int
+    search: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, artifact: Artifact, width: Any) -> _Tokens:
+        """Args: ``width`` is the last axis of the logits, as in the graph."""
+        path = artifact.companion("generation_config.json")
+        generation: Any = read_json(path) if path else {}
+        generation = generation if isinstance(generation, dict) else {}
+        stated: dict[str, Any] = {**artifact.config, **generation}
+        text: Any = artifact.config.get("text_config")  # of models for text and images
+        stated = {**text, **stated} if isinstance(text, dict) else stated
+        length = next((stated[key] for key in POSITIONS if key in stated), artifact.max_length)
+        end = stated.get("eos_token_id")
+        vocabulary = width if isinstance(width, int) else stated.get("vocab_size")
+        for name, value in (
+            ("eos_token_id", end), ("max_position_embeddings", length), ("vocab_size", vocabulary),
+        ):  # fmt: skip
+            numbers = value if isinstance(value, list) else [value]
+            if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
+                raise InvalidModel(
+                    f"{artifact.folder}: config.json states no {name}",
+                    "copy config.json of the model to the folder of the .onnx file",
+                    code="genai.config",
+                )
+        assert isinstance(length, int) and isinstance(vocabulary, int)
+        first = end[0] if isinstance(end, list) else end
+        pad, begin = stated.get("pad_token_id"), stated.get("bos_token_id")
+        ids = {"eos_token_id": end, "pad_token_id": first if pad is None else pad}
+        if begin is not None:
+            ids["bos_token_id"] = begin
+        search = {key: generation[key] for key in SEARCH if generation.get(key) is not None}
+        return cls(ids, vocabulary, length, search)
