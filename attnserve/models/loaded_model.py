@@ -20,6 +20,7 @@ from attnserve.choices import Activation
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.graph_facts import WARM_UP_ROWS, GraphFacts
+from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import (
     Encoding,
     Text,
@@ -164,7 +165,8 @@ class Model:
         )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
-        self.encoder = load_encoder(artifact) if artifact.tokenizer else None
+        _, tokens = fixed_axes(tensor.axes for tensor in self.inputs)
+        self.encoder = load_encoder(artifact).with_length(tokens) if artifact.tokenizer else None
         self.labels = artifact.labels
         self.created = int(artifact.model.stat().st_mtime)
         self.rows_are_independent = False

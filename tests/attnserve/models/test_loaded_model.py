@@ -40,6 +40,28 @@ def test_model_unsupported_or_missing_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "nothing.onnx")
 
 
+def test_texts_are_padded_or_truncated_to_a_fixed_length(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "m")
+    graph = onnx.load(folder / "model.onnx")
+    for value in graph.graph.input:
+        value.type.tensor_type.shape.dim[1].dim_value = 6
+    onnx.save(graph, folder / "model.onnx")
+    model, free = load(folder), load(write_encoder(tmp_path / "free"))
+    texts = ["a b", "a b c d a b c d"]
+    vectors = model.vectors("embed", *_run(model, texts))
+    assert vectors.shape == (2, 4)
+    expected = free.vectors("embed", *_run(free, ["a b"]))
+    np.testing.assert_allclose(vectors[:1], expected, atol=1e-6)
+    for each in (model, free):
+        each.close()
+
+
+def _run(model: Model, texts: list[str]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    inputs = model.text_inputs(model.encode(texts))
+    name = model.text_output("embed")
+    return inputs, model.run(inputs, [name])[name]
+
+
 def test_plan_id_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan may have megabytes, and every answer has the checksum in its headers."""
     plan = {"layers": [1, 2]}
