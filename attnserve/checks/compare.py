@@ -117,6 +117,7 @@ def verify(
     If the caches of the new model have other shapes, both start from empty caches (``compare``).
 
     Raises:
+        InvalidArgument: ``measure`` is given without ``data``.
         InvalidModel: The two do not have the same inputs and outputs.
         InvalidData: The data does not fit, or no random input does.
     """
@@ -127,6 +128,12 @@ def verify(
         found = load_inputs(Path(data), before, artifact, tokenizer=as_path(tokenizer), split=False)
         batches, source = found.fit, found.source["file"]
         meter = QualityMeter(before, artifact, measure=measure, data=found)
+    elif measure != "auto":
+        raise InvalidArgument(
+            "`measure` is of `data`, which is not given",
+            "give `data`, or leave `measure` out",
+            code="compare.measure",
+        )
     else:
         batches = random_batches(before, seed, empty=empty_axes(before, after))
         source = "random inputs"

@@ -345,7 +345,7 @@ def _find(model: str) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    small = ["*.json", "*.txt", "*.model"]
+    small = ["*.json", "*.txt", "*.model", "*.jinja"]
     elsewhere = ["onnx/*", "openvino/*"]  # the same weights in other formats
     try:
         found = Path(snapshot_download(model, allow_patterns=small, ignore_patterns=elsewhere))

@@ -122,12 +122,19 @@ class Request:
                 "leave one of them out",
                 code="request.conflict",
             )
-        if self.mixing != "auto" and self.collab_dk is None and self.head_dk is None:
-            raise InvalidArgument(
-                f"`mixing` {self.mixing} applies to collaborative heads",
-                "give `collab_dk`",
-                code="request.conflict",
-            )
+        is_collaborative = self.collab_dk is not None or self.head_dk is not None
+        for option, is_given, is_used, needed in (
+            ("mixing", self.mixing != "auto", is_collaborative, "collab_dk"),
+            ("collab_cache", self.collab_cache, is_collaborative, "collab_dk"),
+            ("importance", self.importance != "energy", self.prune is not None, "prune"),
+            ("align", self.align != "similarity", self.reuse is not None, "reuse"),
+        ):
+            if is_given and not is_used:
+                raise InvalidArgument(
+                    f"`{option}` has no effect without `{needed}`",
+                    f"give `{needed}`, or leave `{option}` out",
+                    code="request.conflict",
+                )
         if self.prune is not None and self.prune_heads is not None:
             raise InvalidArgument(
                 "`prune` and `prune_heads` both choose the heads to remove",

@@ -206,6 +206,11 @@ def test_random_batches_of_audio_have_many_samples(tmp_path: Path):
     assert verify(path, path).min_cosine == 1
 
 
+def test_verify_measure_needs_data(tiny: Path):
+    with raises(InvalidArgument, "compare.measure", "`data`"):
+        verify(tiny, tiny, measure="r2")
+
+
 def test_verify_model_that_runs_at_no_shape_is_refused(tmp_path: Path):
     with raises(InvalidData, "session.inputs_refused"):
         verify(positions(tmp_path / "m.onnx", 2), tmp_path / "m.onnx")

@@ -100,6 +100,20 @@ def test_request_without_rewrites_is_refused():
         Request(layers=["1"], align="index", importance="loo")
 
 
+@pytest.mark.parametrize(
+    ("option", "needed"),
+    [
+        ({"mixing": "dense"}, "`collab_dk`"),
+        ({"collab_cache": True}, "`collab_dk`"),
+        ({"importance": "loo"}, "`prune`"),
+        ({"align": "index"}, "`reuse`"),
+    ],
+)
+def test_request_option_without_its_rewrite_is_refused(option: dict[str, Any], needed: str):
+    with raises(InvalidArgument, "request.conflict", needed, f"`{next(iter(option))}`"):
+        Request(skip=["0"], **option)
+
+
 def test_request_prune_and_prune_heads_is_refused():
     with raises(InvalidArgument, "request.conflict", "`prune`", "`prune_heads`"):
         Request(prune=0.5, prune_heads={"0": [1, 0, 1]})
