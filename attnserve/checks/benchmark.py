@@ -14,9 +14,10 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -210,7 +211,8 @@ def bench(
         sequences: Tokens a row to measure at.
         threads: Intra-op threads; 0 leaves the choice to ONNX Runtime.
         provider: The execution provider, without fallback.
-        rounds: Samples per model and shape; None for about ``SHAPE_SECONDS`` per shape.
+        rounds: Samples per model and shape; None for about ``SHAPE_SECONDS`` per shape, and as long
+            again for decoders with a cache.
         seed: The seed of the random inputs and of the bootstrap.
         progress: Called with (stage, hundredths of a shape done, in total).
 
@@ -225,18 +227,21 @@ def bench(
     shapes = list(product(batches, sequences))
     subjects = [_examine(model, shapes, seed) for model in models]
     results: list[Measurement] = []
+    phases = 3 if any(subject.cache_bytes for subject in subjects) else 1
     with ExitStack() as stack:
         children = [stack.enter_context(_child(subject, provider, threads)) for subject in subjects]
         for index, shape in enumerate(shapes):
 
-            def report(done: int, in_total: int, index: int = index) -> None:
-                step = 100 * index + 100 * done // in_total
-                (progress or ignore_progress)("bench", step, 100 * len(shapes))
+            def report(phase: int, done: int, in_total: int, index: int = index) -> None:
+                step = 100 * (phases * index + phase) + 100 * done // in_total
+                (progress or ignore_progress)("bench", step, 100 * phases * len(shapes))
 
             samplers = [child.feed(shape, "all") for child in children]
-            times_ms = BENCHMARK.measure(samplers, SHAPE_SECONDS, rounds=rounds, progress=report)
+            times_ms = BENCHMARK.measure(
+                samplers, SHAPE_SECONDS, rounds=rounds, progress=partial(report, 0)
+            )
             samples = [tuple(row) for row in times_ms.tolist()]
-            decodings = _measure_decoding(children, shape, rounds)
+            decodings = _measure_decoding(children, shape, rounds, report)
             results += [
                 Measurement(
                     model=child.subject.model,
@@ -302,22 +307,28 @@ def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
 
 
 def _measure_decoding(
-    children: Sequence[_Child], shape: tuple[int, int], rounds: int | None
+    children: Sequence[_Child],
+    shape: tuple[int, int],
+    rounds: int | None,
+    report: Callable[[int, int, int], None],
 ) -> list[Decoding | None]:
     """The times of each model; None without a cache."""
     medians_ms: dict[tuple[Phase, int], float] = {}
     phases: tuple[Phase, ...] = ("prompt", "token")
-    for phase in phases:
+    for number, phase in enumerate(phases, start=1):
         samplers: dict[int, Sampler] = {}
         for index, child in enumerate(children):
             # Some graphs need a cache, or one of a fixed length.
             with suppress(InvalidArgument):
-                if child.subject.cache_bytes:
+                if (phase, *shape) in child.subject.inputs:
                     sample = child.feed(shape, phase)
                     sample(1)
                     samplers[index] = sample
         if samplers:
-            times = BENCHMARK.measure(list(samplers.values()), SHAPE_SECONDS / 2, rounds=rounds)
+            times = BENCHMARK.measure(
+                list(samplers.values()), SHAPE_SECONDS / 2,
+                rounds=rounds, progress=partial(report, number),
+            )  # fmt: skip
             rows = zip(samplers, np.median(times, axis=1).tolist(), strict=True)
             medians_ms |= {(phase, index): median for index, median in rows}
     return [
@@ -345,14 +356,18 @@ class _Subject:
 def _examine(model: Path | str, shapes: Sequence[tuple[int, int]], seed: int) -> _Subject:
     artifact = open_artifact(Path(model))
     graph = load_model(artifact)
-    cache_bytes = _cache_bytes(graph)
+    cache_bytes = _cache_bytes(graph, *shapes[0])
     inputs: dict[tuple[Phase, int, int], dict[str, np.ndarray]] = {}
     for batch, sequence in shapes:
         inputs["all", batch, sequence] = example_inputs(graph, batch, sequence, seed)
-        if cache_bytes:
-            prompt = example_inputs(graph, batch, sequence, seed, past=0)
-            token = example_inputs(graph, batch, 1, seed, past=sequence)
-            inputs["prompt", batch, sequence], inputs["token", batch, sequence] = prompt, token
+        phases: tuple[tuple[Phase, int, int], ...] = (
+            ("prompt", sequence, 0),
+            ("token", 1, sequence),
+        )
+        for phase, new, past in phases if cache_bytes else ():
+            with suppress(InvalidArgument):  # a fixed number of new tokens
+                found = example_inputs(graph, batch, new, seed, past=past)
+                inputs[phase, batch, sequence] = found
     cost = model_cost(graph)
     macs = {
         shape: cost.macs_of({name: x.shape for name, x in inputs["all", *shape].items()})
@@ -361,12 +376,13 @@ def _examine(model: Path | str, shapes: Sequence[tuple[int, int]], seed: int) ->
     return _Subject(str(model), artifact, inputs, macs, cache_bytes)
 
 
-def _cache_bytes(graph: ir.Model) -> int:
+def _cache_bytes(graph: ir.Model, batch: int, sequence: int) -> int:
     """Bytes that one more token adds to the cached inputs of a row; 0 without a cache."""
     if not cached_axes(graph.graph, named_axes(graph.graph))[0]:
         return 0
-    one, two = (example_inputs(graph, 1, 1, past=past) for past in (1, 2))
-    return sum(two[name].nbytes - one[name].nbytes for name in one if "mask" not in name.lower())
+    one, two = (example_inputs(graph, batch, sequence, past=past) for past in (1, 2))
+    names = [name for name in one if "mask" not in name.lower()]
+    return sum(two[name].nbytes - one[name].nbytes for name in names) // batch
 
 
 def _check_arguments(

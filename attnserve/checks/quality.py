@@ -705,7 +705,7 @@ class _Similarity(Meter):
 
 
 def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:
-    """All rows, or ``MOST_PAIRED`` evenly spaced ones: files are often sorted by their source."""
+    """All rows, or ``MOST_PAIRED`` evenly spaced ones, of all lengths: batches are sorted by it."""
     count = min(len(rows), MOST_PAIRED)
     return rows[np.linspace(0, max(len(rows) - 1, 0), count).round().astype(int)]
 

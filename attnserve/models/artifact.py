@@ -16,7 +16,7 @@ import platform
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -334,11 +334,15 @@ def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
         shared = above
     record = _read_record(model)
     if not record and shared is not None and (shared / RECORD).is_file():
-        record = _parse_record(shared / RECORD)
-        record.pop("files", None)  # they are in another folder
+        found = _parse_record(shared / RECORD)
+        if _described_model(found, shared) is None:  # else it is that of a model beside it
+            record = {key: value for key, value in found.items() if key not in ("files", "others")}
     if "pooling" not in record:
         folders = [model.parent] if shared is None else [model.parent, shared]
-        record = next(filter(None, map(stated_embedding, folders)), {}) | record
+        stated = next(((f, one) for f in folders if (one := stated_embedding(f))), None)
+        if stated is not None:
+            _check_fields(stated[0] / "modules.json", stated[1], "download the model again")
+            record = stated[1] | record
     return Artifact(model, record, shared)
 
 
@@ -544,9 +548,13 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
         InvalidOutput: ``output`` is a file of the input, exists, or cannot be written.
     """
     is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
+    target = output if is_file else output / "model.onnx"
+    # A model above the folder onnx would hide the one in it.
+    above = [artifact.shared] if artifact.shared and artifact.folder.name == HUB_FOLDER else []
+    if any(_same(target.parent, folder) for folder in above):
+        raise _is_the_input(target.parent)
     if not is_file and _same(output, artifact.folder):
         raise _is_the_input(output)
-    target = output if is_file else output / "model.onnx"
     for path in (artifact.model, *external_files(model)):
         for file in (target, data_file(target)):
             if _same(file, path):
@@ -784,14 +792,29 @@ def _parse_record(path: Path) -> dict[str, Any]:
             f"{path}: 'others': expected a JSON object of objects", fix, code="artifact.record"
         )
     for entry in (record, *cast(dict[str, dict[str, Any]], others).values()):
-        for key, (is_valid, expected) in FIELDS.items():
-            if key in entry and not is_valid(entry[key]):
-                raise InvalidModel(
-                    f"{path}: {key!r} is {str(entry[key])[:80]!r}: expected {expected}",
-                    fix,
-                    code="artifact.record",
-                )
+        _check_fields(path, entry, fix)
     return record
+
+
+def _check_fields(path: Path, entry: Mapping[str, Any], fix: str) -> None:
+    """Check the values of a record, and that it can be written as JSON.
+
+    Raises:
+        InvalidModel: A value is invalid, holds lone surrogates, or is a number of over 64 bits.
+    """
+    import orjson
+
+    for key, (is_valid, expected) in FIELDS.items():
+        if key in entry and not is_valid(entry[key]):
+            raise InvalidModel(
+                f"{path}: {key!r} is {str(entry[key])[:80]!r}: expected {expected}",
+                fix,
+                code="artifact.record",
+            )
+    try:
+        orjson.dumps(entry)
+    except TypeError as error:
+        raise InvalidModel(f"{path}: {error}", fix, code="artifact.record") from error
 
 
 def _is_count(value: Any) -> bool:

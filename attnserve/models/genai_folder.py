@@ -10,6 +10,7 @@ onnxruntime-genai reads the shape of a layer's cache from its keys; the values h
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,9 +21,11 @@ import onnx_ir as ir
 
 from attnserve.context import Provider
 from attnserve.models.artifact import (
+    RECORD,
     Artifact,
     check_output,
     copy_companions,
+    data_file,
     load_model,
     open_artifact,
     save_model,
@@ -87,7 +90,8 @@ def write_genai_folder(
         InvalidOutput: ``folder`` exists, is that of the model, or cannot be written.
     """
     artifact = open_artifact(model)
-    if folder.exists() and folder.samefile(artifact.folder):
+    sources = [one for one in (artifact.folder, artifact.shared) if one is not None]
+    if folder.exists() and any(folder.samefile(source) for source in sources):
         raise InvalidOutput(
             f"{folder}: the output is the input model",
             "choose another folder",
@@ -96,7 +100,13 @@ def write_genai_folder(
     check_output(folder, force=force)
     graph = load_model(artifact)
     described = _describe(artifact, graph, provider)
-    with staged(folder) as stage:
+
+    def finish(stage: Path) -> None:
+        for name in (RECORD, data_file(folder / "model.onnx").name):  # of the replaced model
+            if not (stage / name).exists():
+                (folder / name).unlink(missing_ok=True)
+
+    with staged(folder, finish) as stage:
         save_model(graph, stage / "model.onnx", external=bool(external_files(graph)))
         copy_companions(artifact, stage)
         text = json.dumps(described, indent=2, allow_nan=False)
@@ -225,24 +235,36 @@ class _Tokens:
         stated: dict[str, Any] = {**artifact.config, **generation}
         text: Any = artifact.config.get("text_config")  # of models for text and images
         stated = {**text, **stated} if isinstance(text, dict) else stated
-        length = next((stated[key] for key in POSITIONS if key in stated), artifact.max_length)
-        end = stated.get("eos_token_id")
+        lengths = [stated[key] for key in POSITIONS if stated.get(key) is not None]
+        length = lengths[0] if lengths else artifact.max_length
+        end: Any = stated.get("eos_token_id")
+        ends: list[Any] = end if isinstance(end, list) else [end]
         vocabulary = width if isinstance(width, int) else stated.get("vocab_size")
-        for name, value in (
-            ("eos_token_id", end), ("max_position_embeddings", length), ("vocab_size", vocabulary),
-        ):  # fmt: skip
-            numbers = value if isinstance(value, list) else [value]
-            if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
-                raise InvalidModel(
-                    f"{artifact.folder}: config.json states no {name}",
-                    "copy config.json of the model to the folder of the .onnx file",
-                    code="genai.config",
-                )
-        assert isinstance(length, int) and isinstance(vocabulary, int)
-        first = end[0] if isinstance(end, list) else end
+        if not ends or not all(map(_is_count, ends)):
+            raise _unstated(artifact, "eos_token_id")
+        if not _is_count(length) or not length:
+            raise _unstated(artifact, "max_position_embeddings")
+        if not _is_count(vocabulary) or not vocabulary:
+            raise _unstated(artifact, "vocab_size")
         pad, begin = stated.get("pad_token_id"), stated.get("bos_token_id")
-        ids = {"eos_token_id": end, "pad_token_id": first if pad is None else pad}
-        if begin is not None:
+        ids = {"eos_token_id": end, "pad_token_id": pad if _is_count(pad) else ends[0]}
+        if _is_count(begin):
             ids["bos_token_id"] = begin
-        search = {key: generation[key] for key in SEARCH if generation.get(key) is not None}
+        search = {
+            key: value
+            for key in SEARCH
+            if isinstance(value := generation.get(key), int | float) and math.isfinite(value)
+        }
         return cls(ids, vocabulary, length, search)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _unstated(artifact: Artifact, key: str) -> InvalidModel:
+    return InvalidModel(
+        f"{artifact.folder}: config.json states no valid {key}",
+        "copy config.json of the model to the folder of the .onnx file",
+        code="genai.config",
+    )

@@ -165,8 +165,10 @@ class Model:
         )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
-        _, tokens = fixed_axes(tensor.axes for tensor in self.inputs)
-        self.encoder = load_encoder(artifact).with_length(tokens) if artifact.tokenizer else None
+        self.encoder = load_encoder(artifact) if artifact.tokenizer else None
+        _, tokens = fixed_axes(one.axes for one in self.inputs if one.name == "input_ids")
+        if self.encoder and (tokens is None or tokens > self.encoder.special_tokens):
+            self.encoder = self.encoder.with_length(tokens)
         self.labels = artifact.labels
         self.created = int(artifact.model.stat().st_mtime)
         self.rows_are_independent = False
@@ -288,6 +290,21 @@ class Model:
         )
         self.check(inputs)
         return inputs
+
+    def text_shapes(self, text: Encoding) -> dict[str, tuple[int, ...]]:
+        """The shapes of the inputs for one text; needs a tokenizer.
+
+        Raises:
+            InvalidData: The model takes no texts.
+        """
+        assert self.encoder is not None
+        inputs = self.encoder.batch_inputs([text], model_inputs(self._session))
+        return {name: array.shape for name, array in inputs.items()}
+
+    @property
+    def fixed_tokens(self) -> int | None:
+        """The number of tokens that every text is padded to; None for that of the longest."""
+        return self.encoder and self.encoder.length
 
     def text_output(self, task: TextTask) -> str:
         """The name of the output that ``task`` uses.

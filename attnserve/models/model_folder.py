@@ -1,7 +1,7 @@
 """Find models on disk, in the layout of Triton's model repository.
 
 A path is an .onnx file, an artifact folder, or a folder of models: NAME/VERSION/model.onnx, or
-NAME/model.onnx or NAME/onnx/model.onnx for version 1.
+NAME/model.onnx for version 1; or NAME/onnx/model.onnx with config.json or tokenizer.json in NAME.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def find_models(path: Path, *, must_exist: bool = False) -> dict[str, dict[str, 
     if must_exist:
         path.stat()
     models = dict(_models(path)) if path.is_dir() else {}
-    is_artifact = not path.is_dir() or (path / "model.onnx").is_file() or is_hub_folder(path)
+    is_hub = is_hub_folder(path) and models.keys() <= {"onnx"}
+    is_artifact = not path.is_dir() or (path / "model.onnx").is_file() or is_hub
     if is_artifact or (not models and any(path.glob("*.onnx"))):
         return {open_artifact(path).name: {"1": Place(path)}}
     return models

@@ -7,6 +7,8 @@ Nothing of sentence-transformers is imported.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +43,10 @@ ACTIVATED: dict[str, Activation] = {
     "Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity",
 }  # fmt: skip
 """Supported activations of scores, by their names in ``torch.nn``."""
+
+
+class UnsupportedPooling(InvalidModel):
+    """A pooling that an artifact cannot express."""
 
 
 @dataclass(frozen=True)
@@ -92,40 +98,24 @@ def read_embedding(folder: Path) -> Embedding:
             embeddings would differ from those of the model.
     """
     modules = _modules(folder)
-    kinds = [kind for kind, _ in modules]
-    if other := next((kind for kind in kinds if kind not in MODULES), None):
+    if other := next((kind for kind, _ in modules if kind not in MODULES), None):
         raise InvalidModel(
             f"{folder / 'modules.json'}: the module {other} is not supported",
             "remove it from modules.json to export the encoder without it",
             code="export.module",
         )
     path = folder / "config_sentence_transformers.json"
-    config = _object(path)
-    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
-    dimensions, similarity = config.get("truncate_dim"), config.get("similarity_fn_name")
-    if not isinstance(prompts, dict) or not all(
-        isinstance(text, str) for text in cast(dict[str, Any], prompts).values()
-    ):
-        raise _malformed(path, "prompts", "an object of texts")
-    if default is not None and (not isinstance(default, str) or default not in prompts):
-        raise _malformed(path, "default_prompt_name", "a name of prompts")
-    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-        raise _malformed(path, "truncate_dim", "a number above 0")
-    if similarity not in (None, "cosine", "dot"):
+    settings = _settings(path)
+    if settings.pop("similarity_fn_name") not in (None, "cosine", "dot"):
         raise _malformed(path, "similarity_fn_name", "cosine or dot")
-    if not any(cast(dict[str, str], prompts).values()):
-        prompts, default = {}, None  # sentence-transformers saves empty prompts by default
     poolings: list[Pooling] = [
-        _pooling(folder / path, prompts) for kind, path in modules if kind == "Pooling"
+        _pooling(folder / path, settings["prompts"]) for path in _paths(modules, "Pooling")
     ]
     return Embedding(
         pooling=poolings[-1] if poolings else "mean",
-        normalize="Normalize" in kinds,
-        dimensions=dimensions,
-        prompts=prompts,
-        default_prompt=default,
-        similarity=similarity or "cosine",
-        dense=tuple(_dense(folder / path) for kind, path in modules if kind == "Dense"),
+        normalize=any(kind == "Normalize" for kind, _ in modules),
+        dense=tuple(_dense(folder / path) for path in _paths(modules, "Dense")),
+        **settings,
     )
 
 
@@ -133,20 +123,31 @@ def stated_embedding(folder: Path) -> dict[str, Any]:
     """What a model folder states about the embeddings of an ONNX file in it.
 
     Returns:
-        Keys of attnserve.json; none without modules of an embedding. With dense layers the graph
-        has to compute the embedding, as output sentence_embedding: the name that Optimum gives it.
+        Keys of attnserve.json; none without modules of an embedding. The graph has to compute
+        embeddings with dense layers, or with a pooling that is not supported: then they are the
+        output sentence_embedding, which Optimum writes.
 
     Raises:
-        InvalidModel: A file is malformed, or the pooling is not supported.
+        InvalidModel: A file is malformed.
     """
-    kinds = {kind for kind, _ in _modules(folder)}
+    modules = _modules(folder)
+    kinds = {kind for kind, _ in modules}
     if "Pooling" not in kinds or not kinds <= MODULES:
         return {}
+    settings = _settings(folder / "config_sentence_transformers.json")
+    if settings.pop("similarity_fn_name") not in (None, "cosine", "dot"):
+        del settings["similarity"]
+    made = Embedding(normalize="Normalize" in kinds, **settings)
     length = read_max_length(folder)
-    stated = {} if length is None else {"max_length": length}
+    stated = made.record() | ({} if length is None else {"max_length": length})
+    try:
+        path = _paths(modules, "Pooling")[-1]
+        stated["pooling"] = _pooling(folder / path, made.prompts)
+    except UnsupportedPooling:
+        kinds.add("Dense")
     if "Dense" in kinds:
-        return {**stated, "output": "sentence_embedding", "pooling": "none"}
-    return {**stated, **read_embedding(folder).record()}
+        stated |= {"output": "sentence_embedding", "pooling": "none"}
+    return stated
 
 
 def read_token_score(folder: Path) -> TokenScore | None:
@@ -226,13 +227,42 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         return []
     listed: Any = read_json(path)
     try:
-        return [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in listed]
-    except (TypeError, KeyError) as error:
+        modules = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
+    except (TypeError, KeyError):
+        modules = None
+    # Each module is a folder in that of the model, or this folder.
+    if modules is None or not all(re.fullmatch(r"(\w[\w.-]{0,98})?", name) for _, name in modules):
         raise InvalidModel(
             f"{path}: expected a list of modules with type and path",
             "download the model again",
             code="export.modules",
-        ) from error
+        )
+    return modules
+
+
+def _paths(modules: Sequence[tuple[str, str]], kind: str) -> list[str]:
+    return [path for each, path in modules if each == kind]
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Fields of an embedding in config_sentence_transformers.json, and similarity_fn_name."""
+    config = _object(path)
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    dimensions, similarity = config.get("truncate_dim"), config.get("similarity_fn_name")
+    if not isinstance(prompts, dict) or not all(
+        isinstance(text, str) for text in cast(dict[str, Any], prompts).values()
+    ):
+        raise _malformed(path, "prompts", "an object of texts")
+    if default is not None and (not isinstance(default, str) or default not in prompts):
+        raise _malformed(path, "default_prompt_name", "a name of prompts")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise _malformed(path, "truncate_dim", "a number above 0")
+    if not any(cast(dict[str, str], prompts).values()):
+        prompts, default = {}, None  # sentence-transformers saves empty prompts by default
+    return {
+        "dimensions": dimensions, "prompts": prompts, "default_prompt": default,
+        "similarity": similarity or "cosine", "similarity_fn_name": similarity,
+    }  # fmt: skip
 
 
 def _pooling(folder: Path, prompts: dict[str, str]) -> Pooling:
@@ -244,16 +274,18 @@ def _pooling(folder: Path, prompts: dict[str, str]) -> Pooling:
     modes = [mode.removesuffix("_token") for mode in modes]
     if "pooling_mode" in config:
         value: Any = config["pooling_mode"]
-        modes = [value] if isinstance(value, str) else list(value)
+        modes = cast(list[Any], value) if isinstance(value, list) else [value]
+        if not all(isinstance(mode, str) for mode in modes):
+            raise _malformed(path, "pooling_mode", "a text, or a list of texts")
     if len(modes) != 1 or modes[0] not in POOLINGS:
-        raise InvalidModel(
+        raise UnsupportedPooling(
             f"{path}: pooling is {' + '.join(modes) or 'missing'}: expected one of"
             f" {', '.join(POOLINGS)}",
             "remove modules.json to export the encoder with mean pooling",
             code="export.pooling",
         )
     if prompts and config.get("include_prompt") is False:
-        raise InvalidModel(
+        raise UnsupportedPooling(
             f"{path}: the pooling leaves out the prompt, which is not supported",
             "set include_prompt to true, if the embeddings may differ",
             code="export.include_prompt",

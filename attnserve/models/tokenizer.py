@@ -83,11 +83,11 @@ class TextInput:
 def text_input(name: str, dtype: np.dtype[Any], shape: Sequence[Any]) -> TextInput:
     """The input of this name, type and shape, with integers for fixed axes.
 
-    A cache has "past" in its name, three or more axes, and one length. Caches of an encoder's
-    tokens are none: they are never empty.
+    A cache has "past" in its name and four axes, of which the batch is the first, and one is the
+    length. Caches of an encoder's tokens are none: they are never empty.
     """
     lengths = [size for size in shape[1:] if not isinstance(size, int)]
-    is_cache = "past" in name.lower() and len(shape) > 2 and len(lengths) == 1
+    is_cache = "past" in name.lower() and len(shape) == 4 and len(lengths) == 1
     if not is_cache or re.search("encoder|cross", name.lower()):
         return TextInput(dtype)
     return TextInput(dtype, tuple(size if isinstance(size, int) else 0 for size in shape[1:]))

@@ -11,6 +11,7 @@ it computes the same and is faster.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -256,6 +257,8 @@ def _content(artifact: Artifact) -> str:
     for name in CONFIGURATION_FILES:
         path = artifact.companion(name)
         digest.update(f" {name} {path and sha256(path)}".encode())
+    # Other files state it too, for example those of sentence-transformers.
+    digest.update(json.dumps(artifact.record, sort_keys=True).encode())
     return digest.hexdigest()
 
 

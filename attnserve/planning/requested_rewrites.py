@@ -124,15 +124,15 @@ class Request:
             )
         is_collaborative = self.collab_dk is not None or self.head_dk is not None
         for option, is_given, is_used, needed in (
-            ("mixing", self.mixing != "auto", is_collaborative, "collab_dk"),
-            ("collab_cache", self.collab_cache, is_collaborative, "collab_dk"),
-            ("importance", self.importance != "energy", self.prune is not None, "prune"),
-            ("align", self.align != "similarity", self.reuse is not None, "reuse"),
+            (f"`mixing` {self.mixing}", self.mixing != "auto", is_collaborative, "collab_dk"),
+            ("`collab_cache`", self.collab_cache, is_collaborative, "collab_dk"),
+            ("`importance`", self.importance != "energy", self.prune is not None, "prune"),
+            ("`align`", self.align != "similarity", self.reuse is not None, "reuse"),
         ):
             if is_given and not is_used:
                 raise InvalidArgument(
-                    f"`{option}` has no effect without `{needed}`",
-                    f"give `{needed}`, or leave `{option}` out",
+                    f"{option} has no effect without `{needed}`",
+                    f"give `{needed}`, or leave it out",
                     code="request.conflict",
                 )
         if self.prune is not None and self.prune_heads is not None:

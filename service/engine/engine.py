@@ -260,13 +260,13 @@ class Engine:
 
             def rows() -> list[Row]:  # in a thread
                 encodings = model.encode(texts, truncate=truncate)
-                # Pooling makes the answer small, but the run needs the memory for its longest row.
-                row = (1, max(map(len, encodings)))
-                shapes = {tensor.name: row for tensor in model.inputs}
                 _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
+                # Pooling makes the answer small, but the run needs the memory for its longest row.
+                shapes = model.text_shapes(max(encodings, key=len))
                 self._check_size(shapes, shapes, names)
+                fixed = model.fixed_tokens
                 return [
-                    Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
+                    Row((task,) if model.takes_mask else (task, len(one)), fixed or len(one), one)
                     for one in encodings
                 ]
 
@@ -280,7 +280,7 @@ class Engine:
             answer = Answer(
                 outputs={task: join_values(result.results)},
                 result=result,
-                tokens=sum(row.tokens for row in result.rows),
+                tokens=sum(len(row.payload) for row in result.rows),
                 padded_tokens=sum(count * batch.longest for batch, count in result.batches),
                 out_of_calibration=self._count_outside(row.payload.ids for row in result.rows),
                 follow_up=self._shadow.follow_up(self, task, names, result, texts),

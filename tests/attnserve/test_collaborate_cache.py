@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -178,3 +179,18 @@ def test_bench_reports_decoding_and_the_size_of_the_cache(gpt2: Path, tmp_path: 
     for found in (full, shared):
         assert found.first_token_ms is not None and found.first_token_ms > 0
         assert found.per_token_ms is not None and found.per_token_ms > 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("axis", "size"), [(0, 4), (1, 8)], ids=["batch", "sequence"])
+def test_bench_of_a_fixed_axis_leaves_out_what_does_not_run(
+    axis: int, size: int, gpt2: Path, tmp_path: Path
+) -> None:
+    model = onnx.load(gpt2)
+    model.graph.input[0].type.tensor_type.shape.dim[axis].dim_value = size
+    onnx.save(model, path := tmp_path / "fixed.onnx")
+    batch, sequence = (size, 8) if axis == 0 else (2, size)
+    (result,) = bench([path], batches=(batch,), sequences=(sequence,), rounds=2).results
+    assert result.decoding is not None and result.decoding.first_token_ms is not None
+    assert result.decoding.cache_bytes_per_token == 4 * LAYERS * 2 * H * K
+    assert (result.decoding.per_token_ms is None) == (axis == 1)

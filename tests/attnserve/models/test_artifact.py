@@ -152,10 +152,30 @@ def test_open_artifact_record_precedes_modules(hub: Path):
     assert open_artifact(hub).pooling == "cls"
 
 
-def test_open_artifact_with_dense_layers_needs_the_output_of_the_graph(hub: Path):
-    write_modules(hub, "Transformer", "Pooling", "Dense", "Normalize")
+@pytest.mark.parametrize("kind", ["dense", "pooling", "prompt"])
+def test_open_artifact_what_the_graph_has_to_compute_is_its_output(hub: Path, kind: str):
+    """Dense layers, and poolings that are not supported; everything else is still read."""
+    write_json(
+        hub / "config_sentence_transformers.json",
+        {"prompts": {"query": "Q: "}, "truncate_dim": 3, "similarity_fn_name": "dot"},
+    )
+    if kind == "dense":
+        write_modules(hub, "Transformer", "Pooling", "Dense", "Normalize")
+    elif kind == "pooling":
+        write_json(hub / "1_Pooling" / "config.json", {"pooling_mode": "weightedmean"})
+    else:
+        write_json(
+            hub / "1_Pooling" / "config.json", {"pooling_mode": "mean", "include_prompt": False}
+        )
     artifact = open_artifact(hub)
     assert (artifact.output, artifact.pooling) == ("sentence_embedding", "none")
+    assert (artifact.prompt("query"), artifact.dimensions) == ("Q: ", 3)
+    assert (artifact.similarity, artifact.normalize) == ("dot", True)
+
+
+def test_open_artifact_unknown_similarity_is_the_default(hub: Path):
+    write_json(hub / "config_sentence_transformers.json", {"similarity_fn_name": "euclidean"})
+    assert open_artifact(hub).similarity == "cosine"
 
 
 @pytest.mark.parametrize("names", [("Transformer",), ("Transformer", "LogitScore"), ("BoW",)])
@@ -164,16 +184,52 @@ def test_open_artifact_ignores_modules_without_pooling(hub: Path, names: tuple[s
     assert open_artifact(hub).record == {}
 
 
-def test_open_artifact_unknown_pooling_is_refused(hub: Path):
-    write_json(hub / "1_Pooling" / "config.json", {"pooling_mode": "weightedmean"})
-    with raises(InvalidModel, "export.pooling", "weightedmean"):
+@pytest.mark.parametrize("mode", [None, 5, True, [1], [["cls"]], {"a": 1}])
+def test_open_artifact_malformed_pooling_is_refused(hub: Path, mode: object):
+    write_json(hub / "1_Pooling" / "config.json", {"pooling_mode": mode})
+    with raises(InvalidModel, "export.config", "pooling_mode"):
         open_artifact(hub)
 
 
-def test_open_artifact_invalid_length_is_refused(hub: Path):
-    write_json(hub / "sentence_bert_config.json", {"max_seq_length": "long"})
+@pytest.mark.parametrize("path", ["../other", "/etc", "..", ".", "a/b", "a" * 5000, "a\0b"])
+def test_open_artifact_module_outside_the_folder_is_refused(hub: Path, path: str):
+    kinds = [("", "Transformer"), (path, "Pooling")]
+    modules = [{"path": where, "type": f"models.{kind}"} for where, kind in kinds]
+    write_json(hub / "modules.json", modules)
+    with raises(InvalidModel, "export.modules"):
+        open_artifact(hub)
+
+
+@pytest.mark.parametrize("length", ["long", 0, -1, 1.5, [256]])
+def test_open_artifact_invalid_length_is_refused(hub: Path, length: object):
+    write_json(hub / "sentence_bert_config.json", {"max_seq_length": length})
     with raises(InvalidModel, "export.config", "max_seq_length"):
         open_artifact(hub)
+
+
+@pytest.mark.parametrize("broken", ["prompt", "length"])
+def test_open_artifact_settings_that_are_no_json_are_refused(hub: Path, broken: str):
+    if broken == "prompt":
+        content = {"prompts": {"query": "\ud800"}}
+        write_json(hub / "config_sentence_transformers.json", content)
+    else:
+        write_json(hub / "sentence_bert_config.json", {"max_seq_length": 10**30})
+    with raises(InvalidModel, "artifact.record", "modules.json"):
+        open_artifact(hub)
+
+
+def test_output_above_the_folder_onnx_is_refused(hub: Path):
+    """It would hide the original."""
+    artifact = open_artifact(hub)
+    for output in (hub, hub / "new.onnx"):
+        with raises(InvalidOutput, "output.is_input"):
+            check_target(output, artifact, load_model(artifact), force=True)
+
+
+def test_record_of_a_model_above_the_folder_onnx_is_not_that_of_the_one_in_it(hub: Path):
+    linear(hub / "model.onnx")
+    write_record(hub, {"files": {"model.onnx": ""}, "lineage": [{"rewrite": "prune"}]})
+    assert open_artifact(hub / "onnx").lineage == []
 
 
 def test_a_folder_named_onnx_is_a_plain_one_without_configuration(tmp_path: Path):
@@ -197,6 +253,11 @@ def test_output_of_a_hub_model_gets_its_tokenizer(hub: Path, tmp_path: Path):
 def test_find_models_of_the_hub(hub: Path, level: str):
     found = find_models(hub if level == "model" else hub.parent)
     assert found == {"encoder": {"1": Place(hub)}}
+
+
+def test_find_models_a_model_named_onnx_hides_no_others(hub: Path):
+    shutil.copytree(hub / "onnx", hub / "other")
+    assert find_models(hub).keys() == {"onnx", "other"}
 
 
 @pytest.mark.parametrize("where", ["nothing", "nothing.onnx"])

@@ -134,6 +134,35 @@ def test_config_without_tokens_or_positions_is_refused(
     assert not (tmp_path / "genai").exists()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"vocab_size": [24]}, {"n_positions": [48]}, {"n_positions": 0}, {"eos_token_id": ["</s>"]}],
+)
+def test_malformed_config_is_refused(change: dict[str, Any], decoder: Path, tmp_path: Path) -> None:
+    write_json(decoder / "config.json", CONFIG | change)
+    with raises(InvalidModel, "genai.config", "config.json"):
+        write_genai_folder(decoder, tmp_path / "genai")
+
+
+def test_settings_without_meaning_are_left_out(decoder: Path, tmp_path: Path) -> None:
+    change = {"pad_token_id": "<pad>", "bos_token_id": None, "max_position_embeddings": None}
+    write_json(decoder / "config.json", CONFIG | change)
+    write_json(decoder / "generation_config.json", {"temperature": float("nan"), "top_k": "all"})
+    assert write_genai_folder(decoder, tmp_path / "genai").context_length == 48
+    config = json.loads((tmp_path / "genai" / "genai_config.json").read_text())
+    assert config["model"]["pad_token_id"] == 23 and "bos_token_id" not in config["model"]
+    assert config["search"].keys() == {"max_length", "past_present_share_buffer"}
+
+
+def test_force_removes_files_of_the_replaced_model(decoder: Path, tmp_path: Path) -> None:
+    optimize(decoder, tmp_path / "old", precision="int8")
+    (tmp_path / "old" / "model.onnx.data").touch()
+    write_genai_folder(decoder, tmp_path / "old", force=True)
+    assert not (tmp_path / "old" / "attnserve.json").exists()
+    assert not (tmp_path / "old" / "model.onnx.data").exists()
+    assert generated(tmp_path / "old", 12) == greedy(decoder / "model.onnx", 12)
+
+
 def test_model_without_logits_is_refused(tmp_path: Path) -> None:
     model = Cell("GPT-2, cached", "eager", "torchscript", 17).committed
     with raises(InvalidModel, "genai.logits", "logits"):

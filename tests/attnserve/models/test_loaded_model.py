@@ -47,6 +47,9 @@ def test_texts_are_padded_or_truncated_to_a_fixed_length(tmp_path: Path) -> None
         value.type.tensor_type.shape.dim[1].dim_value = 6
     onnx.save(graph, folder / "model.onnx")
     model, free = load(folder), load(write_encoder(tmp_path / "free"))
+    assert (model.fixed_tokens, free.fixed_tokens) == (6, None)
+    shapes = model.text_shapes(model.encode(["a b"])[0])
+    assert shapes == {"input_ids": (1, 6), "attention_mask": (1, 6)}
     texts = ["a b", "a b c d a b c d"]
     vectors = model.vectors("embed", *_run(model, texts))
     assert vectors.shape == (2, 4)
@@ -54,6 +57,19 @@ def test_texts_are_padded_or_truncated_to_a_fixed_length(tmp_path: Path) -> None
     np.testing.assert_allclose(vectors[:1], expected, atol=1e-6)
     for each in (model, free):
         each.close()
+
+
+def test_a_length_that_no_text_fits_is_ignored(tmp_path: Path) -> None:
+    """Tensors can still be sent."""
+    folder = write_encoder(tmp_path / "m")
+    graph = onnx.load(folder / "model.onnx")
+    for value in graph.graph.input:
+        value.type.tensor_type.shape.dim[1].dim_value = 1
+    onnx.save(graph, folder / "model.onnx")
+    model = load(folder)
+    assert model.run(tokens([4]))["last_hidden_state"].shape == (1, 1, 4)
+    assert model.fixed_tokens is None
+    model.close()
 
 
 def _run(model: Model, texts: list[str]) -> tuple[dict[str, np.ndarray], np.ndarray]:

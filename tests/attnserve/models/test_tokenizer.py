@@ -229,7 +229,8 @@ def test_batch_inputs_unknown_input_is_refused(encoder: TextEncoder) -> None:
         ("past_key_values.0.key", ["batch", 2, "past", 8], (2, 0, 8)),
         ("past_key_self_3", ["batch", 8, 16, None], (8, 16, 0)),  # keys are transposed
         ("past_key_values.0.encoder.key", ["batch", 2, "source", 8], None),
-        ("past_0", [2, "batch", 4, "past", 8], None),  # the batch is not the first axis
+        ("past_1", [2, "batch", 4, "past", 8], None),  # the batch is not the first axis
+        ("past_0", ["rows", 64, "past"], None),  # rows are those of all heads
         ("past_mask", ["batch", "past"], None),
         ("hidden", ["batch", "sequence", 8], None),
     ],

@@ -45,6 +45,21 @@ def test_check_rewrite_off_tries_no_fusion(bert: Path, child: Child, tmp_path: P
     assert not list((tmp_path / "rewritten").glob("*.onnx"))
 
 
+def test_identity_depends_on_the_files_of_sentence_transformers(tmp_path: Path) -> None:
+    """A model whose pooling changed is not the model that is served."""
+    folder = write_encoder(tmp_path / "m")
+    (folder / "attnserve.json").unlink()
+    modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    found: set[str] = set()
+    for mode in ("cls", "lasttoken"):
+        config = json.dumps({"pooling_mode": mode})
+        (folder / "1_Pooling" / "config.json").write_text(config)
+        found.add(identify(open_artifact(folder)).identity)
+    assert len(found) == 2
+
+
 def test_check_result_is_cached_and_file_is_private(
     bert: Path, child: Child, tmp_path: Path
 ) -> None:
