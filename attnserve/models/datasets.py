@@ -278,7 +278,9 @@ def _read_file(
     rows: Sequence[Encoding | Batch]
     if path.is_dir() or path.suffix.lower() == ".npz":
         rows = arrays = read_arrays(path, {name: one.dtype for name, one in wanted.items()})
-        lengths = [next((a.shape[1] for a in row.values() if a.ndim > 1), 128) for row in arrays]
+        lengths = [
+            next((a.shape[1] for a in row.values() if a.ndim in (2, 3)), 128) for row in arrays
+        ]
         make = partial(_array_batches, size=size, fill=fixed is not None)
     else:
         encoder_path = tokenizer or artifact.tokenizer

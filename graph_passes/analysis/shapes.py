@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
 from graph_passes.analysis.evaluation import SMALL, evaluate, infer_outputs
+from graph_passes.analysis.image_axes import image_lengths
 from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
@@ -113,13 +114,16 @@ class ShapeInfo:
 def named_axes(graph: ir.Graph) -> dict[str, int]:
     """The dynamic axes of the graph's inputs, each with its first position in a shape.
 
-    A dynamic axis without a name is named ``input[position]``.
+    A dynamic axis without a name is named ``input[position]``. Axes of images that can have one
+    length only are left out (``image_lengths``).
     """
     axes: dict[str, int] = {}
+    fixed = image_lengths(graph)
     for value in _real_inputs(graph):
         for position, dim in enumerate(value.shape or ()):
             for name in _symbols(value, position, dim):
-                axes.setdefault(name, position)
+                if name not in fixed:
+                    axes.setdefault(name, position)
     return axes
 
 
@@ -149,7 +153,7 @@ def bind_axes(
     if past is not None and cached:
         lengths[cached] = past
     total = lengths.get(cached, sequence) + lengths.get(new, sequence)
-    return lengths | dict.fromkeys(totals, total)
+    return lengths | dict.fromkeys(totals, total) | image_lengths(graph)
 
 
 def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> tuple[str, str, set[str]]:
@@ -164,7 +168,7 @@ def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> tuple[str, str, set
         if name.startswith(("encoder", "cross")) or ".encoder." in name:
             continue
         symbols = [_symbols(value, position, dim) for position, dim in enumerate(value.shape or ())]
-        used = {axis: None for each in symbols for axis in each if axes[axis] > 0}
+        used = {axis: None for each in symbols for axis in each if axes.get(axis)}
         if "mask" in name:
             last = symbols[-1] if symbols else ()
             masks |= {axis: None for axis in last if axis in used}
@@ -273,8 +277,9 @@ def infer_shapes_at(model: ir.Model, axes: Mapping[str, int]) -> ShapeInfo:
     """Infer all shapes of a model at the given axis lengths, including bodies of nodes.
 
     Outputs of unknown operators, data-dependent shapes and loop states of changing shape stay
-    unknown; this is not an error.
+    unknown; this is not an error. Axes of images have the only length that they can have.
     """
+    axes = {**image_lengths(model.graph), **axes}
     inference = _Inference({"": 1, **model.opset_imports})
     for value in _real_inputs(model.graph):
         shape = input_shape(value, axes)
