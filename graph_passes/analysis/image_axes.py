@@ -12,17 +12,21 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
 
-__all__ = ["image_lengths"]
+__all__ = ["SIDE", "image_lengths"]
+
+SIDE = 224
+"""The usual height and width of an image."""
 
 ELEMENTWISE = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub"})
 """Operators that may be between an image and its first convolution: a normalization."""
 
 
-def image_lengths(graph: ir.Graph) -> dict[str, int]:
+def image_lengths(graph: ir.Graph, *, side: int | None = None) -> dict[str, int]:
     """The lengths of dynamic axes of images [batch, channels, height, width], by name.
 
     The height and the width follow from a table of learned positions, one for each patch of the
-    first convolution and for up to two more tokens. Without such a table they stay free.
+    first convolution and for up to two more tokens. Without such a table they are ``side``, or
+    left out without it.
     """
     lengths: dict[str, int] = {}
     for value in graph.inputs:
@@ -38,7 +42,7 @@ def image_lengths(graph: ir.Graph) -> dict[str, int]:
             continue
         width, channels, *kernel = sizes
         strides = list(node.attributes.get_ints("strides", None) or [1] * len(kernel))
-        found: list[int | None] = [channels * node.attributes.get_int("group", 1), None, None]
+        found: list[int | None] = [channels * node.attributes.get_int("group", 1), side, side]
         if strides == kernel and (grid := _grid(graph, width)):
             found[1:] = [grid * stride for stride in strides]
         for position, size in enumerate(found, start=1):

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
 from graph_passes.analysis.evaluation import SMALL, evaluate, infer_outputs
-from graph_passes.analysis.image_axes import image_lengths
+from graph_passes.analysis.image_axes import SIDE, image_lengths
 from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
@@ -189,16 +189,15 @@ def infer_shapes_small(
 ) -> ShapeInfo:
     """Infer shapes at small axis lengths, or longer ones if strided convolutions need them.
 
-    Audio models need hundreds of samples per token.
+    Audio models need hundreds of samples per token. Images have their usual size.
     """
-    info = infer_shapes_at(
-        model,
-        bind_axes(model.graph, batch=batch, sequence=sequence, distinct_lengths=distinct_lengths),
-    )
+    image = image_lengths(model.graph, side=SIDE)
+    axes = bind_axes(model.graph, batch=batch, sequence=sequence, distinct_lengths=distinct_lengths)
+    info = infer_shapes_at(model, axes | image)
     if not info.axes or not _convolves_away(info):
         return info
     longer = bind_axes(model.graph, batch=batch, sequence=sequence * SAMPLES)
-    return infer_shapes_at(model, longer)
+    return infer_shapes_at(model, longer | image)
 
 
 def _convolves_away(info: ShapeInfo) -> bool:

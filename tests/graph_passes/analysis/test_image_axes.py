@@ -74,7 +74,9 @@ def test_image_may_be_normalized_first() -> None:
 def test_without_learned_positions_only_channels_are_known(
     body: str, shape: tuple[int, ...]
 ) -> None:
-    assert image_lengths(graph(body, positions=table(*shape)).graph) == {"channels": 3}
+    model = graph(body, positions=table(*shape))
+    assert image_lengths(model.graph) == {"channels": 3}
+    assert image_lengths(model.graph, side=9) == {"channels": 3, "height": 9, "width": 9}
 
 
 @pytest.mark.parametrize("body", ["y = Identity(pixel_values)", "y = ReduceMean(pixel_values)"])
