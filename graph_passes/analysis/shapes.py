@@ -18,8 +18,8 @@ import onnx
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
+from graph_passes.analysis.convolved_axes import SIDE, convolved_lengths
 from graph_passes.analysis.evaluation import SMALL, evaluate, infer_outputs
-from graph_passes.analysis.image_axes import SIDE, image_lengths
 from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
@@ -115,10 +115,10 @@ def named_axes(graph: ir.Graph) -> dict[str, int]:
     """The dynamic axes of the graph's inputs, each with its first position in a shape.
 
     A dynamic axis without a name is named ``input[position]``. Axes of images that can have one
-    length only are left out (``image_lengths``).
+    length only are left out (``convolved_lengths``).
     """
     axes: dict[str, int] = {}
-    fixed = image_lengths(graph)
+    fixed = convolved_lengths(graph)
     for value in _real_inputs(graph):
         for position, dim in enumerate(value.shape or ()):
             for name in _symbols(value, position, dim):
@@ -153,7 +153,7 @@ def bind_axes(
     if past is not None and cached:
         lengths[cached] = past
     total = lengths.get(cached, sequence) + lengths.get(new, sequence)
-    return lengths | dict.fromkeys(totals, total) | image_lengths(graph)
+    return lengths | dict.fromkeys(totals, total) | convolved_lengths(graph)
 
 
 def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> tuple[str, str, set[str]]:
@@ -191,7 +191,7 @@ def infer_shapes_small(
 
     Audio models need hundreds of samples per token. Images have their usual size.
     """
-    image = image_lengths(model.graph, side=SIDE)
+    image = convolved_lengths(model.graph, side=SIDE)
     axes = bind_axes(model.graph, batch=batch, sequence=sequence, distinct_lengths=distinct_lengths)
     info = infer_shapes_at(model, axes | image)
     if not info.axes or not _convolves_away(info):
@@ -278,7 +278,7 @@ def infer_shapes_at(model: ir.Model, axes: Mapping[str, int]) -> ShapeInfo:
     Outputs of unknown operators, data-dependent shapes and loop states of changing shape stay
     unknown; this is not an error. Axes of images have the only length that they can have.
     """
-    axes = {**image_lengths(model.graph), **axes}
+    axes = {**convolved_lengths(model.graph), **axes}
     inference = _Inference({"": 1, **model.opset_imports})
     for value in _real_inputs(model.graph):
         shape = input_shape(value, axes)

@@ -1,4 +1,4 @@
-"""Dynamic axes of images have the one length that the graph can run."""
+"""Dynamic axes of images and spectrograms have the one length that the graph can run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnx import numpy_helper, parser
 from attnserve.checks.inspect import inspect
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.image_axes import image_lengths
+from graph_passes.analysis.convolved_axes import convolved_lengths
 from graph_passes.analysis.shapes import bind_axes, named_axes
 from tests.architectures import Cell
 
@@ -41,7 +41,7 @@ def table(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize("more", [0, 1, 2])
 def test_lengths_follow_from_learned_positions(more: int) -> None:
     model = graph(f"{patches()} y = Add(p, positions)", positions=table(1, 25 + more, WIDTH))
-    assert image_lengths(model.graph) == {"channels": 3, "height": 20, "width": 20}
+    assert convolved_lengths(model.graph) == {"channels": 3, "height": 20, "width": 20}
     assert named_axes(model.graph).keys() == {"batch"}
     lengths = bind_axes(model.graph, batch=2, sequence=7)
     assert lengths == {"batch": 2, "channels": 3, "height": 20, "width": 20}
@@ -52,13 +52,13 @@ def test_lengths_follow_from_gathered_positions() -> None:
         f"{patches()} g = Gather(positions, ids) y = Add(p, g)",
         positions=table(50, WIDTH), ids=np.arange(50)[None],
     )  # fmt: skip
-    assert image_lengths(model.graph)["height"] == 28
+    assert convolved_lengths(model.graph)["height"] == 28
 
 
 def test_image_may_be_normalized_first() -> None:
     body = "a = Sub(pixel_values, mean) b = Div(a, mean)" + patches("b")
     model = graph(f"{body} y = Add(p, positions)", mean=table(1), positions=table(1, 17, WIDTH))
-    assert image_lengths(model.graph) == {"channels": 3, "height": 16, "width": 16}
+    assert convolved_lengths(model.graph) == {"channels": 3, "height": 16, "width": 16}
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,43 @@ def test_without_learned_positions_only_channels_are_known(
     body: str, shape: tuple[int, ...]
 ) -> None:
     model = graph(body, positions=table(*shape))
-    assert image_lengths(model.graph) == {"channels": 3}
-    assert image_lengths(model.graph, side=9) == {"channels": 3, "height": 9, "width": 9}
+    assert convolved_lengths(model.graph) == {"channels": 3}
+    assert convolved_lengths(model.graph, side=9) == {"channels": 3, "height": 9, "width": 9}
 
 
 @pytest.mark.parametrize("body", ["y = Identity(pixel_values)", "y = ReduceMean(pixel_values)"])
 def test_inputs_that_are_no_images_are_free(body: str) -> None:
-    assert image_lengths(graph(body).graph) == {}
+    assert convolved_lengths(graph(body).graph) == {}
+
+
+def spectrogram(end: str, **weights: np.ndarray) -> ir.Model:
+    """Two convolutions, of which the second halves the length, as in Whisper."""
+    model = parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[batch, features, length] input_features) => (float[] y) {{
+            a = Conv<pads = [1, 1]>(input_features, first)
+            b = Gelu(a)
+            c = Conv<pads = [1, 1], strides = [2]>(b, second)
+            d = Gelu(c)
+            e = Transpose<perm = [0, 2, 1]>(d)
+            {end}
+        }}"""
+    )
+    weights |= {"first": table(WIDTH, 80, 3), "second": table(WIDTH, WIDTH, 3)}
+    model.graph.initializer.extend(numpy_helper.from_array(w, n) for n, w in weights.items())
+    return ir.from_proto(model)
+
+
+@pytest.mark.parametrize("shape", [(1500, WIDTH), (1, 1500, WIDTH)])
+def test_length_of_a_spectrogram_follows_from_its_positions(shape: tuple[int, ...]) -> None:
+    model = spectrogram("y = Add(e, positions)", positions=table(*shape))
+    assert convolved_lengths(model.graph) == {"features": 80, "length": 3000}
+
+
+@pytest.mark.parametrize("end", ["y = Add(e, bias)", "y = MatMul(e, positions)"])
+def test_length_of_a_spectrogram_without_positions_is_free(end: str) -> None:
+    model = spectrogram(end, bias=table(WIDTH), positions=table(WIDTH, WIDTH))
+    assert convolved_lengths(model.graph) == {"features": 80}
 
 
 CELLS = [

@@ -1,0 +1,125 @@
+"""The only lengths that the dynamic axes of images and spectrograms can have.
+
+Exporters such as Optimum name all axes of an input like the batch, although the first convolution
+takes one number of channels, and learned positions take one size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from graph_passes.analysis.constants import constant_array, is_constant
+
+__all__ = ["SIDE", "convolved_lengths"]
+
+SIDE = 224
+"""The usual height and width of an image."""
+
+ELEMENTWISE = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub"})
+"""Operators that may be between an image and its first convolution: a normalization."""
+
+BETWEEN = ELEMENTWISE | {"Erf", "Gelu", "Relu", "Sigmoid", "Tanh", "Transpose"}
+"""Operators that may be between the convolutions of a spectrogram and its positions."""
+
+
+def convolved_lengths(graph: ir.Graph, *, side: int | None = None) -> dict[str, int]:
+    """The lengths of the dynamic axes of convolved inputs, by name.
+
+    The height and the width of images [batch, channels, height, width] follow from a table of
+    learned positions, one for each patch of the first convolution and for up to two more tokens.
+    Without such a table they are ``side``, or left out without it. The length of spectrograms
+    [batch, channels, length] follows from positions that are added after the last convolution.
+    """
+    lengths: dict[str, int] = {}
+    for value in graph.inputs:
+        dims = list(value.shape or ())
+        node = _first_convolution(value) if len(dims) in (3, 4) else None
+        if node is None or all(isinstance(dim, int) for dim in dims[1:]):
+            continue
+        width, channels, *kernel = _kernel(node)
+        if len(kernel) != len(dims) - 2:
+            continue
+        found: list[int | None] = [channels * node.attributes.get_int("group", 1)]
+        strides = _strides(node)
+        if len(dims) == 3:
+            found.append(_length(value))
+        elif strides == kernel and (grid := _grid(graph, width)):
+            found += [grid * stride for stride in strides]
+        else:
+            found += [side, side]
+        for position, size in enumerate(found, start=1):
+            dim = dims[position]
+            if size is not None and not isinstance(dim, int):
+                lengths[dim.value or f"{value.name}[{position}]"] = size
+    return lengths
+
+
+def _first_convolution(value: ir.Value) -> ir.Node | None:
+    """The convolution of an input, also after elementwise operators."""
+    reached = [value]
+    while reached:
+        for node, index in reached.pop().uses():
+            if node.op_type == "Conv" and index == 0 and not node.domain:
+                return node if _kernel(node) else None
+            if node.op_type in ELEMENTWISE and not node.domain:
+                reached.append(node.outputs[0])
+    return None
+
+
+def _kernel(node: ir.Node) -> list[int]:
+    """The shape of a convolution's weight: outputs, inputs of a group, size; empty if unknown."""
+    weight = node.inputs[1]
+    shape = [] if weight is None or weight.shape is None else list(weight.shape)
+    sizes = [size for size in shape if isinstance(size, int)]
+    return sizes if len(sizes) == len(shape) else []
+
+
+def _strides(node: ir.Node) -> list[int]:
+    return list(node.attributes.get_ints("strides", None) or [1] * (len(_kernel(node)) - 2))
+
+
+def _length(value: ir.Value) -> int | None:
+    """The length by positions [T, D] or [1, T, D] after convolutions of width D; else None."""
+    reached, seen, stride, width = [value], set[ir.Node](), 1, 0
+    while reached:
+        for node, index in reached.pop(0).uses():
+            if node in seen or node.domain:
+                continue
+            seen.add(node)
+            if node.op_type == "Conv" and index == 0 and _kernel(node):
+                stride, width = stride * _strides(node)[0], _kernel(node)[0]
+            elif node.op_type not in BETWEEN:
+                continue
+            for other in node.inputs if node.op_type == "Add" else ():
+                shape = list(other.shape or ()) if other is not None and is_constant(other) else []
+                if shape[:-2] in ([], [1]) and len(shape) > 1 and shape[-1] == width:
+                    return stride * int(shape[-2]) if isinstance(shape[-2], int) else None
+            reached.append(node.outputs[0])
+    return None
+
+
+def _grid(graph: ir.Graph, width: int) -> int:
+    """The patches of a side by the longest table of positions; 0 without one."""
+    longest = max((_positions(value, width) for value in graph.initializers.values()), default=0)
+    for more in (1, 0, 2):  # a token of the class, and one of a distillation
+        side = math.isqrt(max(longest - more, 0))
+        if side > 1 and side * side + more == longest:
+            return side
+    return 0
+
+
+def _positions(value: ir.Value, width: int) -> int:
+    """T of a weight [1, T, width], or of one [T, width] of which T constant rows are gathered."""
+    shape = list(value.shape or ())
+    if len(shape) == 3 and shape[0] == 1 and shape[2] == width and isinstance(shape[1], int):
+        return shape[1]
+    if len(shape) != 2 or shape[1] != width or not isinstance(shape[0], int):
+        return 0
+    for node, index in value.uses():
+        if node.op_type == "Gather" and index == 0:
+            rows = node.inputs[1]
+            if rows is not None and is_constant(rows) and constant_array(rows).size == shape[0]:
+                return shape[0]
+    return 0
