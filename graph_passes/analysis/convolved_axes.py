@@ -17,8 +17,19 @@ __all__ = ["SIDE", "convolved_lengths"]
 SIDE = 224
 """The usual height and width of an image."""
 
-ELEMENTWISE = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub"})
-"""Operators that may be between an image and its first convolution: a normalization."""
+CONVOLUTIONS = {
+    ("", "Conv"): 1,
+    ("", "ConvInteger"): 1,
+    ("", "QLinearConv"): 3,
+    ("com.microsoft", "FusedConv"): 1,
+}
+"""Convolutions, and the input that is their weight."""
+
+ELEMENTWISE = frozenset({
+    "Add", "Cast", "DequantizeLinear", "Div", "DynamicQuantizeLinear", "Identity", "Mul",
+    "QuantizeLinear", "Sub",
+})  # fmt: skip
+"""Operators that may be between an image and its first convolution: a normalization, rounding."""
 
 BETWEEN = ELEMENTWISE | {"Erf", "Gelu", "Relu", "Sigmoid", "Tanh", "Transpose"}
 """Operators that may be between the convolutions of a spectrogram and its positions."""
@@ -61,7 +72,7 @@ def _first_convolution(value: ir.Value) -> ir.Node | None:
     reached = [value]
     while reached:
         for node, index in reached.pop().uses():
-            if node.op_type == "Conv" and index == 0 and not node.domain:
+            if (node.domain, node.op_type) in CONVOLUTIONS and index == 0:
                 return node if _kernel(node) else None
             if node.op_type in ELEMENTWISE and not node.domain:
                 reached.append(node.outputs[0])
@@ -70,7 +81,11 @@ def _first_convolution(value: ir.Value) -> ir.Node | None:
 
 def _kernel(node: ir.Node) -> list[int]:
     """The shape of a convolution's weight: outputs, inputs of a group, size; empty if unknown."""
-    weight = node.inputs[1]
+    weight = node.inputs[CONVOLUTIONS[node.domain, node.op_type]]
+    while weight is not None and (producer := weight.producer()) is not None:
+        if producer.op_type not in ("Cast", "DequantizeLinear", "Identity"):
+            break
+        weight = producer.inputs[0]
     shape = [] if weight is None or weight.shape is None else list(weight.shape)
     sizes = [size for size in shape if isinstance(size, int)]
     return sizes if len(sizes) == len(shape) else []
@@ -85,10 +100,11 @@ def _length(value: ir.Value) -> int | None:
     reached, seen, stride, width = [value], set[ir.Node](), 1, 0
     while reached:
         for node, index in reached.pop(0).uses():
-            if node in seen or node.domain:
+            if node in seen:
                 continue
             seen.add(node)
-            if node.op_type == "Conv" and index == 0 and _kernel(node):
+            is_convolution = (node.domain, node.op_type) in CONVOLUTIONS
+            if is_convolution and index == 0 and _kernel(node):
                 stride, width = stride * _strides(node)[0], _kernel(node)[0]
             elif node.op_type not in BETWEEN:
                 continue

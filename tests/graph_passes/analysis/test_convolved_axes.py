@@ -62,6 +62,24 @@ def test_image_may_be_normalized_first() -> None:
 
 
 @pytest.mark.parametrize(
+    "convolution",
+    [
+        "q, scale, zero = DynamicQuantizeLinear(pixel_values)"
+        " i = ConvInteger<strides = [4, 4]>(q, rounded, zero) p = Cast<to = 1>(i)",
+        "k = DequantizeLinear(rounded, one) p = Conv<strides = [4, 4]>(pixel_values, k)",
+    ],
+    ids=["dynamic", "static"],
+)
+def test_lengths_of_a_quantized_model(convolution: str) -> None:
+    rounded = np.zeros((WIDTH, 3, PATCH, PATCH), np.uint8)
+    model = graph(
+        f"{convolution} y = Add(p, positions)",
+        rounded=rounded, one=np.float32([1]), positions=table(1, 26, WIDTH),
+    )  # fmt: skip
+    assert convolved_lengths(model.graph) == {"channels": 3, "height": 20, "width": 20}
+
+
+@pytest.mark.parametrize(
     ("body", "shape"),
     [
         (f"{patches()} y = Identity(p)", (1, 24, WIDTH)),  # no square
