@@ -10,7 +10,6 @@ generate text: on a prompt without a cache, and on one token after a prompt.
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import onnx_ir as ir
 from attnserve.context import Progress, Provider, ignore_progress
 from attnserve.models.artifact import Artifact, load_model, open_artifact, package_versions
 from attnserve.models.example_inputs import example_inputs
+from attnserve.runtime.cpu import available_cores
 from attnserve.runtime.interleaved_timer import BENCHMARK, Sampler, sampler
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.isolation import Worker, WorkerCrashed
@@ -291,10 +291,9 @@ def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
     Raises:
         MissingExtra: ONNX Runtime is not installed.
     """
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS or Windows
     return Machine(
         cpu=cpu_name(),
-        cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        cores=available_cores(),
         gpu=output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
         provider=provider,
         threads=threads,

@@ -5,6 +5,7 @@ An option whose value is None leaves the choice to the library.
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 
 from attnserve.choices import LearnedTask, Measure, Precision, TaskName
 from attnserve.context import Provider
+from attnserve.runtime.cpu import available_cores
 
 if TYPE_CHECKING:
     from attnserve.models.lengths import Lengths
@@ -165,8 +167,32 @@ Length = Annotated[
         " (default: the lengths of the calibration data, else 128).",
     ),
 ]
+
+
+
+def _limit_threads(threads: int) -> int:
+    """Limit the threads of the other libraries, unless the environment does.
+
+    They read their variables when they are loaded, so this works before numpy is imported. Threads
+    of OpenBLAS that wait for a core make a factorization several times slower than one thread.
+    """
+    if LIBRARY_THREADS.isdisjoint(os.environ):
+        cores = str(threads or available_cores())
+        os.environ.update(dict.fromkeys(LIBRARY_THREADS, cores))
+    return threads
+
+
+LIBRARY_THREADS = frozenset({"MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"})
+"""Variables with the number of threads of numpy, scipy and PyTorch."""
+
 Threads = Annotated[
-    int, run_option(min=0, metavar="N", help="Threads of ONNX Runtime; 0: ONNX Runtime chooses.")
+    int,
+    run_option(
+        min=0,
+        metavar="N",
+        help="Threads of ONNX Runtime, numpy and PyTorch; 0: each of them chooses.",
+        callback=_limit_threads,
+    ),
 ]
 ProviderName = Annotated[Provider, run_option(help="Execution provider.")]
 Seed = Annotated[int, run_option(min=0, metavar="N", help="Seed of random choices.")]

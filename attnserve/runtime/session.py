@@ -5,6 +5,7 @@ ONNX Runtime is an optional dependency (extra ``[cpu]`` or ``[gpu]``) and is imp
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from attnserve.context import Provider
+from attnserve.runtime.cpu import available_cores
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.external_data import (
     external_files,
@@ -96,7 +98,8 @@ def open_session(
             a temporary folder.
         provider: The execution provider. With "cuda", operators without a CUDA kernel run on the
             CPU. Without a usable CUDA device this is an error; there is no fallback to the CPU.
-        threads: Intra-op threads; 0 for ONNX Runtime's default.
+        threads: Intra-op threads; 0 for ONNX Runtime's default, or for the CPU quota of a container
+            if that is less.
         optimize: False disables the graph optimizations of ONNX Runtime.
         spinning: Let idle threads wait actively, which is fastest for a session alone. The threads
             of sessions that take turns would occupy each other's cores: two or three times slower.
@@ -119,7 +122,7 @@ def open_session(
     ort = require_runtime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are raised as exceptions
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = threads or _quota()
     if not spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not optimize:
@@ -168,6 +171,12 @@ def open_session(
         map_external_data(source)
         ir.save(source, path, external_data="model.onnx.data")
         return _start(ort, str(path), name, options, providers)
+
+
+def _quota() -> int:
+    """Cores of this process if it may not use all, else 0. ONNX Runtime ignores CPU quotas."""
+    cores = available_cores()
+    return cores if cores < (os.cpu_count() or 1) else 0
 
 
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"

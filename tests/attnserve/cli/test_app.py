@@ -64,6 +64,26 @@ def test_help_and_version_import_no_heavy_module():
         assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, "1 1"), ({"OMP_NUM_THREADS": "2"}, "2 None")]
+)
+def test_threads_limit_the_libraries_unless_the_environment_does(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    code = (
+        "import os, sys\n"
+        "from attnserve.__main__ import main\n"
+        "main(['bench', 'missing.onnx', '--threads', '1'])\n"
+        "names = 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS'\n"
+        "print(*map(os.environ.get, names), file=sys.stdout)"
+    )
+    assert python(code).stdout == f"{expected}\n"
+
+
 def test_help_prints_on_stdout(cli: Cli):
     done = cli("--help")
     assert done.code == 0 and "optimize" in done.out and done.err == ""

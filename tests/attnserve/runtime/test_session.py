@@ -242,6 +242,14 @@ def test_open_session_negative_threads_are_refused():
         open_session(ir.from_onnx_text(EXP), threads=-1)
 
 
+def test_open_session_has_no_more_threads_than_the_cpu_quota(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sessions, "available_cores", lambda: 3)
+    for cores, expected in ((8, 3), (3, 0)):
+        monkeypatch.setattr(sessions.os, "cpu_count", lambda cores=cores: cores)
+        session = open_session(ir.from_onnx_text(EXP))
+        assert session.get_session_options().intra_op_num_threads == expected
+
+
 def test_open_session_cuda_without_provider_is_refused():
     if "CUDAExecutionProvider" in require_runtime().get_available_providers():
         pytest.skip("this ONNX Runtime has the CUDA provider")
