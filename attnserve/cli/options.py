@@ -169,7 +169,6 @@ Length = Annotated[
 ]
 
 
-
 def _limit_threads(threads: int) -> int:
     """Limit the threads of the other libraries, unless the environment does.
 
