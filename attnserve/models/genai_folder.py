@@ -35,7 +35,7 @@ from attnserve.models.datasets import wanted_inputs
 from attnserve.models.json_files import read_json
 from attnserve.paths import StrPath
 from attnserve.runtime.external_data import external_files
-from graph_passes.errors import InvalidModel, InvalidOutput
+from graph_passes.errors import InvalidModel
 
 __all__ = ["GenaiFolder", "write_genai_folder"]
 
@@ -91,13 +91,8 @@ def write_genai_folder(
     """
     artifact = open_artifact(model)
     sources = [one for one in (artifact.folder, artifact.shared) if one is not None]
-    if folder.exists() and any(folder.samefile(source) for source in sources):
-        raise InvalidOutput(
-            f"{folder}: the output is the input model",
-            "choose another folder",
-            code="output.is_input",
-        )
-    check_output(folder, force=force)
+    for source in sources:
+        check_output(folder, source=source, force=force)
     graph = load_model(artifact)
     described = _describe(artifact, graph, provider)
 

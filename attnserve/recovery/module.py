@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -216,6 +217,10 @@ def _on_one_device(
     ]
 
 
+QUANTIZED = re.compile(r"Quantize|Integer|NBits|\bQ[A-Z]")
+"""Operators of quantized models: MatMulIntegerToFloat, QLinearMatMul, QAttention."""
+
+
 def _steps(model: ir.Model) -> list[_Step]:
     """One step per node that the outputs depend on.
 
@@ -227,11 +232,10 @@ def _steps(model: ir.Model) -> list[_Step]:
         function = OPERATORS.get(operator_key(node))
         if function is None:
             name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-            quantized = "Quantize" in name or name.endswith(("Integer", "NBits"))
             raise InvalidModel(
                 f"operator {name} of node {node.name!r} cannot be trained",
                 "recover the float model, and quantize the result"
-                if quantized
+                if QUANTIZED.search(name)
                 else "report the operator, or recover the model before it was fused",
                 code="recovery.operator",
             )

@@ -193,3 +193,22 @@ def test_used_statistics_of_a_norm_are_refused():
     module = GraphModule(ir.from_onnx_text(graph))
     with raises(InvalidModel, "recovery.operator", "further outputs"):
         module({"x": np.ones((2, 4), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("operator", "advice"),
+    [
+        ("MatMulIntegerToFloat", "float model"),
+        ("QAttention", "float model"),
+        ("MatMulNBits", "float model"),
+        ("Quux", "report"),
+    ],
+)
+def test_unknown_operator_says_what_to_do(operator: str, advice: str):
+    graph = f"""
+        <ir_version: 10, opset_import: ["" : 18, "com.microsoft" : 1]>
+        g (float[b, 4] x) => (float[b, 4] y) {{ y = com.microsoft.{operator}(x) }}
+    """
+    with raises(InvalidModel, "recovery.operator", operator) as caught:
+        GraphModule(ir.from_onnx_text(graph))
+    assert advice in caught.value.fix
