@@ -100,6 +100,7 @@ class SearchInput:
     Attributes:
         lengths: The sequence lengths at which the model should be fast.
         checked_lengths: All lengths at which the whole model is timed.
+        shape: (batch, middle length), at which MACs are counted.
         asked: The request as plan.json records it.
     """
 
@@ -111,5 +112,6 @@ class SearchInput:
     batch: int
     lengths: tuple[int, ...]
     checked_lengths: Sequence[int]
+    shape: tuple[int, int]
     context: RunContext
     asked: dict[str, Any]

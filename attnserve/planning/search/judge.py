@@ -98,7 +98,7 @@ class Judge:
         float32_model = given.model.clone()
         applied = apply_plan(
             plan, float32_model, context,
-            original=given.model, data=given.data, shape=(given.batch, given.lengths[-1]),
+            original=given.model, data=given.data, shape=given.shape,
         )  # fmt: skip
         self._held["latest"] = built = self._built(choice, plan, float32_model, applied, context)
         if given.goal.keep is not None and built.loss <= 1 - given.goal.keep:

@@ -33,7 +33,7 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import Artifact, fingerprint, sha256, versions
 from attnserve.models.datasets import Dataset, content_digest
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lengths import Lengths, spread_lengths
+from attnserve.models.lengths import Lengths, middle_length, spread_lengths
 from attnserve.models.opset import raise_opset
 from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport
@@ -194,8 +194,9 @@ def _search_input(
         "seed": context.seed,
         **({} if goal.recover is None else {"recover": goal.recover}),
     }
+    shape = batch, middle_length(sequence or data.length)
     return SearchInput(
-        goal, artifact, model, data, tokenizer, batch, lengths, checked, context, asked
+        goal, artifact, model, data, tokenizer, batch, lengths, checked, shape, context, asked
     )
 
 

@@ -412,9 +412,10 @@ def test_plan_and_optimize_are_reproducible(planned: Planner, optimized: Optimiz
 def test_optimize_keep_writes_report_and_lineage(
     optimized: Optimizer, model: Path, sentences: Path, tmp_path: Path
 ):
-    report = optimized(keep=0.95, allow=["ffn"])
+    report = optimized(keep=0.95, allow=["ffn"], sequence=(8, 32))
     assert report.fidelity.mean_cosine >= 0.95
     assert report.after.parameters < report.before.parameters
+    assert report.steps[-1].macs_after == report.after.macs
     record = json.loads((tmp_path / "attnserve.json").read_text(encoding="utf-8"))
     entry = record["lineage"][-1]
     assert entry["search"]["verdict"] == report.found.verdict
