@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ class Training:
         return torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
 
     def _identity(self) -> dict[str, Any]:
-        return {"variant": self.variant.name, "settings": self.settings.to_json()}
+        return {"variant": asdict(self.variant), "settings": self.settings.to_json()}
 
     def _save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from attnserve.nn import (
     reuse_transformer,
 )
 from benchmarks.training.data import BOS, EOS, PAD
-from benchmarks.training.variants import Settings, Variant
+from benchmarks.training.variants import MAPS, Settings, Variant
 
 GROUPS = 2
 """Groups of heads, as in the paper's model with 75% fewer attention parameters."""
@@ -136,7 +136,11 @@ def attention_stack(variant: Variant, settings: Settings) -> Sequence[AttentionL
                     D, H, D // variant.shrink, mixing="random", batch_first=True
                 )
             case "grouped":
-                return GroupedHeadAttention(D, H, K, num_groups=GROUPS, batch_first=True)
+                value, attention, output = (name == variant.group_maps for name in MAPS)
+                return GroupedHeadAttention(
+                    D, H, K, num_groups=GROUPS, alpha=variant.group_weight,
+                    beta=variant.group_weight, tau=(value, attention, output), batch_first=True,
+                )  # fmt: skip
 
     layers = [layer() for _ in range(settings.layers)]
     if not variant.reuse:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 HEADS = 8
 """Heads of a layer, unless a variant says otherwise."""
+
+GroupMaps = Literal["value", "attention", "output"]
+
+MAPS: tuple[GroupMaps, ...] = get_args(GroupMaps)
+"""The maps of heads that a group loss compares."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Variant:
             Voting-to-Stay, or any ("random").
         reuse: Configuration of ``reuse_transformer``, for each of encoder, decoder and cross
             attention.
+        group_weight: alpha and beta of the group loss.
+        group_maps: The maps that it compares.
     """
 
     name: str
@@ -65,6 +72,8 @@ class Variant:
     shrink: int = 1
     keep: Literal["all", "elected", "random"] = "all"
     reuse: str = ""
+    group_weight: float = 0.5
+    group_maps: GroupMaps = "value"
 
 
 SHRINKS = {"half": 2, "quarter": 4, "eighth": 8}
