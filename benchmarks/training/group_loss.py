@@ -1,0 +1,66 @@
+"""Choose the weight and the maps of the group loss, by validation loss of short runs.
+
+    python -m benchmarks.training.group_loss --data FOLDER [--threads N]
+
+The paper (arXiv 2305.14380, table 7) chooses them for every data set, for GHT and GHT-PS apart.
+Each choice trains GHT-PS for a third of the steps of ``translation``, with seed 0. The loss before
+the heads are removed, at half of the steps, counts for GHT, and that at the end for GHT-PS.
+Writes ``benchmarks/results/training/group-loss.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnserve.checks.benchmark import describe_machine
+from benchmarks import _common
+from benchmarks.training.data import CACHE, read_corpus
+from benchmarks.training.loop import Training
+from benchmarks.training.variants import MAPS, VARIANTS, Settings
+
+WEIGHTS = (0.5, 0.05, 0.005)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=_common.description(__doc__))
+    parser.add_argument("--data", type=Path, required=True, help="folder of the Multi30k files")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0 is its default")
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    settings = replace(Settings(), steps=Settings().steps // 3)
+    corpus = read_corpus(
+        options.data, CACHE, vocabulary=settings.vocabulary, longest=settings.longest
+    )
+    rows: list[dict[str, Any]] = []
+    for maps in MAPS:
+        for weight in WEIGHTS:
+            variant = replace(VARIANTS["ght-ps"], group_weight=weight, group_maps=maps)
+            print(f"{maps} maps, weight {weight}", flush=True)
+            training = Training(variant, settings, 0, corpus)
+            training.run()
+            losses = {point["step"]: point["val_loss"] for point in training.curve}
+            rows.append({
+                "maps": maps, "weight": weight, "ght": losses[settings.steps // 2],
+                "ght_ps": losses[settings.steps],
+            })  # fmt: skip
+            _common.write_json(
+                _common.RESULTS / "training" / "group-loss.json",
+                {
+                    "command": "python -m benchmarks.training.group_loss",
+                    "rows": rows,
+                    "settings": settings.to_json(),
+                    "machine": asdict(describe_machine(threads=torch.get_num_threads())),
+                },
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
