@@ -29,7 +29,8 @@ import onnx_ir as ir
 from attnserve.checks.benchmark import bench, describe_machine
 from attnserve.checks.compare import verify
 from attnserve.context import Provider
-from attnserve.models.artifact import load_model, open_artifact, save_model
+from attnserve.models.artifact import open_artifact
+from attnserve.models.onnx_files import load_model, save_model
 from attnserve.runtime.session import why_no_cuda
 from benchmarks._common import RESULTS, description, write_json
 from benchmarks.gpu.collaborative_operators import expressions

@@ -39,11 +39,12 @@ import onnx_ir as ir
 from rich.console import Console
 
 from attnserve.context import RunContext
-from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import load_inputs, real_tokens
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.int4 import quantize_to_int4
 from attnserve.models.int8 import quantize
+from attnserve.models.onnx_files import load_model
 from attnserve.models.products import Moments, Range, collect_ranges
 from attnserve.models.quantized import Bits
 from attnserve.planning.apply import apply_plan

@@ -18,8 +18,8 @@ import numpy as np
 from rich.console import Console
 
 from attnserve.context import RunContext
-from attnserve.models.artifact import load_model
 from attnserve.models.datasets import Dataset
+from attnserve.models.onnx_files import load_model
 from attnserve.planning.apply import apply_plan, count_macs
 from attnserve.planning.plan import Plan
 from attnserve.runtime.session import open_session

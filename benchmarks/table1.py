@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attnserve.checks.benchmark import BenchReport, bench
-from attnserve.models.artifact import save_model
+from attnserve.models.onnx_files import save_model
 from benchmarks._common import description, write_result
 from graph_passes.analysis.cost import Cost, break_even, model_cost
 from graph_passes.factorize.cp import CollaborativeFactors

@@ -25,8 +25,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import Progress, Provider, ignore_progress
-from attnserve.models.artifact import Artifact, load_model, open_artifact, package_versions
+from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.onnx_files import load_model
 from attnserve.runtime.cpu import available_cores
 from attnserve.runtime.interleaved_timer import BENCHMARK, Sampler, sampler
 from attnserve.runtime.io_binding import bound
@@ -38,6 +39,7 @@ from attnserve.runtime.session import (
     output_of,
     require_runtime,
 )
+from attnserve.versions import package_versions
 from graph_passes.analysis.cost import model_cost
 from graph_passes.analysis.shapes import cached_axes, named_axes
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel

@@ -13,9 +13,10 @@ import onnx_ir as ir
 from attnserve.checks.quality import Quality, QualityMeter, is_cache_name
 from attnserve.choices import Measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
-from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import load_inputs, token_mask
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.onnx_files import load_model
 from attnserve.models.precision import is_bfloat16, on_cpu
 from attnserve.models.rows import fixed_axes
 from attnserve.paths import StrPath, as_path

@@ -17,7 +17,8 @@ import numpy as np
 
 from attnserve.checks.live_quality import LiveComparison
 from attnserve.context import Provider
-from attnserve.models.artifact import check_files, open_artifact
+from attnserve.models.artifact import open_artifact
+from attnserve.models.checksums import check_files
 from attnserve.models.loaded_model import Model, TextTask
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
 from graph_passes.errors import AttnserveError, InvalidModel

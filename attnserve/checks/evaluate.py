@@ -20,9 +20,10 @@ from attnserve.checks.scores import (
     spearman,
 )
 from attnserve.checks.tasks import TASKS, Run
-from attnserve.choices import TaskName
+from attnserve.choices import Pooling, TaskName
 from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
-from attnserve.models.artifact import Artifact, Pooling, load_model, open_artifact
+from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.onnx_files import load_model
 from attnserve.paths import StrPath, as_path
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from attnserve.checks.certify import MatchReport, read_attention
-from attnserve.models.artifact import load_model, model_file
+from attnserve.models.artifact import model_file
+from attnserve.models.onnx_files import load_model
 from attnserve.paths import StrPath
 from graph_passes.analysis.cost import macs_at, parameters
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at

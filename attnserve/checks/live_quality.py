@@ -24,7 +24,8 @@ import numpy as np
 from attnserve.checks.quality import MIN_ROWS, interval, lower_bound, new_meter
 from attnserve.choices import Measure, Pooling
 from attnserve.context import Provider
-from attnserve.models.artifact import Artifact, sha256
+from attnserve.models.artifact import Artifact
+from attnserve.models.checksums import sha256
 from attnserve.models.loaded_model import Model, TextTask
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidModel

@@ -32,8 +32,9 @@ from attnserve.checks.task_data import (
 )
 from attnserve.choices import Pooling, TaskName
 from attnserve.context import RunContext
-from attnserve.models.artifact import Artifact, load_model
+from attnserve.models.artifact import Artifact
 from attnserve.models.datasets import load_inputs, read_arrays, wanted_inputs
+from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import filled, fixed_axes
 from attnserve.models.tokenizer import (
     Encoding,

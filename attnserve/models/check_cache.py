@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from attnserve.models.artifact import sha256
+from attnserve.models.checksums import sha256
 from attnserve.runtime.cache import cache_folder, private_folder, read_private, write_atomically
 from attnserve.runtime.cpu import available_cores, cpu_flags
 from graph_passes.errors import InvalidModel

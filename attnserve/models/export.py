@@ -27,15 +27,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.choices import Activation, Attention, Exporter, Pooling
-from attnserve.models.artifact import (
-    COMPANIONS,
-    check_output,
-    load_model,
-    package_versions,
-    save_model,
-    staged,
-    write_record,
-)
+from attnserve.models.artifact import COMPANIONS
 from attnserve.models.heads import (
     dense_layers,
     first_line,
@@ -45,6 +37,9 @@ from attnserve.models.heads import (
     scores_by_token,
     token_score,
 )
+from attnserve.models.onnx_files import load_model, save_model
+from attnserve.models.outputs import check_output, staged
+from attnserve.models.record import write_record
 from attnserve.models.sentence_transformers import (
     Embedding,
     read_activation,
@@ -54,6 +49,7 @@ from attnserve.models.sentence_transformers import (
 from attnserve.models.tokenizer import UNBOUNDED
 from attnserve.paths import StrPath
 from attnserve.runtime.session import open_session
+from attnserve.versions import package_versions
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel, MissingExtra
 
 __all__ = ["TASKS", "ExportReport", "Exporter", "Task", "export"]

@@ -20,19 +20,12 @@ from typing import Any
 import onnx_ir as ir
 
 from attnserve.context import Provider
-from attnserve.models.artifact import (
-    RECORD,
-    Artifact,
-    check_output,
-    copy_companions,
-    data_file,
-    load_model,
-    open_artifact,
-    save_model,
-    staged,
-)
+from attnserve.models.artifact import Artifact, copy_companions, open_artifact
 from attnserve.models.datasets import wanted_inputs
 from attnserve.models.json_files import read_json
+from attnserve.models.onnx_files import data_file, load_model, save_model
+from attnserve.models.outputs import check_output, staged
+from attnserve.models.record import RECORD
 from attnserve.paths import StrPath
 from attnserve.runtime.external_data import external_files
 from graph_passes.errors import InvalidModel

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.models.artifact import Artifact, external_data_locations, load_model
+from attnserve.models.artifact import Artifact
 from attnserve.models.example_inputs import example_inputs, id_bound
+from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.quantized import batch_invariant, int8_warning
 from attnserve.runtime.session import weight_bytes
 from graph_passes.analysis.cost import Cost, Polynomial, model_cost

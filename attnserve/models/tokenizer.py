@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from attnserve.choices import Padding
-from attnserve.models.artifact import Artifact, Pooling
+from attnserve.choices import Padding, Pooling
+from attnserve.models.artifact import Artifact
 from attnserve.models.json_files import read_json
 from attnserve.models.rows import fixed_axes
 from graph_passes.errors import (

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from attnserve.models.artifact import Artifact, check_files
+from attnserve.models.artifact import Artifact
+from attnserve.models.checksums import check_files
 from attnserve.models.graph_facts import GraphFacts
 from attnserve.models.loaded_model import Model
 from attnserve.planning.model_check import CheckResult

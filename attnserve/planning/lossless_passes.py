@@ -19,8 +19,9 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention
 from attnserve.context import Provider, RunContext
-from attnserve.models.artifact import Artifact, load_model, save_model
+from attnserve.models.artifact import Artifact
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.opset import raise_opset
 from attnserve.planning.apply import DEFECT, apply_plan
 from attnserve.planning.plan import Plan

@@ -27,8 +27,9 @@ from typing import Any
 
 from attnserve import __version__
 from attnserve.context import Provider
-from attnserve.models.artifact import Artifact, sha256
+from attnserve.models.artifact import Artifact
 from attnserve.models.check_cache import CheckCache
+from attnserve.models.checksums import sha256
 from attnserve.models.graph_facts import GraphFacts
 from attnserve.models.loaded_model import NOT_REWRITTEN, Model
 from attnserve.models.onnx_validation import external_file

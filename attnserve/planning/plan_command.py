@@ -10,15 +10,11 @@ from pathlib import Path
 
 from attnserve.choices import Measure, TaskName
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
-from attnserve.models.artifact import (
-    check_output,
-    default_output,
-    load_model,
-    open_artifact,
-    staged,
-)
+from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import check_calibration_files, load_inputs
 from attnserve.models.lengths import Lengths, check_lengths
+from attnserve.models.onnx_files import load_model
+from attnserve.models.outputs import check_output, default_output, staged
 from attnserve.models.precision import Precision, check_cpu
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.search.goal import Allowed, Goal

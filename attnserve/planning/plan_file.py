@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from attnserve.context import Provider, RunContext
-from attnserve.models.artifact import Artifact, fingerprint
+from attnserve.models.artifact import Artifact
+from attnserve.models.checksums import fingerprint
 from attnserve.models.datasets import Dataset
 from attnserve.models.lengths import Lengths
 from attnserve.models.precision import check_cpu

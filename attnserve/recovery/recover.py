@@ -22,17 +22,8 @@ from attnserve.checks.quality import QualityMeter, is_cache_name, resized_output
 from attnserve.checks.scores import Score
 from attnserve.choices import LearnedTask, Measure, Precision
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
-from attnserve.models.artifact import (
-    Artifact,
-    check_output,
-    check_target,
-    data_file,
-    fingerprint,
-    load_model,
-    open_artifact,
-    sha256,
-    versions,
-)
+from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.checksums import fingerprint, sha256
 from attnserve.models.datasets import (
     Dataset,
     check_calibration_files,
@@ -42,6 +33,8 @@ from attnserve.models.datasets import (
     token_mask,
 )
 from attnserve.models.int8 import Rounding
+from attnserve.models.onnx_files import data_file, load_model
+from attnserve.models.outputs import check_output, check_target
 from attnserve.models.precision import BITS, convert, nodes_of_blocks, roundings_of
 from attnserve.models.products import MOMENT_TOKENS, collect_ranges
 from attnserve.models.quantized import Bits, int8_activations, int8_weight_bits
@@ -71,6 +64,7 @@ from attnserve.recovery.training import Checkpoint, Lesson, Training, train
 from attnserve.runtime.cache import cache_folder
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import Batch, open_session, run
+from attnserve.versions import versions
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 

@@ -11,12 +11,15 @@ import onnx_ir as ir
 import torch
 
 from attnserve.checks.compare import Fidelity
-from attnserve.models.artifact import Artifact, sha256, versions, write_rewritten
+from attnserve.models.artifact import Artifact
+from attnserve.models.checksums import sha256
 from attnserve.models.datasets import Dataset
+from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
 from attnserve.models.token_statistics import token_statistics
 from attnserve.recovery.labels import LabelReport
 from attnserve.recovery.training import Training
+from attnserve.versions import versions
 from graph_passes.analysis.cost import parameter_bytes
 
 __all__ = ["RecoverReport", "write_recovered"]

@@ -17,15 +17,11 @@ import numpy as np
 
 from attnserve.checks.certify import require_finite_weights
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
-from attnserve.models.artifact import (
-    check_output,
-    default_output,
-    load_model,
-    open_artifact,
-    sha256,
-    staged,
-)
+from attnserve.models.artifact import open_artifact
+from attnserve.models.checksums import sha256
 from attnserve.models.datasets import load_inputs
+from attnserve.models.onnx_files import load_model
+from attnserve.models.outputs import check_output, default_output, staged
 from attnserve.paths import StrPath, as_path
 from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
 from attnserve.reports.drawing import require_extra

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from attnserve.models.artifact import save_model
+from attnserve.models.onnx_files import save_model
 from benchmarks.gpu.encoder import FLOAT16, random_encoder, to_half
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import CannotRewrite

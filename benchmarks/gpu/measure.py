@@ -20,8 +20,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import Provider
-from attnserve.models.artifact import save_model
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.onnx_files import save_model
 from attnserve.planning.apply import count_macs
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.interleaved_timer import QUICK, time_functions

@@ -17,7 +17,9 @@ from onnx import external_data_helper, numpy_helper, parser
 import attnserve
 from attnserve.checks.compare import verify
 from attnserve.cli.app import main
-from attnserve.models.artifact import fingerprint, load_model, open_artifact, save_model
+from attnserve.models.artifact import open_artifact
+from attnserve.models.checksums import fingerprint
+from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.opset import raise_opset
 from attnserve.models.triton_repository import write_repository
 from attnserve.planning.lossless_passes import fuse_lossless
@@ -221,7 +223,7 @@ def test_optimize_that_fails_to_write_leaves_the_earlier_output(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attnserve.models.artifact.write_record", fail)  # after the weights
+    monkeypatch.setattr("attnserve.models.outputs.write_record", fail)  # after the weights
     for external_data in (False, True):
         with pytest.raises(InvalidOutput):
             attnserve.optimize(

@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, parser
 
 from attnserve.checks.inspect import inspect
-from attnserve.models.artifact import load_model
+from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel

@@ -18,8 +18,9 @@ from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
 from attnserve.cli.app import main
 from attnserve.context import RunContext
-from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import load_inputs
+from attnserve.models.onnx_files import load_model
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.planning.plan import Plan

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.compare import verify
-from attnserve.models.artifact import load_model
+from attnserve.models.onnx_files import load_model
 from attnserve.planning.mixing_cost import Mixing
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session

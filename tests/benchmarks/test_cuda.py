@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.models.artifact import save_model
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.onnx_files import save_model
 from attnserve.runtime.session import open_session, why_no_cuda
 from benchmarks import cuda
 from benchmarks.gpu import collaborative_operators

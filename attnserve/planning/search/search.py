@@ -30,7 +30,8 @@ from attnserve.checks.certify import read_attention, require_attention, require_
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import QualityMeter, require_measurable
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.artifact import Artifact, fingerprint, sha256, versions
+from attnserve.models.artifact import Artifact
+from attnserve.models.checksums import fingerprint, sha256
 from attnserve.models.datasets import Dataset, content_digest
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lengths import Lengths, middle_length, spread_lengths
@@ -57,6 +58,7 @@ from attnserve.planning.search.report import (
     mean_speedup,
 )
 from attnserve.runtime.session import open_session, run
+from attnserve.versions import versions
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 

@@ -12,8 +12,9 @@ import pytest
 from attnserve.calibration.similarity import HeadSimilarity, measure_similarity, similarities
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
-from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import load_inputs
+from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import Batch, open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing

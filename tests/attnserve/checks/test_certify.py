@@ -23,7 +23,7 @@ from attnserve.checks.certify import (
     onnx_runtime,
     read_attention,
 )
-from attnserve.models.artifact import load_model
+from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock, Unmatched

@@ -11,7 +11,7 @@ import pytest
 from onnx import parser
 
 from attnserve.checks.compare import Tally, check_cosine_bound, compare, random_batches, verify
-from attnserve.models.artifact import load_model
+from attnserve.models.onnx_files import load_model
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.errors import raises
 

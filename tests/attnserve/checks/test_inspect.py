@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 from attnserve.checks.inspect import inspect, inspect_graph
-from attnserve.models.artifact import load_model
+from attnserve.models.onnx_files import load_model
 
 EXPORTS = [
     (attention, exporter, opset)

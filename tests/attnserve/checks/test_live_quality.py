@@ -12,7 +12,8 @@ import pytest
 
 from attnserve.checks import live_quality
 from attnserve.checks.live_quality import WINDOW, LiveQuality, read_promise
-from attnserve.models.artifact import open_artifact, sha256
+from attnserve.models.artifact import open_artifact
+from attnserve.models.checksums import sha256
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
 

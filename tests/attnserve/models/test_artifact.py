@@ -17,20 +17,11 @@ import orjson
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
-from attnserve.models.artifact import (
-    Artifact,
-    check_output,
-    check_target,
-    copy_companions,
-    external_data_locations,
-    load_model,
-    merged_record,
-    open_artifact,
-    save_model,
-    staged,
-    write_record,
-)
+from attnserve.models.artifact import Artifact, copy_companions, open_artifact
 from attnserve.models.model_folder import Place, find_models
+from attnserve.models.onnx_files import external_data_locations, load_model, save_model
+from attnserve.models.outputs import check_output, check_target, staged
+from attnserve.models.record import merged_record, write_record
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.onnx_reader import LARGE
 from attnserve.runtime.session import open_session

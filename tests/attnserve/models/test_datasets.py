@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from attnserve.calibration.moments import collect_moments
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
-from attnserve.models.artifact import Artifact, load_model, open_artifact
+from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.datasets import BATCH_SIZE, Dataset, load_inputs, thinned, token_mask
+from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing

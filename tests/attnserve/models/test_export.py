@@ -166,7 +166,7 @@ def test_export_folder_and_record_are_complete_and_reproducible(
 def test_export_above_protobuf_limit_writes_external_data(
     exporter: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attnserve.models.artifact.PROTOBUF_LIMIT_BYTES", 1000)
+    monkeypatch.setattr("attnserve.models.onnx_files.PROTOBUF_LIMIT_BYTES", 1000)
     report = export(str(source), tmp_path / "out", exporter=exporter)
     weights = tmp_path / "out" / "model.onnx.data"
     assert weights.stat().st_size > 50_000 > report.path.stat().st_size // 10

@@ -19,8 +19,9 @@ from attnserve.checks.compare import compare
 from attnserve.models import int8 as int8_module
 from attnserve.models import precision as module
 from attnserve.models import quantized as quantized_module
-from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import load_inputs
+from attnserve.models.onnx_files import load_model
 from attnserve.models.precision import check_cpu, convert, convert_alone, on_cpu, precision_of
 from attnserve.models.products import collect_ranges
 from attnserve.models.quantized import (

@@ -11,8 +11,9 @@ import onnx_ir as ir
 import pytest
 
 import attnserve
-from attnserve.models.artifact import Artifact, load_model, open_artifact
+from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.onnx_files import load_model
 from attnserve.planning import lossless_passes
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array

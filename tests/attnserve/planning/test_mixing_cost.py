@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
-from attnserve.models.artifact import load_model
+from attnserve.models.onnx_files import load_model
 from attnserve.planning.mixing_cost import choose_head_size, widest_head
 from attnserve.planning.optimize import optimize
 from graph_passes.analysis.constants import is_constant

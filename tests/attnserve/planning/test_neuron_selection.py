@@ -16,8 +16,9 @@ from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
-from attnserve.models.artifact import load_model, open_artifact, save_model
+from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import Dataset, load_inputs
+from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning.neuron_selection import choose_neurons
 from attnserve.planning.optimize import optimize
 from attnserve.planning.requested_rewrites import PlannedRequest, Request, plan_request

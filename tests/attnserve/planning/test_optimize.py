@@ -18,7 +18,8 @@ from attnserve.checks.certify import read_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity, verify
 from attnserve.checks.inspect import inspect
 from attnserve.checks.quality import Quality
-from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.artifact import open_artifact
+from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_tokenizer, read_sentences
 from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.runtime.session import open_session
@@ -282,7 +283,7 @@ def test_optimize_interrupted_while_writing_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attnserve.models.artifact.write_record", interrupt)
+    monkeypatch.setattr("attnserve.models.outputs.write_record", interrupt)
     with pytest.raises(KeyboardInterrupt):
         optimize(tiny, tmp_path / "a" / "new", collab_dk=16)
     assert not any(tmp_path.iterdir())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnserve.models.artifact import save_model
+from attnserve.models.onnx_files import save_model
 from benchmarks.gpu.encoder import random_encoder
 from graph_passes.matching.find import find_attention
 

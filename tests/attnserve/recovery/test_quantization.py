@@ -11,9 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
-from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
+from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.datasets import load_inputs  # noqa: E402
 from attnserve.models.int8 import product_groups  # noqa: E402
+from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.models.precision import (  # noqa: E402
     BITS,
     Precision,

@@ -22,8 +22,9 @@ import attnserve  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.cli.options import parse_minutes  # noqa: E402
 from attnserve.context import DEFAULT_CONTEXT  # noqa: E402
-from attnserve.models.artifact import load_model, open_artifact  # noqa: E402
+from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.datasets import load_inputs  # noqa: E402
+from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.models.precision import Precision  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
 from attnserve.planning.plan import Plan  # noqa: E402

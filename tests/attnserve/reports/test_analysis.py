@@ -21,8 +21,9 @@ from attnserve.calibration.spectra import (
 )
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
-from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import Dataset, load_inputs
+from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.reports.analysis import Analysis, analyze_graph
 from attnserve.runtime.session import open_session, run

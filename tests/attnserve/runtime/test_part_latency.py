@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.models.artifact import load_model
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.onnx_files import load_model
 from attnserve.runtime import cache
 from attnserve.runtime import part_latency as latency
 from attnserve.runtime.interleaved_timer import QUICK

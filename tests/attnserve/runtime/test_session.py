@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from attnserve.models.artifact import load_model, save_model
+from attnserve.models.onnx_files import load_model, save_model
 from attnserve.runtime import session as sessions
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.external_data import (

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.certify import read_attention
-from attnserve.models.artifact import load_model
+from attnserve.models.onnx_files import load_model
 from attnserve.models.opset import raise_opset
 from attnserve.runtime.session import open_session
 from graph_passes.context import GraphContext

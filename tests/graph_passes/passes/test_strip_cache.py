@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.models.artifact import load_model
+from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention

@@ -19,7 +19,9 @@ from google.protobuf import text_format
 from onnx import numpy_helper, parser
 
 from attnserve.cli.app import main
-from attnserve.models.artifact import open_artifact, save_model, sha256
+from attnserve.models.artifact import open_artifact
+from attnserve.models.checksums import sha256
+from attnserve.models.onnx_files import save_model
 from attnserve.models.precision import convert
 from attnserve.models.triton_repository import write_repository
 from benchmarks.gpu.encoder import random_encoder

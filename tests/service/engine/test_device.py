@@ -15,8 +15,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from attnserve.models import loaded_model
-from attnserve.models.artifact import open_artifact, save_model
+from attnserve.models.artifact import open_artifact
 from attnserve.models.loaded_model import Model
+from attnserve.models.onnx_files import save_model
 from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.cuda_graphs import GraphRunner

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import attnserve
-from attnserve.models import artifact as artifact_module
-from attnserve.models import graph_facts
+from attnserve.models import graph_facts, onnx_files
 from attnserve.planning.model_check import CheckResult, IsolationChecker
 from service.api.triton import configuration
 from service.engine.repository import Repository
@@ -110,7 +109,7 @@ def test_repository_checked_model_is_not_read_in_the_server(
     def refuse(*given: object) -> None:
         raise AssertionError("the graph was read in the server")
 
-    for module in (graph_facts, artifact_module):
+    for module in (graph_facts, onnx_files):
         monkeypatch.setattr(module, "load_model", refuse)
     found = served(bert, rewrite=False)
     assert found["macs"] == expected["macs"] and found["config"] == expected["config"]

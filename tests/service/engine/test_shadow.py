@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from attnserve import optimize
 from attnserve.checks import comparison_process
-from attnserve.models.artifact import sha256
+from attnserve.models.checksums import sha256
 from attnserve.runtime.isolation import Worker, WorkerCrashed
 from graph_passes.errors import InvalidModel
 from service.engine import shadow

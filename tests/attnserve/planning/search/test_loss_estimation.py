@@ -14,8 +14,9 @@ from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
-from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.artifact import open_artifact
 from attnserve.models.datasets import load_inputs
+from attnserve.models.onnx_files import load_model
 from attnserve.planning.search.loss_estimation import LossEstimator
 from attnserve.runtime.session import Batch
 from graph_passes.analysis.shapes import infer_shapes_small

@@ -25,9 +25,11 @@ from attnserve.checks.compare import Fidelity, verify
 from attnserve.checks.evaluate import share_kept
 from attnserve.checks.quality import Quality
 from attnserve.cli.app import main
-from attnserve.models.artifact import fingerprint, load_model, open_artifact
+from attnserve.models.artifact import open_artifact
+from attnserve.models.checksums import fingerprint
 from attnserve.models.datasets import load_inputs
 from attnserve.models.lengths import Lengths
+from attnserve.models.onnx_files import load_model
 from attnserve.planning import apply
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import Checkpoint

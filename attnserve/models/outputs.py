@@ -1,0 +1,230 @@
+"""Write results: nothing is overwritten without ``force``, and nothing is half-written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx_ir as ir
+
+from attnserve.models.artifact import COMPANIONS, HUB_FOLDER, Artifact, copy_companions
+from attnserve.models.checksums import sha256
+from attnserve.models.onnx_files import data_file, save_model
+from attnserve.models.record import (
+    RECORD,
+    described_model,
+    merged_record,
+    parse_record,
+    write_record,
+)
+from attnserve.runtime.external_data import external_files
+from graph_passes.errors import InvalidOutput
+
+__all__ = ["check_output", "check_target", "default_output", "staged", "write_rewritten"]
+
+
+def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:
+    """Return the .onnx file to write for ``output``, after checks that nothing is overwritten.
+
+    Args:
+        output: An .onnx file, or a folder for model.onnx.
+        artifact, model: The input, whose files are never overwritten.
+        force: Allow to replace other existing files.
+
+    Raises:
+        InvalidOutput: ``output`` is a file of the input, exists, or cannot be written.
+    """
+    is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
+    target = output if is_file else output / "model.onnx"
+    # A model above the folder onnx would hide the one in it.
+    above = [artifact.shared] if artifact.shared and artifact.folder.name == HUB_FOLDER else []
+    if any(_same(target.parent, folder) for folder in above):
+        raise _is_the_input(target.parent)
+    if not is_file and _same(output, artifact.folder):
+        raise _is_the_input(output)
+    for path in (artifact.model, *external_files(model)):
+        for file in (target, data_file(target)):
+            if _same(file, path):
+                raise _is_the_input(file)
+    check_output(target, force=force)
+    check_output(data_file(target), force=force)
+    if not _same(target.parent, artifact.folder):
+        for name in COMPANIONS:
+            ours, theirs = artifact.companion(name), target.parent / name
+            if ours is None or (theirs.is_file() and ours.read_bytes() == theirs.read_bytes()):
+                continue
+            check_output(theirs, force=force)
+    record = target.with_name(RECORD)
+    # A folder with model.onnx and a record is one artifact; a second model must not be added.
+    is_artifact = artifact.model.name == "model.onnx" and _same(target.parent, artifact.folder)
+    if record.exists() and (
+        is_artifact or described_model(parse_record(record), target.parent) is None
+    ):
+        check_output(record, force=force)
+    return target
+
+
+def default_output(model: Path, kind: Literal["optimized", "analysis", "plan"]) -> Path:
+    """The default output path of a command, in the parent folder of ``model``.
+
+    For ``minilm.onnx`` and the folder ``minilm`` these are the folders ``minilm-optimized`` and
+    ``minilm-analysis``, and the file ``plan.json``.
+    """
+    if model.name in ("", ".."):  # ".", "a/.."
+        model = model.resolve()
+    if kind == "plan":
+        return model.parent / "plan.json"
+    name = model.name if model.is_dir() else model.stem
+    return model.parent / f"{name}-{kind}"
+
+
+def check_output(path: Path, *, source: Path | None = None, force: bool = False) -> None:
+    """Check that an output can be written and overwrites nothing.
+
+    Raises:
+        InvalidOutput: The output is the input, exists (without ``force``), or cannot be written.
+    """
+    if source is not None and _same(path, source):
+        raise _is_the_input(path)
+    if path.exists() and not force and not (path.is_dir() and not any(path.iterdir())):
+        raise InvalidOutput(
+            f"{path}: the output exists already",
+            "choose another `output`, or set `force`",
+            code="output.exists",
+        )
+    parent = path.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InvalidOutput(
+            f"{path}: {parent} is not a writable folder",
+            "choose another `output`",
+            code="output.not_writable",
+        )
+
+
+@contextmanager
+def staged(folder: Path, finish: Callable[[Path], None] = lambda _: None) -> Generator[Path]:
+    """Yield a temporary folder whose files are moved to ``folder`` when the context succeeds.
+
+    After a failure nothing is moved, and folders that were created are removed. The content of the
+    files is on disk before they appear.
+
+    Args:
+        finish: Writes files that depend on those in ``folder``; no other process moves files into
+            ``folder`` between this call and the move.
+
+    Raises:
+        InvalidOutput: ``folder`` cannot be created or written.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
+    stage: Path | None = None
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stage = Path(tempfile.mkdtemp(prefix=".attnserve-", dir=folder))
+        except OSError as error:
+            raise InvalidOutput(
+                f"{folder}: cannot be written: {error.strerror}",
+                "choose another `output`",
+                code="output.not_writable",
+            ) from error
+        yield stage
+        try:
+            with _locked(folder):
+                finish(stage)
+                # The model is moved last, so that its companion files exist when it appears.
+                for path in sorted(stage.iterdir(), key=lambda path: path.suffix == ".onnx"):
+                    _flush(path)
+                    path.replace(folder / path.name)
+            _flush(folder)
+        except OSError as error:
+            raise InvalidOutput(
+                f"{folder}: writing failed: {error.strerror}",
+                "choose another `output`",
+                code="output.not_writable",
+            ) from error
+    except OSError as error:  # raised inside the context, for example by a full disk
+        raise InvalidOutput(
+            f"{folder}: writing failed: {error.strerror or error}",
+            "free some space, or choose another `output`",
+            code="output.write_failed",
+        ) from error
+    finally:
+        if stage is not None:
+            shutil.rmtree(stage, ignore_errors=True)
+        with suppress(OSError):  # folders that are not empty stay
+            for path in made:
+                path.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    """Lock ``folder`` against the moves of other processes, where the system can."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_rewritten(
+    target: Path, model: ir.Model, source: Artifact, entry: dict[str, Any], *, external: bool
+) -> None:
+    """Write a model that was made from ``source``, its record and companion files, atomically.
+
+    Args:
+        entry: Added to the lineage of the source.
+        external: Write the weights to a file beside the model.
+    """
+
+    def finish(stage: Path) -> None:
+        record = {
+            **source.record,
+            "format": 1,
+            "files": {p.name: sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"},
+            "lineage": [*source.lineage, entry],
+        }
+        write_record(stage, merged_record(target, record))
+
+    with staged(target.parent, finish) as stage:
+        save_model(model, stage / target.name, external=external)
+        copy_companions(source, stage)
+
+
+def _same(path: Path, other: Path) -> bool:
+    """Whether two paths are the same file, also through links or different case."""
+    if path.exists() and other.exists():
+        return path.samefile(other)
+    return path.resolve() == other.resolve()
+
+
+def _is_the_input(path: Path) -> InvalidOutput:
+    return InvalidOutput(
+        f"{path}: the output is the input model",
+        "choose another `output`",
+        code="output.is_input",
+    )
