@@ -1,0 +1,191 @@
+"""Outputs: what is refused, and that nothing is half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from attnserve.models.artifact import copy_companions, open_artifact
+from attnserve.models.onnx_files import load_model
+from attnserve.models.outputs import check_output, check_target, staged
+from attnserve.models.record import merged_record, write_record
+from graph_passes.errors import InvalidOutput
+from tests.attnserve.models.files import tree
+from tests.errors import raises
+
+
+def test_output_above_the_folder_onnx_is_refused(hub: Path):
+    """It would hide the original."""
+    artifact = open_artifact(hub)
+    for output in (hub, hub / "new.onnx"):
+        with raises(InvalidOutput, "output.is_input"):
+            check_target(output, artifact, load_model(artifact), force=True)
+
+
+def test_output_of_a_hub_model_gets_its_tokenizer(hub: Path, tmp_path: Path):
+    artifact, output = open_artifact(hub), tmp_path / "out"
+    output.mkdir()
+    copy_companions(artifact, output)
+    assert {path.name for path in output.iterdir()} == {"config.json", "tokenizer.json"}
+    (output / "tokenizer.json").write_text("{}")
+    with raises(InvalidOutput, "output.exists", "tokenizer.json"):
+        check_target(output, artifact, load_model(artifact))
+
+
+def target(output: Path, source: Path, *, force: bool = False) -> Path:
+    return check_target(output, open_artifact(source), load_model(source), force=force)
+
+
+def test_check_target_folder_is_model_onnx_in_it(plain: Path, tmp_path: Path):
+    assert target(tmp_path / "new", plain) == tmp_path / "new" / "model.onnx"
+    assert target(tmp_path / "new" / "a.onnx", plain) == tmp_path / "new" / "a.onnx"
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new.onnx").mkdir()
+    assert target(tmp_path / "new.onnx", plain) == tmp_path / "new.onnx" / "model.onnx"
+
+
+def test_check_target_input_under_any_name_is_refused(plain: Path, external: Path, tmp_path: Path):
+    (tmp_path / "soft.onnx").symlink_to(plain)
+    (tmp_path / "hard.onnx").hardlink_to(plain)
+    (tmp_path / "folder").symlink_to(plain.parent)
+    names = ("plain", "plain/model.onnx", "soft.onnx", "hard.onnx", "folder")
+    for name in (*names, "plain/../plain/model.onnx"):
+        with raises(InvalidOutput, "output.is_input"):
+            target(tmp_path / name, plain, force=True)
+    other = plain.rename(plain.with_name("encoder.onnx"))
+    with raises(InvalidOutput, "output.is_input"):
+        target(plain.parent, other, force=True)
+    renamed = external.rename(external.with_name("source.onnx"))
+    with raises(InvalidOutput, "output.is_input", "model.onnx.data"):
+        target(external.with_name("model.onnx"), renamed, force=True)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "attnserve.json"])
+def test_check_target_existing_file_needs_force(plain: Path, tmp_path: Path, name: str):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / name).write_text("{}")
+    with raises(InvalidOutput, "output.exists"):
+        target(tmp_path / "new", plain)
+    assert target(tmp_path / "new", plain, force=True) == tmp_path / "new" / "model.onnx"
+
+
+def test_check_target_record_without_model_needs_force(plain: Path, tmp_path: Path):
+    (tmp_path / "new").mkdir()
+    write_record(tmp_path / "new", {"pooling": "cls"})
+    with raises(InvalidOutput, "output.exists", "attnserve.json"):
+        target(tmp_path / "new" / "other.onnx", plain)
+
+
+def test_check_target_different_tokenizer_needs_force(plain: Path, tmp_path: Path):
+    (plain.parent / "tokenizer.json").write_text("ours")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "tokenizer.json").write_text("ours")
+    target(tmp_path / "new", plain)  # equal content is not lost
+    (tmp_path / "new" / "tokenizer.json").write_text("theirs")
+    with raises(InvalidOutput, "output.exists", "tokenizer.json"):
+        target(tmp_path / "new", plain)
+
+
+@pytest.mark.parametrize("path", ["/dev/null/x", "/dev/null/x/model.onnx", "/proc/none/a.onnx"])
+def test_output_that_cannot_be_written_is_refused(plain: Path, path: str):
+    with pytest.raises(InvalidOutput):
+        output = target(Path(path), plain)
+        with staged(output.parent):  # some file systems refuse only the write
+            pass
+
+
+def test_check_output_below_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with raises(InvalidOutput, "output.not_writable"):
+        check_output(tmp_path / "file" / "new.onnx")
+
+
+def test_merged_record_keeps_the_records_of_other_models(plain: Path):
+    """The newest record is at the top level, the others are under "others"."""
+    folder = plain.parent
+    write_record(folder, {"source": "model.onnx"})
+    for name in ("a.onnx", "b.onnx", "a.onnx"):
+        file = target(folder / name, plain, force=True)
+        shutil.copyfile(plain, file)
+        write_record(folder, merged_record(file, {"source": name, "files": {name: "sha"}}))
+    record = json.loads((folder / "attnserve.json").read_text())
+    assert record["files"] == {"a.onnx": "sha"}
+    assert set(record["others"]) == {"model.onnx", "b.onnx"}
+    for name in ("model.onnx", "a.onnx", "b.onnx"):
+        assert open_artifact(folder / name).record["source"] == name
+
+
+def test_staged_success_moves_all_files(tmp_path: Path):
+    with staged(tmp_path / "a" / "b") as stage:
+        (stage / "model.onnx").write_text("m")
+        (stage / "attnserve.json").write_text("{}")
+        assert list((tmp_path / "a" / "b").iterdir()) == [stage]
+    assert tree(tmp_path) == {
+        "a": None,
+        "a/b": None,
+        "a/b/attnserve.json": b"{}",
+        "a/b/model.onnx": b"m",
+    }
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
+@pytest.mark.parametrize("folder", ["", "kept/a/b"])
+def test_staged_failure_changes_nothing(tmp_path: Path, folder: str, error: type[BaseException]):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "model.onnx").write_text("old")
+    before = tree(tmp_path)
+    with pytest.raises(error), staged(tmp_path / folder) as stage:
+        (stage / "model.onnx").write_text("half")
+        raise error
+    assert tree(tmp_path) == before
+
+
+def test_staged_finish_of_two_writers_keeps_both_records(tmp_path: Path):
+    """A writer reads the record of the folder only after the other has moved its own."""
+    folder, started = tmp_path / "out", threading.Event()
+
+    def write(name: str) -> None:
+        def finish(stage: Path) -> None:
+            record = merged_record(folder / name, {"files": {name: ""}})
+            if name == "a.onnx":
+                started.set()
+                time.sleep(0.2)
+            write_record(stage, record)
+
+        with staged(folder, finish) as stage:
+            (stage / name).write_text(name)
+
+    first = threading.Thread(target=write, args=("a.onnx",))
+    first.start()
+    assert started.wait(10)
+    write("b.onnx")
+    first.join()
+    record = json.loads((folder / "attnserve.json").read_text())
+    assert list(record["files"]) == ["b.onnx"] and list(record["others"]) == ["a.onnx"]
+
+
+def test_staged_files_are_on_disk_before_they_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
+    with staged(tmp_path / "new") as stage:
+        (stage / "model.onnx").write_text("m")
+    paths = (tmp_path / "new" / "model.onnx", tmp_path / "new")
+    assert flushed == [path.stat().st_ino for path in paths]
+
+
+def test_staged_full_disk_is_invalid_output(tmp_path: Path):
+    before = tree(tmp_path)
+    with (
+        raises(InvalidOutput, "output.write_failed", "No space left on device"),
+        staged(tmp_path / "new"),
+    ):
+        raise OSError(28, "No space left on device")
+    assert tree(tmp_path) == before
