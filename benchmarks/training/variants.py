@@ -62,8 +62,8 @@ class Variant:
             Voting-to-Stay, or any ("random").
         reuse: Configuration of ``reuse_transformer``, for each of encoder, decoder and cross
             attention.
-        group_weight: alpha and beta of the group loss.
-        group_maps: The maps that it compares.
+        group_weight: alpha and beta of the group loss. The default is the choice of ``group_loss``.
+        group_maps: The maps that it compares, chosen in the same way.
     """
 
     name: str
@@ -72,8 +72,8 @@ class Variant:
     shrink: int = 1
     keep: Literal["all", "elected", "random"] = "all"
     reuse: str = ""
-    group_weight: float = 0.5
-    group_maps: GroupMaps = "value"
+    group_weight: float = 0.005
+    group_maps: GroupMaps = "output"
 
 
 SHRINKS = {"half": 2, "quarter": 4, "eighth": 8}

@@ -212,6 +212,11 @@ class TermByHead(NamedTuple):
     factor_index: np.ndarray
     sequence_first: bool = False
 
+    @property
+    def is_used(self) -> bool:
+        """Whether an element is not zero."""
+        return bool(self.gain.any() or self.offset.any())
+
 
 def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) -> tuple[
     dict[PositionFactor | None, TermByHead], tuple[PositionFactor, TermByHead] | None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from graph_passes.passes.collaborate import sharing_refusal
+from graph_passes.passes.prune_heads import PruneHeads
 from tests.graph_passes.graphs import FLOAT_MASK, D, H, K, attention, only, reasons
 from tests.graph_passes.layouts import ANGLES, INTERLEAVED, ROTARY, ROTATE_HALF
 
@@ -26,6 +27,20 @@ def test_find_attention_rotated_queries_are_certified(scores, size):
     factors = [turn.factor for turn in block.q.rotary_terms]
     assert {factor.value.name for factor in factors if factor} == {"cos", "sin"}
     assert block.k.rotary_terms == ()
+
+
+def test_rotation_of_all_elements_joined_with_none_is_pruned():
+    """Phi-3 joins the rotated elements with those behind them, of which there are none."""
+    joined = (
+        "q_rotated = Add(q_cos, q_sin)\n q_rest = Slice(q, whole, whole, last)\n"
+        " q_turned = Concat <axis = -1> (q_rotated, q_rest)"
+    )
+    scores = ROTATE_HALF.replace("q_turned = Add(q_cos, q_sin)", joined)
+    model = rotary(scores)
+    block = only(model)
+    assert len(block.q.rotary_terms) == 2
+    PruneHeads({block.name: [0] + [1] * (H - 1)})(model)
+    assert only(model).num_heads == H - 1
 
 
 def test_sharing_refusal_of_rotary_positions():
