@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,42 +50,80 @@ class RotaryPlanes:
             return False
         real, imaginary = last[0][elements].T
         half = self.turned
-        return bool((real == imaginary).all()) or (
-            bool((real < half).all() and (imaginary - real == half).all())
-            and _repeats(factor.value, half)
-        )
+        if (real == imaginary).all():
+            return True
+        if (real % 2 == 0).all() and (imaginary - real == 1).all():
+            return _repeats(factor.value, half, interleaved=True)
+        is_halves = bool((real < half).all() and (imaginary - real == half).all())
+        return is_halves and _repeats(factor.value, half, interleaved=False)
 
 
 SAME_ANGLES = frozenset({"Cast", "Cos", "Expand", "Gather", "Identity", "Mul", "Sin", "Unsqueeze"})
 """Operators that keep equal halves of the last axis equal."""
 
 
-def _repeats(value: ir.Value | None, half: int) -> bool:
-    """Whether the last axis is known to hold the same ``half`` elements twice."""
+def _repeats(value: ir.Value | None, half: int, *, interleaved: bool) -> bool:
+    """Whether the last axis is known to hold ``half`` elements twice: a, b, a, b or a, a, b, b."""
     if value is None:
         return False
     if is_constant(value):
         table = constant_array(value)
-        equal = table.shape[-1:] == (2 * half,)
-        return equal and np.array_equal(table[..., :half], table[..., half:])
+        if table.shape[-1:] != (2 * half,):
+            return False
+        first, second = (table[..., 0::2], table[..., 1::2]) if interleaved else (
+            table[..., :half], table[..., half:])  # fmt: skip
+        return np.array_equal(first, second)
     node = value.producer()
     if node is None or node.domain:
         return False
     if node.op_type == "Concat":
         rank = 0 if value.shape is None else len(value.shape)
         is_last = node.attributes.get_int("axis", 0) in (-1, rank - 1)
-        return is_last and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
+        is_twice = len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
+        return is_last and is_twice and not interleaved
     if node.op_type == "Gather" and node.attributes.get_int("axis", 0) != 0:
         chosen = constant_array(node.inputs[1]) if is_constant(node.inputs[1]) else np.zeros(0)
         if chosen.ndim and not np.array_equal(chosen, np.arange(2 * half)):
             return False
-    if node.op_type == "Reshape":  # as ``emit_heads`` writes it
+    inner = partial(_repeats, half=half, interleaved=interleaved)
+    if node.op_type == "Reshape":
+        if interleaved and _joins_equal_pairs(node.inputs[0]):
+            return True
         shape = constant_array(node.inputs[1]) if is_constant(node.inputs[1]) else np.zeros(1)
-        return shape[-1] == 2 * half and _repeats(node.inputs[0], half)
+        return shape[-1] == 2 * half and inner(node.inputs[0])  # as ``emit_heads`` writes it
     if node.op_type == "Mul":
         scalar = [is_constant(v) and constant_array(v).size == 1 for v in node.inputs]
-        return sum(scalar) == 1 and _repeats(node.inputs[scalar.index(False)], half)
-    return node.op_type in SAME_ANGLES and _repeats(node.inputs[0], half)
+        return sum(scalar) == 1 and inner(node.inputs[scalar.index(False)])
+    return node.op_type in SAME_ANGLES and inner(node.inputs[0])
+
+
+def _joins_equal_pairs(pairs: ir.Value | None) -> bool:
+    """Whether a last axis of 2 equal elements was made, for a Reshape that joins the last axes.
+
+    PyTorch writes ``repeat_interleave`` and ``stack`` in this way (GPT-J, RoFormer).
+    """
+    node = None if pairs is None else pairs.producer()
+    if node is None or node.domain:
+        return False
+    if node.op_type == "Concat":
+        rank = len(node.outputs[0].shape or ())
+        sources = [_before_new_last_axis(one, rank) for one in node.inputs]
+        is_last = node.attributes.get_int("axis", 0) in (-1, (rank or None) and rank - 1)
+        return is_last and len(sources) == 2 and sources[0] is sources[1] is not None
+    times = node.inputs[1] if node.op_type in ("Tile", "Expand") else None
+    if times is None or not is_constant(times) or constant_array(times)[-1] != 2:
+        return False
+    return _before_new_last_axis(node.inputs[0], constant_array(times).size) is not None
+
+
+def _before_new_last_axis(value: ir.Value | None, rank: int) -> ir.Value | None:
+    """The value before an Unsqueeze that made a last axis of size 1; a rank of 0 is unknown."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "Unsqueeze" or node.domain or len(node.inputs) < 2:
+        return None
+    axes = node.inputs[1]
+    made = constant_array(axes).flatten().tolist() if axes and is_constant(axes) else []
+    return node.inputs[0] if -1 in made or (rank and rank - 1 in made) else None
 
 
 def rotary_planes(part: Projection) -> RotaryPlanes | None:

@@ -189,7 +189,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         cls, block: AttentionBlock, params: SharedDimensions | None, context: GraphContext
     ) -> Refusal | None:
         if params is None:
-            return collaborate_refusal(block)
+            return collaborate_refusal(block, shared=True)
         if refusal := collaborate_refusal(block, caches=params.cache, shared=not params.is_sparse):
             return refusal
         if block.k.past is not None and block.graph is not context.model.graph:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from graph_passes.emit.rotary import rotary_planes
 from graph_passes.passes.collaborate import sharing_refusal
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.graph_passes.graphs import FLOAT_MASK, D, H, K, attention, only, reasons
@@ -41,6 +42,49 @@ def test_rotation_of_all_elements_joined_with_none_is_pruned():
     assert len(block.q.rotary_terms) == 2
     PruneHeads({block.name: [0] + [1] * (H - 1)})(model)
     assert only(model).num_heads == H - 1
+
+
+PAIRED = """
+ {angles}
+ cos = Reshape(cos_pairs, joined)  sin = Reshape(sin_pairs, joined)
+ q_even = Slice(q, n0, whole, last, step)  q_odd = Slice(q, one, whole, last, step)
+ q_minus = Neg(q_odd)  q_minus1 = Unsqueeze(q_minus, last)  q_even1 = Unsqueeze(q_even, last)
+ q_stack = Concat <axis = -1> (q_minus1, q_even1)  q_swapped = Reshape(q_stack, unpaired)
+ q_cos = Mul(q, cos)  q_sin = Mul(q_swapped, sin)
+ q_turned = Add(q_cos, q_sin)
+ s0 = MatMul(q_turned, kT)
+ s = Mul(s0, scale)"""
+
+
+@pytest.mark.parametrize(
+    ("pairs", "is_rotation"),
+    [
+        ("Tile({angle}_last, twice)", True),
+        ("Expand({angle}_last, twice)", True),
+        ("Concat <axis = -1> ({angle}_last, {angle}_last)", True),
+        ("Concat <axis = -1> ({angle}_last, other_last)", False),
+        ("Concat <axis = -1> (other_last, {angle}_last)", False),
+    ],
+)
+def test_pairs_have_one_angle_only_if_it_is_known(pairs: str, is_rotation: bool):
+    """Angles that PyTorch repeats with ``repeat_interleave`` (GPT-J) or ``stack`` (RoFormer)."""
+    angles = "\n ".join(
+        f"{angle}_last = Unsqueeze({angle}, last)  {name}_pairs = {pairs.format(angle=angle)}"
+        for name, angle in (("cos", "even"), ("sin", "odd"))
+    )
+    size = K // 2
+    names = ("even", "odd", "other")
+    inputs = f"float[batch, sequence, {D}] x, {FLOAT_MASK}"
+    inputs += "".join(f", float[sequence, {size}] {name}" for name in names)
+    constants = ROTARY | {
+        "joined": np.array([0, K], np.int64), "step": np.array([2], np.int64),
+        "one": np.array([1], np.int64), "twice": np.array([1, 1, 2], np.int64),
+    }  # fmt: skip
+    scores = PAIRED.format(angles="other_last = Unsqueeze(other, last)\n " + angles)
+    block = only(attention(scores=scores, inputs=inputs, constants=constants))
+    planes = rotary_planes(block.q)
+    assert planes is not None and planes.turned == size
+    assert planes.is_rotation is is_rotation
 
 
 def test_sharing_refusal_of_rotary_positions():
