@@ -52,10 +52,14 @@ class RotaryPlanes:
         half = self.turned
         if (real == imaginary).all():
             return True
-        if (real % 2 == 0).all() and (imaginary - real == 1).all():
-            return _repeats(factor.value, half, interleaved=True)
-        is_halves = bool((real < half).all() and (imaginary - real == half).all())
-        return is_halves and _repeats(factor.value, half, interleaved=False)
+        orders = {  # a single plane has both
+            False: (real < half).all() and (imaginary - real == half).all(),
+            True: (real % 2 == 0).all() and (imaginary - real == 1).all(),
+        }
+        return any(
+            found and _repeats(factor.value, half, interleaved=interleaved)
+            for interleaved, found in orders.items()
+        )
 
 
 SAME_ANGLES = frozenset({"Cast", "Cos", "Expand", "Gather", "Identity", "Mul", "Sin", "Unsqueeze"})
