@@ -64,6 +64,19 @@ def translation_curves(experiment: str) -> str:
     return f'<div class="figure">{svg(draw, (7.6, 3.6))}</div>'
 
 
+def group_loss() -> str:
+    """Validation losses of GHT and GHT-PS by the maps and the weight of the group loss."""
+    path = RESULTS / "training" / "group-loss.json"
+    if not path.is_file():
+        return f"*{MISSING}*"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rows = [
+        [row["maps"], f"{row['weight']:g}", f"{row['ght']:.3f}", f"{row['ght_ps']:.3f}"]
+        for row in found["rows"]
+    ]
+    return table(["maps", "weights", "GHT", "GHT-PS"], rows)
+
+
 def translation_source() -> str:
     """The machines, the settings and the command."""
     found = _all_runs()
