@@ -209,8 +209,13 @@ def write_result(name: str, options: argparse.Namespace, **content: Any) -> None
     )
     command = " ".join([f"python -m benchmarks.{name}", *arguments])
     machine = {} if "machine" in content else {"machine": asdict(describe_machine())}
-    flags = {"cpu_flags": [flag for flag in FLAGS if flag in cpu_flags()]}
-    write_json(RESULTS / f"{name}.json", {"command": command, **content, **machine, **flags})
+    result = {"command": command, **content, **machine, "cpu_flags": own_flags()}
+    write_json(RESULTS / f"{name}.json", result)
+
+
+def own_flags() -> list[str]:
+    """Those of ``FLAGS`` that this CPU has."""
+    return [flag for flag in FLAGS if flag in cpu_flags()]
 
 
 def stored_rows(name: str) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
+    threads = torch.get_num_threads()
+    arguments_used = f"--data {options.data.name} --threads {threads}"
     settings = replace(Settings(), steps=Settings().steps // 3)
     corpus = read_corpus(
         options.data, CACHE, vocabulary=settings.vocabulary, longest=settings.longest
@@ -53,10 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
             _common.write_json(
                 _common.RESULTS / "training" / "group-loss.json",
                 {
-                    "command": "python -m benchmarks.training.group_loss",
+                    "command": f"python -m benchmarks.training.group_loss {arguments_used}",
                     "rows": rows,
                     "settings": settings.to_json(),
-                    "machine": asdict(describe_machine(threads=torch.get_num_threads())),
+                    "machine": asdict(describe_machine(threads=threads)),
+                    "cpu_flags": _common.own_flags(),
                 },
             )
     return 0

@@ -94,6 +94,7 @@ def measure(
         "settings": settings.to_json(),
         "pairs": len(corpus.train),
         "machine": machine(training),
+        "cpu_flags": _common.own_flags(),
     }
     _common.write_json(result_path(variant, seed), result)
     return True

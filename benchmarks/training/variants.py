@@ -16,7 +16,7 @@ HEADS = 8
 GroupMaps = Literal["value", "attention", "output"]
 
 MAPS: tuple[GroupMaps, ...] = get_args(GroupMaps)
-"""The maps of heads that a group loss compares."""
+"""The maps of heads that a group loss compares, in the order of tau."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class LayoutReader:
         if axes is None:
             axes = range(len(trace.shape))
         terms, cached = split_heads(trace, axes, heads, role)
-        # Phi-3 rotates all elements, and adds those that it does not rotate.
+        # Phi-3 joins the rotated elements with those without rotation, of which there are none.
         terms = {turn: by_head for turn, by_head in terms.items() if by_head.is_used} or terms
         past = None if cached is None else broadcast_layout_of(*cached, self.info, role)
         layout = "B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K"
