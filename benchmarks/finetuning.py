@@ -4,11 +4,12 @@
     python -m benchmarks.finetuning --task classification --train SST2_TRAIN.tsv --dev SST2_DEV.tsv
         [--minutes 2] [--seeds 0] [--threads 2] [--resume]
 
-For classification, all-MiniLM-L6-v2 is fine-tuned on --train; for sts it is taken as it is. Then
-its queries and keys share R dimensions (``optimize --collab-dk R``, calibrated on 900 rows of
---train), and the result is fine-tuned again for --minutes (``recover --task``: the labels, and the
-outputs of the first encoder). R = 384 is exact. The row without R is the control: the first
-encoder, fine-tuned again.
+For classification, all-MiniLM-L6-v2 is fine-tuned on every other row of --train; for sts it is
+taken as it is. Then its queries and keys share R dimensions (``optimize --collab-dk R``, calibrated
+on 900 rows), and the result is fine-tuned again for --minutes on the other rows, or on all rows for
+sts (``recover --task``: the labels, and the outputs of the first encoder). ``recover`` judges the
+training by rows that it holds out. No encoder may know them, and the first fine-tuning would.
+R = 384 is exact. The row without R is the control: the first encoder, fine-tuned again.
 Scores are those of --dev: Spearman's correlation, or the accuracy.
 """
 
@@ -66,23 +67,29 @@ def measure(ranks: list[int | None], seed: int, options: argparse.Namespace) -> 
     """Measure each rank, None for the control; the result file is written after each."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tuned = fine_tuned(folder, seed, options)
+        first, second = tables(folder, options)
+        tuned = fine_tuned(folder, first, seed, options)
         score = scored(tuned, options)
         print(f"{options.task}, seed {seed}: {score:.4f} before", flush=True)
         for rank in ranks:
             smaller = tuned if rank is None else folder / f"rank-{rank}"
             if rank is not None:
-                calibration = calibration_texts(folder, options)
+                calibration = calibration_texts(folder, second, options)
                 attnserve.optimize(tuned, smaller, calib=calibration, collab_dk=rank)
             again = folder / f"again-{rank}"
-            recover(smaller, tuned, again, seed, options)
+            report = attnserve.recover(
+                smaller, again, teacher=tuned, data=second, task=options.task, seed=seed,
+                minutes=options.minutes, threads=options.threads,
+            )  # fmt: skip
             row = {
                 "task": options.task, "rank": rank, "seed": seed, "minutes": options.minutes,
                 "tuned": score, "decomposed": scored(smaller, options),
-                "tuned_again": scored(again, options), "threads": options.threads or "all",
+                "tuned_again": scored(again, options), "gain": report.gain,
+                "threads": options.threads or "all",
             }  # fmt: skip
             print(f"  R = {rank}: {row['decomposed']:.4f} -> {row['tuned_again']:.4f}", flush=True)
-            others = [old for old in rows() if not _is(old, rank, seed, options)]
+            key = (options.task, rank, seed)
+            others = [old for old in rows() if (old["task"], old["rank"], old["seed"]) != key]
             write_result(NAME, options, rows=[*others, row])
 
 
@@ -95,31 +102,33 @@ def _is(row: dict[str, Any], rank: int | None, seed: int, options: argparse.Name
     return (row["task"], row["rank"], row["seed"], row["minutes"]) == key
 
 
-def fine_tuned(folder: Path, seed: int, options: argparse.Namespace) -> Path:
+def tables(folder: Path, options: argparse.Namespace) -> tuple[Path, Path]:
+    """The labeled rows of the first and of the second fine-tuning."""
+    if options.task == "sts":
+        return options.train, options.train
+    header, *lines = options.train.read_text(encoding="utf-8").splitlines()
+    return (
+        write_lines(folder / "first.tsv", [header, *lines[::2]]),
+        write_lines(folder / "second.tsv", [header, *lines[1::2]]),
+    )
+
+
+def fine_tuned(folder: Path, table: Path, seed: int, options: argparse.Namespace) -> Path:
     """The encoder to decompose, as an artifact."""
     tuned = folder / "tuned"
     if options.task == "classification":
-        arguments = ["--train", options.train, "--dev", options.dev, "-o", tuned, "--seed", seed]
+        arguments = ["--train", table, "--dev", options.dev, "-o", tuned, "--seed", seed]
         classifier.main([*map(str, arguments), "--threads", str(options.threads)])
     else:
         attnserve.export(minilm(), tuned)
     return tuned
 
 
-def recover(
-    model: Path, teacher: Path, output: Path, seed: int, options: argparse.Namespace
-) -> None:
-    attnserve.recover(
-        model, output, teacher=teacher, data=options.train, task=options.task, seed=seed,
-        minutes=options.minutes, threads=options.threads,
-    )  # fmt: skip
-
-
-def calibration_texts(folder: Path, options: argparse.Namespace) -> Path:
+def calibration_texts(folder: Path, table: Path, options: argparse.Namespace) -> Path:
     texts = (
-        labeled_sentences(options.train)[0]
+        labeled_sentences(table)[0]
         if options.task == "classification"
-        else sentences(options.train, sys.maxsize)
+        else sentences(table, sys.maxsize)
     )
     return write_lines(folder / "calibration.txt", spread(texts, 900))
 

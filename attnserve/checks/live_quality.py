@@ -25,7 +25,7 @@ from attnserve.checks.quality import MIN_ROWS, interval, lower_bound, new_meter
 from attnserve.choices import Measure, Pooling
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
-from attnserve.models.checksums import sha256
+from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.loaded_model import Model, TextTask
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidModel
@@ -81,18 +81,17 @@ def read_promise(artifact: Artifact, original: Artifact) -> Promise:
         InvalidModel: The artifact was made from another model.
     """
     entries = artifact.lineage
-    sources = [_mapping(entry.get("source")).get("sha256") for entry in entries]
-    if not any(sources):
+    if not entries:
         return Promise()
-    checksum = sha256(original.model)
-    if checksum not in sources:
+    first = last_rewrite_of(original, entries)
+    if first is None:
         raise InvalidModel(
-            f"{original.model}: its sha256 is {checksum[:12]}.., but {artifact.name} was made from "
-            f"{str(sources[0])[:12]}..",
+            f"{original.model} is not the model that {artifact.name} was made from: the record has"
+            " other checksums",
             "give the model that the artifact was optimized from",
             code="quality.other_original",
         )
-    entries = entries[len(sources) - 1 - sources[::-1].index(checksum) :]
+    entries = entries[first:]
     found = [_mapping(entry.get("quality")) for entry in entries]
     measure: Any = found[-1].get("measure")
     if measure not in get_args(Measure):

@@ -121,6 +121,11 @@ class Quality:
     split: str = "data"
 
     @property
+    def subject(self) -> tuple[str, str, str]:
+        """What was measured: an output, and the file and the lengths of the texts."""
+        return self.output, self.file, self.lengths
+
+    @property
     def loss(self) -> float:
         """The loss that a choice is limited by: of both bounds and of the tail."""
         return max(1 - self.bound, (1 - self.p5) / TAIL, self.second_bound)

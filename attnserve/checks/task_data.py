@@ -1,4 +1,4 @@
-"""Files of the tasks: tables, queries with documents and judgments, and labeled words."""
+"""Files of the tasks: queries with documents and judgments, and labeled words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnserve.models.artifact import Artifact
-from attnserve.models.tokenizer import read_text
+from attnserve.models.text_files import read_table, read_text
 from graph_passes.errors import InvalidData, InvalidModel
 
 __all__ = [
@@ -18,60 +18,9 @@ __all__ = [
     "read_judgments",
     "read_label",
     "read_number",
-    "read_table",
     "read_texts",
     "read_words",
 ]
-
-
-def read_table(path: Path, *columns: tuple[str, ...]) -> list[tuple[int, tuple[str, ...]]]:
-    """Read (line number from 1, requested columns) of each row of a tab-separated file.
-
-    Each of ``columns`` lists the possible names of a column, in order of preference.
-
-    Raises:
-        InvalidData: A column or a field is missing or empty, or there is no row.
-    """
-    lines = read_text(path).split("\n")
-    header = [name.strip().lower() for name in lines[0].split("\t")]
-    places: list[int] = []
-    for names in columns:
-        found = next((name for name in names if name in header), None)
-        if found is None:
-            raise InvalidData(
-                f"{path}, line 1: no column {' or '.join(names)} in {header[:8]}",
-                f"begin with a line of tab-separated names: {', '.join(c[0] for c in columns)}",
-                code="evaluate.no_column",
-            )
-        places.append(header.index(found))
-    rows: list[tuple[int, tuple[str, ...]]] = []
-    for number, line in enumerate(lines[1:], start=2):
-        if not line.strip():
-            continue
-        fields = line.split("\t")
-        if len(fields) != len(header):
-            raise InvalidData(
-                f"{path}, line {number}: {len(fields)} tab-separated fields, the header has"
-                f" {len(header)}",
-                "write the columns of the header in each row, and no tab in a text",
-                code="evaluate.field_count",
-            )
-        row = tuple(fields[place].strip() for place in places)
-        if not all(row):
-            name = columns[row.index("")][0]
-            raise InvalidData(
-                f"{path}, line {number}: {name} is empty",
-                "fill or remove the row",
-                code="evaluate.empty_field",
-            )
-        rows.append((number, row))
-    if not rows:
-        raise InvalidData(
-            f"{path}: no rows after the header line",
-            "add one row per line",
-            code="evaluate.no_rows",
-        )
-    return rows
 
 
 def read_number(path: Path, line: int, text: str, name: str = "score") -> float:

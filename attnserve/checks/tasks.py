@@ -26,7 +26,6 @@ from attnserve.checks.task_data import (
     read_judgments,
     read_label,
     read_number,
-    read_table,
     read_texts,
     read_words,
 )
@@ -36,6 +35,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.datasets import load_inputs, read_arrays, wanted_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import filled, fixed_axes
+from attnserve.models.text_files import read_table
 from attnserve.models.tokenizer import (
     Encoding,
     Text,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from attnserve.models.artifact import Artifact
-from attnserve.models.onnx_files import external_data_locations
+from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.record import RECORD
 from graph_passes.errors import InvalidModel
 
-__all__ = ["check_files", "fingerprint", "sha256"]
+__all__ = ["check_files", "fingerprint", "last_rewrite_of", "sha256", "source_entry"]
 
 
 def check_files(artifact: Artifact) -> None:
@@ -67,4 +70,48 @@ def fingerprint(artifact: Artifact) -> str:
     tokenizer = [] if artifact.tokenizer is None else [artifact.tokenizer]
     for path in (*sorted(files), *tokenizer):
         digest.update(f"{path.name} {sha256(path)}".encode())
+    return digest.hexdigest()
+
+
+def source_entry(artifact: Artifact) -> dict[str, Any]:
+    """How a record names the model that was rewritten: its file, and checksums of both."""
+    return {
+        "file": artifact.model.name,
+        "sha256": sha256(artifact.model),
+        "weights": _weights_sha256(artifact),
+    }
+
+
+def last_rewrite_of(original: Artifact, lineage: Sequence[Mapping[str, Any]]) -> int | None:
+    """The place of the last rewrite that names this model as its source.
+
+    0 if no rewrite names any; None if all name others. A model may be stored in another way since,
+    for example with external data: its weights tell. Records of earlier versions name the file.
+    """
+    sources = [source if isinstance(source := one.get("source"), dict) else {} for one in lineage]
+    if not any(source.get("sha256") for source in sources):
+        return 0
+    checksum = sha256(original.model)
+    weights = functools.cache(lambda: _weights_sha256(original))
+
+    def is_same(source: Mapping[str, Any]) -> bool:
+        if "weights" in source:
+            return source["weights"] == weights()
+        return source.get("sha256") == checksum
+
+    places = [place for place, source in enumerate(sources) if is_same(source)]
+    return places[-1] if places else None
+
+
+def _weights_sha256(artifact: Artifact) -> str:
+    """The SHA-256 checksum of all weights, by name."""
+    digest = hashlib.sha256()
+    model = load_model(artifact, in_place=True)
+    weights = {f"{graph.name} {name}": value for graph in model.graphs()
+               for name, value in graph.initializers.items()}  # fmt: skip
+    for name in sorted(weights):
+        tensor = weights[name].const_value
+        if tensor is not None:
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+            digest.update(tensor.tobytes())
     return digest.hexdigest()

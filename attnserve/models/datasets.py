@@ -16,13 +16,13 @@ import onnx_ir as ir
 from attnserve.models.artifact import Artifact
 from attnserve.models.lengths import Lengths, length_bounds
 from attnserve.models.rows import filled, fixed_axes
+from attnserve.models.text_files import read_sentences
 from attnserve.models.tokenizer import (
     Encoding,
     Text,
     TextEncoder,
     TextInput,
     load_encoder,
-    read_sentences,
     text_input,
 )
 from attnserve.runtime.session import Batch

@@ -47,8 +47,6 @@ __all__ = [
     "model_inputs",
     "output_name",
     "pool",
-    "read_sentences",
-    "read_text",
     "run_texts",
     "shorten",
     "text_input",
@@ -617,41 +615,6 @@ def embed_texts(
         vectors[indices] = pooled
     assert vectors is not None
     return vectors
-
-
-def read_text(path: Path) -> str:
-    """Read a UTF-8 file; a byte order mark is removed and line ends become ``\\n``.
-
-    Raises:
-        InvalidData: The file cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InvalidData(
-            f"{path}: cannot be read: {error.strerror}", "check the path", code="text.unreadable"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InvalidData(
-            f"{path}: not UTF-8 text (byte {error.start})",
-            "convert it to UTF-8",
-            code="text.not_utf8",
-        ) from error
-
-
-def read_sentences(path: Path) -> list[str]:
-    """Read the stripped, non-blank lines of a text file.
-
-    Raises:
-        InvalidData: The file has no text, or cannot be read as UTF-8.
-    """
-    # str.splitlines also splits at U+2028 and form feeds, which may be part of a sentence.
-    sentences = [line.strip() for line in read_text(path).split("\n") if line.strip()]
-    if not sentences:
-        raise InvalidData(
-            f"{path}: the file has no text", "write one sentence per line", code="text.empty_file"
-        )
-    return sentences
 
 
 @contextmanager

@@ -278,8 +278,15 @@ class FixedHeadAttention(AttentionLayer):
         that of ``layer``.
 
         Raises:
-            InvalidArgument: ``head_size`` is below that of the layer.
+            InvalidArgument: ``head_size`` is below that of the layer, or ``bias`` is False and the
+                layer has biases.
         """
+        biases = (layer.query_bias, layer.key_bias, layer.value_bias, layer.output_bias)
+        has_bias = options.get("bias", True)
+        if not has_bias and any(bias.any() for bias in biases):
+            raise InvalidArgument(
+                "`bias` is False, but the layer has biases", "leave it out", code="nn.bias"
+            )
         K, V = layer.head_size, layer.value_head_size
         size = max(K, V) if head_size is None else head_size
         if size < max(K, V):
@@ -303,12 +310,14 @@ class FixedHeadAttention(AttentionLayer):
                 columns = linear.weight.T.unflatten(1, (layer.num_heads, -1))  # D H K
                 columns[:, :, weight.shape[2] :] *= new
                 columns[:, :, : weight.shape[2]] = weight.transpose(0, 1)
-                linear.bias.zero_()
-                linear.bias.unflatten(0, (layer.num_heads, -1))[:, : bias.shape[1]] = bias
+                if has_bias:
+                    linear.bias.zero_()
+                    linear.bias.unflatten(0, (layer.num_heads, -1))[:, : bias.shape[1]] = bias
             rows = made.out_proj.weight.T.unflatten(0, (layer.num_heads, -1))  # H V D
             rows[:, V:] = 0.0
             rows[:, :V] = layer.output
-            made.out_proj.bias.copy_(layer.output_bias)
+            if has_bias:
+                made.out_proj.bias.copy_(layer.output_bias)
         return made
 
     def trained(self) -> TrainedAttention:

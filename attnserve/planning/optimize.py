@@ -24,7 +24,7 @@ from attnserve.checks.quality import MIN_ROWS, QualityMeter
 from attnserve.choices import Alignment, Importance, Measure, Mixing, TaskName
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import Artifact, open_artifact
-from attnserve.models.checksums import sha256
+from attnserve.models.checksums import source_entry
 from attnserve.models.datasets import (
     HELD_OUT,
     JOINED,
@@ -593,7 +593,7 @@ def _write(
     precision = [] if report.plan.precision == "float32" else [report.plan.precision]
     entry = {
         "rewrite": "+".join(dict.fromkeys([*kinds, *precision])) or "none",
-        "source": {"file": artifact.model.name, "sha256": sha256(artifact.model)},
+        "source": source_entry(artifact),
         "calibration": None if data is None else _calibration(data),
         "seed": seed,
         **report.to_json(),

@@ -112,9 +112,12 @@ class Teacher:
     def __init__(self, model: ir.Model, states: Sequence[ir.Value], context: RunContext) -> None:
         model = model.clone()
         for state in states:
-            value = value_named(model, state.name)
-            value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
-            model.graph.outputs.append(value)
+            # A cast needs no element type, and numpy has none for bfloat16.
+            cast = ir.node("Cast", [value_named(model, state.name)], {"to": ir.DataType.FLOAT})
+            output = cast.outputs[0]
+            output.name, output.type = f"{state.name}.float", ir.TensorType(ir.DataType.FLOAT)
+            model.graph.append(cast)
+            model.graph.outputs.append(output)
         self._session = open_session(
             model, provider=context.provider, threads=context.threads, spinning=False
         )

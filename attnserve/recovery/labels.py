@@ -29,10 +29,11 @@ from attnserve.checks.scores import (
     pearson,
     spearman,
 )
-from attnserve.checks.task_data import label_names, read_label, read_number, read_table
+from attnserve.checks.task_data import label_names, read_label, read_number
 from attnserve.choices import LearnedTask, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.datasets import Dataset, wanted_inputs
+from attnserve.models.text_files import read_table
 from attnserve.models.tokenizer import Encoding, load_encoder
 from attnserve.recovery.batches import TOKENS, row_contents
 from attnserve.recovery.distillation import served_vectors
@@ -193,6 +194,7 @@ class Labels:
         parts = [[i for i, level in enumerate(levels) if level == part] for part in range(3)]
         labels = np.array([row.label for row in rows])
         self._check_rows(parts, labels)
+        self.largest = labels.max()
         self.counts = (len(parts[0]), len(parts[1]), len(parts[2]))
         self.fit, self.choose, self.prove = (
             [_batch([encodings[i] for i in places], labels[places], inputs)
@@ -263,10 +265,10 @@ class Labels:
             vectors = served_vectors(output.float(), labeled.batch, self.pooling, self.dimensions)
             first, second = vectors.chunk(2)
             return (first * second).sum(-1)
-        if labeled.labels.max() >= output.shape[1]:
+        if self.largest >= output.shape[1]:
             raise InvalidData(
-                f"`data` has the label {int(labeled.labels.max())}, but the model has"
-                f" {output.shape[1]} classes",
+                f"`data` has the label {int(self.largest)}, but the model has {output.shape[1]}"
+                " classes",
                 f"use labels 0 to {output.shape[1] - 1}",
                 code="recovery.label_range",
             )

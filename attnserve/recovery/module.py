@@ -100,7 +100,7 @@ class GraphModule(torch.nn.Module):
             for name, value in model.graph.initializers.items()
             if name not in trained
         }
-        self._steps = self._planned(_steps(model))
+        self._steps = self._planned(_steps(model, self.outputs))
 
     def forward(self, batch: Mapping[str, np.ndarray]) -> list[Tensor]:
         """The outputs and states for one batch of inputs.
@@ -221,14 +221,23 @@ QUANTIZED = re.compile(r"Quantize|Integer|NBits|\bQ[A-Z]")
 """Operators of quantized models: MatMulIntegerToFloat, QLinearMatMul, QAttention."""
 
 
-def _steps(model: ir.Model) -> list[_Step]:
-    """One step per node that the outputs depend on.
+def _steps(model: ir.Model, outputs: Sequence[ir.Value]) -> list[_Step]:
+    """One step per node that the outputs depend on, in the order of the graph.
 
     Raises:
         InvalidModel: An operator is not supported.
     """
+    needed: set[ir.Node] = set()
+    pending = [value.producer() for value in outputs]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in needed:
+            needed.add(node)
+            pending += [value.producer() for value in node.inputs if value is not None]
     steps: list[_Step] = []
     for node in model.graph:
+        if node not in needed:
+            continue
         function = OPERATORS.get(operator_key(node))
         if function is None:
             name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,9 @@ from attnserve.checks.scores import Score
 from attnserve.choices import LearnedTask, Measure, Precision
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import Artifact, open_artifact
-from attnserve.models.checksums import fingerprint, sha256
+from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.datasets import (
+    HELD_OUT,
     Dataset,
     check_calibration_files,
     content_digest,
@@ -39,7 +39,7 @@ from attnserve.models.precision import BITS, convert, nodes_of_blocks, roundings
 from attnserve.models.products import MOMENT_TOKENS, collect_ranges
 from attnserve.models.quantized import Bits, int8_activations, int8_weight_bits
 from attnserve.models.rows import fixed_axes
-from attnserve.models.tokenizer import read_sentences
+from attnserve.models.text_files import read_sentences
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.recovery.batches import regroup
 from attnserve.recovery.distillation import (
@@ -65,7 +65,13 @@ from attnserve.runtime.cache import cache_folder
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import Batch, open_session, run
 from attnserve.versions import versions
-from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
+from graph_passes.errors import (
+    CannotRewrite,
+    CheckFailed,
+    InvalidArgument,
+    InvalidData,
+    InvalidModel,
+)
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 
 if TYPE_CHECKING:
@@ -73,10 +79,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Recovery", "recover"]
 
-log = logging.getLogger("attnserve")
-
-MIN_TEXTS = 8
-"""The fewest distinct rows of a file, which is split into parts to fit, to choose and to prove."""
+MIN_TEXTS = 4 * HELD_OUT
+"""The fewest distinct rows of a file: four in each held-out part, whose similarities are ranked."""
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 """The largest relative error of PyTorch to ONNX Runtime, in float32 and in half precision."""
@@ -114,7 +118,8 @@ def recover(
     Args:
         model: The rewritten model, in float32 or half precision.
         output: An .onnx file, or a folder for model.onnx.
-        teacher: The original, with the same inputs and outputs.
+        teacher: The original, with the same inputs and outputs. If ``model`` has a record, it has
+            to name this file as its source.
         data: Text (one per line), an .npz or a folder of .npz, or several of them; with ``task``,
             tables with labels too.
         minutes: The time of the training, without loading and proof.
@@ -131,7 +136,8 @@ def recover(
 
     Raises:
         MissingExtra: PyTorch is not installed.
-        InvalidModel: The models differ in inputs or outputs, or an operator cannot be trained.
+        InvalidModel: The models differ in inputs or outputs, an operator cannot be trained, or
+            the record of the rewritten model names another original.
         CannotRewrite: The model cannot be converted to int8.
         InvalidArgument, InvalidData, InvalidOutput: The input cannot be used.
         CheckFailed: PyTorch does not compute what ONNX Runtime computes, or the loss is not finite.
@@ -154,6 +160,13 @@ def recover(
         raise InvalidArgument("`data` is empty", "give a file of texts", code="recovery.no_data")
     check_calibration_files(files, name="data")
     artifact, original_artifact = open_artifact(model), open_artifact(teacher)
+    if last_rewrite_of(original_artifact, artifact.lineage) is None:
+        raise InvalidModel(
+            f"{original_artifact.model} is not the model that {artifact.model} was made from: the"
+            " record has other checksums",
+            "give the original as `teacher`, the file that was optimized",
+            code="recovery.teacher",
+        )
     rewritten, original = load_model(artifact), load_model(original_artifact)
     target = check_target(Path(output), artifact, rewritten, force=force)
     for path in (original_artifact.model, *external_files(original)):
@@ -168,11 +181,6 @@ def recover(
     if task is not None:
         labeled = [row for table in tables.values() for row in table]
         labels = Labels(task, labeled, rows, original, texts, as_path(tokenizer))
-    stranger = ""
-    if not _is_source(artifact, original_artifact):
-        other = f"{original_artifact.model} is not the model that {artifact.model} was made from"
-        stranger = f"{other}, by its record"
-        log.warning("warning: %s (Ctrl-C ends the training)", stranger)
     before_threads = torch.get_num_threads()
     if threads:
         torch.set_num_threads(threads)
@@ -193,8 +201,6 @@ def recover(
         report, trained = recovery.run(target, 60 * minutes, checkpoint)
     finally:
         torch.set_num_threads(before_threads)
-    if stranger:
-        report = replace(report, warnings=(*report.warnings, stranger))
     external = bool(external_files(rewritten))
     write_recovered(artifact, original_artifact, trained, report, rows, seed, external=external)
     checkpoint.remove()
@@ -206,12 +212,6 @@ def _read_texts(tables: Mapping[Path, Sequence[LabeledRow]], path: Path) -> list
     if path not in tables:
         return read_sentences(path)
     return [text for row in tables[path] for text in row.texts]
-
-
-def _is_source(artifact: Artifact, teacher: Artifact) -> bool:
-    """Whether the record names the teacher as a source; True if it names none."""
-    sources: list[Any] = [(one.get("source") or {}).get("sha256") for one in artifact.lineage]
-    return not any(sources) or sha256(teacher.model) in sources
 
 
 def _digest(record: Any) -> str:
@@ -362,8 +362,8 @@ class Recovery:
         self, target: Path, seconds: float, checkpoint: Checkpoint
     ) -> tuple[RecoverReport, ir.Model]:
         """Train, and prove; returns the report and the model to write."""
+        before = after = self._prove(self.plain)  # errors come before the training
         course = self.train(seconds, checkpoint)
-        before = after = self._prove(self.plain)
         result, gain = self.plain, False
         warnings: list[str] = []
         if course.is_better:
@@ -559,10 +559,15 @@ class _Proof:
         return max(losses) + self.labeled_loss if np.isfinite(losses).all() else math.inf
 
     def is_better_than(self, other: _Proof) -> bool:
-        """Whether the loss is smaller, and the score no lower."""
-        if self.score is None or other.score is None:
-            return self.loss < other.loss
-        return self.loss < other.loss and self.score.value >= other.score.value
+        """Whether the loss is smaller, and the score no lower.
+
+        Without a score, no output, file or kind of length may be worse than its interval.
+        """
+        if self.score is not None and other.score is not None:
+            return self.loss < other.loss and self.score.value >= other.score.value
+        least = {old.subject: old.lower for old in other.fidelity.qualities}
+        kept = all(new.value >= least[new.subject] for new in self.fidelity.qualities)
+        return kept and self.loss < other.loss
 
 
 def _by_name(model: ir.Model, arrays: Sequence[np.ndarray]) -> Mapping[str, np.ndarray]:

@@ -12,7 +12,7 @@ import torch
 
 from attnserve.checks.compare import Fidelity
 from attnserve.models.artifact import Artifact
-from attnserve.models.checksums import sha256
+from attnserve.models.checksums import source_entry
 from attnserve.models.datasets import Dataset
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
@@ -59,8 +59,9 @@ class RecoverReport:
     @property
     def verdict(self) -> str:
         """One line for people."""
-        old, new = self.before.quality, self.after.quality
-        assert old is not None and new is not None
+        new = self.after.quality
+        assert new is not None
+        old = next(one for one in self.before.qualities if one.subject == new.subject)
         if not self.gain:
             rounded = "" if self.int8_weight_bits is None else "rounded "
             return (
@@ -129,8 +130,8 @@ def write_recovered(
     entry = {
         "rewrite": "recover" if report.int8_weight_bits is None else "recover+int8",
         # The quality is measured against the teacher, not against the model before.
-        "source": {"file": teacher.model.name, "sha256": sha256(teacher.model)},
-        "rewritten": {"file": artifact.model.name, "sha256": sha256(artifact.model)},
+        "source": source_entry(teacher),
+        "rewritten": source_entry(artifact),
         "calibration": {**data.source, **({} if tokens is None else {"token_ids": tokens})},
         "seed": seed,
         **kept,

@@ -22,7 +22,6 @@ from attnserve.models.tokenizer import (
     load_encoder,
     load_tokenizer,
     pool,
-    read_sentences,
     text_input,
 )
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
@@ -479,54 +478,6 @@ def test_pool_float16_is_summed_in_float32() -> None:
 
 def test_pool_row_without_tokens_is_zero() -> None:
     assert pool(HIDDEN, np.zeros((1, 3)), "mean", True).tolist() == [[0.0, 0.0]]
-
-
-# --- read_sentences -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "sentences"),
-    [
-        (b"one\ntwo\n", ["one", "two"]),
-        (b"\xef\xbb\xbfone\r\n\r\n  two \r\n", ["one", "two"]),
-        ("a\u2028b\x0cc\nd".encode(), ["a\u2028b\x0cc", "d"]),
-    ],
-    ids=["plain", "mark-blank-crlf", "separators-inside"],
-)
-def test_read_sentences_are_non_blank_lines(
-    content: bytes, sentences: list[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    assert read_sentences(path) == sentences
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [(b"", "text.empty_file"), (b"\n \n", "text.empty_file"), (b"ok\n\xff", "text.not_utf8")],
-)
-def test_read_sentences_empty_or_binary_file_is_refused(
-    content: bytes, code: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    with raises(InvalidData, code):
-        read_sentences(path)
-
-
-def test_read_sentences_unreadable_path_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent.txt"):
-        with raises(InvalidData, "text.unreadable"):
-            read_sentences(path)
-
-
-def test_calibration_text_is_varied() -> None:
-    sentences = read_sentences(Path(__file__).parents[3] / "benchmarks" / "calibration.txt")
-    words = [len(sentence.split()) for sentence in sentences]
-    assert len(sentences) >= 320
-    assert len({sentence.lower() for sentence in sentences}) == len(sentences)
-    assert min(words) >= 3 and max(words) <= 45
-    assert min(words) <= 5 and max(words) >= 30
 
 
 # --- against transformers -----------------------------------------------------------------------

@@ -313,3 +313,12 @@ def test_invalid_sizes_are_refused(layer_of: Layers):
         GroupedHeadAttention(16, 4, 4, num_groups=5)
     with raises(InvalidArgument, "nn.appended_keys"):
         read_attention(layer_of(add_zero_attn=True))
+
+
+def test_fixed_heads_without_biases_are_those_of_a_layer_without(layer_of: Callable[..., Any]):
+    layer, x = layer_of(bias=False), torch.randn(2, 5, 16)
+    ours = FixedHeadAttention.from_trained(read_attention(layer), head_size=6, bias=False).eval()
+    assert all("bias" not in name for name, _ in ours.named_parameters())
+    torch.testing.assert_close(ours(x, x, x)[0], layer(x, x, x)[0], atol=1e-5, rtol=0)
+    with raises(InvalidArgument, "nn.bias"):
+        FixedHeadAttention.from_trained(read_attention(layer_of()), bias=False)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 transformers = pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
 
+import attnserve  # noqa: E402
 from attnserve.checks.inspect import inspect  # noqa: E402
 from attnserve.nn import (  # noqa: E402
     AttentionLayer,
@@ -233,6 +235,17 @@ CONVERSIONS: dict[str, tuple[Convert, list[tuple[Any, ...]]]] = {
 }
 
 
+def export(model: Any, inputs: dict[str, Any], path: Path) -> Path:
+    dims = {0: torch.export.Dim("batch", max=40), 1: torch.export.Dim("sequence", min=2, max=40)}
+    with quiet(), torch.no_grad():
+        torch.onnx.export(
+            Encoder(model).eval(), tuple(inputs.values()), str(path), dynamo=True,
+            dynamic_shapes=(dims, dims), input_names=list(inputs), output_names=["y"],
+            opset_version=18, verbose=False,
+        )  # fmt: skip
+    return path
+
+
 @pytest.mark.parametrize("name", CONVERSIONS)
 @pytest.mark.parametrize("architecture", ["BERT", "Llama"])
 def test_exported_graph_is_certified_in_its_form(architecture: str, name: str, tmp_path: Path):
@@ -243,14 +256,7 @@ def test_exported_graph_is_certified_in_its_form(architecture: str, name: str, t
     swap(model, convert)
     model.config.use_cache = False
     inputs = {key: feeds(architecture)[key] for key in ("input_ids", "attention_mask")}
-    dims = {0: torch.export.Dim("batch", max=40), 1: torch.export.Dim("sequence", min=2, max=40)}
-    path = tmp_path / "model.onnx"
-    with quiet(), torch.no_grad():
-        torch.onnx.export(
-            Encoder(model).eval(), tuple(inputs.values()), str(path), dynamo=True,
-            dynamic_shapes=(dims, dims), input_names=list(inputs), output_names=["y"],
-            opset_version=18, verbose=False,
-        )  # fmt: skip
+    path = export(model, inputs, tmp_path / "model.onnx")
     report = inspect(path).to_json()
     found = report["attention"]
     sizes = [size for _, _, size in expected]
@@ -266,3 +272,25 @@ def test_exported_graph_is_certified_in_its_form(architecture: str, name: str, t
         theirs = model(**shorter).last_hidden_state
     [ours] = session.run(None, {key: value.numpy() for key, value in shorter.items()})
     torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_trained_model_is_grouped_voted_and_recovered(tmp_path: Path):
+    model = build("BERT")
+    inputs = {key: feeds("BERT")[key] for key in ("input_ids", "attention_mask")}
+    teacher = export(model, inputs, tmp_path / "original.onnx")
+    swap(model, grouped)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        model(**inputs)
+        optimizer.zero_grad()
+        group_loss(model).backward()
+        optimizer.step()
+    keep_pillars(model, voting_to_stay(model, [inputs], lambda batch: model(**batch)))
+    pruned = export(model.eval(), inputs, tmp_path / "pruned.onnx")
+    assert [block["num_heads"] for block in inspect(pruned).to_json()["attention"]] == [2] * 4
+    ids = np.random.default_rng(0).integers(1, 50, (200, 8))
+    np.savez(tmp_path / "ids.npz", input_ids=ids, attention_mask=np.ones_like(ids))
+    report = attnserve.recover(
+        pruned, tmp_path / "out.onnx", teacher=teacher, data=tmp_path / "ids.npz", minutes=0.05
+    )
+    assert report.gain

@@ -20,7 +20,8 @@ from attnserve.checks.inspect import inspect
 from attnserve.checks.quality import Quality
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.models.tokenizer import load_tokenizer, read_sentences
+from attnserve.models.text_files import read_sentences
+from attnserve.models.tokenizer import load_tokenizer
 from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (

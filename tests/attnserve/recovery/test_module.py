@@ -213,3 +213,12 @@ def test_unknown_operator_says_what_to_do(operator: str, advice: str):
     with raises(InvalidModel, "recovery.operator", operator) as caught:
         GraphModule(ir.from_onnx_text(graph))
     assert advice in caught.value.fix
+
+
+def test_nodes_without_use_are_left_out():
+    graph = """
+        <ir_version: 10, opset_import: ["" : 18, "com.microsoft" : 1]>
+        g (float[b, 4] x) => (float[b, 4] y) { z = com.microsoft.Quux(x)  y = Relu(x) }
+    """
+    [y] = GraphModule(ir.from_onnx_text(graph))({"x": np.full((2, 4), -1.0, np.float32)})
+    assert not y.any()

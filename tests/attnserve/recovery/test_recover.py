@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ from attnserve.models.precision import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.attention_operators import OPERATORS  # noqa: E402
 from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
-from graph_passes.errors import AttnserveError, CheckFailed  # noqa: E402
+from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
 from tests.errors import raises  # noqa: E402
 
@@ -172,12 +173,38 @@ def test_int8_recover_without_gain_returns_the_plain_conversion(
     assert attnserve.verify(plain.output, tmp_path / "out", data=texts).mean_cosine == 1.0
 
 
-def test_teacher_that_is_not_the_source_gives_a_warning(
-    pruned: Path, tiny_export: Callable[..., Path], texts: Path, tmp_path: Path
+def test_teacher_that_is_not_the_source_is_refused(
+    pruned: Path, tiny: Path, tiny_export: Callable[..., Path], texts: Path, tmp_path: Path
 ):
-    other = tiny_export("eager", "torchscript", 14)
-    report = attnserve.recover(pruned, tmp_path / "o.onnx", teacher=other, data=texts, minutes=0)
-    assert any("was made from" in warning for warning in report.warnings)
+    def refuse(model: Path, teacher: Path) -> None:
+        with raises(InvalidModel, "recovery.teacher"):
+            attnserve.recover(model, tmp_path / "o.onnx", teacher=teacher, data=texts, minutes=0)
+        assert not (tmp_path / "o.onnx").exists()
+
+    refuse(pruned, tiny_export("eager", "torchscript", 14))
+    # The same graph with other weights, which lie in a file of their own.
+    path = external(tiny, tmp_path / "teacher" / "model.onnx", "weights")
+    attnserve.optimize(path, tmp_path / "model", prune=0.5, calib=texts, tokenizer=tiny)
+    weights = path.with_name("weights")
+    weights.write_bytes(bytes(weights.stat().st_size))
+    refuse(tmp_path / "model", path)
+
+
+def test_half_precision_without_types_inside_the_graph_is_recovered(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path
+):
+    """As graphs of tools that keep no value_info."""
+    attnserve.optimize(pruned, tmp_path / "half", precision="float16", force=True)
+    path = tmp_path / "half" / "model.onnx"
+    proto = onnx.load(path)
+    assert any(one.data_type == onnx.TensorProto.FLOAT16 for one in proto.graph.initializer)
+    del proto.graph.value_info[:]
+    onnx.save(proto, path)
+    record = json.loads(path.with_name("attnserve.json").read_text())
+    del record["files"]
+    path.with_name("attnserve.json").write_text(json.dumps(record))
+    report = attnserve.recover(path, tmp_path / "out", teacher=tiny, data=texts, minutes=0.02)
+    assert report.states == 2
 
 
 @pytest.mark.usefixtures("clock")
@@ -329,8 +356,6 @@ def _int8(tiny: Path, texts: Path, folder: Path) -> Path:
 
 def external(source: Path, target: Path, data: str) -> Path:
     """The model of a folder, with its weights in the file ``data`` beside it."""
-    import onnx
-
     target.parent.mkdir()
     model = onnx.load(source / "model.onnx")
     onnx.save(model, target, save_as_external_data=True, location=data)

@@ -1,0 +1,109 @@
+"""Text files: lines, and the columns of tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from graph_passes.errors import InvalidData
+
+__all__ = ["read_sentences", "read_table", "read_text"]
+
+TEXT_COLUMNS = ("text", "sentence", "sentence1", "sentence2")
+"""The columns of texts in the tables of ``evaluate``."""
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 file; a byte order mark is removed and line ends become ``\\n``.
+
+    Raises:
+        InvalidData: The file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InvalidData(
+            f"{path}: cannot be read: {error.strerror}", "check the path", code="text.unreadable"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidData(
+            f"{path}: not UTF-8 text (byte {error.start})",
+            "convert it to UTF-8",
+            code="text.not_utf8",
+        ) from error
+
+
+def read_sentences(path: Path) -> list[str]:
+    """Read the stripped, non-blank lines of a text file, or the texts of a table.
+
+    A table is a .tsv file whose first line names one of ``TEXT_COLUMNS``.
+
+    Raises:
+        InvalidData: The file has no text, cannot be read as UTF-8, or is a malformed table.
+    """
+    # str.splitlines also splits at U+2028 and form feeds, which may be part of a sentence.
+    lines = read_text(path).split("\n")
+    if path.suffix.lower() == ".tsv":
+        header = _header(lines)
+        if columns := [(name,) for name in TEXT_COLUMNS if name in header]:
+            return [text for _, texts in read_table(path, *columns) for text in texts]
+    sentences = [line.strip() for line in lines if line.strip()]
+    if not sentences:
+        raise InvalidData(
+            f"{path}: the file has no text", "write one sentence per line", code="text.empty_file"
+        )
+    return sentences
+
+
+def read_table(path: Path, *columns: tuple[str, ...]) -> list[tuple[int, tuple[str, ...]]]:
+    """Read (line number from 1, requested columns) of each row of a tab-separated file.
+
+    Each of ``columns`` lists the possible names of a column, in order of preference.
+
+    Raises:
+        InvalidData: A column or a field is missing or empty, or there is no row.
+    """
+    lines = read_text(path).split("\n")
+    header = _header(lines)
+    places: list[int] = []
+    for names in columns:
+        found = next((name for name in names if name in header), None)
+        if found is None:
+            raise InvalidData(
+                f"{path}, line 1: no column {' or '.join(names)} in {header[:8]}",
+                f"begin with a line of tab-separated names: {', '.join(c[0] for c in columns)}",
+                code="evaluate.no_column",
+            )
+        places.append(header.index(found))
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        fields = line.split("\t")
+        if len(fields) != len(header):
+            raise InvalidData(
+                f"{path}, line {number}: {len(fields)} tab-separated fields, the header has"
+                f" {len(header)}",
+                "write the columns of the header in each row, and no tab in a text",
+                code="evaluate.field_count",
+            )
+        row = tuple(fields[place].strip() for place in places)
+        if not all(row):
+            name = columns[row.index("")][0]
+            raise InvalidData(
+                f"{path}, line {number}: {name} is empty",
+                "fill or remove the row",
+                code="evaluate.empty_field",
+            )
+        rows.append((number, row))
+    if not rows:
+        raise InvalidData(
+            f"{path}: no rows after the header line",
+            "add one row per line",
+            code="evaluate.no_rows",
+        )
+    return rows
+
+
+def _header(lines: list[str]) -> list[str]:
+    """The names of the columns of a table."""
+    return [name.strip().lower() for name in lines[0].split("\t")]
