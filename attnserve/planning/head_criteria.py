@@ -60,7 +60,7 @@ def by_leave_one_out(given: PruningInput) -> Masks:
 
 
 def by_voting(given: PruningInput) -> Masks:
-    """Keep one head for each group of similar heads (Voting-to-Stay, arXiv 2305.16000)."""
+    """Keep one head for each group of similar heads (Voting-to-Stay, arXiv 2305.14380)."""
     decomposed, names = given.model.clone(), [block.name for block in given.blocks]
     with GraphContext.of(decomposed) as graph:
         decompose_fused(graph, names)

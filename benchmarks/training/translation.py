@@ -87,6 +87,7 @@ def measure(
     result = {
         "command": " ".join(command),
         "variant": variant.name,
+        "configuration": asdict(variant),
         "seed": seed,
         "bleu": score,
         "signature": signature,
@@ -105,11 +106,12 @@ def result_path(variant: Variant, seed: int) -> Path:
 
 
 def is_finished(variant: Variant, seed: int, settings: Settings) -> bool:
-    """Whether there is a result of the same settings."""
+    """Whether there is a result of the same variant and settings."""
     path = result_path(variant, seed)
     if not path.is_file():
         return False
-    return json.loads(path.read_text(encoding="utf-8"))["settings"] == settings.to_json()
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return (found["configuration"], found["settings"]) == (asdict(variant), settings.to_json())
 
 
 def bleu(hypotheses: list[str], references: list[str]) -> tuple[float, str]:

@@ -7,7 +7,7 @@ dimensions in all.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 HEADS = 8
@@ -62,8 +62,8 @@ class Variant:
             Voting-to-Stay, or any ("random").
         reuse: Configuration of ``reuse_transformer``, for each of encoder, decoder and cross
             attention.
-        group_weight: alpha and beta of the group loss. The default is the choice of ``group_loss``.
-        group_maps: The maps that it compares, chosen in the same way.
+        group_weight: alpha and beta of the group loss.
+        group_maps: The maps that it compares.
     """
 
     name: str
@@ -72,9 +72,12 @@ class Variant:
     shrink: int = 1
     keep: Literal["all", "elected", "random"] = "all"
     reuse: str = ""
-    group_weight: float = 0.005
+    group_weight: float = 0.0
     group_maps: GroupMaps = "output"
 
+
+GROUPED = Variant("ght", "grouped", group_weight=0.005, group_maps="output")
+"""Weight and maps are the choice of ``group_loss``."""
 
 SHRINKS = {"half": 2, "quarter": 4, "eighth": 8}
 
@@ -100,9 +103,9 @@ VARIANTS = {
         ),
         *(Variant(f"standard-{heads}", heads=heads) for heads in (4, 16, 32)),
         *(Variant(f"fixed-{heads}", "fixed", heads=heads) for heads in (8, 16, 32)),
-        Variant("ght", "grouped"),
-        Variant("ght-ps", "grouped", keep="elected"),
-        Variant("random-pruning", "grouped", keep="random"),
+        GROUPED,
+        replace(GROUPED, name="ght-ps", keep="elected"),
+        replace(GROUPED, name="random-pruning", keep="random"),
         *(Variant(name, reuse=configuration) for name, configuration in REUSE.items()),
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.training.variants import EXPERIMENTS, SAME, VARIANTS
@@ -19,12 +20,16 @@ def runs(name: str) -> list[Run]:
     """The runs of a variant by seed. Empty if it was not measured.
 
     Raises:
-        ValueError: The results are of different settings or texts, which cannot be compared.
+        ValueError: The results are of different settings or texts, which cannot be compared, or
+            the variant has changed since.
     """
     stored = _all_runs()
     if len({json.dumps([run["settings"], run["pairs"]], sort_keys=True) for run in stored}) > 1:
         raise ValueError(f"{RESULTS / 'training'}: different settings, run all variants again")
-    found = [run for run in stored if run["variant"] == SAME.get(name, name)]
+    variant = VARIANTS[SAME.get(name, name)]
+    found = [run for run in stored if run["variant"] == variant.name]
+    if any(run["configuration"] != asdict(variant) for run in found):
+        raise ValueError(f"{RESULTS / 'training'}: {name} has changed, run it again")
     return sorted(found, key=lambda run: run["seed"])
 
 

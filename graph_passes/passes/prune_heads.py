@@ -37,7 +37,7 @@ HeadMask = Annotated[
 
 
 class PruneHeads(AttentionPass[Sequence[int]]):
-    """Remove masked heads (Voting-to-Stay of arXiv 2305.16000; Michel et al. 2019).
+    """Remove masked heads (Voting-to-Stay of arXiv 2305.14380; Michel et al. 2019).
 
     Before: out = sum over heads h of softmax(s q_h k_h^T) v_h W_O^h + b
     After:  out = sum over the heads h with mask_h = 1, of the same

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -248,7 +248,8 @@ def test_pages_show_results_claims_and_what_is_not_measured(
     assert "| value | 0.05 | 3.500 | 3.000 |" in pages.group_loss()
     for seed, score in enumerate((30.0, 31.0)):
         run = {
-            "variant": "vanilla", "seed": seed, "bleu": score, "parameters": 1e6, "macs": 2e6,
+            "variant": "vanilla", "configuration": asdict(VARIANTS["vanilla"]), "seed": seed,
+            "bleu": score, "parameters": 1e6, "macs": 2e6,
             "steps_per_cpu_s": 3.0, "settings": TINY.to_json(), "pairs": 40,
             "curve": [{"step": step, "train_loss": 3.0, "val_loss": 2.0} for step in (2, 4)],
             "machine": {"cpu": "C", "torch": "2", "threads": 1, "shared": True},
@@ -262,9 +263,11 @@ def test_pages_show_results_claims_and_what_is_not_measured(
         )
         assert "<svg" in pages.translation_curves(experiment)
     assert "shared with other processes" in pages.translation_source()
-    _common.write_json(
-        tmp_path / "training" / "translation-ght-0.json",
-        {**run, "variant": "ght", "settings": {**TINY.to_json(), "steps": 5}},
-    )
+    path = tmp_path / "training" / "translation-ght-0.json"
+    other = {**asdict(VARIANTS["ght"]), "group_weight": 0.5}
+    _common.write_json(path, {**run, "variant": "ght", "configuration": other})
+    with pytest.raises(ValueError, match="has changed"):
+        pages.translation("grouped")
+    _common.write_json(path, {**run, "variant": "ght", "settings": {**TINY.to_json(), "steps": 5}})
     with pytest.raises(ValueError, match="different settings"):
         pages.translation("grouped")
