@@ -3,7 +3,7 @@
 Activations and weights are rounded to the grids of ``models.int8``. These are static bytes of
 activations with the same divisors, scales and zero points, weights with one scale per column and
 corrected biases, and bytes of large embedding tables. Weights are rounded as those before the
-training were.
+training were. Under autocast, products of the rounded numbers are rounded once more, to bfloat16.
 
 The gradient of rounding is 1, and that of clipping is that of a clamp (straight-through estimator,
 arXiv 1308.3432). Products without a static grid stay float: those of constants.
@@ -98,7 +98,8 @@ class _FakeProduct:
         matrix = matrix * self._divisors[:, None]
         with torch.no_grad():
             error = self._rounded(matrix) - matrix
-            shift = -(self._mean @ error)  # the correction of the bias
+            # The correction of the bias; a product would be rounded by autocast.
+            shift = -(self._mean[:, None] * error).sum(0)
         matrix = matrix + error
         x = _as_bytes(x.float() / self._divisors, self._step, self._zero_point)
         weight = matrix.T if self._is_transposed else matrix

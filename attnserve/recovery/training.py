@@ -21,7 +21,12 @@ from attnserve.context import RunContext
 from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed
 from attnserve.recovery.distillation import Objective
 from attnserve.recovery.module import GraphModule, memory_errors
-from attnserve.runtime.cache import private_folder, read_private, writing_atomically
+from attnserve.runtime.cache import (
+    private_folder,
+    read_private,
+    remove_older,
+    writing_atomically,
+)
 from attnserve.runtime.cpu import has_bfloat16_product
 from attnserve.runtime.session import Batch
 from graph_passes.errors import CheckFailed
@@ -48,6 +53,9 @@ MEASUREMENTS = 8
 
 PATIENCE = 6
 """Training ends if this many measurements in a row are no better (``is_stuck``)."""
+
+KEPT_DAYS = 30
+"""Checkpoints of trainings that nobody continued are deleted after this time."""
 
 CACHE_BYTES = 2**30
 """Memory for outputs of the teacher that each further epoch needs again, in half precision."""
@@ -100,6 +108,7 @@ class Checkpoint:
         self._is_lost = False
 
     def load(self) -> dict[str, Any] | None:
+        remove_older(self._folder, "*.pt", KEPT_DAYS)
         content = read_private(self._path)
         if content is None:
             return None

@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = [
     "cache_folder",
     "private_folder",
     "read_private",
+    "remove_older",
     "write_atomically",
     "writing_atomically",
 ]
@@ -66,6 +68,15 @@ def read_private(path: Path) -> bytes | None:
             return file.read() if stat.S_ISREG(info.st_mode) and _is_own(info) else None
     except OSError:
         return None
+
+
+def remove_older(folder: Path, pattern: str, days: float) -> None:
+    """Delete files that were not written for so many days."""
+    oldest = time.time() - 86400 * days
+    for path in folder.glob(pattern):
+        with suppress(OSError):
+            if path.lstat().st_mtime < oldest:
+                path.unlink()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -26,7 +26,8 @@ from attnserve.recovery.batches import row_contents  # noqa: E402
 from attnserve.recovery.distillation import served_vectors  # noqa: E402
 from attnserve.recovery.labels import LabeledRow, Labels  # noqa: E402
 from attnserve.runtime.session import open_session, run  # noqa: E402
-from graph_passes.errors import AttnserveError  # noqa: E402
+from graph_passes.errors import AttnserveError, InvalidData  # noqa: E402
+from tests.errors import raises  # noqa: E402
 
 WORDS = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
 
@@ -133,6 +134,13 @@ def test_labels_teach_a_classifier(
     assert report.scores.teacher.value == 1.0
     assert report.gain and report.scores.after.value > report.scores.before.value
     assert report.scores.after.to_json()["task"] == "classification"
+    # One label of many that the model does not have is found before the training.
+    data.write_text("\n".join(["label\ttext", *rows, "4\ta b"]) + "\n", encoding="utf-8")
+    with raises(InvalidData, "recovery.label_range", "4 classes"):
+        attnserve.recover(
+            pruned, tmp_path / "out", teacher=model, data=data, minutes=0, task="classification",
+            force=True,
+        )  # fmt: skip
 
 
 def load(model: Path, data: Path, rows: Sequence[LabeledRow]) -> tuple[ir.Model, Dataset]:

@@ -20,6 +20,8 @@ from typer.main import get_command
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
+from attnserve.checks.compare import Fidelity  # noqa: E402
+from attnserve.checks.quality import Quality  # noqa: E402
 from attnserve.cli.app import app, main  # noqa: E402
 from attnserve.cli.display import option_names  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
@@ -28,6 +30,7 @@ from attnserve.models.precision import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.attention_operators import OPERATORS  # noqa: E402
 from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
+from attnserve.recovery.recover import _Proof  # noqa: E402
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
 from tests.errors import raises  # noqa: E402
@@ -395,6 +398,21 @@ def test_numbers_that_are_not_finite_are_null_in_json():
     assert course.to_json()["first_loss"] is None
     assert course.to_json()["history"] == [[1.0, None, None]]
     json.dumps(course.to_json(), allow_nan=False)
+
+
+def test_a_gain_in_one_output_at_the_cost_of_another_is_none():
+    def proof(**values: float) -> _Proof:
+        each = [
+            Quality("r2", v, v - 0.1, v, None, v, 0.0, 99, output=name)
+            for name, v in sorted(values.items(), key=lambda item: item[1])
+        ]
+        return _Proof(Fidelity((), 0.9, 0.9, "texts", tuple(each)))
+
+    before = proof(a=0.5, b=0.95)
+    assert proof(a=0.6, b=0.9).is_better_than(before)  # b is in its interval
+    assert not proof(a=0.6, b=0.7).is_better_than(before)
+    assert not proof(a=0.45, b=0.99).is_better_than(before)
+    assert not before.is_better_than(before)
 
 
 def test_checkpoint_that_cannot_be_written_gives_one_warning(

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
 
-from attnserve.runtime.cache import private_folder, read_private, write_atomically
+from attnserve.runtime.cache import (
+    private_folder,
+    read_private,
+    remove_older,
+    write_atomically,
+)
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes are those of POSIX")
 
@@ -31,6 +37,17 @@ def test_private_folder_that_others_may_write_is_refused(tmp_path: Path):
     assert private_folder(tmp_path / "link") is None
     (tmp_path / "file").touch()
     assert private_folder(tmp_path / "file" / "below") is None
+
+
+def test_only_old_files_of_the_pattern_are_removed(tmp_path: Path):
+    for name, days in (("old.pt", 31), ("new.pt", 29), ("old.txt", 31)):
+        file = tmp_path / name
+        file.touch()
+        then = time.time() - 86400 * days
+        os.utime(file, (then, then))
+    remove_older(tmp_path, "*.pt", 30)
+    assert {file.name for file in tmp_path.iterdir()} == {"new.pt", "old.txt"}
+    remove_older(tmp_path / "missing", "*.pt", 30)
 
 
 def test_read_private_ignores_what_others_could_have_written(
