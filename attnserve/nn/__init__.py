@@ -30,6 +30,7 @@ from attnserve.nn.grouped import (
 )
 from attnserve.nn.huggingface import swap
 from attnserve.nn.reuse import ReuseAttention, SkipAttention, reuse_transformer
+from attnserve.nn.shared_keys import SharedKeyAttention
 from attnserve.nn.trained import TrainedAttention, read_attention
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "FixedHeadAttention",
     "GroupedHeadAttention",
     "ReuseAttention",
+    "SharedKeyAttention",
     "SkipAttention",
     "TrainedAttention",
     "group_loss",

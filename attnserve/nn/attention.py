@@ -383,7 +383,7 @@ def rotary_error(kind: str) -> InvalidArgument:
     """The error of a layer that cannot have rotary positions."""
     return InvalidArgument(
         f"{kind} cannot have rotary positions",
-        "use FixedHeadAttention, GroupedHeadAttention or reuse_transformer for this model",
+        "use SharedKeyAttention, or another layer of attnserve.nn, for this model",
         code="nn.rotary",
     )
 

@@ -15,6 +15,7 @@ from attnserve.nn.attention import (
     input_projection,
     rotary_error,
 )
+from attnserve.nn.shared_keys import SharedKeyAttention
 from attnserve.nn.trained import TrainedAttention
 from graph_passes.errors import InvalidArgument
 from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors
@@ -114,21 +115,26 @@ class CollaborativeAttention(AttentionLayer):
         rank: int,
         head_size: int | None = None,
         moments: TokenMoments | None = None,
-    ) -> CollaborativeAttention:
+    ) -> CollaborativeAttention | SharedKeyAttention:
         """Factorize the queries and keys of a trained layer, keeping its scale.
 
+        Under rotary positions only keys are shared, see ``SharedKeyAttention``.
+
         Args:
-            rank: R, from 1 to H*K, where the result is exact.
+            rank: R, from 1 to H*K, where the result is exact. Under rotary positions an even number
+                from 2 to G*K, for G different key heads.
             head_size: Mean number of dimensions a head reads, for sparse mixing (default: dense).
             moments: Moments of the layer's tokens, for a calibrated decomposition.
 
         Raises:
-            InvalidArgument: ``rank`` or ``head_size`` is out of range, or the layer has rotary
-                positions: the shared dimensions would have to turn as those of each head do.
+            InvalidArgument: ``rank`` or ``head_size`` is out of range, or ``head_size`` is given
+                for a layer with rotary positions.
             InvalidModel: Weights are not finite.
         """
         if layer.rotary:
-            raise rotary_error("CollaborativeAttention")
+            if head_size is not None:
+                raise rotary_error("`head_size` (sparse mixing)")
+            return SharedKeyAttention.from_trained(layer, rank=rank, moments=moments)
         q, k, bias = (_array(part) for part in (layer.query, layer.key, layer.query_bias))
         if head_size is None:
             factors = collaborative_factors(q, k, rank, query_bias=bias, moments=moments)

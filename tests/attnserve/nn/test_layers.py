@@ -16,6 +16,7 @@ from attnserve.nn import (  # noqa: E402
     FixedHeadAttention,
     GroupedHeadAttention,
     ReuseAttention,
+    SharedKeyAttention,
     TrainedAttention,
     read_attention,
 )
@@ -313,6 +314,22 @@ def test_invalid_sizes_are_refused(layer_of: Layers):
         GroupedHeadAttention(16, 4, 4, num_groups=5)
     with raises(InvalidArgument, "nn.appended_keys"):
         read_attention(layer_of(add_zero_attn=True))
+
+
+def test_shared_keys_lose_less_the_more_dimensions_they_have():
+    torch.manual_seed(1)
+    projections = [torch.nn.Linear(16, 16) for _ in range(4)]
+    layer = TrainedAttention.of_linears(*projections, num_heads=4, scale=0.5, rotary=True)
+    exact = FixedHeadAttention.from_trained(layer)
+    x, angles = tokens(2, 5, 16), torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
+    rotation = angles.cos()[None], angles.sin()[None]
+    errors = []
+    for rank in (4, 8, 12, 16):
+        shared = CollaborativeAttention.from_trained(layer, rank=rank)
+        assert isinstance(shared, SharedKeyAttention) and shared.k_proj.out_features == rank
+        error = shared.logits(x, x, rotation) - exact.logits(x, x, rotation)
+        errors.append(float(error.detach().norm()))
+    assert errors[0] > errors[1] > errors[2] > 1e-2 and errors[3] < 1e-4
 
 
 def test_fixed_heads_without_biases_are_those_of_a_layer_without(layer_of: Callable[..., Any]):

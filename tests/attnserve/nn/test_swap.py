@@ -113,7 +113,7 @@ def grouped(layers: Sequence[TrainedAttention]) -> list[GroupedHeadAttention]:
 @pytest.mark.parametrize("name", MODELS)
 def test_swap_of_the_same_function_keeps_outputs(name: str, attention: str):
     model, inputs = build(name, attention), feeds(name)
-    convert = widened if name in ROTARY else collaborative(16)
+    convert = collaborative(8 if name in ROTARY else 16)
     with torch.no_grad():
         before = model(**inputs).last_hidden_state
         assert len(swap(model, convert)) == MODELS[name][2]
@@ -136,12 +136,12 @@ def test_swapped_model_trains_with_group_loss_and_keeps_pillars():
     assert model(**inputs).last_hidden_state.isfinite().all()
 
 
-@pytest.mark.parametrize("head_size", [None, 3])
-def test_weights_load_into_a_model_swapped_in_the_same_way(head_size: int | None):
-    model, inputs = build("BERT"), feeds("BERT")
-    swap(model, collaborative(8, head_size))
-    other = transformers.BertModel(model.config).eval()
-    swap(other, collaborative(8, head_size))
+@pytest.mark.parametrize(("name", "head_size"), [("BERT", None), ("BERT", 3), ("Qwen2", None)])
+def test_weights_load_into_a_model_swapped_in_the_same_way(name: str, head_size: int | None):
+    model, inputs = build(name), feeds(name)
+    swap(model, collaborative(6, head_size))
+    other = type(model)(model.config).eval()
+    swap(other, collaborative(6, head_size))
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
         expected, found = (each(**inputs).last_hidden_state for each in (model, other))
@@ -189,10 +189,15 @@ def test_unsupported_model_is_refused_by_name():
         swap(model, collaborative(16))
 
 
-def test_rotary_positions_refuse_shared_dimensions():
+@pytest.mark.parametrize(
+    ("convert", "code"),
+    [(collaborative(4, 3), "nn.rotary"), (collaborative(9), "factorize.rotary_size")],
+    ids=["sparse", "odd"],
+)
+def test_rotary_positions_need_pairs_of_shared_keys(convert: Convert, code: str):
     model = build("Llama")
-    with raises(InvalidArgument, "nn.rotary", "CollaborativeAttention", "reuse_transformer"):
-        swap(model, collaborative(16))
+    with raises(InvalidArgument, code):
+        swap(model, convert)
     assert type(model.layers[0].self_attn).__name__ == "LlamaAttention"
 
 
@@ -249,9 +254,11 @@ def export(model: Any, inputs: dict[str, Any], path: Path) -> Path:
 @pytest.mark.parametrize("name", CONVERSIONS)
 @pytest.mark.parametrize("architecture", ["BERT", "Llama"])
 def test_exported_graph_is_certified_in_its_form(architecture: str, name: str, tmp_path: Path):
-    if architecture in ROTARY and name in ("collaborative", "sparse"):
-        pytest.skip("shared dimensions cannot have rotary positions")
+    if architecture in ROTARY and name == "sparse":
+        pytest.skip("sparse mixing cannot have rotary positions")
     convert, expected = CONVERSIONS[name]
+    if architecture in ROTARY and name == "collaborative":
+        convert, expected = collaborative(6), [("standard", 4, 6)] * 4  # one key head
     model = build(architecture)
     swap(model, convert)
     model.config.use_cache = False

@@ -1,0 +1,126 @@
+"""Collaborative heads under rotary positions: all heads share one key head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnserve.nn.attention import (
+    AttentionLayer,
+    Rotation,
+    by_head,
+    check_size,
+    input_projection,
+    rotated,
+)
+from attnserve.nn.trained import TrainedAttention
+from graph_passes.factorize.moments import TokenMoments
+from graph_passes.factorize.rotary import RotaryHeads, shared_keys
+
+__all__ = ["SharedKeyAttention"]
+
+
+class SharedKeyAttention(AttentionLayer):
+    """Heads whose keys share R dimensions that turn with the position.
+
+        logits_h = scale Re sum_n e^{i theta_f(n) (s - t)} (x W_Q^h)_n conj((y W~_K)_n)
+
+    Elements n and n + R/2 are one complex number. It turns with the angle of its plane f(n) for all
+    heads alike, so that heads can share keys within a plane (arXiv 2006.16362 shares queries too;
+    a shared query would need a complex mixing). Every head has R query dimensions.
+
+    Args:
+        embed_dim: D.
+        num_heads: H.
+        planes: f(n), the index of the angle of each complex number, (R/2,).
+        value_head_size: V; default: D/H.
+        scale: Default: 1/sqrt(R).
+        others: See ``AttentionLayer``.
+
+    Attributes:
+        q_proj: The queries of all heads, a linear map from D to H*R.
+        k_proj: The shared keys, a linear map from E to R.
+    """
+
+    planes: Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        planes: Tensor,
+        *,
+        value_head_size: int | None = None,
+        scale: float | None = None,
+        bias: bool = True,
+        **others: Any,
+    ) -> None:
+        rank = 2 * len(planes)
+        check_size("planes", rank)
+        check_size("num_heads", num_heads)
+        super().__init__(
+            embed_dim, num_heads, value_head_size=value_head_size or embed_dim // num_heads,
+            scale=rank**-0.5 if scale is None else scale, bias=bias, **others,
+        )  # fmt: skip
+        self.rank = rank
+        self.q_proj = input_projection(embed_dim, num_heads * rank, bias=bias)
+        self.k_proj = input_projection(self.kdim, rank, bias=bias)
+        self.register_buffer("planes", planes)
+
+    @classmethod
+    def from_trained(
+        cls, layer: TrainedAttention, *, rank: int, moments: TokenMoments | None = None
+    ) -> SharedKeyAttention:
+        """Share the keys of a trained layer with rotary positions, keeping its scale.
+
+        Args:
+            rank: R, an even number from 2 to G*K for G different key heads, where it is exact.
+            moments: Moments of the layer's tokens, for a calibrated decomposition.
+
+        Raises:
+            InvalidArgument: ``rank`` is out of range.
+        """
+        key = _complex(layer.key, layer.key_bias)
+        _, first, groups = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        query = _complex(layer.query, layer.query_bias)
+        heads = RotaryHeads(query, key[first], groups.reshape(-1), is_self=True)
+        factors = shared_keys(heads, rank, moments)
+        query, key = _real(factors.query), _real(factors.key)[0]  # H D+1 R and E+1 R
+        D, E, F = layer.sizes
+        made = cls(
+            D, layer.num_heads, torch.from_numpy(factors.planes[0]),
+            value_head_size=layer.value_head_size, scale=layer.scale, dropout=layer.dropout,
+            kdim=E, vdim=F, batch_first=layer.batch_first,
+        ).to(layer.query)  # fmt: skip
+        with torch.no_grad():
+            made.q_proj.weight.copy_(query[:, :-1].transpose(1, 2).flatten(0, 1))
+            made.q_proj.bias.copy_(query[:, -1].flatten())
+            made.k_proj.weight.copy_(key[:-1].T)
+            made.k_proj.bias.copy_(key[-1])
+            made.v_proj.weight.copy_(layer.value.transpose(1, 2).flatten(0, 1))
+            made.v_proj.bias.copy_(layer.value_bias.flatten())
+            made.out_proj.weight.copy_(layer.output.flatten(0, 1).T)
+            made.out_proj.bias.copy_(layer.output_bias)
+        return made
+
+    def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
+        q, k = by_head(self.q_proj(query), self.num_heads), by_head(self.k_proj(key), 1)
+        if rotation is not None:
+            cos, sin = (part[..., self.planes] for part in rotation)
+            turns = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+            q, k = rotated(q, turns), rotated(k, turns)
+        return (q * self.scale) @ k.transpose(-1, -2)
+
+
+def _complex(weight: Tensor, bias: Tensor) -> Any:
+    """W^h (H, D, K) with the bias as the last row, as complex numbers (H, D+1, K/2)."""
+    rows = torch.cat([weight, bias.unsqueeze(1)], 1).double().cpu().numpy()
+    real, imaginary = np.split(rows, 2, axis=2)
+    return real + 1j * imaginary
+
+
+def _real(heads: Any) -> Tensor:
+    return torch.from_numpy(np.concatenate([heads.real, heads.imag], axis=2))
