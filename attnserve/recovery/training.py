@@ -41,8 +41,19 @@ LEARNING_RATE = 2.5e-4
 LARGEST_ROOT = 1.2
 """Of a first loss, for its learning rate."""
 
+LABELED_SHARE = 0.1
+"""How much of the loss of labels counts for the learning rate: most of it cannot be gained."""
+
 WARM_UP = 20
 """Steps with a growing learning rate."""
+
+TOO_FAST = 2
+"""A training whose first measurements, this many, are all worse than the initial weights starts
+again with a lower learning rate. Near an optimum, gradients are mostly noise: AdamW then moves
+every weight at random by the learning rate."""
+
+SLOWER = 3.0
+"""The learning rate is divided by this when the training starts again."""
 
 AVERAGE = 0.99
 """The share of the averaged weights that a step keeps, once many steps are done."""
@@ -71,6 +82,8 @@ class Training:
         seconds: Time of the training, its measurements included.
         stopped: Why it ended: "time", "no gain" or "not finite".
         learning_rate: The largest one, of the schedule.
+        restarts: How often the training began again with a lower learning rate.
+        since: (step, measurement) of the last beginning.
         loss: The loss on the rows to choose, of the best weights (``Quality.loss``).
         first_loss: The same before the training.
         history: (seconds, training loss, loss on the rows to choose) of each measurement.
@@ -81,6 +94,8 @@ class Training:
     seconds: float = 0.0
     stopped: str = "time"
     learning_rate: float = 0.0
+    restarts: int = 0
+    since: tuple[int, int] = (0, 0)
     loss: float = math.inf
     first_loss: float = math.inf
     history: list[tuple[float, float, float]] = field(
@@ -211,7 +226,7 @@ class _Run:
         self.weights = list(module.weights)
         self.average = [weight.detach().clone() for weight in self.weights]
         self.best = [weight.detach().clone() for weight in self.weights]
-        self.optimizer = torch.optim.AdamW(self.weights, fused=True)
+        self.optimizer = self._new_optimizer()
         self.course = Training()
         self._known: dict[int, list[list[np.ndarray]]] = {}
         self._known_bytes = 0
@@ -247,6 +262,8 @@ class _Run:
                 continue
             began = time.monotonic()
             self._measure(began - start, losses)
+            if self._is_too_fast():
+                self._restart()
             measured, losses = time.monotonic(), []
             interval = max(interval, 5 * (measured - began))  # measuring takes a sixth at most
             if is_stuck([loss for _, _, loss in course.history], began - start, self.budget):
@@ -272,26 +289,30 @@ class _Run:
             if not math.isfinite(total):
                 return total
             loss.backward()
+        gainable = total
         if self.lesson.labeled is not None:
             with self._precision():
                 loss = self.lesson.labeled(step)
             total += float(loss.detach())
+            gainable += LABELED_SHARE * float(loss.detach())
             if not math.isfinite(total):
                 return total
             loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
         if not math.isfinite(norm):
             return norm
-        if step < WARM_UP:  # the mean over the first steps
-            self.course.learning_rate += (rate_for(total) - self.course.learning_rate) / (step + 1)
-        warmth = min((step + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
+        if step < WARM_UP and not self.course.restarts:  # the mean over the first steps
+            rate = self.course.learning_rate
+            self.course.learning_rate += (rate_for(gainable) - rate) / (step + 1)
+        begun = step - self.course.since[0]
+        warmth = min((begun + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = self.course.learning_rate * warmth
         self.optimizer.step()
         self.course.steps += 1
         self.course.tokens += sum(map(count_tokens, batches))
-        kept = min(AVERAGE, (1 + step) / (10 + step))
-        get_ema_multi_avg_fn(kept)(self.average, self.weights, step)
+        kept = min(AVERAGE, (1 + begun) / (10 + begun))
+        get_ema_multi_avg_fn(kept)(self.average, self.weights, begun)
         return total
 
     def _precision(self) -> AbstractContextManager[Any]:
@@ -346,10 +367,29 @@ class _Run:
             "course": asdict(course),
         })  # fmt: skip
 
+    def _is_too_fast(self) -> bool:
+        losses = [loss for _, _, loss in self.course.history[self.course.since[1] :]]
+        return not self.course.is_better and len(losses) >= TOO_FAST
+
+    def _restart(self) -> None:
+        """Start again from the initial weights, with a lower learning rate."""
+        course = self.course
+        with torch.no_grad():
+            for values in (self.weights, self.average):
+                for value, initial in zip(values, self.best, strict=True):
+                    value.copy_(initial)
+        self.optimizer = self._new_optimizer()
+        course.learning_rate /= SLOWER
+        course.restarts += 1
+        course.since = (course.steps, len(course.history))
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self.weights, fused=True)
+
     def _resume(self) -> None:
         """Continue from the checkpoint, if it fits."""
         state = self.checkpoint.load()
-        if state is None or "learning_rate" not in state["course"]:
+        if state is None or "restarts" not in state["course"]:
             return
         shapes = [weight.shape for weight in self.weights]
         if [weight.shape for weight in state["weights"]] != shapes:

@@ -468,6 +468,18 @@ def test_learning_rate_is_the_root_of_the_first_loss_up_to_a_limit(loss: float, 
     assert training.rate_for(loss) == pytest.approx(rate, rel=1e-9)
 
 
+@pytest.mark.usefixtures("clock")
+def test_training_that_makes_weights_worse_starts_again_more_slowly(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training, "LEARNING_RATE", 0.3)
+    monkeypatch.setattr(training, "SLOWER", 100.0)
+    report = attnserve.recover(pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES)
+    assert report.training.restarts == 1 and report.gain
+    losses = [loss for _, _, loss in report.training.history]
+    assert min(losses[:2]) > report.training.first_loss > report.training.loss == min(losses)
+
+
 def test_is_stuck_needs_six_measurements_without_progress():
     falling = [0.5, 0.48, 0.46, 0.44, 0.42, 0.4, 0.38, 0.36]
     assert not training.is_stuck(falling, 50, 60)  # also if all are worse than the initial loss
