@@ -2,7 +2,7 @@
 
     python -m benchmarks.finetuning --task sts --train STSB_TRAIN.tsv --dev STSB_DEV.tsv
     python -m benchmarks.finetuning --task classification --train SST2_TRAIN.tsv --dev SST2_DEV.tsv
-        [--minutes 2] [--seeds 0] [--threads 2] [--resume]
+        [--minutes 5] [--seeds 0] [--threads 2] [--resume]
 
 For classification, all-MiniLM-L6-v2 is fine-tuned on every other row of --train; for sts it is
 taken as it is. Then its queries and keys share R dimensions (``optimize --collab-dk R``, calibrated
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--task", choices=("sts", "classification"), required=True)
     parser.add_argument("--train", type=Path, required=True, help="labels and sentences")
     parser.add_argument("--dev", type=Path, required=True, help="labels and sentences")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of each fine-tuning")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of each fine-tuning")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=0, help="of the training; default: all")
     parser.add_argument("--resume", action="store_true", help="skip what the result file has")
@@ -85,6 +85,7 @@ def measure(ranks: list[int | None], seed: int, options: argparse.Namespace) -> 
                 "task": options.task, "rank": rank, "seed": seed, "minutes": options.minutes,
                 "tuned": score, "decomposed": scored(smaller, options),
                 "tuned_again": scored(again, options), "gain": report.gain,
+                "learning_rate": report.training.learning_rate, "steps": report.training.steps,
                 "threads": options.threads or "all",
             }  # fmt: skip
             print(f"  R = {rank}: {row['decomposed']:.4f} -> {row['tuned_again']:.4f}", flush=True)

@@ -41,8 +41,9 @@ LEARNING_RATE = 2.5e-4
 LARGEST_ROOT = 1.2
 """Of a first loss, for its learning rate."""
 
-LABELED_SHARE = 0.1
-"""How much of the loss of labels counts for the learning rate: most of it cannot be gained."""
+LABELED_SHARE = 0.05
+"""How much of the loss of labels counts for the learning rate: most of it cannot be gained. From a
+trained classifier, 3e-5 gains in minutes, and 1e-4 only loses."""
 
 WARM_UP = 20
 """Steps with a growing learning rate."""
