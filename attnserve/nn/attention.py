@@ -19,6 +19,7 @@ __all__ = [
     "Rotation",
     "check_size",
     "rotary_error",
+    "value_size",
 ]
 
 Rotation = tuple[Tensor, Tensor]
@@ -340,6 +341,21 @@ def check_size(name: str, size: int) -> None:
         raise InvalidArgument(
             f"`{name}` is {size}: expected at least 1", "choose a positive size", code="nn.size"
         )
+
+
+def value_size(embed_dim: int, num_heads: int, given: int | None) -> int:
+    """V: the size that was given, or else D/H.
+
+    Raises:
+        InvalidArgument: D/H is no integer.
+    """
+    if given is None and embed_dim % num_heads:
+        raise InvalidArgument(
+            f"`embed_dim` is {embed_dim}: not a multiple of `num_heads` = {num_heads}",
+            "pass `value_head_size`",
+            code="nn.value_head_size",
+        )
+    return given or embed_dim // num_heads
 
 
 def projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:

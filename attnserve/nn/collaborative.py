@@ -14,6 +14,7 @@ from attnserve.nn.attention import (
     check_size,
     input_projection,
     rotary_error,
+    value_size,
 )
 from attnserve.nn.shared_keys import SharedKeyAttention
 from attnserve.nn.trained import TrainedAttention
@@ -72,14 +73,8 @@ class CollaborativeAttention(AttentionLayer):
     ) -> None:
         check_size("rank", rank)
         check_size("num_heads", num_heads)
-        if value_head_size is None and embed_dim % num_heads:
-            raise InvalidArgument(
-                f"`embed_dim` is {embed_dim}: not a multiple of `num_heads` = {num_heads}",
-                "pass `value_head_size`",
-                code="nn.value_head_size",
-            )
         super().__init__(
-            embed_dim, num_heads, value_head_size=value_head_size or embed_dim // num_heads,
+            embed_dim, num_heads, value_head_size=value_size(embed_dim, num_heads, value_head_size),
             scale=(rank / num_heads) ** -0.5 if scale is None else scale, bias=bias, **others,
         )  # fmt: skip
         self.rank = rank

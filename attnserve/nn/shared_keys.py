@@ -15,6 +15,7 @@ from attnserve.nn.attention import (
     check_size,
     input_projection,
     rotated,
+    value_size,
 )
 from attnserve.nn.trained import TrainedAttention
 from graph_passes.factorize.moments import TokenMoments
@@ -62,7 +63,7 @@ class SharedKeyAttention(AttentionLayer):
         check_size("planes", rank)
         check_size("num_heads", num_heads)
         super().__init__(
-            embed_dim, num_heads, value_head_size=value_head_size or embed_dim // num_heads,
+            embed_dim, num_heads, value_head_size=value_size(embed_dim, num_heads, value_head_size),
             scale=rank**-0.5 if scale is None else scale, bias=bias, **others,
         )  # fmt: skip
         self.rank = rank
