@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from attnserve.models.loaded_model import ModelFailed
+from attnserve.runtime.cache import cache_folder
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
 
 log = logging.getLogger("attnserve")
@@ -150,7 +151,7 @@ def _folders(served: Path) -> re.Pattern[str]:
     folder = served.parent if served.suffix == ".onnx" else served
     folders = {
         folder.absolute(), folder.resolve(), Path(tempfile.gettempdir()),
-        Path(__file__).parents[1], Path(sys.prefix), Path(sys.base_prefix),
+        Path(__file__).parents[1], Path(sys.prefix), Path(sys.base_prefix), cache_folder(),
     }  # fmt: skip
     longest_first = sorted((str(one) for one in folders if one.name), key=len, reverse=True)
     names = "|".join(map(re.escape, longest_first))

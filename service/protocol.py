@@ -64,6 +64,7 @@ class Protocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._most, self.limit_concurrency = self.limit_concurrency, None
         self._head_bytes: int | None = 0  # None while a body is read
+        self._unread_bytes = 0  # since the last part of a body: sizes of chunks, and trailers
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
@@ -95,7 +96,11 @@ class Protocol(HttpToolsProtocol):
                 self._refuse(TOO_LARGE)
                 return
             data = UPGRADE.sub(b"", head + end[:2], count=1) + end[2:] + body
+        else:
+            self._unread_bytes += len(data)
         super().data_received(data)
+        if self._head_bytes is None and self._unread_bytes > MAX_HEAD_BYTES:
+            self._refuse(TOO_LARGE)
 
     def on_headers_complete(self) -> None:
         self._head_bytes = None
@@ -103,8 +108,12 @@ class Protocol(HttpToolsProtocol):
         if not self.pipeline:
             self._answering = self.cycle
 
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self._head_bytes = 0
+        self._head_bytes = self._unread_bytes = 0
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from attnserve.checks.live_quality import LiveComparison
+from attnserve.choices import Measure
 from attnserve.context import Provider
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_files
@@ -64,6 +65,7 @@ class ServedModel(Protocol):
     """A version of a model that is served in place of the original."""
 
     version: str
+    content: str
     model: Model
 
     @property
@@ -76,12 +78,14 @@ class ServedRow:
 
     Attributes:
         key: Name and version of the model that answered.
+        content: The checksum of its files: another model may be served under this name since.
         task: None for a row of tensors.
         payload: The ``Encoding`` of a text, or the inputs.
         outputs: The outputs that were served; of a text, its vector or its scores.
     """
 
     key: tuple[str, str]
+    content: str
     task: TextTask | None
     payload: Any
     outputs: Mapping[str, np.ndarray]
@@ -152,7 +156,10 @@ class ComparisonProcess:
         Raises:
             AttnserveError: The comparison or the start of the child failed.
         """
-        served = next((one for one in self._served() if (one.name, one.version) == row.key), None)
+        wanted = (*row.key, row.content)
+        served = next(
+            (one for one in self._served() if (one.name, one.version, one.content) == wanted), None
+        )
         if served is None:
             return None
         try:
@@ -189,10 +196,17 @@ class ComparisonProcess:
         try:
             child.call(
                 "watch", str((served.name, served.version)), model.artifact, model.signature,
-                "kl" if model.classifies else "similarity" if model.encoder else "r2",
+                _default_measure(model),
                 timeout_s=RUN_TIMEOUT_S,
             )  # fmt: skip
         except InvalidModel as reason:
             error = reason
         self._is_compared[served] = error is None
         return error
+
+
+def _default_measure(model: Model) -> Measure:
+    """The measure of a model whose record has none."""
+    if model.classifies:
+        return "r2" if model.reranks else "kl"
+    return "similarity" if model.encoder else "r2"

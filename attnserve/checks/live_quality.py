@@ -26,7 +26,7 @@ from attnserve.choices import Measure, Pooling
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
-from attnserve.models.loaded_model import Model, TextTask
+from attnserve.models.loaded_model import Model, TextTask, logits_of
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidModel
 
@@ -195,7 +195,7 @@ class LiveQuality:
 
 MEASURES: Mapping[TextTask, Sequence[Measure]] = {
     "embed": ["similarity"],
-    "classify": ["kl", "top1"],
+    "classify": ["kl", "top1", "r2"],
     "rerank": ["r2"],
 }
 """Measures of what is served for a text."""
@@ -210,7 +210,7 @@ class LiveComparison:
     def __init__(self, artifact: Artifact, provider: Provider) -> None:
         self._model = Model(artifact, provider=provider, threads=1)
         self._model.warm_up()
-        self._watched: dict[str, tuple[LiveQuality, str]] = {}
+        self._watched: dict[str, tuple[LiveQuality, str, Artifact]] = {}
 
     def watch(
         self, key: str, artifact: Artifact, signature: list[list[Any]], measure: Measure
@@ -235,7 +235,13 @@ class LiveComparison:
         measure = measure if promise.measure in ("auto", "score") else promise.measure
         pooling = None if artifact.tokenizer is None else artifact.pooling
         quality = LiveQuality(measure, pooling, promise.value, artifact.dimensions)
-        self._watched[key] = quality, promise.output
+        # One output, whatever clients ask for: that of texts, where there are any.
+        model = self._model
+        output = promise.output or model.outputs[0].name
+        if model.encoder is not None:
+            task = "classify" if model.classifies else "embed"
+            output = artifact.output or model.text_output(task)
+        self._watched[key] = quality, output, artifact
 
     def compare(
         self,
@@ -249,13 +255,14 @@ class LiveComparison:
         Returns:
             The ``LiveReport``, and "changed": whether the state of the promise has changed.
         """
-        quality, name = self._watched[key]
-        name = name if name in served else next(iter(served))
-        ours = served[name]
-        if len(ours) != 1 or (task and quality.report.measure not in MEASURES[task]):
+        quality, name, artifact = self._watched[key]
+        ours = served.get(name)
+        if ours is None or len(ours) != 1:
             return None
-        if task == "classify":  # the service answers probabilities
-            ours = np.log(np.maximum(ours, np.finfo(np.float64).tiny))
+        if task and quality.report.measure not in MEASURES[task]:
+            return None
+        if task == "classify":
+            ours = logits_of(ours, artifact.activation)
         theirs = self._model.run(inputs, [name])[name][:1]
         row = {name: array[:1] for name, array in inputs.items()}
         changed = quality.add(theirs, ours, row)

@@ -41,6 +41,7 @@ __all__ = [
     "OutOfMemory",
     "Tensor",
     "TextTask",
+    "logits_of",
     "scores_of",
 ]
 
@@ -544,6 +545,19 @@ def scores_of(logits: np.ndarray, activation: Activation | None) -> np.ndarray:
             return 1 / (1 + np.exp(-logits))
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True)
+
+
+def logits_of(scores: np.ndarray, activation: Activation | None) -> np.ndarray:
+    """The logits of scores; see ``scores_of``. Those of a softmax are known up to a constant."""
+    tiny = np.finfo(np.float64).tiny
+    if activation is None:
+        activation = "sigmoid" if scores.shape[1] == 1 else "softmax"
+    if activation == "identity":
+        return scores
+    logits = np.log(np.maximum(scores, tiny))
+    if activation == "sigmoid":
+        logits -= np.log(np.maximum(1 - scores, np.finfo(np.float64).epsneg))
+    return logits
 
 
 def _tensor(value: Any) -> Tensor:

@@ -64,11 +64,13 @@ PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
 
 
 def require_runtime() -> Any:
-    """Import the onnxruntime module.
+    """Import the onnxruntime module, without telemetry unless the user asks for it.
 
     Raises:
         MissingExtra: ONNX Runtime is not installed.
     """
+    # Set before the import: on some platforms, ONNX Runtime sends usage data to Microsoft.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError as error:

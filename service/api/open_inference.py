@@ -51,6 +51,9 @@ EXTENSIONS = (
 )
 """Supported extensions. Not supported: classification, sequences, shared memory."""
 
+MAX_TENSORS = 1024
+"""Inputs or outputs of a request."""
+
 SEQUENCES = ("sequences are not supported", "send each request without sequence parameters")
 UNSUPPORTED = {
     "sequence_id": SEQUENCES,
@@ -91,8 +94,8 @@ class InferRequest(Body):
 
     id: Name | None = None
     parameters: InferParameters = InferParameters()
-    inputs: Annotated[list[InputTensor], FailFast()] = Field(min_length=1)
-    outputs: Annotated[list[RequestedOutput], FailFast()] = Field([])
+    inputs: Annotated[list[InputTensor], FailFast()] = Field(min_length=1, max_length=MAX_TENSORS)
+    outputs: Annotated[list[RequestedOutput], FailFast()] = Field([], max_length=MAX_TENSORS)
     """All outputs if omitted."""
 
 

@@ -19,6 +19,8 @@ from service.errors import InvalidField
 
 router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 
+MAX_PAIRS = 10_000
+"""Of a request for similarities: its distinct texts are limited apart."""
 
 Pair = Annotated[list[str], FailFast(), Field(min_length=2, max_length=2)]
 SomeTexts = Annotated[list[str], Field(min_length=1)]
@@ -74,9 +76,9 @@ class PredictRequest(TextBody):
 class SimilarityRequest(TextBody):
     """Texts to compare: ``pairs``, or ``source`` with each of ``targets``."""
 
-    pairs: list[Pair] | None = Field(None, min_length=1, fail_fast=True)
+    pairs: list[Pair] | None = Field(None, min_length=1, max_length=MAX_PAIRS, fail_fast=True)
     source: str | None = None
-    targets: list[str] | None = Field(None, min_length=1, fail_fast=True)
+    targets: list[str] | None = Field(None, min_length=1, max_length=MAX_PAIRS, fail_fast=True)
 
 
 class TokenizeRequest(TextBody):
@@ -207,7 +209,8 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     )
     vectors = vectors.astype(np.float64)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
-    cosines = np.clip(np.einsum("nd,nd->n", vectors[left], vectors[right]), -1, 1)
+    # Of the distinct texts, which are limited: there may be many more pairs.
+    cosines = np.clip(vectors @ vectors.T, -1, 1)[left, right]
     content = {"similarities": cosines, **_model_and_usage(engine, answer.tokens)}
     return respond(request, engine, answer, content)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ from service.errors import DeadlineExceeded, NotReady, Overloaded
 STUCK_S = 30.0
 """A run that does not end this long after its last request has ended counts as lost."""
 
-RUN_TIME_DECAY = 0.9
-"""The weight of a past run, per run since then, in the expected duration of a run."""
+RECENT_RUNS = 32
+"""Past runs that tell the expected duration of a run."""
 
 ANSWER_MARGIN = 0.12
 """Fraction of a request's time limit that is reserved for receiving it and sending its answer."""
@@ -36,11 +36,16 @@ ANSWER_MARGIN = 0.12
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A unit of work that can share a run with rows of the same ``key``; at least 1 token long."""
+    """A unit of work that can share a run with rows of the same ``key``; at least 1 token long.
+
+    ``tokens`` is what a run computes for it; ``real_tokens`` leaves out the padding of a model with
+    a fixed length (default: ``tokens``).
+    """
 
     key: Hashable
     tokens: int
     payload: Any
+    real_tokens: int | None = None
     request: Any = None
     number: int = 0
     result: Any = None
@@ -229,7 +234,8 @@ class Batcher:
         self._paused = self._closed = False
         self._open: set[_Request] = set()  # requests without an answer
         self._runs: set[_Run] = set()
-        self._longest_runs_s: list[float] = []
+        self._recent_runs: deque[tuple[int, float]] = deque(maxlen=RECENT_RUNS)
+        """Padded tokens and seconds."""
         self._loop: asyncio.AbstractEventLoop  # that of the requests; set by the first one
         self._timer: asyncio.TimerHandle | None = None
 
@@ -365,7 +371,10 @@ class Batcher:
 
     def _expire(self, request: _Request) -> None:
         self._fail(
-            request, DeadlineExceeded("the deadline passed before the answer", "allow more time")
+            request,
+            DeadlineExceeded(
+                "the deadline passes before the answer is expected", "allow more time"
+            ),
         )
 
     def _fail(self, request: _Request, error: Exception) -> None:
@@ -471,9 +480,8 @@ class Batcher:
             with self._lock:
                 self._runs.discard(run)
         ended = perf_counter()
-        past = (duration * RUN_TIME_DECAY for duration in self._longest_runs_s)
-        self._longest_runs_s = sorted([ended - started, *past])[-self._concurrency - 1 :]
-        tokens = sum(row.tokens for row in rows)
+        self._recent_runs.append((len(rows) * rows[-1].tokens, ended - started))
+        tokens = sum(row.real_tokens or row.tokens for row in rows)
         return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, result))]
 
     def _take_batch(self, freed: int = 0) -> list[Row] | None:
@@ -488,7 +496,8 @@ class Batcher:
                         self._loop.call_soon_threadsafe(self._arm, delay)
                         return None
                 rows = self.queue.take()
-                batch = [row for row in rows if not self._will_miss_deadline(row.request, now)]
+                end = now + self._expected_s(len(rows) * rows[-1].tokens)
+                batch = [row for row in rows if not self._will_miss_deadline(row.request, end)]
                 if batch:
                     self._free_slots -= 1
                     return batch
@@ -504,8 +513,13 @@ class Batcher:
             row.request = request
             self.queue.add(row)
 
-    def _will_miss_deadline(self, request: _Request, now: float) -> bool:
-        """Whether a run that starts now would end too late for ``request``, which is then refused.
+    def _expected_s(self, padded_tokens: int) -> float:
+        """The longest recent run that was no larger, except those that one pause made long."""
+        past = sorted(seconds for tokens, seconds in self._recent_runs if tokens <= padded_tokens)
+        return past[-self._concurrency - 1] if len(past) > self._concurrency else 0.0
+
+    def _will_miss_deadline(self, request: _Request, end: float) -> bool:
+        """Whether a run with this end would be too late for ``request``, which is then refused.
 
         A request that found a free slot always runs: the expected duration would otherwise never
         be corrected after one slow run.
@@ -515,9 +529,7 @@ class Batcher:
         if not request.has_waited or request.deadline is None:
             return False
         margin = ANSWER_MARGIN * (request.deadline - request.queued_at)
-        # The longest past run, except those that one pause of the process may have made long.
-        expected_s = self._longest_runs_s[0] if self._longest_runs_s else 0.0
-        is_late = now + expected_s + margin > request.deadline
+        is_late = end + margin > request.deadline
         if is_late:
             self._loop.call_soon_threadsafe(self._expire, request)
         return is_late

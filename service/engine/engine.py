@@ -266,7 +266,12 @@ class Engine:
                 self._check_size(shapes, shapes, names)
                 fixed = model.fixed_tokens
                 return [
-                    Row((task,) if model.takes_mask else (task, len(one)), fixed or len(one), one)
+                    Row(
+                        (task,) if model.takes_mask else (task, len(one)),
+                        fixed or len(one),
+                        one,
+                        real_tokens=len(one),
+                    )
                     for one in encodings
                 ]
 
@@ -299,7 +304,7 @@ class Engine:
             TooLarge: Too many texts or characters in one request.
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
-        with self._counted() as stages:
+        with self._counted(is_inference=False):
             model = self.model
             self._check_texts(texts)
             result = await self._tokenizer.submit_from(
@@ -307,7 +312,6 @@ class Engine:
                 len(texts),
                 deadline,
             )
-            _add_stages(stages, result, output_ns=0)
         return result.results
 
     # -- lifetime ---------------------------------------------------------------------------------
@@ -349,7 +353,7 @@ class Engine:
     # -- runs -------------------------------------------------------------------------------------
 
     @contextmanager
-    def _counted(self) -> Generator[dict[str, int]]:
+    def _counted(self, *, is_inference: bool = True) -> Generator[dict[str, int]]:
         """Count a request; the caller fills in the yielded durations of its stages."""
         started = perf_counter_ns()
         stages: dict[str, int] = {}
@@ -364,7 +368,8 @@ class Engine:
             self.metrics.record_failure(perf_counter_ns() - started, REASONS[kind])
             raise
         else:
-            self.metrics.record_success(perf_counter_ns() - started, stages)
+            if is_inference:
+                self.metrics.record_success(perf_counter_ns() - started, stages)
         finally:
             self.in_flight -= 1
             self.release()

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import orjson
 
@@ -78,7 +79,7 @@ class Shadow:
             settings.sample_texts, settings.sample_rate, mask=settings.sample_mask
         )
         self._lines: list[str] = []
-        self._sampler = RowSampler(settings.shadow_rate, settings.workers)
+        self._samplers: WeakKeyDictionary[Engine, RowSampler] = WeakKeyDictionary()
         self._original: ComparisonProcess | None = None
         if settings.shadow is not None and self._is_first:
             self._original = ComparisonProcess(
@@ -88,7 +89,7 @@ class Shadow:
                 _warn,
                 timeout_s=settings.probe_timeout_s,
             )
-        self._reports: dict[str, dict[str, Any]] = {}
+        self._reports: dict[str, tuple[str, dict[str, Any]]] = {}  # with the content of the model
         self._pool = ThreadPoolExecutor(1, "shadow")
         self._pending: set[asyncio.Task[None]] = set()
         self._can_write = self._can_compare = True
@@ -118,8 +119,13 @@ class Shadow:
         if self._folder is not None and not self._is_first:
             with suppress(OSError, ValueError):
                 found = orjson.loads((self._folder / "reports.json").read_bytes())
-        keys = [(engine.name, engine.version) for engine in self._engines()]
-        return {key: found["\0".join(key)] for key in keys if "\0".join(key) in found}
+        reports: dict[Version, dict[str, Any]] = {}
+        for engine in self._engines():
+            key = (engine.name, engine.version)
+            content, report = found.get("\0".join(key), ("", {}))
+            if report and content == engine.content:
+                reports[key] = report
+        return reports
 
     # -- on the event loop ------------------------------------------------------------------------
 
@@ -140,12 +146,12 @@ class Shadow:
         """
         chosen = [] if self._texts is None else self._texts.choose(texts)
         sample = None
-        if self._settings.shadow is not None and self._sampler.is_next():
+        if self._is_sampled(engine):
             at = random.randrange(len(result.rows))
             outputs = result.results[at] if task is None else (result.results[at],)
             key = (engine.name, engine.version)
             served = dict(zip(names, outputs, strict=True))
-            sample = ServedRow(key, task, result.rows[at].payload, served)
+            sample = ServedRow(key, engine.content, task, result.rows[at].payload, served)
         if not chosen and sample is None:
             return None
 
@@ -160,6 +166,15 @@ class Shadow:
                 self._count(sample.key, "skipped")
 
         return run
+
+    def _is_sampled(self, engine: Engine) -> bool:
+        """Whether a row of the request is compared. More are, of the first ones of each model."""
+        settings = self._settings
+        if settings.shadow is None:
+            return False
+        if engine not in self._samplers:
+            self._samplers[engine] = RowSampler(settings.shadow_rate, settings.workers)
+        return self._samplers[engine].is_next()
 
     def collect(self) -> None:
         """Take over the rows of other workers; worker 0 calls this once a second."""
@@ -227,13 +242,13 @@ class Shadow:
         if report is None:
             return "skipped"
         self._can_compare = True
-        self._publish(sample.key, report)
+        self._publish(sample, report)
         return "compared"
 
-    def _publish(self, key: Version, report: dict[str, Any]) -> None:
+    def _publish(self, sample: ServedRow, report: dict[str, Any]) -> None:
         if report.pop("changed"):
-            _log_change(key, report)
-        self._reports = {**self._reports, "\0".join(key): report}
+            _log_change(sample.key, report)
+        self._reports = {**self._reports, "\0".join(sample.key): (sample.content, report)}
         if self._folder is not None:
             with suppress(OSError):
                 write_atomically(self._folder / "reports.json", orjson.dumps(self._reports))
