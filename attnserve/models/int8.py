@@ -423,13 +423,14 @@ class _Writer:
     def _weight(
         self, product: Product, divisors: np.ndarray | None, rounder: Rounder | None
     ) -> tuple[ir.Value, ir.Value]:
-        """Bytes (D N) and scales (N); shared weights are never divided."""
+        """Bytes (D N) and scales (N); only weights that are not divided are shared."""
         found = self.weights.get(product.key)
         if found is None or divisors is not None:
             bytes_, scales = self._bytes(product, _divided(product, divisors), rounder)
             make = Inserter(self.graph, self.graph[0], f"{product.weight.name}/int8")
             found = make.constant(bytes_, "bytes"), make.constant(scales, "scale")
-            self.weights[product.key] = found
+            if divisors is None:
+                self.weights[product.key] = found
         return found
 
     def _bytes(

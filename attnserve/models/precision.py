@@ -325,11 +325,11 @@ def precision_of(model: ir.Model) -> Precision | str:
     "int8+float32". Only tensors of rank 2 or more count; a model without any is "float32".
     """
     sizes: Counter[str] = Counter()
-    packed = _packed(model)
+    packed, masks = _packed(model), _byte_masks(model)
     for tensor in _tensors(model):
         dtype = tensor.dtype
         byte = dtype in (ir.DataType.INT8, ir.DataType.UINT8)
-        if len(tensor.shape) <= 1:
+        if len(tensor.shape) <= 1 or (byte and tensor.name in masks):
             continue
         if bits := packed.get(tensor.name or ""):
             sizes[f"int{bits}"] += tensor.size * 8 // bits
@@ -338,6 +338,22 @@ def precision_of(model: ir.Model) -> Precision | str:
     total = sum(sizes.values())
     found = [name for name, size in sizes.most_common() if size >= SHARE * total]
     return "+".join(found) or "float32"
+
+
+def _byte_masks(model: ir.Model) -> set[str]:
+    """The names of constant bytes that are masks, not weights: causal ones of older exporters."""
+    return {
+        name
+        for graph in model.graphs()
+        for name, value in graph.initializers.items()
+        if value.uses() and all(_reads_mask(node) for node, _ in value.uses())
+    }
+
+
+def _reads_mask(node: ir.Node) -> bool:
+    if node.op_type == "Cast":
+        return node.attributes.get_int("to", 0) == ir.DataType.BOOL
+    return node.op_type in ("Slice", "Where") and not node.domain
 
 
 def _packed(model: ir.Model) -> dict[str, int]:

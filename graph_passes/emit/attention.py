@@ -282,13 +282,14 @@ def emit_heads(
 def _apply_norm(
     make: Inserter, value: ir.Value, norm: Norm, size: int, dtype: ir.DataType
 ) -> ir.Value:
-    """Emit u / sqrt(mean(u^2) + epsilon) in float32, because squares overflow in float16.
+    """Emit u / sqrt(mean(u^2) + epsilon), in float32 at least: squares overflow in float16.
 
     The mean is a matrix product, which does not depend on the opset. A centered norm uses
     LayerNormalization.
     """
-    single = ir.DataType.FLOAT
-    if half := dtype.itemsize < 4:
+    half = dtype.itemsize < 4
+    single = ir.DataType.FLOAT if half else dtype
+    if half:
         value = make.op("Cast", [value], "single", to=single.value)
     if norm.centered:
         ones = make.constant(np.ones(size), "ones", single)

@@ -110,6 +110,8 @@ def _match(
         return None
     order = [node for node in product.graph if node in inner]
     bias, output = _bias(product, second.columns.size)
+    if bias is None and len(product.inputs) > 2 and product.inputs[2] is not None:
+        return None  # a Gemm that adds the residual: its output is not that of the block
     return FeedForwardBlock(
         name="",
         graph=product.graph,

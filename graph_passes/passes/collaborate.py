@@ -453,10 +453,15 @@ def _unpack_values(block: AttentionBlock) -> None:
     packed = not {*v.nodes}.isdisjoint((*block.q.nodes, *block.k.nodes))
     if not packed or not v.by_sequence or v.output is None or v.layout != "B H T K":
         return
+    if len(v.axes) != 4:
+        return
     if v.past is None:
         # Before the first that may read them: Shape nodes come before the scores.
         make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
-        replace_uses(v.output, emit_heads(make, v, v.scale))
+        values = emit_heads(make, v, v.scale)
+        if (back := [int(axis) for axis in np.argsort(v.axes)]) != [0, 1, 2, 3]:
+            values = make.op("Transpose", [values], "laid_out", perm=back)
+        replace_uses(v.output, values)
     elif (cache := cache_of(v)) is not None and has_separate_heads(v):
         make = Inserter(block.graph, cache.join, f"{block.name}/value")
         cache.join.replace_input_with(1, emit_heads(make, v, 1.0))

@@ -16,7 +16,7 @@ from graph_passes.emit.attention import emit_heads, emit_softmax
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.errors import Refusal
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import AttentionPass, AttentionTargets, NoParams
+from graph_passes.passes.base import AttentionPass, AttentionTargets, NoParams, small_shapes
 
 __all__ = ["DecomposeAttention", "decompose_fused", "decomposition_refusal"]
 
@@ -43,8 +43,9 @@ class DecomposeAttention(AttentionPass[NoParams]):
         return decomposition_refusal(block)
 
     def rewrite(self, targets: AttentionTargets[NoParams], context: GraphContext) -> None:
+        info = small_shapes(context)
         for block, _ in targets:
-            _decompose(block)
+            _decompose(block, info)
 
 
 def decompose_fused(context: GraphContext, names: Collection[str]) -> None:
@@ -83,11 +84,12 @@ def decomposition_refusal(block: AttentionBlock) -> Refusal | None:
     return None
 
 
-def _decompose(block: AttentionBlock) -> None:
+def _decompose(block: AttentionBlock, info: ShapeInfo) -> None:
     operator = block.product
     make = Inserter(block.graph, operator, block.name)
-    q, k = _heads(block, block.q, "query", 1.0), _heads(block, block.k, "key", 1.0)
-    v = _heads(block, block.v, "value", block.v.scale)
+    q = _heads(block, block.q, "query", 1.0, info)
+    k = _heads(block, block.k, "key", 1.0, info)
+    v = _heads(block, block.v, "value", block.v.scale, info)
     applied = [part.scale for part in (block.q, block.k) if part.layout == "B H T K"]
     scale = make.constant(block.scale / math.prod(applied), "scale", block.q.dtype)
     keys = make.op("Transpose", [k], "keys", perm=[0, 1, 3, 2])  # B H K T
@@ -102,16 +104,20 @@ def _decompose(block: AttentionBlock) -> None:
     replace_uses(block.context, context)
 
 
-def _heads(block: AttentionBlock, part: Projection, name: str, scale: float) -> ir.Value:
+def _heads(
+    block: AttentionBlock, part: Projection, name: str, scale: float, info: ShapeInfo
+) -> ir.Value:
     """An operand as (B, H, T, K): as it is, or emitted with ``scale`` if the operator splits heads.
 
-    Each key/value head is repeated for the consecutive query heads of its group.
+    Each key/value head is repeated for the consecutive query heads of its group, if the graph has
+    not done so before the operator.
     """
     make = Inserter(block.graph, block.product, f"{block.name}/{name}")
     if part.layout != "B H T K":
         return emit_heads(make, part, scale)
     assert part.output is not None
-    groups, heads = part.num_distinct_heads, part.num_heads
+    heads, shape = part.num_heads, info.shape(part.output)
+    groups = part.num_distinct_heads if shape is None else shape[1]
     if groups == heads:
         return part.output
     spread = make.integers(np.repeat(np.arange(groups), heads // groups), "groups")

@@ -16,6 +16,9 @@ from graph_passes.analysis.constants import (
 )
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused
+from graph_passes.matching.feed_forward import find_feed_forward
+from graph_passes.matching.find import find_attention
+from graph_passes.matching.naming import pin_names
 from graph_passes.passes.base import RewritePass
 
 __all__ = ["FoldBiases"]
@@ -39,6 +42,9 @@ class FoldBiases(RewritePass):
 
     def rewrite_graph(self, context: GraphContext) -> bool:
         model, modified = context.model, False
+        # Names may come from the biases: plans and blocks in float32 refer to them.
+        pin_names(context.get(find_attention)[0])
+        pin_names(context.get(find_feed_forward))
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
                 match = _match(node)
