@@ -39,6 +39,7 @@ from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.invariants import interface
 from tests.errors import raises
+from tests.graph_passes.graphs import graph as text_graph
 
 Build = Callable[..., Path]
 RNG = np.random.default_rng(0)
@@ -1024,3 +1025,48 @@ def test_convert_model_that_does_not_run_is_refused():
     for precision in ("float16", "bfloat16", "int8"):
         with raises(CannotRewrite, "precision.does_not_run", precision):
             convert(model, precision)
+
+
+def test_byte_masks_are_no_int8_weights():
+    """As the causal buffers of GPT-2 in older exports."""
+    model = ir.from_onnx_text("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[b, 4] x) => (float[b, 4] y, bool[4, 4] m)
+        <uint8[4, 4] mask = {1,0,0,0,1,1,0,0,1,1,1,0,1,1,1,1}, float[4, 4] w =
+        {1.0,0.0,0.0,0.0,0.0,1.0,0.0,0.0,0.0,0.0,1.0,0.0,0.0,0.0,0.0,1.0}>
+        { m = Cast <to = 9> (mask)  y = MatMul(x, w) }
+    """)
+    assert precision_of(model) == "float32"
+
+
+def test_int8_weights_of_a_body_are_not_those_of_a_smoothed_activation():
+    random = np.random.default_rng(0)
+    scale = np.ones(16, np.float32)
+    scale[0] = 60  # smoothed in the main graph, not in the bodies
+    arrays = {
+        "w": (random.standard_normal((16, 16)) * 0.3).astype(np.float32),
+        "large": (random.standard_normal((16, 2000)) * 0.3).astype(np.float32),
+        "scale": scale,
+        "low": np.float32(-1e9),
+    }
+    model = text_graph(
+        """
+        t = Mul(x, scale)
+        main = MatMul(t, w)
+        other = MatMul(t, large)
+        total = ReduceSum <keepdims = 0> (x)
+        is_true = Greater(total, low)
+        out = If (is_true) <
+            then_branch = then () => (float[b, s, 16] y) { y = MatMul(t, w) },
+            else_branch = else () => (float[b, s, 16] z) { z = MatMul(t, w) }
+        >""",
+        inputs="float[batch, sequence, 16] x", constants=arrays,
+        output="float[batch, sequence, 16] main, float[batch, sequence, 2000] other, "
+               "float[batch, sequence, 16] out",
+    )  # fmt: skip
+    rows = [{"x": random.standard_normal((3, 4, 16)).astype(np.float32)} for _ in range(20)]
+    before, after = (
+        open_session(each).run(None, rows[0]) for each in (model, convert(model, "int8", rows))
+    )
+    for a, b in zip(before, after, strict=True):
+        assert np.abs(a - b).max() < 0.05 * np.abs(a).max()

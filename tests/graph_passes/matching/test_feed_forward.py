@@ -617,3 +617,17 @@ def test_prune_neurons_hugging_face_export_equals_masked(
     assert_equals_masked(
         lambda: ir.load(path), {block.name: mask for block in blocks}, arrays, atol=2e-5
     )
+
+
+def test_second_product_that_adds_the_residual_is_not_matched():
+    """Its output is more than that of the block: a fit of it would lose the residual."""
+    arrays = constants()
+    body = "\n f = Reshape(x, flat)\n z = Gemm(f, W1, b1)\n a = Relu(z)\n out = Gemm(a, W2, {})"
+    sizes = {"plain": "b2", "residual": "f"}
+    found = {
+        name: len(
+            find_feed_forward(graph(body.format(addend), inputs=PLAIN_INPUT, constants=arrays))
+        )
+        for name, addend in sizes.items()
+    }
+    assert found == {"plain": 1, "residual": 0}

@@ -334,3 +334,34 @@ def test_collaborate_sparse_macs_match_formula() -> None:
 def test_sparse_heads_second_rewrite_is_refused(rewrite: RewritePass) -> None:
     with raises(CannotRewrite, "collaborative"):
         rewrite(sparse(attention(), 5, 3))
+
+
+@pytest.mark.parametrize("head_size", [None, 4])
+def test_collaborate_packed_values_in_another_order_of_axes(head_size: int | None):
+    """As JAX and TensorFlow write them: the heads stay behind the tokens."""
+    random = np.random.default_rng(0)
+    body = """
+        p = MatMul(x, Wqkv)
+        r = Reshape(p, split)
+        q = Gather <axis = 2> (r, i0)
+        k = Gather <axis = 2> (r, i1)
+        v = Gather <axis = 2> (r, i2)
+        s = Einsum <equation = "bqhd,bkhd->bhqk"> (q, k)
+        a = Softmax <axis = -1> (s)
+        c = Einsum <equation = "bhqk,bkhd->bqhd"> (a, v)
+        m = Reshape(c, merge)
+        out = MatMul(m, Wo)"""
+    model = graph(
+        body, inputs=f"float[batch, sequence, {D}] x",
+        constants={
+            "Wqkv": random.standard_normal((D, 3 * EXACT)).astype(np.float32) / 4,
+            "Wo": random.standard_normal((EXACT, D)).astype(np.float32) / 4,
+            "split": np.array([0, 0, 3, H, K]), "merge": np.array([0, 0, EXACT]),
+            "i0": np.array(0), "i1": np.array(1), "i2": np.array(2),
+        },
+    )  # fmt: skip
+    arrays = feeds(model)
+    before = run(model, arrays)
+    block = only(model)
+    Collaborate({block.name: SharedDimensions(rank=EXACT, head_size=head_size)})(model)
+    np.testing.assert_allclose(run(model, arrays), before, atol=1e-5, rtol=0)

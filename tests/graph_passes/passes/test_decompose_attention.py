@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.models.example_inputs import example_inputs
+from attnserve.runtime.session import open_session
 from graph_passes.blocks import Capped
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
@@ -15,6 +18,7 @@ from tests.graph_passes.graphs import PLAIN_INPUT, D, H, attention, fused_parts,
 from tests.graph_passes.layouts import ONE_KEY_HEAD
 from tests.graph_passes.operators import OPERATORS
 
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "onnx"
 BOOL = f"{PLAIN_INPUT}, bool[batch, 1, sequence, sequence] mask"
 FLOAT = f"{PLAIN_INPUT}, float[batch, {H}, sequence, sequence] mask"
 S = 6
@@ -25,7 +29,8 @@ def fused(operator: str, inputs: str = PLAIN_INPUT, **parts: str) -> ir.Model:
     return attention(opset=23, inputs=inputs, **{**fused_parts(operator), **parts})
 
 
-def decompose(model: ir.Model) -> ir.Model:
+def decompose(original: ir.Model) -> ir.Model:
+    model = original.clone()
     names = frozenset(block.name for block in find_attention(model)[0])
     return DecomposeAttention(names)(model).model
 
@@ -148,3 +153,14 @@ def test_decompose_attention_ungrouped_group_query_keeps_the_output() -> None:
     arrays = {"x": tokens(), "lengths": np.full(2, S - 1, np.int32), "total": np.array(S, np.int32)}
     assert "GroupQueryAttention" not in {node.op_type for node in model.graph}
     np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-5, rtol=0)
+
+
+def test_decompose_attention_of_heads_that_the_graph_repeats_keeps_the_output() -> None:
+    """As PyTorch exports grouped keys: Expand and Reshape come before the operator."""
+    model = ir.load(FIXTURES / "qwen3-cached-dynamo23-sdpa.onnx")
+    [block, *_], _ = find_attention(model)
+    assert block.num_kv_heads < block.num_heads
+    feed = example_inputs(model, 1, 6, 0)
+    before, after = (open_session(each).run(None, feed) for each in (model, decompose(model)))
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-5, rtol=0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+from graph_passes.matching.feed_forward import find_feed_forward
+from graph_passes.matching.find import find_attention
 from graph_passes.passes.fold_biases import FoldBiases
 from tests.graph_passes.graphs import D, feeds, graph, run, text_of
 
@@ -144,3 +147,17 @@ def test_fold_biases_twice_equals_once():
     before = text_of(model)
     assert not FoldBiases()(model).modified
     assert text_of(model) == before
+
+
+@pytest.mark.parametrize("name", ["marian-dynamo18-sdpa", "distilbert-dynamo18-sdpa"])
+def test_fold_biases_keeps_the_names_of_blocks(name: str):
+    """dynamo's node names have no path: that of the bias names the block."""
+    model = ir.load(Path(__file__).parents[2] / "fixtures" / "onnx" / f"{name}.onnx")
+
+    def names() -> list[str]:
+        blocks = [*find_attention(model)[0], *find_feed_forward(model)]
+        return [block.name for block in blocks]
+
+    before = names()
+    assert FoldBiases()(model).modified
+    assert names() == before
