@@ -86,6 +86,16 @@ def deployment_options(settings: Settings, ray: RaySettings) -> dict[str, Any]:
     return options
 
 
+def replica_settings(settings: Settings, ray: RaySettings) -> Settings:
+    """The settings of each replica.
+
+    Without a number of threads, it has as many as cores. Models are loaded with the replicas: a
+    request to load one would reach a single replica.
+    """
+    threads = settings.threads or max(1, int(ray.cpus))
+    return settings.model_copy(update={"threads": threads, "model_control": False})
+
+
 def application(settings: Settings, ray: RaySettings | None = None) -> Any:
     """A Ray Serve application, for ``ray.serve.run``.
 
@@ -98,9 +108,11 @@ def application(settings: Settings, ray: RaySettings | None = None) -> Any:
         InvalidArgument: ``max_replicas`` is less than ``replicas``.
     """
     serve = _require_serve()
-    options = deployment_options(settings, ray or RaySettings())
+    ray = ray or RaySettings()
+    options = deployment_options(settings, ray)
     needed = tuple(name for name in ("api_keys", "admin_keys") if getattr(settings, name))
-    build = partial(_build, settings.model_copy(update=NO_SECRETS), needed)
+    replica = replica_settings(settings, ray)
+    build = partial(_build, replica.model_copy(update=NO_SECRETS), needed)
     return serve.deployment(**options)(serve.ingress(build)(_Replica)).bind()
 
 

@@ -121,6 +121,14 @@ def test_large_head_is_refused(address: tuple[str, int], line: bytes):
         assert b" 431 " in answer(client)
 
 
+@pytest.mark.parametrize("line", [b"x: " + b"y" * 1_000_000, b"a: b\r\n" * 100_000])
+def test_large_trailer_of_a_chunked_body_is_refused(address: tuple[str, int], line: bytes):
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connected(address) as client:
+        client.sendall(head + b"2\r\n{}\r\n0\r\n" + line)
+        assert b" 431 " in answer(client)
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -188,6 +188,7 @@ def test_allowed_environment_passes_settings_and_no_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ):
     passed = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LC_ALL", "LANG", "TMPDIR", "TZ", "HOME"}
+    passed |= {"ATTNSERVE_CACHE", "XDG_CACHE_HOME", "ORT_DISABLE_TELEMETRY"}
     secret = {"AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "ATTNSERVE_API_KEYS", "HF_TOKEN"}
     for name in (*passed, *secret, "OTEL_EXPORTER_OTLP_HEADERS"):
         monkeypatch.setenv(name, "value")

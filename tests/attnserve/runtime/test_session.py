@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -300,6 +301,17 @@ def test_open_session_profile_is_written_to_the_given_prefix(tmp_path: Path):
     session.run(None, {"x": X})
     path = Path(session.end_profiling())
     assert path.parent == tmp_path and path.name.startswith("exp") and path.stat().st_size
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("0", "0")])
+def test_require_runtime_turns_telemetry_off_unless_it_is_wanted(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", given or "")
+    if given is None:
+        monkeypatch.delenv("ORT_DISABLE_TELEMETRY")
+    require_runtime()
+    assert os.environ["ORT_DISABLE_TELEMETRY"] == expected
 
 
 def test_require_runtime_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch):

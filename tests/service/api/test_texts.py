@@ -163,6 +163,8 @@ def test_similarity_of_pairs_and_of_one_source(client: TestClient) -> None:
     assert many.json()["usage"] == {"tokens": 7}  # repeated texts are run once
     pairs = client.post("/similarity", json={"pairs": [["a", "a"], ["b c", "a"]]})
     np.testing.assert_allclose(pairs.json()["similarities"], expected, rtol=1e-5)
+    repeated = client.post("/similarity", json={"source": "a", "targets": ["a", "b c"] * 5000})
+    np.testing.assert_allclose(repeated.json()["similarities"], expected * 5000, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,8 @@ def test_similarity_of_pairs_and_of_one_source(client: TestClient) -> None:
         ({"pairs": [["a"]]}, "pairs.0: List should have at least 2 items"),
         ({"pairs": [["a", "b", "c"]]}, "pairs.0: List should have at most 2 items"),
         ({"source": "a", "targets": []}, "targets: List should have at least 1 item"),
+        ({"source": "a", "targets": ["b"] * 10_001}, "targets: List should have at most 10000"),
+        ({"pairs": [["a", "b"]] * 10_001}, "pairs: List should have at most 10000"),
     ],
 )
 def test_similarity_invalid_body_is_refused(client: TestClient, body: Any, text: str) -> None:
@@ -218,6 +222,16 @@ def test_tokenize_returns_ids_with_special_tokens(client: TestClient) -> None:
     assert long.status_code == 422
     cut = client.post("/tokenize", json={"inputs": "a " * 9, "truncate": True})
     assert len(cut.json()["tokens"][0]) == 8
+
+
+def test_tokenize_is_no_inference(client: TestClient) -> None:
+    def inferences() -> int:
+        (stats,) = client.get("/v2/models/tiny/stats").json()["model_stats"]
+        return stats["inference_stats"]["success"]["count"]
+
+    before = inferences()
+    client.post("/tokenize", json={"inputs": "a"})
+    assert inferences() == before
 
 
 # -- which model ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 from attnserve.cli.app import main
 from graph_passes.errors import InvalidArgument
 from service.deploy import ray
-from service.deploy.ray import RaySettings, deployment_options
+from service.deploy.ray import RaySettings, deployment_options, replica_settings
 from service.errors import NotReady
 from service.settings import Settings
 from tests.service.conftest import until
@@ -45,6 +45,14 @@ def test_deployment_options_max_replicas_enables_autoscaling(encoder: Path):
     assert options["autoscaling_config"] == {
         "min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "cpus", "threads"), [(0, 2.0, 2), (0, 0.5, 1), (3, 1.0, 3)])
+def test_replicas_keep_to_their_cores_and_load_no_models(
+    encoder: Path, given: int, cpus: float, threads: int
+):
+    settings = replica_settings(Settings(model=encoder, threads=given), RaySettings(cpus=cpus))
+    assert settings.threads == threads and not settings.controls_models
 
 
 def test_ray_settings_are_read_from_environment(monkeypatch: pytest.MonkeyPatch):

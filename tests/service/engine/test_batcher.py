@@ -544,6 +544,23 @@ def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
     assert ran == [0, 1, 3]
 
 
+def test_submit_long_runs_of_large_batches_are_not_expected_of_small_ones() -> None:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
+        threading.Event().wait(0.1 if "large" in payloads else 0.0)
+        return echo(key, payloads)
+
+    async def script(batcher: Batcher) -> None:
+        for _ in range(3):
+            await batcher.submit(rows("large", tokens=60))
+        first = start(batcher.submit(rows("large", tokens=60)))
+        await asyncio.sleep(0.01)
+        small = await batcher.submit(rows("small"), perf_counter() + 0.17)  # starts after 0.09 s
+        assert small.results == [("text", "small")]
+        await first
+
+    play(script, run)
+
+
 def test_submit_one_long_run_is_not_expected_again() -> None:
     """A paused process makes its current runs long; requests that are in time must run."""
     pause_s = 0.0
