@@ -41,7 +41,7 @@ from attnserve.models.token_statistics import token_statistics
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
-from attnserve.planning.plan_file import planned_lengths, read_plan
+from attnserve.planning.plan_file import planned_lengths, planned_quality, read_plan
 from attnserve.planning.requested_rewrites import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
@@ -360,6 +360,8 @@ def optimize(
         int8_activations=int8_activations(converted),
     )
     _require_cosine(optimized, min_cosine)
+    if isinstance(mode, Path):
+        _require_promise(fidelity, planned_quality(mode))
     if not dry_run:
         _write(artifact, converted, optimized, data, external_data, seed)
     return optimized
@@ -422,6 +424,22 @@ def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
         f"mean cosine {cosine:.4f} on {data}, expected at least {min_cosine}: nothing was written",
         less + ("" if calibrated else ", or calibrate with `calib`"),
         code="optimize.min_cosine",
+    )
+
+
+def _require_promise(fidelity: Fidelity, promised: float | None) -> None:
+    """Raises: CheckFailed: A plan certainly keeps less here than its search promised.
+
+    The held-out rows are not only those of the proof, so that a value may be lower by chance.
+    """
+    quality = fidelity.quality
+    if promised is None or quality is None or quality.ci95 is None or quality.ci95[1] >= promised:
+        return
+    raise CheckFailed(
+        f"the plan keeps {quality.value:.4f} ({quality.measure}, at most {quality.ci95[1]:.4f}) on"
+        f" {fidelity.data}, and promises {promised:g}: nothing was written",
+        "make a new plan on this machine",
+        code="plan.promise",
     )
 
 

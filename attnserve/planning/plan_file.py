@@ -18,7 +18,7 @@ from attnserve.models.precision import check_cpu
 from attnserve.planning.plan import HOW_TO_PLAN, Plan, first_problem
 from graph_passes.errors import InvalidArgument, InvalidData
 
-__all__ = ["planned_lengths", "read_plan"]
+__all__ = ["planned_lengths", "planned_quality", "read_plan"]
 
 
 class _Source(BaseModel):
@@ -30,8 +30,10 @@ class _Source(BaseModel):
 
 
 class _Settings(BaseModel):
-    """The settings of the search that refitting repeats."""
+    """The settings of the search that refitting repeats, and what it had to keep."""
 
+    keep: float | None = None
+    measure: str = "auto"
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     provider: Provider = "cpu"
 
@@ -43,6 +45,7 @@ class _PlanFile(BaseModel):
     model: _Source = _Source()
     calibration: _Source = _Source()
     asked: _Settings = _Settings()
+    gain: bool = False
     plan: Any = None
 
 
@@ -74,6 +77,16 @@ def read_plan(
     check_cpu(plan.precision)
     # With the threads of the search.
     return plan, replace(context, provider=file.asked.provider, seed=file.asked.seed, threads=0)
+
+
+def planned_quality(path: Path) -> float | None:
+    """The quality that a plan promises; None if its search promised a score, or found no plan.
+
+    Raises:
+        InvalidData: The file cannot be read, or is not a plan.
+    """
+    file = _read(path)
+    return file.asked.keep if file.gain and file.asked.measure != "score" else None
 
 
 def planned_lengths(path: Path) -> Lengths | None:

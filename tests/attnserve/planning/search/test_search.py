@@ -31,6 +31,7 @@ from attnserve.models.datasets import load_inputs
 from attnserve.models.lengths import Lengths
 from attnserve.models.onnx_files import load_model
 from attnserve.planning import apply
+from attnserve.planning.optimize import _require_promise
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
@@ -635,6 +636,17 @@ def test_optimize_plan_of_other_data_is_refused(
         optimized(calib=other, plan=tmp_path / "p.json")
     with raises(InvalidData, "plan.file", "none.json"):
         optimized(plan=tmp_path / "none.json")
+
+
+def test_plan_that_certainly_keeps_less_than_it_promises_is_refused():
+    def check(ci95: tuple[float, float] | None) -> None:
+        found = Quality("similarity", 0.97, 0.96, 0.965, ci95, 0.9, 0.0, 60)
+        _require_promise(Fidelity((), 0.99, 0.9, "held out", (found,)), 0.985)
+
+    check(None)
+    check((0.95, 0.99))
+    with raises(CheckFailed, "plan.promise", "0.985"):
+        check((0.95, 0.98))
 
 
 @pytest.mark.timing
