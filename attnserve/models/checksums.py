@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
+
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.record import RECORD
@@ -73,12 +75,16 @@ def fingerprint(artifact: Artifact) -> str:
     return digest.hexdigest()
 
 
-def source_entry(artifact: Artifact) -> dict[str, Any]:
-    """How a record names the model that was rewritten: its file, and checksums of both."""
+def source_entry(artifact: Artifact, model: ir.Model) -> dict[str, Any]:
+    """How a record names the model that was rewritten: its file, and checksums of both.
+
+    Args:
+        model: That of the artifact, which is not loaded again: it may be as large as the memory.
+    """
     return {
         "file": artifact.model.name,
         "sha256": sha256(artifact.model),
-        "weights": _weights_sha256(artifact),
+        "weights": _weights_sha256(model),
     }
 
 
@@ -92,7 +98,7 @@ def last_rewrite_of(original: Artifact, lineage: Sequence[Mapping[str, Any]]) ->
     if not any(source.get("sha256") for source in sources):
         return 0
     checksum = sha256(original.model)
-    weights = functools.cache(lambda: _weights_sha256(original))
+    weights = functools.cache(lambda: _weights_sha256(load_model(original, in_place=True)))
 
     def is_same(source: Mapping[str, Any]) -> bool:
         if "weights" in source:
@@ -103,10 +109,9 @@ def last_rewrite_of(original: Artifact, lineage: Sequence[Mapping[str, Any]]) ->
     return places[-1] if places else None
 
 
-def _weights_sha256(artifact: Artifact) -> str:
+def _weights_sha256(model: ir.Model) -> str:
     """The SHA-256 checksum of all weights, by name."""
     digest = hashlib.sha256()
-    model = load_model(artifact, in_place=True)
     weights = {f"{graph.name} {name}": value for graph in model.graphs()
                for name, value in graph.initializers.items()}  # fmt: skip
     for name in sorted(weights):

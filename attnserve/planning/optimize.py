@@ -363,7 +363,7 @@ def optimize(
     if isinstance(mode, Path):
         _require_promise(fidelity, planned_quality(mode))
     if not dry_run:
-        _write(artifact, converted, optimized, data, external_data, seed)
+        _write(artifact, original, converted, optimized, data, external_data, seed)
     return optimized
 
 
@@ -598,6 +598,7 @@ def _calibration(data: Dataset) -> dict[str, Any]:
 
 def _write(
     artifact: Artifact,
+    original: ir.Model,
     graph: ir.Model,
     report: OptimizeReport,
     data: Dataset | None,
@@ -611,7 +612,7 @@ def _write(
     precision = [] if report.plan.precision == "float32" else [report.plan.precision]
     entry = {
         "rewrite": "+".join(dict.fromkeys([*kinds, *precision])) or "none",
-        "source": source_entry(artifact),
+        "source": source_entry(artifact, original),
         "calibration": None if data is None else _calibration(data),
         "seed": seed,
         **report.to_json(),

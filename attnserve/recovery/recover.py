@@ -202,7 +202,10 @@ def recover(
     finally:
         torch.set_num_threads(before_threads)
     external = bool(external_files(rewritten))
-    write_recovered(artifact, original_artifact, trained, report, rows, seed, external=external)
+    write_recovered(
+        artifact, rewritten, original_artifact, original, trained, report, rows, seed,
+        external=external,
+    )  # fmt: skip
     checkpoint.remove()
     return report
 

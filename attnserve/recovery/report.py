@@ -107,7 +107,9 @@ def _as_int8(kept: Mapping[str, Any], model: ir.Model) -> dict[str, Any]:
 
 def write_recovered(
     artifact: Artifact,
+    rewritten: ir.Model,
     teacher: Artifact,
+    original: ir.Model,
     model: ir.Model,
     report: RecoverReport,
     data: Dataset,
@@ -118,7 +120,9 @@ def write_recovered(
     """Write the model of a report with its record.
 
     Args:
-        artifact: The rewritten model, whose files are kept.
+        artifact, rewritten: The rewritten model, whose files are kept.
+        teacher, original: The model that it was made from.
+        model: The result.
         data: What was learned.
         external: Whether the weights are in a file of their own.
     """
@@ -130,8 +134,8 @@ def write_recovered(
     entry = {
         "rewrite": "recover" if report.int8_weight_bits is None else "recover+int8",
         # The quality is measured against the teacher, not against the model before.
-        "source": source_entry(teacher),
-        "rewritten": source_entry(artifact),
+        "source": source_entry(teacher, original),
+        "rewritten": source_entry(artifact, rewritten),
         "calibration": {**data.source, **({} if tokens is None else {"token_ids": tokens})},
         "seed": seed,
         **kept,
