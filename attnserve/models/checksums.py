@@ -79,7 +79,7 @@ def source_entry(artifact: Artifact, model: ir.Model) -> dict[str, Any]:
     """How a record names the model that was rewritten: its file, and checksums of both.
 
     Args:
-        model: That of the artifact, which is not loaded again: it may be as large as the memory.
+        model: The loaded model of the artifact. Loading it here would take its memory twice.
     """
     return {
         "file": artifact.model.name,

@@ -305,15 +305,15 @@ class _Run:
         if step < WARM_UP and not self.course.restarts:  # the mean over the first steps
             rate = self.course.learning_rate
             self.course.learning_rate += (rate_for(gainable) - rate) / (step + 1)
-        begun = step - self.course.since[0]
-        warmth = min((begun + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
+        done = step - self.course.since[0]  # steps since the last beginning
+        warmth = min((done + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = self.course.learning_rate * warmth
         self.optimizer.step()
         self.course.steps += 1
         self.course.tokens += sum(map(count_tokens, batches))
-        kept = min(AVERAGE, (1 + begun) / (10 + begun))
-        get_ema_multi_avg_fn(kept)(self.average, self.weights, begun)
+        kept = min(AVERAGE, (1 + done) / (10 + done))
+        get_ema_multi_avg_fn(kept)(self.average, self.weights, done)
         return total
 
     def _precision(self) -> AbstractContextManager[Any]:

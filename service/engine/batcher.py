@@ -372,9 +372,7 @@ class Batcher:
     def _expire(self, request: _Request) -> None:
         self._fail(
             request,
-            DeadlineExceeded(
-                "the deadline passes before the answer is expected", "allow more time"
-            ),
+            DeadlineExceeded("the answer would come after the deadline", "allow more time"),
         )
 
     def _fail(self, request: _Request, error: Exception) -> None:

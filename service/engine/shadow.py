@@ -168,7 +168,7 @@ class Shadow:
         return run
 
     def _is_sampled(self, engine: Engine) -> bool:
-        """Whether a row of the request is compared. More are, of the first ones of each model."""
+        """Whether a row of the request is compared, by the sampler of the model."""
         settings = self._settings
         if settings.shadow is None:
             return False
@@ -183,8 +183,9 @@ class Shadow:
         free = max(MAX_PENDING - len(self._pending), 0)
         for path in list(self._folder.glob("*.row"))[:free]:
             with suppress(OSError):
-                sample = pickle.loads(path.read_bytes())  # of a worker, in a private folder
-                path.unlink()
+                content = path.read_bytes()
+                path.unlink()  # first: a file that cannot be read is not read again
+                sample = pickle.loads(content)  # of a worker, in a private folder
                 self._spawn(self._when_idle(sample))
 
     async def _write_lines(self) -> None:

@@ -136,6 +136,12 @@ def test_infer_raw_inputs_json_outputs(client: TestClient) -> None:
     assert answer.json()["outputs"][1]["data"] == [True] * 3
 
 
+def test_infer_with_very_many_tensors_is_refused(client: TestClient) -> None:
+    one = {"name": "a", "shape": [1], "datatype": "INT64", "data": [1]}
+    answer = client.post("/v2/models/tiny/infer", json={"inputs": [one] * 1025})
+    assert answer.status_code in (400, 422) and "1024" in answer.json()["error"]
+
+
 def test_infer_infinity_is_null_in_json_and_exact_in_bytes(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:

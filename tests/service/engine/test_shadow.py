@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,18 @@ from starlette.testclient import TestClient
 
 from attnserve import optimize
 from attnserve.checks import comparison_process
+from attnserve.checks.comparison_process import ComparisonProcess, ServedRow
+from attnserve.checks.live_quality import LiveComparison
+from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
+from attnserve.models.loaded_model import Model
 from attnserve.runtime.isolation import Worker, WorkerCrashed
 from graph_passes.errors import InvalidModel
 from service.engine import shadow
 from service.engine.engine import Engine
 from tests.errors import raises
 from tests.fixtures.make import BERT
+from tests.service.api.test_texts import write_classifier
 from tests.service.conftest import until
 from tests.service.test_metrics import samples
 from tests.service.tiny import ECHO, ids_request, write_encoder, write_model
@@ -277,3 +284,41 @@ def test_collected_texts_calibrate_a_model_that_keeps_its_promise_on_them(
     # Both ends are estimates: of the rows to prove, and of the rows that were compared.
     assert found["promise"] == record["quality"]["ci95"][0] < found["ci95"][1]
     assert not found["broken"]
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid", "identity"])
+def test_scores_of_an_equal_classifier_keep_the_promise(activation: str, tmp_path: Path):
+    folder = write_classifier(tmp_path / "c", activation=activation)
+    artifact = open_artifact(folder)
+    comparison = LiveComparison(artifact, "cpu")
+    served = Model(artifact, threads=1)
+    comparison.watch("c", artifact, served.signature, "kl")
+    assert served.encoder is not None
+    for place in range(40):
+        inputs = served.text_inputs(served.encode(["a " * (1 + place % 5) + "b"]))
+        logits = served.run(inputs, ["logits"])["logits"]
+        scores = served.vectors("classify", inputs, logits)
+        report = comparison.compare("c", "classify", inputs, {"logits": scores})
+    assert report is not None and report["value"] == pytest.approx(1, abs=1e-6)
+    assert comparison.compare("c", None, inputs, {"another": scores}) is None
+
+
+def test_row_of_a_model_that_was_replaced_is_not_compared(tmp_path: Path):
+    now: Any = SimpleNamespace(name="m", version="1", content="new")
+    process = ComparisonProcess(tmp_path, "cpu", lambda: [now], print, timeout_s=1)
+    row = ServedRow(("m", "1"), "old", None, {}, {})
+    assert process.compare(row) is None
+
+
+def test_row_that_cannot_be_read_is_read_once(
+    start: Callable[..., TestClient], original: Path, tmp_path: Path
+):
+    client = start(lowered(tmp_path / "served", original, 0), shadow=original)
+    found = shadow_of(client)
+    found._folder = tmp_path / "rows"
+    found._folder.mkdir()
+    (found._folder / "a.row").write_bytes(b"no pickle")
+    with pytest.raises(pickle.UnpicklingError):
+        found.collect()
+    found.collect()
+    assert not [*found._folder.iterdir()]
