@@ -80,6 +80,11 @@ WAYS: dict[str, dict[str, Any]] = {
         "mask": "\n sizes = Shape <start = 2, end = 3> (keys)\n floats = Cast <to = 1> (sizes)"
                 "\n none = Mul(floats, zero)\n m = Add(s, none)"
     },
+    "a bias is as long as the cached values": {
+        "mask": "\n sizes = Shape(values)\n length = Gather(sizes, i2)"
+                "\n places = Range(i0, length, i1)\n bias = Cast <to = 1> (places)"
+                "\n m = Add(s, bias)"
+    },
 }  # fmt: skip
 
 
