@@ -131,7 +131,8 @@ def recover(
             too (columns: see ``evaluate``). Weights are chosen by the sum of both losses. A gain is
             then a smaller sum and no lower score; the distance to the original may grow.
         measure: The measure of quality that chooses the weights; see ``attnserve.verify``.
-        provider: "cuda" trains on a GPU. Products are computed in bfloat16 if the device has it.
+        provider: "cuda" trains on a GPU. Products are computed in bfloat16 or
+            float16 if the device has it.
         force: Replace an existing output; never an input.
 
     Raises:

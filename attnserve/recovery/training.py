@@ -33,7 +33,16 @@ from graph_passes.errors import CheckFailed
 
 log = logging.getLogger("attnserve")
 
-__all__ = ["Checkpoint", "Lesson", "Training", "halved", "is_stuck", "rate_for", "train"]
+__all__ = [
+    "Checkpoint",
+    "Lesson",
+    "Training",
+    "half_type",
+    "halved",
+    "is_stuck",
+    "rate_for",
+    "train",
+]
 
 LEARNING_RATE = 2.5e-4
 """For a first loss of 1. It grows with the root of the first loss (``rate_for``)."""
@@ -192,6 +201,18 @@ def train(
     return _Run(module, lesson, seconds, checkpoint, context).run()
 
 
+def half_type(device: str) -> torch.dtype | None:
+    """The half precision in which a device multiplies fastest; None if it has no fast one.
+
+    It is bfloat16, or float16 on GPUs whose tensor cores have only that (Volta and Turing).
+    """
+    if device != "cuda":
+        return torch.bfloat16 if has_bfloat16_product() else None
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float16 if torch.cuda.get_device_capability() >= (7, 0) else None
+
+
 def rate_for(first_loss: float) -> float:
     """The largest learning rate of a training that starts with this loss.
 
@@ -233,11 +254,8 @@ class _Run:
         self._known_bytes = 0
         self._order = np.zeros(0, int)
         self._device = module.device.type
-        self._is_half = (
-            torch.cuda.is_bf16_supported(including_emulation=False)
-            if self._device == "cuda"
-            else has_bfloat16_product()
-        )
+        self._half = half_type(self._device)
+        self._scaler = torch.amp.GradScaler(self._device, enabled=self._half is torch.float16)
 
     def run(self) -> tuple[Training, list[Tensor]]:
         self._resume()
@@ -252,8 +270,9 @@ class _Run:
             with memory_errors():
                 loss = self._step(elapsed / self.budget)
             if not math.isfinite(loss):
-                if self._is_half:  # masks may overflow in bfloat16
-                    self._is_half = False
+                if self._half is not None:  # masks may overflow
+                    self._half = None
+                    self._scaler = torch.amp.GradScaler(self._device, enabled=False)
                     continue
                 self._not_finite()
                 break
@@ -289,7 +308,7 @@ class _Run:
             total += float(loss.detach())
             if not math.isfinite(total):
                 return total
-            loss.backward()
+            self._scaler.scale(loss).backward()
         gainable = total
         if self.lesson.labeled is not None:
             with self._precision():
@@ -298,10 +317,14 @@ class _Run:
             gainable += LABELED_SHARE * float(loss.detach())
             if not math.isfinite(total):
                 return total
-            loss.backward()
+            self._scaler.scale(loss).backward()
+        self._scaler.unscale_(self.optimizer)
         norm = float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
         if not math.isfinite(norm):
-            return norm
+            if self._scaler.get_scale() <= 1:
+                return norm
+            self._scaler.update()  # the gradients overflowed: a smaller scale
+            return self._step(share)
         if step < WARM_UP and not self.course.restarts:  # the mean over the first steps
             rate = self.course.learning_rate
             self.course.learning_rate += (rate_for(gainable) - rate) / (step + 1)
@@ -309,7 +332,8 @@ class _Run:
         warmth = min((done + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = self.course.learning_rate * warmth
-        self.optimizer.step()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
         self.course.steps += 1
         self.course.tokens += sum(map(count_tokens, batches))
         kept = min(AVERAGE, (1 + done) / (10 + done))
@@ -317,7 +341,7 @@ class _Run:
         return total
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device, torch.bfloat16) if self._is_half else nullcontext()
+        return nullcontext() if self._half is None else torch.autocast(self._device, self._half)
 
     def _batches(self, step: int) -> tuple[Sequence[Batch], Sequence[list[np.ndarray]]]:
         """The batches of a step, and what the teacher gives for them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,7 +72,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timing(seconds=20)
-@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("clock")
 def test_recover_pruned_bert_raises_quality_on_unseen_rows(
     pruned: Path,
@@ -79,16 +80,24 @@ def test_recover_pruned_bert_raises_quality_on_unseen_rows(
     texts: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    bfloat16: bool,
+    half: torch.dtype | None,
 ):
     monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
-    monkeypatch.setattr(training, "has_bfloat16_product", lambda: bfloat16)
+    monkeypatch.setattr(training, "half_type", lambda _: half)
+    # The first scale makes every gradient overflow; smaller ones are tried.
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**40))
+    dtypes: set[torch.dtype | None] = set()
+    autocast = torch.autocast
+    monkeypatch.setattr(
+        torch, "autocast", lambda device, dtype: dtypes.add(dtype) or autocast(device, dtype)
+    )
     stages: list[tuple[str, int, int]] = []
     report = attnserve.recover(
         pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES,
         progress=lambda *stage: stages.append(stage),
     )  # fmt: skip
     assert report.gain
+    assert dtypes == {half} - {None}
     assert report.before.quality is not None and report.after.quality is not None
     assert report.after.quality.split == "prove"
     assert report.after.quality.also["r2"] > report.before.quality.also["r2"] + 0.05
