@@ -1,7 +1,7 @@
 """Prune once and train, or prune and train in turns: the same final size and the same time.
 
     python -m benchmarks.pruning_rounds --train STSB_TRAIN.tsv --dev STSB_DEV.tsv --text TEXT
-        [--rounds 1 2] [--minutes 20] [--threads 1] [--resume]
+        [--turns 1 2] [--minutes 20] [--threads 1] [--resume]
 
 all-MiniLM-L6-v2 loses two thirds of its heads and neurons, in equal steps. After each step it is
 trained on the texts of benchmarks/recovery.py to give the outputs of the original again, for an
@@ -32,7 +32,7 @@ HEADS, NEURONS = (12, 4), (1536, 512)
 def main(arguments: list[str] | None = None) -> int:
     parser = sts_parser(__doc__)
     parser.add_argument("--text", type=Path, required=True, help="one paragraph a line")
-    parser.add_argument("--rounds", type=int, nargs="+", default=[1, 2], choices=[1, 2, 4])
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 2], choices=[1, 2, 4])
     parser.add_argument("--minutes", type=float, default=20.0, help="of training, all rounds")
     parser.add_argument("--threads", type=int, default=1, help="of the training")
     parser.add_argument("--resume", action="store_true", help="skip what the result file has")
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = stored_rows("pruning_rounds")
     with tempfile.TemporaryDirectory() as name:
         study = Study(Path(name), options)
-        for rounds in options.rounds:
+        for rounds in options.turns:
             asked = {"rounds": rounds, "minutes": options.minutes, "threads": options.threads}
             if options.resume and any(asked.items() <= row.items() for row in rows):
                 continue
