@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ __all__ = [
     "FeatureMaps",
     "FixedHeadAttention",
     "Latest",
+    "PassedOn",
     "Rotation",
     "check_size",
     "rotary_error",
@@ -62,6 +64,21 @@ class Latest:
     def __getstate__(self) -> dict[str, Any]:
         return {"maps": None}
 
+    def put(self, maps: FeatureMaps) -> None:
+        """Keep the maps, unless a backward pass calls the layer again.
+
+        Raises:
+            InvalidArgument: It does, and the maps of the first time have no gradients.
+        """
+        if not _is_repeated():
+            self.maps = maps
+        elif self.maps is not None and maps.values.requires_grad > self.maps.values.requires_grad:
+            raise InvalidArgument(
+                "reentrant gradient checkpointing gives feature maps no gradients",
+                "pass use_reentrant=False, or turn checkpointing off",
+                code="nn.checkpointing",
+            )
+
     def required(self) -> FeatureMaps:
         if self.maps is None:
             raise InvalidArgument(
@@ -70,6 +87,71 @@ class Latest:
                 code="nn.no_maps",
             )
         return self.maps
+
+
+class PassedOn:
+    """Probabilities of a layer's latest call, for the layers that reuse them.
+
+    Without gradients they are kept until all of these layers have read them, with gradients until
+    the next call. Copies of the model start empty.
+
+    In the backward pass, gradient checkpointing calls layers again. A layer that reuses
+    probabilities then gets those it got before, or an error if later calls have replaced them.
+    """
+
+    def __init__(self, readers: int = 0) -> None:
+        self._readers = readers
+        self._probabilities: Tensor | None = None
+        self._tokens: list[Tensor | None] = []
+        self._unread = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassedOn:
+        return memo.setdefault(id(self), PassedOn(self._readers))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return PassedOn(self._readers).__dict__
+
+    def add_reader(self) -> int:
+        """The place of a new layer that reads in each call."""
+        self._readers += 1
+        return self._readers - 1
+
+    def put(self, probabilities: Tensor) -> None:
+        if self._readers and not _is_repeated():
+            self._probabilities, self._unread = probabilities, self._readers
+            self._tokens = [None] * self._readers
+
+    def take(self, reader: int, tokens: Tensor) -> Tensor:
+        """The probabilities (B, H, S, T), for the reader at this place and its queries (B, S, D).
+
+        Raises:
+            InvalidArgument: There are none: the layer was not called before, or the backward pass
+                needs those of an earlier call.
+        """
+        found = self._probabilities
+        if _is_repeated():
+            first = self._tokens[reader] if self._tokens else None
+            if found is None or first is None or not torch.equal(first, tokens):
+                raise InvalidArgument(
+                    "gradient checkpointing needs probabilities of an earlier call, which are gone",
+                    "turn it off; or use use_reentrant=False and one call of the model in each"
+                    " backward pass",
+                    code="nn.checkpointing",
+                )
+            return found
+        if found is None:
+            raise InvalidArgument(
+                "the layer whose probabilities are reused was not called before",
+                "call the layers in order, all of them in each call of the model",
+                code="nn.no_probabilities",
+            )
+        if torch.is_grad_enabled():
+            self._tokens[reader] = tokens.detach()
+            return found
+        self._unread -= 1
+        if self._unread == 0:
+            self._probabilities = None
+        return found
 
 
 class AttentionLayer(nn.Module):
@@ -91,6 +173,7 @@ class AttentionLayer(nn.Module):
 
     Attributes:
         keep_maps: Keep the feature maps of each call in ``latest``, with their gradients.
+        passed_on: The probabilities of the latest call, if another layer reuses them.
     """
 
     # Read by torch.nn.TransformerEncoder(Layer): these values turn its fused kernel off.
@@ -119,7 +202,7 @@ class AttentionLayer(nn.Module):
         )  # fmt: skip
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.scale, self.dropout, self.batch_first = scale, dropout, batch_first
-        self.keep_maps, self.latest = False, Latest()
+        self.keep_maps, self.latest, self.passed_on = False, Latest(), PassedOn()
         self.v_proj = input_projection(self.vdim, num_heads * value_head_size, bias=bias)
         self.out_proj = projection(num_heads * value_head_size, embed_dim, bias=bias)
 
@@ -154,13 +237,15 @@ class AttentionLayer(nn.Module):
                 Otherwise added to the logits.
             rotation: Rotary positions of queries and keys, which have the same length.
         """
-        apart = self.probabilities(query, key, mask, rotation)
+        probabilities = self.probabilities(query, key, mask, rotation)
+        self.passed_on.put(probabilities)
         values = by_head(self.v_proj(value), self.num_heads)
-        context = nn.functional.dropout(apart, self.dropout, self.training) @ values  # B H S V
+        dropped = nn.functional.dropout(probabilities, self.dropout, self.training)
+        context = dropped @ values  # B H S V
         if self.keep_maps:
-            real = _real_tokens(mask, apart, is_self=key is query)
-            self.latest.maps = FeatureMaps(values, apart, context, *real)
-        return self.out_proj(context.transpose(1, 2).flatten(2)), apart
+            real = _real_tokens(mask, probabilities, is_self=key is query)
+            self.latest.put(FeatureMaps(values, probabilities, context, *real))
+        return self.out_proj(context.transpose(1, 2).flatten(2)), probabilities
 
     def forward(
         self,
@@ -175,8 +260,9 @@ class AttentionLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """As ``torch.nn.MultiheadAttention.forward``, with the same shapes and masks.
 
-        Differences: a query without any allowed key attends to all instead of returning NaN, and
-        ``is_causal`` without ``attn_mask`` masks later keys.
+        Differences: a query without any allowed key attends to all instead of returning NaN,
+        ``is_causal`` without ``attn_mask`` masks later keys, and the returned probabilities are
+        those before dropout.
 
         Args:
             query: x, (S, B, D), (B, S, D) if ``batch_first``, or (S, D).
@@ -191,6 +277,9 @@ class AttentionLayer(nn.Module):
         Returns:
             The output, in the shape of ``query``, and the probabilities: (B, S, T), (B, H, S, T) if
             not averaged, without B for unbatched tokens, None if not needed.
+
+        Raises:
+            InvalidArgument: Tokens or masks have other shapes, or a mask is of integers.
         """
         unbatched = query.ndim == 2
         tokens = [query, key, value]
@@ -201,12 +290,42 @@ class AttentionLayer(nn.Module):
             tokens = [part.transpose(0, 1) for part in tokens]
         if key is query:  # still one object: feature maps tell self-attention by it
             tokens[1] = tokens[0]
+        if not torch.jit.is_tracing():
+            self._check(tokens[0], tokens[1], tokens[2], key_padding_mask, attn_mask)
         mask = self._mask(tokens[0], tokens[1], key_padding_mask, attn_mask, is_causal)
-        out, apart = self.attend(*tokens, mask=mask)
-        weights = (apart.mean(1) if average_attn_weights else apart) if need_weights else None
+        out, probabilities = self.attend(*tokens, mask=mask)
+        weights = None
+        if need_weights:
+            weights = probabilities.mean(1) if average_attn_weights else probabilities
         if unbatched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+    ) -> None:
+        """Raises: InvalidArgument: Tokens (batch first) or masks do not fit each other."""
+        (B, S), T, H = query.shape[:2], key.shape[1], self.num_heads
+        _check_shape("key", key, [(B, T, self.kdim)])
+        _check_shape("value", value, [(B, T, self.vdim)])
+        for name, mask, shapes in (
+            ("key_padding_mask", key_padding_mask, [(B, T)]),
+            ("attn_mask", attn_mask, [(S, T), (B * H, S, T)]),
+        ):
+            if mask is None:
+                continue
+            if mask.dtype != torch.bool and not mask.is_floating_point():
+                raise InvalidArgument(
+                    f"`{name}` is {mask.dtype}: expected bool (True: not allowed) or float (added)",
+                    "convert it, for example `attention_mask == 0`",
+                    code="nn.mask",
+                )
+            _check_shape(name, mask, shapes)
 
     def _mask(
         self,
@@ -221,8 +340,8 @@ class AttentionLayer(nn.Module):
             ones = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
             masks.append(ones.triu(1))
         if attn_mask is not None:
-            apart = attn_mask.ndim == 3
-            masks.append(attn_mask.unflatten(0, (-1, self.num_heads)) if apart else attn_mask)
+            of_heads = attn_mask.ndim == 3
+            masks.append(attn_mask.unflatten(0, (-1, self.num_heads)) if of_heads else attn_mask)
         if key_padding_mask is not None:
             masks.append(key_padding_mask[:, None, None])
         if not masks:
@@ -246,6 +365,9 @@ class FixedHeadAttention(AttentionLayer):
         head_size: K, and V unless ``value_head_size`` is given.
         scale: Default: 1/sqrt(K).
         others: See ``AttentionLayer``.
+
+    Attributes:
+        rotary: Whether it was made from a layer with rotary positions.
     """
 
     def __init__(
@@ -264,7 +386,7 @@ class FixedHeadAttention(AttentionLayer):
             embed_dim, num_heads, value_head_size=value_head_size or head_size,
             scale=head_size**-0.5 if scale is None else scale, bias=bias, **others,
         )  # fmt: skip
-        self.head_size = head_size
+        self.head_size, self.rotary = head_size, False
         self.q_proj = input_projection(embed_dim, num_heads * head_size, bias=bias)
         self.k_proj = input_projection(self.kdim, num_heads * head_size, bias=bias)
 
@@ -283,7 +405,7 @@ class FixedHeadAttention(AttentionLayer):
                 layer has biases.
         """
         biases = (layer.query_bias, layer.key_bias, layer.value_bias, layer.output_bias)
-        has_bias = options.get("bias", True)
+        has_bias = options.setdefault("bias", layer.has_bias)
         if not has_bias and any(bias.any() for bias in biases):
             raise InvalidArgument(
                 "`bias` is False, but the layer has biases", "leave it out", code="nn.bias"
@@ -319,6 +441,7 @@ class FixedHeadAttention(AttentionLayer):
             rows[:, :V] = layer.output
             if has_bias:
                 made.out_proj.bias.copy_(layer.output_bias)
+        made.rotary = layer.rotary
         return made
 
     def trained(self) -> TrainedAttention:
@@ -326,6 +449,7 @@ class FixedHeadAttention(AttentionLayer):
         return TrainedAttention.of_linears(
             self.q_proj, self.k_proj, self.v_proj, self.out_proj, num_heads=self.num_heads,
             scale=self.scale, dropout=self.dropout, batch_first=self.batch_first,
+            rotary=self.rotary,
         )  # fmt: skip
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
@@ -334,6 +458,24 @@ class FixedHeadAttention(AttentionLayer):
         if rotation is not None:
             q, k = rotated(q, rotation), rotated(k, rotation)
         return (q * self.scale) @ k.transpose(-1, -2)
+
+
+def _is_repeated() -> bool:
+    """Whether a backward pass calls layers again, for gradient checkpointing."""
+    if torch.compiler.is_compiling():
+        return False
+    # As torch.utils.checkpoint asks it.
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+
+
+def _check_shape(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raises: InvalidArgument: The tensor has none of these shapes."""
+    if tuple(tensor.shape) not in shapes:
+        raise InvalidArgument(
+            f"`{name}` has shape {tuple(tensor.shape)}: expected {' or '.join(map(str, shapes))}",
+            "pass it as for torch.nn.MultiheadAttention; see `batch_first` for the order",
+            code="nn.shape",
+        )
 
 
 def check_size(name: str, size: int) -> None:

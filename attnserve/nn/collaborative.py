@@ -151,6 +151,7 @@ class CollaborativeAttention(AttentionLayer):
             D, layer.num_heads, factors.rank, value_head_size=layer.value_head_size,
             support=torch.from_numpy(factors.mixing != 0) if sparse else None, scale=layer.scale,
             dropout=layer.dropout, kdim=E, vdim=F, batch_first=layer.batch_first,
+            bias=layer.has_bias,
         ).to(layer.query)  # fmt: skip
         if not np.any(factors.content):
             made.content = None
@@ -161,27 +162,33 @@ class CollaborativeAttention(AttentionLayer):
             if made.content is not None:
                 made.content.weight.copy_(torch.from_numpy(factors.content))
             made.v_proj.weight.copy_(layer.value.transpose(1, 2).flatten(0, 1))
-            made.v_proj.bias.copy_(layer.value_bias.flatten())
             made.out_proj.weight.copy_(layer.output.flatten(0, 1).T)
-            made.out_proj.bias.copy_(layer.output_bias)
+            if layer.has_bias:
+                made.v_proj.bias.copy_(layer.value_bias.flatten())
+                made.out_proj.bias.copy_(layer.output_bias)
         return made
 
     def _take_sizes(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Take R, the support and the content vectors of weights that are about to be loaded.
 
-        ``from_trained`` finds them from weights: a new model that is swapped may have others.
+        ``from_trained`` finds them from weights: a new model that is swapped may have others. They
+        are those of the layer if the weights are incomplete.
         """
-        mixing, columns = (state_dict.get(prefix + name) for name in ("mixing", "columns"))
-        if mixing is not None:
+        parts = [state_dict.get(f"{prefix}{name}") for name in ("mixing", "q_proj.weight",
+                 "k_proj.weight", "columns")]  # fmt: skip
+        mixing, query, key, columns = parts
+        if mixing is None or query is None or key is None:
+            return
+        if mixing.shape[-1] != self.rank:
             self.rank = mixing.shape[-1]
-            self.mixing.data = self.mixing.new_empty(self.num_heads, self.rank)
+            self.mixing.data = self.mixing.new_zeros(self.num_heads, self.rank)
             for linear in (self.q_proj, self.k_proj):
                 linear.out_features = self.rank
-                linear.weight.data = linear.weight.new_empty(self.rank, linear.in_features)
-            if prefix + "content.weight" not in state_dict:
-                self.content = None
-            elif self.content is None:
-                self.content = nn.Linear(self.kdim, self.num_heads, bias=False).to(self.mixing)
+                linear.weight.data = linear.weight.new_zeros(self.rank, linear.in_features)
+        if prefix + "content.weight" not in state_dict:
+            self.content = None
+        elif self.content is None:
+            self.content = nn.Linear(self.kdim, self.num_heads, bias=False).to(self.mixing)
         if columns is not None and self.columns is not None and self.reads is not None:
             shape = (self.num_heads, columns.shape[-1])
             self.columns, self.reads = self.columns.new_empty(shape), self.reads.new_empty(shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from attnserve.calibration.voting import Votes, cosines, elect_heads, group_heads
 from attnserve.nn.attention import FeatureMaps, FixedHeadAttention
 from attnserve.nn.reuse import ReuseAttention
-from attnserve.nn.trained import TrainedAttention
 from graph_passes.errors import InvalidArgument
 
 Batch = TypeVar("Batch")
@@ -163,14 +162,12 @@ class GroupedHeadAttention(FixedHeadAttention):
         """A standard layer of the heads whose mask is 1, with the scale of this one."""
         kept = torch.tensor([bool(stays) for stays in mask], device=self.groups.device)
         whole = self.trained()
-        made = FixedHeadAttention.from_trained(
-            TrainedAttention(
-                whole.query[kept], whole.key[kept], whole.value[kept], whole.output[kept],
-                whole.query_bias[kept], whole.key_bias[kept], whole.value_bias[kept],
-                whole.output_bias, whole.scale, whole.dropout, whole.batch_first,
-            )
+        fewer = replace(
+            whole, query=whole.query[kept], key=whole.key[kept], value=whole.value[kept],
+            output=whole.output[kept], query_bias=whole.query_bias[kept],
+            key_bias=whole.key_bias[kept], value_bias=whole.value_bias[kept],
         )  # fmt: skip
-        return made.train(self.training)
+        return FixedHeadAttention.from_trained(fewer).train(self.training)
 
     def _similarity(self, maps: list[Tensor]) -> Tensor:
         own = nn.functional.one_hot(self.groups, self.num_groups)
@@ -239,7 +236,7 @@ def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
     layers = [(name, layer) for name, layer in _grouped(model) if name in votes]
     sources = {id(each.source) for each in model.modules() if isinstance(each, ReuseAttention)}
     for name, layer in layers:
-        if not name or id(layer.latest) in sources:
+        if not name or id(layer.passed_on) in sources:
             raise InvalidArgument(
                 f"`{name}` is reused by another layer" if name else "`model` is the layer itself",
                 "remove heads before the wiring" if name else "call `pruned` of the layer",
@@ -296,5 +293,5 @@ def _compactness(distance: np.ndarray, groups: np.ndarray) -> Compactness:
     largest = np.maximum(np.maximum(within, between), np.finfo(float).tiny)
     scores = np.where(mates > 0, (between - within) / largest, 0.0)
     diameter = float(distance[same].max())
-    apart = float(distance[~same].min())
-    return Compactness(float(scores.mean()), apart / diameter if diameter > 0 else np.inf)
+    separation = float(distance[~same].min())
+    return Compactness(float(scores.mean()), separation / diameter if diameter > 0 else np.inf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attnserve.nn.attention import AttentionLayer, Rotation, rotary_error
 from attnserve.nn.collaborative import CollaborativeAttention
+from attnserve.nn.reuse import ReuseAttention
 from attnserve.nn.trained import TrainedAttention
 from graph_passes.errors import InvalidArgument
 
@@ -121,10 +122,12 @@ class HuggingFaceAttention(nn.Module):
             mask = torch.ones(S, S, dtype=torch.bool, device=hidden_states.device).triu(1)
         elif mask is not None and mask.dtype == torch.bool:
             mask = ~mask
-        out, apart = self.layer.attend(hidden_states, tokens, tokens, mask, position_embeddings)
+        out, probabilities = self.layer.attend(
+            hidden_states, tokens, tokens, mask, position_embeddings
+        )
         if self.norm is not None and self.dropout is not None:
             out = self.norm(hidden_states + self.dropout(out))
-        return out, apart
+        return out, probabilities
 
 
 def swap(
@@ -136,7 +139,8 @@ def swap(
     Swapped layers do not cache keys: call decoders with ``use_cache=False``. The model cannot
     return ``output_attentions`` of swapped layers; its state dict has other names: to load it, swap
     a model of the same configuration in the same way first. Grouped keys and values get a copy for
-    each query head.
+    each query head. New layers have biases if any projection of the old layer has one, and are
+    frozen if all its weights are.
 
     Args:
         model: BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral or Qwen2, with
@@ -181,6 +185,7 @@ def swap(
         for name, layer in zip(names, layers, strict=True):
             _check(model, name, layer)
             made[name] = layer
+        _check_windows(model, {name: made[name] for name in names})
     for name, layer in made.items():
         _install(model, name, layer.train(model.training))
     return list(made)
@@ -223,11 +228,31 @@ def _check(model: nn.Module, name: str, layer: object) -> None:
         raise rotary_error("CollaborativeAttention")
 
 
+def _check_windows(model: nn.Module, layers: Mapping[str, AttentionLayer]) -> None:
+    """Raise if a layer reuses probabilities of a layer with another mask."""
+    names = {id(layer.passed_on): name for name, layer in layers.items()}
+    for name, layer in layers.items():
+        if not isinstance(layer, ReuseAttention) or id(layer.source) not in names:
+            continue
+        source = names[id(layer.source)]
+        old: list[Any] = [model.get_submodule(each) for each in (name, source)]
+        mine, other = (getattr(module, "sliding_window", None) for module in old)
+        if mine != other:
+            raise InvalidArgument(
+                f"{name} reuses probabilities of {source}, which has another mask: sliding windows"
+                f" of {mine} and {other} tokens",
+                "choose layers with the same window, for example by another configuration",
+                code="nn.reuse_window",
+            )
+
+
 def _install(model: nn.Module, name: str, layer: AttentionLayer) -> None:
     old: Any = model.get_submodule(name)
     names = _CLASSES[type(old).__name__]
     is_cross = "Cross" in type(old).__name__ or name.endswith("encoder_attn")
     extra = {"dropout": old.output_dropout, "norm": old.LayerNorm} if names.normalizes else {}
+    if not any(weight.requires_grad for weight in old.parameters()):
+        layer.requires_grad_(False)
     new = HuggingFaceAttention(layer, is_causal=old.is_causal, is_cross=is_cross, **extra)
     model.set_submodule(name, new)
     if len(names.projections) == 3:  # the layer has the output projection

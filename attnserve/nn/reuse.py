@@ -29,7 +29,8 @@ class ReuseAttention(AttentionLayer):
         reused_heads: The number of reused heads, 1 to H.
         source: The layer before. It must be called first, on the same tokens and masks, in the same
             thread: its probabilities of the latest call are reused, so no call may skip it (as
-            the layer dropout of BART does).
+            the layer dropout of BART does). Gradient checkpointing must not be reentrant, and needs
+            a backward pass after each call of the model.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class ReuseAttention(AttentionLayer):
             scale=head_size**-0.5 if scale is None else scale, bias=bias, **others,
         )  # fmt: skip
         self.reused_heads = reused_heads
-        self.keep_maps = source.keep_maps = True
-        self.source = source.latest  # not the layer: it would become a part of this one
+        self.source = source.passed_on  # not the layer: it would become a part of this one
+        self._place = self.source.add_reader()
         own = num_heads - reused_heads
         self.own: FixedHeadAttention | None = None
         if own:
@@ -79,7 +80,7 @@ class ReuseAttention(AttentionLayer):
         made = cls(
             D, layer.num_heads, layer.head_size, reused_heads=reused_heads, source=source,
             value_head_size=layer.value_head_size, scale=layer.scale, dropout=layer.dropout,
-            kdim=E, vdim=F, batch_first=layer.batch_first,
+            kdim=E, vdim=F, batch_first=layer.batch_first, bias=layer.has_bias,
         ).to(layer.query)  # fmt: skip
         made.v_proj, made.out_proj = whole.v_proj, whole.out_proj
         if made.own is not None:
@@ -87,13 +88,14 @@ class ReuseAttention(AttentionLayer):
             with torch.no_grad():
                 for mine, old in ((made.own.q_proj, whole.q_proj), (made.own.k_proj, whole.k_proj)):
                     mine.weight.copy_(old.weight[:rows])
-                    mine.bias.copy_(old.bias[:rows])
+                    if layer.has_bias:
+                        mine.bias.copy_(old.bias[:rows])
         return made
 
     def probabilities(
         self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: Rotation | None = None
     ) -> Tensor:
-        reused = self.source.required().probabilities[:, : self.reused_heads]
+        reused = self.source.take(self._place, query)[:, : self.reused_heads]
         if self.own is None:
             return reused
         if mask is not None and mask.ndim == 4 and mask.shape[1] == self.num_heads:

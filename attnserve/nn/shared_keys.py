@@ -94,17 +94,18 @@ class SharedKeyAttention(AttentionLayer):
         made = cls(
             D, layer.num_heads, torch.from_numpy(factors.planes[0]),
             value_head_size=layer.value_head_size, scale=layer.scale, dropout=layer.dropout,
-            kdim=E, vdim=F, batch_first=layer.batch_first,
+            kdim=E, vdim=F, batch_first=layer.batch_first, bias=layer.has_bias,
         ).to(layer.query)  # fmt: skip
         with torch.no_grad():
             made.q_proj.weight.copy_(query[:, :-1].transpose(1, 2).flatten(0, 1))
-            made.q_proj.bias.copy_(query[:, -1].flatten())
             made.k_proj.weight.copy_(key[:-1].T)
-            made.k_proj.bias.copy_(key[-1])
             made.v_proj.weight.copy_(layer.value.transpose(1, 2).flatten(0, 1))
-            made.v_proj.bias.copy_(layer.value_bias.flatten())
             made.out_proj.weight.copy_(layer.output.flatten(0, 1).T)
-            made.out_proj.bias.copy_(layer.output_bias)
+            if layer.has_bias:
+                made.q_proj.bias.copy_(query[:, -1].flatten())
+                made.k_proj.bias.copy_(key[-1])
+                made.v_proj.bias.copy_(layer.value_bias.flatten())
+                made.out_proj.bias.copy_(layer.output_bias)
         return made
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:

@@ -29,6 +29,7 @@ class TrainedAttention:
         dropout: Of the probabilities, in training.
         batch_first: Whether tokens are (B, S, D), not (S, B, D).
         rotary: Whether queries and keys turn with their positions before the product.
+        has_bias: Whether any projection has a bias; otherwise all biases are zero.
     """
 
     query: Tensor
@@ -43,6 +44,7 @@ class TrainedAttention:
     dropout: float = 0.0
     batch_first: bool = True
     rotary: bool = False
+    has_bias: bool = True
 
     @property
     def num_heads(self) -> int:
@@ -89,9 +91,11 @@ class TrainedAttention:
             for linear, heads in ((query, num_heads), (key, kv_heads), (value, kv_heads))
         )
         out = output.weight.detach().clone().T.unflatten(0, (num_heads, -1))  # H V D
+        biases: list[Any] = [linear.bias for linear in (query, key, value, output)]
         return TrainedAttention(
             q, k, v, out, q_bias, k_bias, v_bias, _bias(output),
             scale=scale, dropout=dropout, batch_first=batch_first, rotary=rotary,
+            has_bias=any(bias is not None for bias in biases),
         )  # fmt: skip
 
 

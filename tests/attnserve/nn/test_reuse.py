@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from attnserve.nn import FixedHeadAttention, TrainedAttention, reuse_transformer  # noqa: E402
 from graph_passes.errors import InvalidArgument  # noqa: E402
@@ -73,7 +76,7 @@ def test_copy_reuses_its_own_source():
 
     run(model, z)
     torch.testing.assert_close(run(other, x), run(model, x))
-    assert other[1].source is other[0].latest
+    assert other[1].source is other[0].passed_on
 
 
 def test_head_masks_apply_to_own_heads():
@@ -81,8 +84,63 @@ def test_head_masks_apply_to_own_heads():
     x = torch.randn(2, 5, 16)
     mask = torch.rand(8, 5, 5) < 0.3
     first(x, x, x)
-    apart = second(x, x, x, attn_mask=mask, average_attn_weights=False)[1].unflatten(1, (2, 2))
-    assert (apart[:, 0][mask.view(2, 4, 5, 5)[:, :2]] == 0).all()
+    found = second(x, x, x, attn_mask=mask, average_attn_weights=False)[1].unflatten(1, (2, 2))
+    assert (found[:, 0][mask.view(2, 4, 5, 5)[:, :2]] == 0).all()
+
+
+class Stack(torch.nn.Module):
+    """Layers with residual connections, with gradient checkpointing or without."""
+
+    def __init__(self, configuration: str) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(reuse_transformer(trained(4), configuration))
+
+    def forward(self, x: Any, **checkpointing: Any) -> Any:
+        for layer in self.layers:
+
+            def block(tokens: Any, layer: Any = layer) -> Any:
+                return tokens + layer(tokens, tokens, tokens)[0]
+
+            x = checkpoint(block, x, **checkpointing) if checkpointing else block(x)
+        return x
+
+    def gradients(self, *batches: Any, **checkpointing: Any) -> list[Any]:
+        self.zero_grad()
+        torch.stack([self(x, **checkpointing) for x in batches]).prod(0).sum().backward()
+        return [weight.grad for weight in self.parameters()]
+
+
+@pytest.mark.parametrize("configuration", ["partial:2", "full:2"])
+def test_checkpointed_gradients_are_right_or_an_error(configuration: str):
+    """The backward pass calls the layers again, when other calls may have followed."""
+    model = Stack(configuration)
+    x, z = torch.randn(2, 5, 16, requires_grad=True), torch.randn(2, 5, 16, requires_grad=True)
+    exact = model.gradients(x)
+    for ours, theirs in zip(model.gradients(x, use_reentrant=False), exact, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with raises(InvalidArgument, "nn.checkpointing", "one call"):
+        model.gradients(x, z, use_reentrant=False)
+    with raises(InvalidArgument, "nn.checkpointing"):
+        model.gradients(x, use_reentrant=True)
+    for ours, theirs in zip(model.gradients(x), exact, strict=True):  # as if nothing had been
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_inference_keeps_no_probabilities():
+    model = Stack("full:2")
+    kept: list[weakref.ref[Any]] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _, __, out: kept.append(weakref.ref(out[1])))
+    with torch.no_grad():
+        model(torch.randn(2, 5, 16))
+    assert len(kept) == 4 and all(reference() is None for reference in kept)
+
+
+def test_reuse_before_its_source_is_refused():
+    _, second, _ = reuse_transformer(trained(3), "full:1")
+    x = torch.randn(2, 5, 16)
+    with raises(InvalidArgument, "nn.no_probabilities", "order"):
+        second(x, x, x)
 
 
 @pytest.mark.parametrize(
