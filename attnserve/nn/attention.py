@@ -290,7 +290,7 @@ class AttentionLayer(nn.Module):
             tokens = [part.transpose(0, 1) for part in tokens]
         if key is query:  # still one object: feature maps tell self-attention by it
             tokens[1] = tokens[0]
-        if not torch.jit.is_tracing():
+        if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             self._check(tokens[0], tokens[1], tokens[2], key_padding_mask, attn_mask)
         mask = self._mask(tokens[0], tokens[1], key_padding_mask, attn_mask, is_causal)
         out, probabilities = self.attend(*tokens, mask=mask)

@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 from attnserve.nn import (  # noqa: E402
     FeatureMaps,
     FixedHeadAttention,
@@ -142,6 +144,79 @@ def test_voting_keeps_one_head_of_each_group_and_prunes_the_layer():
         torch.testing.assert_close(pruned(x, x, x)[0], expected)
     assert type(pruned) is FixedHeadAttention
     assert (pruned.num_heads, pruned.scale) == (3, layer.scale)
+
+
+def test_voting_runs_the_model_without_dropout():
+    model = torch.nn.ModuleDict({"attention": twins([0, 1, 0], dropout=0.5)}).train()
+    x, seen = torch.randn(2, 6, 16), list[bool]()
+
+    def run(x: Any) -> None:
+        seen.append(model["attention"].training)
+        model["attention"](x, x, x)
+
+    voting_to_stay(model, [x], run)
+    assert seen == [False] and model["attention"].training
+    assert model["attention"].pruned([1, 1, 0]).dropout == 0.5
+
+
+def test_units_are_constants_in_the_gradient():
+    """Heads move towards the mean of their group, as it is; the mean does not move towards them."""
+    layer = GroupedHeadAttention(8, 3, 4, num_groups=1, alpha=1.0, beta=0.0)
+    maps = torch.randn(2, 3, 4, 4, requires_grad=True)
+    real = torch.ones(2, 4, dtype=torch.bool)
+    layer.latest.maps = FeatureMaps(maps, maps, maps, real, real)
+    layer.group_loss().backward()
+    ours, maps.grad = maps.grad, None
+    heads = maps.transpose(0, 1).flatten(1)
+    unit = heads.mean(0).detach()
+    (-torch.cosine_similarity(heads, unit[None]).mean()).backward()
+    torch.testing.assert_close(ours, maps.grad)
+
+
+def test_groups_are_found_in_all_batches_since_the_last_time():
+    layer, other = with_maps([0, 1, 0, 1]), with_maps([0, 0, 1, 1])
+    layer.group_loss()
+    strong, weak = layer.latest.maps, other.latest.maps
+    assert layer.groups.tolist() == [0, 1, 0, 1]
+    for factor, expected in ((0.1, [0, 1, 0, 1]), (10.0, [0, 0, 1, 1])):
+        for maps in (strong, FeatureMaps(*(part * factor for part in (weak.values,
+                     weak.probabilities, weak.outputs)), weak.queries, weak.keys)):  # fmt: skip
+            layer.latest.maps = maps
+            layer.group_loss()
+        layer.reassign()
+        assert layer.groups.tolist() == expected
+
+
+def test_loss_of_a_model_is_the_mean_of_its_layers():
+    model = torch.nn.ModuleList([with_maps([0, 1, 0, 2]), with_maps([0, 0, 1, 1])])
+    losses = [layer.group_loss().item() for layer in model]
+    model[0].groups.copy_(torch.tensor([0, 1, 1, 2]))
+    losses[0] = model[0].group_loss().item()
+    assert losses[0] != losses[1]
+    assert group_loss(model).item() == pytest.approx(sum(losses) / 2)
+
+
+def test_reentrant_checkpointing_is_refused():
+    """The loss would have no gradient, without an error."""
+    layer = twins([0, 1, 0])
+    x = torch.randn(2, 6, 16, requires_grad=True)
+
+    def run(x: Any) -> Any:
+        return layer(x, x, x)[0]
+
+    for reentrant in (False, True):
+        layer.zero_grad()
+        out = checkpoint(run, x, use_reentrant=reentrant)
+        total = out.sum() + layer.group_loss()
+        if reentrant:
+            with raises(InvalidArgument, "nn.checkpointing", "use_reentrant=False"):
+                total.backward()
+        else:
+            total.backward()
+            ours = layer.v_proj.weight.grad.clone()
+            layer.zero_grad()
+            (run(x).sum() + layer.group_loss()).backward()
+            torch.testing.assert_close(ours, layer.v_proj.weight.grad)
 
 
 def test_reassign_counts_moved_heads():

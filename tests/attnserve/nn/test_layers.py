@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
@@ -21,6 +22,7 @@ from attnserve.nn import (  # noqa: E402
     read_attention,
 )
 from graph_passes.errors import InvalidArgument  # noqa: E402
+from graph_passes.factorize.moments import TokenMoments  # noqa: E402
 from tests.errors import raises  # noqa: E402
 
 Layers = Callable[..., Any]
@@ -81,9 +83,67 @@ def test_exact_layer_other_token_layouts_equal_pytorch(
 ):
     layer = layer_of(batch_first=False, bias=False)
     ours = convert(read_attention(layer)).eval()
-    x = tokens(6, 2, 16)
-    close(ours(x, x, x), layer(x, x, x))
-    close(ours(x[:, 0], x[:, 0], x[:, 0]), layer(x[:, 0], x[:, 0], x[:, 0]))
+    x, padding = tokens(7, 2, 16), {"key_padding_mask": PADDING}
+    close(ours(x, x, x, **padding), layer(x, x, x, **padding))
+    row, padding = x[:, 1], {"key_padding_mask": PADDING[1]}
+    close(ours(row, row, row, **padding), layer(row, row, row, **padding))
+    by_head = {"attn_mask": torch.stack([CAUSAL.new_ones(7, 7).triu(h + 1) for h in range(4)])}
+    close(ours(row, row, row, **by_head), layer(row, row, row, **by_head))
+
+
+@pytest.mark.parametrize("convert", EXACT.values(), ids=EXACT)
+def test_dropout_is_that_of_pytorch_in_training_only(
+    convert: Callable[[TrainedAttention], Any], layer_of: Layers
+):
+    """Its share of the probabilities is zero; the returned probabilities are those before it."""
+    ours = convert(read_attention(layer_of(dropout=0.4)))
+    x = tokens(2, 6, 16)
+    exact = ours.eval()(x, x, x)
+    dropped: list[Any] = []
+    ours.keep_maps = True
+    ours.train()
+    torch.manual_seed(1)
+    out, probabilities = ours(x, x, x, average_attn_weights=False)
+    dropped.append(ours.latest.maps)
+    torch.manual_seed(1)
+    kept = torch.nn.functional.dropout(probabilities, 0.4)
+    values = ours.v_proj(x).unflatten(2, (4, -1)).transpose(1, 2)
+    expected = ours.out_proj((kept @ values).transpose(1, 2).flatten(2))
+    close((out, probabilities.mean(1)), (expected, exact[1]))
+    close((dropped[0].probabilities,), (probabilities,), 0.0)
+    assert 0.2 < float((kept == 0).float().mean()) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("masks", "code"),
+    [
+        ({"key_padding_mask": PADDING.long()}, "nn.mask"),
+        ({"attn_mask": CAUSAL.to(torch.uint8)}, "nn.mask"),
+        ({"key_padding_mask": PADDING[:1]}, "nn.shape"),
+        ({"key_padding_mask": PADDING[:, :5]}, "nn.shape"),
+        ({"attn_mask": CAUSAL[:1]}, "nn.shape"),
+        ({"attn_mask": CAUSAL.expand(4, 5, 7)}, "nn.shape"),
+        ({"attn_mask": CAUSAL.expand(2, 4, 5, 7)}, "nn.shape"),
+    ],
+)
+def test_masks_that_pytorch_refuses_are_an_error(
+    masks: dict[str, Any], code: str, layer_of: Layers
+):
+    layer = layer_of()
+    ours = FixedHeadAttention.from_trained(read_attention(layer)).eval()
+    x, y = tokens(2, 5, 16), tokens(2, 7, 16)
+    with pytest.raises((RuntimeError, AssertionError)):
+        layer(x, y, y, **masks)
+    with raises(InvalidArgument, code, next(iter(masks))):
+        ours(x, y, y, **masks)
+
+
+def test_tokens_of_other_sizes_are_an_error(layer_of: Layers):
+    ours = FixedHeadAttention.from_trained(read_attention(layer_of())).eval()
+    x, y = tokens(2, 5, 16), tokens(2, 7, 16)
+    for key, value in ((y[:1], y[:1]), (y, y[:, 1:]), (y[..., 1:], y)):
+        with raises(InvalidArgument, "nn.shape"):
+            ours(x, key, value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -123,10 +183,10 @@ def test_query_without_keys_is_finite_for_added_masks(value: float, dtype: Any, 
     x = 30 * tokens(2, 5, 16).to(dtype)
     left = torch.zeros(2, 5).masked_fill(torch.arange(5) < 2, value)  # no key for the first rows
     later = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), value)
-    out, apart = ours(x, x, x, key_padding_mask=left, attn_mask=later)
+    out, weights = ours(x, x, x, key_padding_mask=left, attn_mask=later)
     assert out.isfinite().all()
     if value < -1e4:
-        assert (apart[:, 2:, :2] == 0).all()
+        assert (weights[:, 2:, :2] == 0).all()
 
 
 def test_layer_works_in_a_transformer_encoder(layer_of: Layers):
@@ -158,6 +218,12 @@ def test_weights_load_into_a_layer_of_other_weights(head_size: int | None, layer
         close(new(x, x, x), ours(x, x, x), 0.0)
         new(x, x, x)[0].sum().backward()
         optimizer.step()
+    x = tokens(2, 6, 16)
+    expected = ours(x, x, x)
+    ours.load_state_dict({"mixing": ours.mixing.detach().clone()}, strict=False)
+    with pytest.raises(RuntimeError, match="Missing"):
+        ours.load_state_dict({"mixing": ours.mixing.detach().clone()})
+    close(ours(x, x, x), expected, 0.0)
     with pytest.raises(RuntimeError, match="size mismatch"):
         CollaborativeAttention(16, 2, 10).load_state_dict(ours.state_dict(), strict=False)
 
@@ -330,6 +396,38 @@ def test_shared_keys_lose_less_the_more_dimensions_they_have():
         error = shared.logits(x, x, rotation) - exact.logits(x, x, rotation)
         errors.append(float(error.detach().norm()))
     assert errors[0] > errors[1] > errors[2] > 1e-2 and errors[3] < 1e-4
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+def test_moments_of_the_tokens_lower_the_error_on_them(rotary: bool):
+    """Tokens of 4 of 16 directions need fewer dimensions than those of all."""
+    torch.manual_seed(2)
+    projections = [torch.nn.Linear(16, 16) for _ in range(4)]
+    layer = TrainedAttention.of_linears(*projections, num_heads=4, scale=0.5, rotary=rotary)
+    x = tokens(40, 5, 4) @ torch.randn(4, 16)
+    rows = x.flatten(0, 1).double().numpy()
+    gram = rows.T @ rows / len(rows)
+    moments = TokenMoments(rows.mean(0), np.cov(rows.T), gram)
+    exact = FixedHeadAttention.from_trained(layer)
+    errors = []
+    for known in (None, moments):
+        ours = CollaborativeAttention.from_trained(layer, rank=8, moments=known)
+        error = (
+            ours(x, x, x, average_attn_weights=False)[1]
+            - exact(x, x, x, average_attn_weights=False)[1]
+        )
+        errors.append(float(error.detach().norm()))
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_layers_know_that_they_came_from_rotary_positions():
+    projections = [torch.nn.Linear(16, 16, bias=False) for _ in range(4)]
+    layer = TrainedAttention.of_linears(*projections, num_heads=4, scale=0.5, rotary=True)
+    again = FixedHeadAttention.from_trained(layer).trained()
+    assert again.rotary and not again.has_bias
+    grouped = GroupedHeadAttention.from_trained(layer, num_groups=2).pruned([0, 1, 1, 0])
+    assert grouped.trained().rotary
+    assert isinstance(CollaborativeAttention.from_trained(again, rank=8), SharedKeyAttention)
 
 
 def test_fixed_heads_without_biases_are_those_of_a_layer_without(layer_of: Callable[..., Any]):

@@ -148,6 +148,40 @@ def test_weights_load_into_a_model_swapped_in_the_same_way(name: str, head_size:
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
+def test_swap_keeps_dropout_mode_biases_and_frozen_weights():
+    config = transformers.BertConfig(**BERT, attention_probs_dropout_prob=0.37)
+    model = transformers.BertModel(config).train().requires_grad_(False)
+    model.encoder.layer[1].requires_grad_(True)
+    swap(model, widened)
+    layers = [layer.attention.self.layer for layer in model.encoder.layer]
+    assert [layer.dropout for layer in layers] == [0.37] * 4
+    assert all(layer.training for layer in layers)
+    trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
+    assert trained == [False, True, False, False]
+    assert all(layer.q_proj.bias is not None for layer in layers)
+
+    llama = build("Llama")
+    for convert in (widened, grouped, lambda layers: reuse_transformer(layers, "partial:2")):
+        swap(llama, convert)
+        assert not any("self_attn" in n and "bias" in n for n, _ in llama.named_parameters())
+        llama = build("Llama")
+    swap(llama, collaborative(8))
+    assert not any("self_attn" in n and "bias" in n for n, _ in llama.named_parameters())
+
+
+@pytest.mark.parametrize(("windows", "fits"), [(2, False), (3, False), (4, True)])
+def test_probabilities_of_other_windows_are_not_reused(windows: int, fits: bool):
+    sizes = {**LLAMA, "use_sliding_window": True, "sliding_window": 2, "max_window_layers": windows}
+    model = transformers.Qwen2Model(transformers.Qwen2Config(**sizes))
+    if fits:
+        swap(model, lambda layers: reuse_transformer(layers, "alternate"))
+        return
+    with raises(InvalidArgument, "nn.reuse_window", "layers."):
+        swap(model, lambda layers: reuse_transformer(layers, f"full:{windows}" if windows == 2
+                                                     else "alternate"))  # fmt: skip
+    assert type(model.layers[1].self_attn).__name__ == "Qwen2Attention"
+
+
 def test_layers_that_do_not_fit_leave_model_unchanged():
     wrong: list[Any] = [
         torch.nn.MultiheadAttention(16, 4, batch_first=True),
