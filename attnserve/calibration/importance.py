@@ -25,7 +25,7 @@ from attnserve.calibration.activations import (
 )
 from attnserve.calibration.layerwise import SegmentedModel
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.datasets import token_mask
+from attnserve.models.masks import is_mask, token_mask
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import Inserter
@@ -419,7 +419,7 @@ def _counts_tokens(model: ir.Model, output: ir.Value) -> bool:
     shape = output.shape
     if shape is None or len(shape) != 2:
         return shape is None or len(shape) > 2
-    masks = [v.shape for v in model.graph.inputs if "mask" in (v.name or "") and v.shape]
+    masks = [v.shape for v in model.graph.inputs if is_mask(v.name or "") and v.shape]
     fixed = isinstance(shape[1], int)
     return not fixed or any(len(mask) == 2 and mask[1] == shape[1] for mask in masks)
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from attnserve.calibration.activations import no_token, not_finite, observe
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.datasets import token_mask
+from attnserve.models.masks import token_mask
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.factorize.moments import TokenMoments

@@ -30,7 +30,8 @@ import onnx_ir as ir
 from attnserve.calibration.activations import no_token, not_finite, row_count
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.datasets import thinned, token_mask
+from attnserve.models.datasets import thinned
+from attnserve.models.masks import flat_mask, is_mask, token_mask
 from attnserve.runtime.session import Batch, owned
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
@@ -613,11 +614,11 @@ def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
     """
     rows = int(np.prod(target.shape[:-1]))
     if target.ndim == 2:
-        masks = (a for n, a in batch.items() if "mask" in n and a.ndim == 2 and a.size == rows)
-        first, second = next((mask.shape for mask in masks), (1, rows))
+        flat = flat_mask(batch, rows)
+        first, second = (1, rows) if flat is None else flat.shape
     else:
         first, second = target.shape[:2]
-        others = any("mask" in n and a.shape == (second, first) for n, a in batch.items())
+        others = any(is_mask(n) and a.shape == (second, first) for n, a in batch.items())
         turned = turned or (others and first != second)
     sizes = (second, first) if turned else (first, second)
     text = np.arange(sizes[0]) * row_count(batch) // sizes[0]

@@ -27,6 +27,7 @@ import onnx_ir as ir
 from attnserve.context import Progress, Provider, ignore_progress
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.masks import is_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.cpu import available_cores
 from attnserve.runtime.interleaved_timer import BENCHMARK, Sampler, sampler
@@ -382,7 +383,7 @@ def _cache_bytes(graph: ir.Model, batch: int, sequence: int) -> int:
     if not cached_axes(graph.graph, named_axes(graph.graph))[0]:
         return 0
     one, two = (example_inputs(graph, batch, sequence, past=past) for past in (1, 2))
-    names = [name for name in one if "mask" not in name.lower()]
+    names = [name for name in one if not is_mask(name)]
     return sum(two[name].nbytes - one[name].nbytes for name in names) // batch
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.quality import Quality, QualityMeter, is_cache_name
+from attnserve.checks.quality import Quality, QualityMeter, is_cache_name, resized_outputs
 from attnserve.choices import Measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs, token_mask
+from attnserve.models.datasets import load_inputs
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.masks import is_mask, token_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.precision import is_bfloat16, on_cpu
 from attnserve.models.rows import fixed_axes
@@ -309,7 +310,7 @@ def compare(
     source += ", empty caches" if empty else ""
     counterparts = {value.name: value for value in after.graph.outputs}
     tallies = {
-        index: Tally()
+        index: Tally(by_token=_counts_tokens(before, index))
         for index, a in enumerate(before.graph.outputs)
         if (b := counterparts.get(a.name)) is not None and not (empty and _is_cache(a, b))
     }
@@ -345,6 +346,15 @@ def compare(
         source,
         tuple(meter.results()) if meter is not None else (),
     )
+
+
+def _counts_tokens(model: ir.Model, index: int) -> bool:
+    """Whether axis 1 of an output counts tokens, and is not the width of one vector per text."""
+    shape = model.graph.outputs[index].shape
+    if shape is None or len(shape) != 2 or index in resized_outputs(model):
+        return True
+    masks = [v.shape for v in model.graph.inputs if is_mask(v.name or "") and v.shape]
+    return isinstance(shape[1], int) and any(m[-1] == shape[1] for m in masks)
 
 
 def _outputs(
@@ -387,9 +397,15 @@ def _outputs(
 
 
 class Tally:
-    """Running sums over batches for one output."""
+    """Running sums over batches for one output.
 
-    def __init__(self) -> None:
+    Args:
+        by_token: Whether axis 1 counts tokens, of which padding is left out. Columns of (B, D) may
+            be as many as tokens.
+    """
+
+    def __init__(self, *, by_token: bool = True) -> None:
+        self.by_token = by_token
         self.count = self.tokens = 0
         self.max = self.sum = self.squares = self.reference = self.cosines = 0.0
         self.least = 1.0
@@ -397,7 +413,7 @@ class Tally:
     def add(self, original: np.ndarray, new: np.ndarray, batch: Batch) -> None:
         a = np.atleast_2d(original.astype(np.float64))
         b = np.atleast_2d(new.astype(np.float64))
-        mask = token_mask(batch, a.shape[:2])  # one number or one vector per token
+        mask = token_mask(batch, a.shape[:2]) if self.by_token else np.ones(a.shape[:2], bool)
         mask = mask.reshape(*mask.shape, *(1,) * (a.ndim - 2))
         a, b, real = (
             array.reshape(-1, a.shape[-1]) for array in (a, b, np.broadcast_to(mask, a.shape))

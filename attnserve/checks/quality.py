@@ -27,7 +27,8 @@ import onnx_ir as ir
 
 from attnserve.choices import Measure, Pooling
 from attnserve.models.artifact import Artifact
-from attnserve.models.datasets import Dataset, token_mask
+from attnserve.models.datasets import Dataset
+from attnserve.models.masks import token_mask
 from attnserve.models.tokenizer import pool
 from attnserve.runtime.session import Batch
 from graph_passes.analysis.shapes import infer_shapes_small
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHOICE",
+    "LEAST_PROBABILITY",
     "MIN_ROWS",
     "TAIL",
     "Meter",
@@ -49,6 +51,7 @@ __all__ = [
     "lower_bound",
     "new_meter",
     "next_token_nats",
+    "probability_outputs",
     "require_measurable",
     "resized_outputs",
 ]
@@ -70,8 +73,18 @@ NEIGHBORS = 10
 MOST_PAIRED = 3000
 """Texts whose pairs are compared: time and memory grow with their square; 3,000 take 1 GB."""
 
+CACHE_NAME = re.compile(r"cache|(?<![a-z])(present(?!ation)|past)")
+"""Not for example "representation"."""
+
+VECTOR_NAME = re.compile(r"embed|pooled|pooler|vecs|representation")
+"""In the names of outputs [batch, n] that are embeddings, however few columns they have."""
+
 MIN_CLASSES = 64
-"""An output [batch, n] without a name is an embedding if it has this many columns."""
+"""An output [batch, n] is an embedding if it has this many columns, unless it is known to be of
+classes: by its name, by a softmax, or by the names of as many classes."""
+
+LEAST_PROBABILITY = 1e-30
+"""Probabilities below it count as this, whose logarithm is finite in float32."""
 
 MOST_NATS = 50.0
 """The largest KL divergence of a token, so that one impossible token has a finite effect."""
@@ -199,10 +212,11 @@ class QualityMeter:
         self.measure: Measure = "auto" if measure == "score" else measure
         self.pooling: Pooling | None = None if artifact.tokenizer is None else artifact.pooling
         self.dimensions = artifact.dimensions
-        self.vocabulary = _vocabulary(model)
+        self.vocabulary, self.classes = _vocabulary(model), len(artifact.labels)
         self.data = data
         self.split = split
         self._resized = resized_outputs(model)
+        self._probabilities = probability_outputs(model)
         self._meters: dict[tuple[int, str, str], Meter] = {}
 
     def add(self, before: Sequence[np.ndarray], after: Sequence[np.ndarray], batch: Batch) -> None:
@@ -215,9 +229,12 @@ class QualityMeter:
             for file, lengths, rows in self._kinds(batch, len(a)):
                 key = index, file, lengths
                 if key not in self._meters:
-                    self._meters[key] = self._meter(self.outputs[index], a)
+                    self._meters[key] = self._meter(index, a)
                 part = {n: x[rows] if x.shape[:1] == a.shape[:1] else x for n, x in batch.items()}
-                self._meters[key].add(a[rows], b[rows], part)
+                meter, pair = self._meters[key], (a[rows], b[rows])
+                if index in self._probabilities and isinstance(meter, _Logits):
+                    pair = _log(a[rows]), _log(b[rows])
+                meter.add(*pair, part)
 
     def additive_loss(self) -> float:
         """A loss that nearly adds up over changes of different blocks; the mean over outputs."""
@@ -244,10 +261,14 @@ class QualityMeter:
                  (f"more than {edge} tokens", counts > edge))  # fmt: skip
         return [(name, kind, np.flatnonzero(chosen)) for kind, chosen in kinds if chosen.any()]
 
-    def _meter(self, name: str, array: np.ndarray) -> Meter:
+    def _meter(self, index: int, array: np.ndarray) -> Meter:
+        name, is_probability = self.outputs[index], index in self._probabilities
         width = array.shape[-1] if array.ndim > 1 else 1
         is_logits = "logits" in name.lower() and width > 1
-        is_classes = array.ndim == 2 and width > 1 and (is_logits or width < MIN_CLASSES)
+        is_vector = VECTOR_NAME.search(name.lower()) is not None
+        is_narrow = width < MIN_CLASSES and not is_vector
+        is_known = is_probability or width == self.classes
+        is_classes = array.ndim == 2 and width > 1 and (is_logits or is_narrow or is_known)
         is_vocabulary = array.ndim == 3 and (is_logits or width == self.vocabulary)
         is_embedding = array.ndim == 2 and width > 1 and not is_classes
         is_tokens = array.ndim == 3 and self.pooling not in (None, "none") and not is_vocabulary
@@ -306,6 +327,22 @@ _RESIZED: WeakKeyDictionary[ir.Model, set[int]] = WeakKeyDictionary()
 """The results of ``resized_outputs``."""
 
 
+def probability_outputs(model: ir.Model) -> set[int]:
+    """Indices of the outputs of a softmax over their last axis."""
+    found: set[int] = set()
+    for index, value in enumerate(model.graph.outputs):
+        node = value.producer()
+        while node is not None and node.op_type in ("Cast", "Identity") and node.inputs[0]:
+            node = node.inputs[0].producer()
+        if node is None or node.op_type != "Softmax" or value.shape is None:
+            continue
+        last = len(value.shape) - 1
+        default = -1 if (model.opset_imports.get("") or 0) >= 13 else 1
+        if node.attributes.get_int("axis", default) in (-1, last):
+            found.add(index)
+    return found
+
+
 def _vocabulary(model: ir.Model) -> int:
     """The rows of the table of tokens; 0 if there is none.
 
@@ -350,7 +387,7 @@ def require_measurable(model: ir.Model) -> None:
 
 def is_cache_name(name: str) -> bool:
     """Whether an output is a cache of keys or values, by the names that exporters give."""
-    return any(word in name.lower() for word in ("present", "past", "cache"))
+    return CACHE_NAME.search(name.lower()) is not None
 
 
 # ---- intervals ----------------------------------------------------------------------------------
@@ -665,6 +702,10 @@ def next_token_nats(
     chosen = _log_softmax(logits[:, :-1][known])[np.arange(len(following)), following]
     counts = np.bincount(texts, minlength=len(ids))
     return -np.bincount(texts, chosen, len(ids)), counts
+
+
+def _log(probabilities: np.ndarray) -> np.ndarray:
+    return np.log(np.maximum(probabilities.astype(np.float32), LEAST_PROBABILITY))
 
 
 def _log_softmax(logits: np.ndarray) -> Float[np.ndarray, "T C"]:

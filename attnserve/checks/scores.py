@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 __all__ = [
+    "PARTS",
     "ClassificationScore",
     "PerplexityScore",
     "RatioScore",
@@ -38,7 +39,11 @@ BLOCKS = 120
 """Number of blocks of rows in the comparison of two models."""
 
 PARTS = (0, 1, 0, 2)
-"""The part of every four blocks: half of them to choose, the others for two proofs."""
+"""The parts of every four blocks, in a random order each time, because files may be ordered in a
+regular way: half of the blocks to choose, the others for two proofs."""
+
+MIN_SPLIT = 32
+"""Files of fewer rows are not split: a part would have too few for a score."""
 
 INTERVAL = (2.5, 97.5)
 """Percentiles: a 95 % interval."""
@@ -228,14 +233,17 @@ def share_kept(
 
     Args:
         part: Only the rows of one part: 0 to choose, 1 or 2 for a proof. All parts come from the
-            whole file; files of a few rows are not split.
+            whole file. It needs ``MIN_SPLIT`` rows.
 
     Raises:
         CheckFailed: The score of the original is not positive.
     """
     blocks = np.array_split(np.arange(before.rows), min(BLOCKS, before.rows))
-    if part is not None and len(blocks) >= 2 * len(PARTS):
-        blocks = [b for i, b in enumerate(blocks) if PARTS[i % len(PARTS)] == min(part, max(PARTS))]
+    if part is not None and before.rows >= MIN_SPLIT:
+        random = np.random.default_rng(0)
+        orders = [random.permutation(PARTS) for _ in range(-(-len(blocks) // len(PARTS)))]
+        parts = np.concatenate(orders)
+        blocks = [b for i, b in enumerate(blocks) if parts[i] == min(part, max(PARTS))]
     rows = np.concatenate(blocks)
     reference = float(before.value_on(rows))
     if not reference > 0:

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.lengths import Lengths, length_bounds
+from attnserve.models.masks import flat_mask, is_mask, padding_value, token_mask
 from attnserve.models.rows import filled, fixed_axes
 from attnserve.models.text_files import read_sentences
 from attnserve.models.tokenizer import (
@@ -38,7 +39,6 @@ __all__ = [
     "read_arrays",
     "real_tokens",
     "thinned",
-    "token_mask",
     "wanted_inputs",
 ]
 
@@ -79,9 +79,9 @@ class Dataset:
         fit: Batches for statistics and fits.
         choose: Batches that a search may look at as often as it likes.
         prove: Parts that are looked at once, the second only if a proof on the first one fails.
-        length: Median of ``lengths``.
-        lengths: Number of tokens (or size of axis 1) of each row, joined rows included; 128 for
-            rows without axis 1.
+        length: Median of the lengths at which the model runs: rows of arrays keep their padding.
+        lengths: Number of real tokens (without a mask the size of axis 1) of each row, joined rows
+            included; 128 for rows without axis 1.
         source: File name, rows, tokens and checksum, for records.
         files: The data of each file if there are several; they share the batches.
     """
@@ -214,7 +214,8 @@ class _File:
     """The rows of a file.
 
     Attributes:
-        lengths: Number of tokens of each row.
+        lengths: Number of real tokens of each row.
+        sizes: The length at which the model runs each row.
         parts: Indices of the rows to fit, to choose and to prove.
         is_split: Whether the parts differ.
         join: Makes longer rows of the texts of a part.
@@ -224,6 +225,7 @@ class _File:
     path: Path
     rows: Sequence[Encoding | Batch]
     lengths: Sequence[int]
+    sizes: Sequence[int]
     distinct: Sequence[int]
     parts: list[list[int]]
     is_split: bool
@@ -256,7 +258,7 @@ class _File:
             fit, choose, *prove = map(self.batches, parts)
         else:
             fit, choose, *prove = [self.batches(parts[0])] * len(parts)
-        return Dataset(fit, choose, prove, int(np.median(self.lengths)), source, all_lengths)
+        return Dataset(fit, choose, prove, int(np.median(self.sizes)), source, all_lengths)
 
 
 def _read_file(
@@ -277,9 +279,15 @@ def _read_file(
     join: Callable[[Sequence[int]], list[Encoding]] | None = None
     rows: Sequence[Encoding | Batch]
     if path.is_dir() or path.suffix.lower() == ".npz":
-        rows = arrays = read_arrays(path, {name: one.dtype for name, one in wanted.items()})
+        arrays = read_arrays(path, {name: one.dtype for name, one in wanted.items()})
+        if tokens is None:
+            arrays = [_told_apart(row, artifact.max_length) for row in arrays]
+        rows = arrays
+        shapes = [next((a.shape for a in row.values() if a.ndim in (2, 3)), None) for row in arrays]
+        sizes = [128 if shape is None else shape[1] for shape in shapes]
         lengths = [
-            next((a.shape[1] for a in row.values() if a.ndim in (2, 3)), 128) for row in arrays
+            size if shape is None else int(token_mask(row, shape[:2]).sum())
+            for row, shape, size in zip(arrays, shapes, sizes, strict=True)
         ]
         make = partial(_array_batches, size=size, fill=fixed is not None)
     else:
@@ -294,7 +302,7 @@ def _read_file(
         texts = read(path)
         are_pairs = artifact.record.get("task") == "rerank"
         rows = encoder.encode([_pair(line) for line in texts] if are_pairs else texts)
-        lengths = [len(encoding) for encoding in rows]
+        lengths = sizes = [len(encoding) for encoding in rows]
         if sequence is not None and not are_pairs:
             median = float(np.median(lengths))
             shortest, longest = length_bounds(sequence)
@@ -310,7 +318,7 @@ def _read_file(
     parts = _split([lengths[i] for i in distinct]) if split else [everything] * 3
     places = [[distinct[i] for i in part] for part in parts]
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
-    return _File(path, rows, lengths, distinct, places, split, sequence, join, batches)
+    return _File(path, rows, lengths, sizes, distinct, places, split, sequence, join, batches)
 
 
 def _pair(line: str) -> Text:
@@ -377,7 +385,7 @@ def _combined(
             [batch for part in parts for batch in part]
             for parts in zip(*(dataset.prove for dataset in datasets), strict=True)
         ],
-        length=int(np.median([length for file in files for length in file.lengths])),
+        length=int(np.median([size for file in files for size in file.sizes])),
         source=source,
         lengths=lengths,
         files=datasets,
@@ -453,20 +461,12 @@ def _token_count(batch: Batch) -> int:
     return PATCHES * max((len(x) for x in batch.values() if x.ndim), default=1)
 
 
-def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
-    """The mask of real tokens (B, T): the first input with "mask" in its name and this shape."""
-    for name, array in batch.items():
-        if "mask" in name and array.shape == tuple(tokens) and array.dtype.kind in "iub":
-            return array.astype(bool)
-    return np.ones(tokens, dtype=bool)
-
-
 def real_tokens(array: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:  # M F
     """The rows of unmasked tokens of (B, S, F), or (B*S, F) if the exporter flattens tokens."""
     rows = array.reshape(-1, array.shape[-1])
     if array.ndim == 2:
-        masks = (a for n, a in batch.items() if "mask" in n and a.size == len(rows) and a.ndim == 2)
-        sizes = next((mask.shape for mask in masks), (1, len(rows)))
+        flat = flat_mask(batch, len(rows))
+        sizes = (1, len(rows)) if flat is None else flat.shape
     else:
         sizes = array.shape[:2]
     mask = token_mask(batch, sizes).reshape(-1)
@@ -583,6 +583,34 @@ def read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
                 {name: arrays[name][row : row + 1].astype(dtype) for name, dtype in wanted.items()}
             )
     return rows
+
+
+def _told_apart(row: Batch, longest: int | None) -> Batch:
+    """The row with one more padded token of the source if the target has the same length.
+
+    Which mask belongs to a value is told by its shape: the mask of the source would hide tokens of
+    the target.
+    """
+    targets = [name for name in row if name.startswith("decoder_")]
+    if targets:
+        sources = [name for name in row if not name.startswith("decoder_")]
+    else:
+        sources = [name for name in row if name.startswith("encoder_")]
+        targets = [name for name in row if not name.startswith("encoder_")]
+    masks = [row[name] for name in sources if is_mask(name) and row[name].ndim == 2]
+    sizes = {row[name].shape[1] for name in targets if row[name].ndim == 2}
+    if not masks or masks[0].shape[1] not in sizes or any(a.ndim > 3 for a in row.values()):
+        return row
+    size = masks[0].shape[1]
+    if longest is not None and size >= longest:
+        return row
+    padded = dict(row)
+    for name in sources:
+        array = row[name]
+        if array.ndim in (2, 3) and array.shape[1] == size:
+            more = ((0, 0), (0, 1), *((0, 0),) * (array.ndim - 2))
+            padded[name] = np.pad(array, more, constant_values=padding_value(name, array))
+    return padded
 
 
 def _text_batches(

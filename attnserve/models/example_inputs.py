@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.models.masks import is_mask, marks_padding
 from graph_passes.analysis.shapes import bind_axes, input_shape
 from graph_passes.errors import InvalidArgument, InvalidModel
 
@@ -40,17 +41,17 @@ def example_inputs(
 
     The first axis is the batch, and every other symbolic axis is the sequence; the mask of a model
     with a cache covers past and new tokens (``bind_axes``). Fixed axes keep their size. Values
-    depend on type and name: masks are ones, token types are zeros, position ids count up, other
-    integers are random ids of the table that they index (``id_bound``), booleans are true, and
-    floats are standard normal.
+    depend on type and name: masks keep all tokens, token types are zeros, position ids count up,
+    other integers are random ids of the table that they index (``id_bound``), booleans are true,
+    and floats are standard normal.
 
     Args:
         model: The model; only its graph is read.
         batch: Number of rows, at least 1.
         sequence: Number of tokens per row, at least 1.
         seed: Seed of ids, floats and padding.
-        padded: Set the ends of masks of shape (batch, sequence) to zero, at random lengths of at
-            least half the sequence. The first row is not padded.
+        padded: Let masks of shape (batch, sequence) hide the ends of rows, from random lengths of
+            at least half the sequence on. The first row is not padded.
         past: Tokens in caches; None for ``sequence``.
 
     Raises:
@@ -76,8 +77,10 @@ def example_inputs(
             continue
         shape = _shape(value, batch, sequence, axes)
         content = _content(value, shape, random)
-        if padded and "mask" in value.name.lower() and shape == (batch, sequence):
+        if padded and is_mask(value.name) and shape == (batch, sequence):
             content = np.arange(sequence) < lengths[:, None]
+            if marks_padding(value.name, _dtype(value)):
+                content = ~content
         inputs[value.name] = np.array(content, dtype=_dtype(value), order="C")
     return inputs
 
@@ -151,8 +154,10 @@ def _content(value: ir.Value, shape: tuple[int, ...], random: np.random.Generato
             "export the model with numeric inputs",
             code="inputs.type",
         )
+    if marks_padding(name, _dtype(value)):
+        return np.zeros(shape)
     # A float mask of ones keeps all keys, both as a factor and as a constant added to the scores.
-    if kind == "b" or "mask" in name:
+    if kind == "b" or is_mask(name):
         return np.ones(shape)
     if kind == "f":
         return random.standard_normal(shape)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnserve.models.datasets import Dataset, token_mask
+from attnserve.models.datasets import Dataset
+from attnserve.models.masks import token_mask
 from attnserve.runtime.session import Batch
 
 if TYPE_CHECKING:

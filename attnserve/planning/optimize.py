@@ -41,7 +41,12 @@ from attnserve.models.token_statistics import token_statistics
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
-from attnserve.planning.plan_file import planned_lengths, planned_quality, read_plan
+from attnserve.planning.plan_file import (
+    planned_lengths,
+    planned_measure,
+    planned_quality,
+    read_plan,
+)
 from attnserve.planning.requested_rewrites import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
@@ -267,6 +272,8 @@ def optimize(
         "allow": tuple(allow), "measure": measure, "recover": recover,
     }  # fmt: skip
     mode = _mode(rewrites, searched, plan, precision, refit=refit, has_data=bool(files))
+    if isinstance(mode, Path):
+        measure = planned_measure(mode, measure)
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
     original = load_model(artifact, in_place=True)
@@ -573,7 +580,9 @@ def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> 
 def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
     quality = fidelity.quality
     if quality is None:
-        return []
+        if not fidelity.data.startswith("held out"):
+            return []
+        return ["no output has a quality that can be measured: only cosines were compared"]
     warnings: list[str] = []
     if quality.value < LOW_QUALITY:
         less = "raise R or rewrite fewer layers" if plan.changed else "use a more exact precision"

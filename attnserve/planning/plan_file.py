@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from attnserve.choices import Measure
 from attnserve.context import Provider, RunContext
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
@@ -33,7 +34,7 @@ class _Settings(BaseModel):
     """The settings of the search that refitting repeats, and what it had to keep."""
 
     keep: float | None = None
-    measure: str = "auto"
+    measure: Measure = "auto"
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     provider: Provider = "cpu"
 
@@ -87,6 +88,25 @@ def planned_quality(path: Path) -> float | None:
     """
     file = _read(path)
     return file.asked.keep if file.gain and file.asked.measure != "score" else None
+
+
+def planned_measure(path: Path, given: Measure) -> Measure:
+    """The measure of quality of a plan's promise; the one that is given if it promises a score.
+
+    Raises:
+        InvalidArgument: Another measure is given.
+        InvalidData: The file cannot be read, or is not a plan.
+    """
+    planned = _read(path).asked.measure
+    if planned in ("score", given):
+        return given
+    if given != "auto":
+        raise InvalidArgument(
+            f"`measure` is {given}, and {path} promises {planned}",
+            "leave `measure` out; `attnserve verify` measures in other ways",
+            code="optimize.conflict",
+        )
+    return planned
 
 
 def planned_lengths(path: Path) -> Lengths | None:

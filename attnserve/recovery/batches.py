@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from attnserve.models.masks import is_mask, padding_value, read_mask
 from attnserve.models.rows import split_rows
 from attnserve.runtime.session import Batch
 
@@ -91,7 +93,7 @@ def mixed(batch: Batch, random: np.random.Generator) -> Batch:
     if mask is None or not can_be_mixed(batch):
         return batch
     other = random.permutation(len(mask))
-    lengths = (mask != 0).sum(1)
+    lengths = mask.sum(1)
     shortest = np.minimum(lengths, lengths[other])  # of both, so that no padding comes between
     cut = random.integers(1, np.maximum(shortest, 2))
     places = np.arange(mask.shape[1])
@@ -105,7 +107,7 @@ def count_tokens(batch: Batch) -> int:
     """The number of real tokens of a batch; a row without tokens counts like 1 of ``ROWS``."""
     mask = _mask(batch)
     if mask is not None:
-        return int(mask.astype(bool).sum())
+        return int(mask.sum())
     ids = _ids(batch)
     return len(next(iter(batch.values()))) * TOKENS // ROWS if ids is None else int(ids.size)
 
@@ -127,7 +129,7 @@ def row_contents(batch: Batch) -> Iterator[bytes]:
     """The inputs of each row as bytes, without padding, to find equal rows."""
     for row in split_rows(batch) or [batch]:
         mask = _mask(row)
-        arrays = row.values() if mask is None else (a[mask != 0] for a in row.values())
+        arrays = row.values() if mask is None else (a[mask] for a in row.values())
         yield b"".join(array.tobytes() for array in arrays)
 
 
@@ -137,28 +139,28 @@ def _is_sequence(batch: Batch) -> bool:
 
 
 def _mask(batch: Batch) -> np.ndarray | None:
-    """The mask of texts; None if the rows are no texts that can be padded."""
+    """The real tokens of texts; None if the rows are no texts that can be padded."""
     if not _is_sequence(batch):
         return None
-    return next((a for n, a in batch.items() if "mask" in n and a.dtype.kind in "iub"), None)
+    return next((read_mask(n, a) for n, a in batch.items() if is_mask(n)), None)
 
 
 def _length(batch: Batch) -> int:
     return max(next(iter(batch.values())).shape[1], 1)
 
 
-def _padding(batches: Sequence[Batch]) -> tuple[dict[str, int], bool]:
-    """What inputs hold at padding (0 if there is none), and whether it is on the left."""
-    pads: dict[str, int] = {}
+def _padding(batches: Sequence[Batch]) -> tuple[dict[str, Any], bool]:
+    """What inputs hold at padding, if there is any, and whether it is on the left."""
+    pads: dict[str, Any] = {}
     is_left = False
     for batch in batches:
         mask = _mask(batch)
-        if mask is None or (mask != 0).all():
+        if mask is None or mask.all():
             continue
-        is_left |= bool((mask[:, -1] != 0).all())
-        row, place = np.argwhere(mask == 0)[0]
+        is_left |= bool(mask[:, -1].all())
+        row, place = np.argwhere(~mask)[0]
         for name, array in batch.items():
-            pads.setdefault(name, int(array[row, place]))
+            pads.setdefault(name, array[row, place])
     return pads, is_left
 
 
@@ -171,7 +173,7 @@ def _trimmed(row: Batch) -> Batch:
     return {name: array[:, first : last + 1] for name, array in row.items()}
 
 
-def _joined(rows: Sequence[Batch], pads: Mapping[str, int], *, is_left: bool) -> Batch:
+def _joined(rows: Sequence[Batch], pads: Mapping[str, Any], *, is_left: bool) -> Batch:
     """One batch; shorter rows are padded as the given batches are."""
     if len(rows) == 1:
         return dict(rows[0])
@@ -184,7 +186,7 @@ def _joined(rows: Sequence[Batch], pads: Mapping[str, int], *, is_left: bool) ->
                 np.pad(
                     a,
                     ((0, 0), (longest - a.shape[1], 0)[:: 1 if is_left else -1]),
-                    constant_values=pads.get(name, 0),
+                    constant_values=pads.get(name, padding_value(name, a)),
                 )
                 for a in arrays
             ]

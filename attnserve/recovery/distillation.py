@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from attnserve.checks.quality import Quality, is_cache_name
+from attnserve.checks.quality import LEAST_PROBABILITY, Quality, is_cache_name
 from attnserve.choices import Pooling
 from attnserve.context import RunContext
-from attnserve.models.datasets import token_mask
+from attnserve.models.masks import flat_mask, token_mask
 from attnserve.runtime.session import Batch, open_session, owned, run
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidData
@@ -185,6 +185,7 @@ class Objective:
         teacher: Its outputs and states.
         dimensions: Those of embeddings that are served; None for all.
         resized: Indices of outputs whose last axis counts tokens: their vectors are numbers.
+        probabilities: Indices of outputs of a softmax: their logarithms are the logits.
 
     Raises:
         InvalidData: No output or state depends on the data.
@@ -201,9 +202,11 @@ class Objective:
         *,
         dimensions: int | None = None,
         resized: Collection[int] = (),
+        probabilities: Collection[int] = (),
     ) -> None:
         self.pooling: Pooling = pooling
         self.dimensions, self.resized = dimensions, frozenset(resized)
+        self.probabilities = frozenset(probabilities)
         axes = [array.ndim for array in teacher(examples[0])]
         measured = {quality.output: quality.measure for quality in qualities}
         wanted: list[tuple[int, Kind, float]] = []
@@ -238,9 +241,9 @@ class Objective:
         """The loss of one batch."""
         losses: list[Tensor] = []
         for term in self.terms:
-            found = self._vectors(student[term.index], term.index)
+            found = self._vectors(student[term.index], term.index, term.kind)
             target = torch.from_numpy(teacher[term.index]).to(found.device)
-            target = self._vectors(target, term.index)
+            target = self._vectors(target, term.index, term.kind)
             if term.kind == "vectors" and found.ndim > 1:
                 loss = _mean_square(target, found, batch)
             else:
@@ -249,8 +252,10 @@ class Objective:
             losses.append(term.weight / term.unit * loss)
         return torch.stack(losses).sum()
 
-    def _vectors(self, x: Tensor, index: int) -> Tensor:
-        """An output in float32, whose last axis counts features."""
+    def _vectors(self, x: Tensor, index: int, kind: Kind) -> Tensor:
+        """An output in float32, whose last axis counts features; logits of probabilities."""
+        if kind == "logits" and index in self.probabilities:
+            return x.float().clamp(min=LEAST_PROBABILITY).log()
         return x.float()[..., None] if index in self.resized else x.float()
 
     def _rows(self, x: Tensor, kind: Kind, batch: Mapping[str, np.ndarray]) -> Tensor:
@@ -273,7 +278,9 @@ class Objective:
 
         def rows(batch: Batch) -> list[tuple[Kind, Tensor]]:
             arrays = teacher(batch)
-            vectors = [self._vectors(torch.from_numpy(arrays[index]), index) for index, _ in terms]
+            vectors = [
+                self._vectors(torch.from_numpy(arrays[index]), index, kind) for index, kind in terms
+            ]
             return [(kind, self._rows(x, kind, batch))
                     for (_, kind), x in zip(terms, vectors, strict=True)]  # fmt: skip
 
@@ -336,8 +343,8 @@ def _distance(a: Tensor, b: Tensor, kind: Kind) -> Any:
 def _real(shape: tuple[int, ...], batch: Mapping[str, np.ndarray]) -> Bool[np.ndarray, ...]:
     """Which vectors of an output (B, T, ..., D), (B*T, D) or (B, D) belong to real tokens."""
     if len(shape) == 2:
-        flat = [a for n, a in batch.items() if "mask" in n and a.ndim == 2 and a.size == shape[0]]
-        is_flat = bool(flat) and len(flat[0]) != shape[0]
-        return flat[0].reshape(-1).astype(bool) if is_flat else np.ones(shape[:1], bool)
+        flat = flat_mask(batch, shape[0])
+        is_flat = flat is not None and len(flat) != shape[0]
+        return flat.reshape(-1) if flat is not None and is_flat else np.ones(shape[:1], bool)
     mask = token_mask(batch, shape[:2])
     return np.broadcast_to(mask.reshape(*mask.shape, *(1,) * (len(shape) - 3)), shape[:-1]).copy()

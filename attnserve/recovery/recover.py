@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from attnserve.checks.compare import Fidelity, compare, empty_axes, shaped_for
-from attnserve.checks.quality import QualityMeter, is_cache_name, resized_outputs
+from attnserve.checks.quality import (
+    QualityMeter,
+    is_cache_name,
+    probability_outputs,
+    resized_outputs,
+)
 from attnserve.checks.scores import Score
 from attnserve.choices import LearnedTask, Measure, Precision
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
@@ -30,9 +35,9 @@ from attnserve.models.datasets import (
     content_digest,
     load_inputs,
     thinned,
-    token_mask,
 )
 from attnserve.models.int8 import Rounding
+from attnserve.models.masks import token_mask
 from attnserve.models.onnx_files import data_file, load_model
 from attnserve.models.outputs import check_output, check_target
 from attnserve.models.precision import BITS, convert, nodes_of_blocks, roundings_of
@@ -352,6 +357,7 @@ class Recovery:
         objective = Objective(
             self.first.qualities, names, len(self.states), self.texts.pooling, batches, teacher,
             dimensions=self.texts.dimensions, resized=resized_outputs(self.original),
+            probabilities=probability_outputs(self.original),
         )  # fmt: skip
         lesson = Lesson(
             steps, teacher, self._feed, objective, partial(self._loss, Answers(teacher, names)),

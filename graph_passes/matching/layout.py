@@ -255,7 +255,7 @@ class LayoutReader:
             moved = self.apply_layout(node, order, value.index() or 0)
             return inner.map_terms(lambda labels: labels.take(moved)).append_node(node)
         for norm in NORMS:
-            if (match := norm(node)) is not None:
+            if (match := norm(node, self.info)) is not None:
                 inner = self.trace(match.value, role, reach - 1)
                 return apply_norm(node, inner, match, role)
         if node.op_type == "RotaryEmbedding" and first is not None:
@@ -525,5 +525,13 @@ def only_consumer(value: ir.Value) -> ir.Node | None:
     """The only node that reads the elements of a value; None if the value has other readers."""
     if value.is_graph_output():
         return None
-    consumers = {node for node, _ in value.uses() if node.op_type != "Shape"}
+    consumers = {node for node, _ in value.uses() if _reads_elements(node)}
     return consumers.pop() if len(consumers) == 1 else None
+
+
+def _reads_elements(node: ir.Node) -> bool:
+    """False for a Shape, and for a change of the shape that only such nodes read (onnxsim)."""
+    if node.op_type in ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"):
+        output = node.outputs[0]
+        return output.is_graph_output() or any(_reads_elements(use) for use, _ in output.uses())
+    return node.op_type != "Shape"

@@ -220,12 +220,13 @@ class NormMatch:
     bias: ir.Value | None = None
 
 
-def norm_operator(node: ir.Node) -> NormMatch | None:
+def norm_operator(node: ir.Node, info: ShapeInfo) -> NormMatch | None:
     """RMSNormalization, SimplifiedLayerNormalization and LayerNormalization of the last axis."""
     if node.op_type not in ("RMSNormalization", "SimplifiedLayerNormalization",
                             "LayerNormalization") or node.inputs[0] is None:  # fmt: skip
         return None
-    if node.attributes.get_int("axis", -1) != -1 or any(o.uses() for o in node.outputs[1:]):
+    axis = node.attributes.get_int("axis", -1)
+    if not _is_last(axis, node.inputs[0], info) or any(o.uses() for o in node.outputs[1:]):
         return None
     weight, bias = [*node.inputs[1:3], None, None][:2]
     return NormMatch(
@@ -237,7 +238,7 @@ def norm_operator(node: ir.Node) -> NormMatch | None:
     )
 
 
-def norm_in_parts(node: ir.Node) -> NormMatch | None:
+def norm_in_parts(node: ir.Node, info: ShapeInfo) -> NormMatch | None:
     """u * (1 / sqrt(mean(u^2) + epsilon)) and u / sqrt(mean(u^2) + epsilon)."""
     if node.op_type not in ("Mul", "Div"):
         return None
@@ -246,7 +247,7 @@ def norm_in_parts(node: ir.Node) -> NormMatch | None:
         if value is None or other is None or (node.op_type == "Div" and value is b):
             continue
         root = other if node.op_type == "Div" else _inverse_of(other)
-        epsilon = None if root is None else _root_mean_square(root, value)
+        epsilon = None if root is None else _root_mean_square(root, value, info)
         if epsilon is not None:
             return NormMatch(value, epsilon, centered=False)
     return None
@@ -267,7 +268,7 @@ def _inverse_of(value: ir.Value) -> ir.Value | None:
     return None
 
 
-def _root_mean_square(root: ir.Value, value: ir.Value) -> float | None:
+def _root_mean_square(root: ir.Value, value: ir.Value, info: ShapeInfo) -> float | None:
     """epsilon if root is sqrt(mean(value^2, last axis) + epsilon), else None."""
     node = root.producer()
     if node is None or node.op_type not in ("Sqrt", "Pow") or node.inputs[0] is None:
@@ -280,7 +281,9 @@ def _root_mean_square(root: ir.Value, value: ir.Value) -> float | None:
     for mean, epsilon in (tuple(add.inputs), tuple(reversed(add.inputs))):
         number = _number(epsilon)
         node = None if mean is None else mean.producer()
-        if number is None or node is None or not (_last_axis_kept(node) or _is_mean_product(node)):
+        if number is None or node is None:
+            continue
+        if not (_last_axis_kept(node, info) or _is_mean_product(node)):
             continue
         if node.inputs[0] is not None and _is_square(node.inputs[0].producer(), value):
             return number
@@ -295,10 +298,17 @@ def _is_mean_product(node: ir.Node) -> bool:
     return column.ndim == 2 and column.shape[1] == 1 and bool(np.allclose(column * len(column), 1))
 
 
-def _last_axis_kept(mean: ir.Node) -> bool:
-    if mean.op_type != "ReduceMean":
+def _last_axis_kept(mean: ir.Node, info: ShapeInfo) -> bool:
+    if mean.op_type != "ReduceMean" or mean.attributes.get_int("keepdims", 1) != 1:
         return False
-    return reduction_axes(mean) == (-1,) and mean.attributes.get_int("keepdims", 1) == 1
+    axes = reduction_axes(mean)
+    return axes is not None and len(axes) == 1 and _is_last(axes[0], mean.inputs[0], info)
+
+
+def _is_last(axis: int, value: ir.Value | None, info: ShapeInfo) -> bool:
+    """Whether an axis, which may count from the front, is the last one of a value."""
+    shape = None if value is None else info.shape(value)
+    return axis == -1 or (shape is not None and axis == len(shape) - 1)
 
 
 def _is_square(node: ir.Node | None, value: ir.Value) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import parser
 
@@ -244,6 +245,28 @@ def test_check_cosine_bound_outside_range_is_refused(bound: float):
 @pytest.mark.parametrize("bound", [None, -1, 0, 0.98, 1])
 def test_check_cosine_bound_inside_range_passes(bound: float | None):
     check_cosine_bound(bound)
+
+
+def test_columns_of_embeddings_are_no_tokens(tmp_path: Path):
+    """They may be as many as tokens, whose padding is left out."""
+    paths = []
+    for name, factor in (("a", "{1, 1, 1, 1}"), ("b", "{1, 1, -1, 3}")):
+        text = (
+            f'<ir_version: 8, opset_import: ["" : 17]> g'
+            " (float[b, t] x, int64[b, t] attention_mask) => (float[b, 4] embedding)"
+            f" <float[4] w = {factor}, int64[1] one = {{1}}>"
+            " { s = ReduceSum(x, one) embedding = Mul(s, w) }"
+        )
+        paths.append(tmp_path / f"{name}.onnx")
+        ir.save(ir.from_onnx_text(text), paths[-1])
+    found = []
+    for length in (4, 5):
+        mask = np.tile(np.arange(length) < 2, (40, 1)).astype(np.int64)
+        arrays = {"x": np.ones((40, length), np.float32), "attention_mask": mask}
+        arrays["x"][:, 0] = np.arange(40)
+        np.savez(tmp_path / f"{length}.npz", **arrays)
+        found.append(verify(*paths, data=tmp_path / f"{length}.npz").mean_cosine)
+    assert found == [pytest.approx(4 / (4 * 12) ** 0.5)] * 2
 
 
 def test_tally_weights_texts_by_unpadded_tokens():

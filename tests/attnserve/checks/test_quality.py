@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.checks.quality import MIN_ROWS, MOST_PAIRED, Quality, QualityMeter, lower_bound
+from attnserve.checks.quality import (
+    MIN_ROWS,
+    MOST_PAIRED,
+    Quality,
+    QualityMeter,
+    is_cache_name,
+    lower_bound,
+)
 from attnserve.models.artifact import Artifact
 from attnserve.models.datasets import Dataset
 
@@ -46,6 +54,43 @@ def measured(meter: QualityMeter, a: np.ndarray, b: np.ndarray, mask: np.ndarray
     return meter.results()[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("present.0.key", True), ("present_key_values", True), ("presents", True),
+        ("past_key_values.3.value", True), ("new_cache_1", True), ("key_cache", True),
+        ("layers.0.past", True), ("representation", False), ("presentation", False),
+        ("last_hidden_state", False),
+    ],
+)  # fmt: skip
+def test_caches_are_known_by_whole_words(name: str, expected: bool):
+    assert is_cache_name(name) is expected
+
+
+def test_probabilities_are_compared_as_what_they_are():
+    """The divergence of two softmaxes is that of their logits, however many classes there are."""
+    a = logits(60, 100)
+    b = a + RANDOM.standard_normal(a.shape)
+    expected = measured(meter("float[b, c] logits"), a, b)
+    p, q = (np.exp(x) / np.exp(x).sum(1, keepdims=True) for x in (a, b))
+    for body in ("Softmax(x)", "Softmax <axis = 1> (x)"):
+        found = measured(meter("float[b, 100] probs", body=body), p, q)
+        assert found.measure == "kl"
+        assert found.also["kl_nats"] == pytest.approx(expected.also["kl_nats"], rel=1e-4)
+        assert found.value == pytest.approx(expected.value, abs=1e-4)
+    certain = np.eye(60, 100, dtype=np.float16)
+    assert np.isfinite(measured(meter("float[b, 100] probs", body="Softmax(x)"), certain, q).value)
+
+
+def test_outputs_with_as_many_columns_as_class_names_are_classes(tmp_path: Path):
+    labels = {str(i): f"class {i}" for i in range(100)}
+    (tmp_path / "attnserve.json").write_text(json.dumps({"id2label": labels}))
+    graph = ir.from_onnx_text(f"{HEADER} (float[b, t] x) => (float[b, 100] y) {{ y = test.M(x) }}")
+    found = QualityMeter(graph, Artifact(tmp_path / "model.onnx"))
+    a = logits(40, 100)
+    assert measured(found, a, a).measure == "kl"
+
+
 def logits(rows: int, classes: int, spread: float = 3.0) -> np.ndarray:
     return spread * RANDOM.standard_normal((rows, classes))
 
@@ -60,6 +105,9 @@ def logits(rows: int, classes: int, spread: float = 3.0) -> np.ndarray:
         ("float[b, t, d] hidden", (40, 5, 8), False, "r2"),
         ("float[b, d] sentence_embedding", (40, 96), True, "similarity"),
         ("float[b, d] y", (40, 96), False, "similarity"),
+        ("float[b, d] sentence_embedding", (40, 24), True, "similarity"),
+        ("float[b, d] pooler_output", (40, 24), False, "similarity"),
+        ("float[b, d] representation", (40, 96), True, "similarity"),
         ("float[b, c] logits", (40, 128), True, "kl"),
         ("float[b, c] y", (40, 10), False, "kl"),
         ("float[b, c] logits", (40, 1), True, "r2"),

@@ -18,7 +18,8 @@ from attnserve.calibration.moments import collect_moments
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
 from attnserve.models.artifact import Artifact, open_artifact
-from attnserve.models.datasets import BATCH_SIZE, Dataset, load_inputs, thinned, token_mask
+from attnserve.models.datasets import BATCH_SIZE, Dataset, load_inputs, thinned
+from attnserve.models.masks import token_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
@@ -473,13 +474,47 @@ def test_collect_moments_refused_arrays_are_invalid_data(
 # Masks
 
 
-def test_token_mask_is_selected_by_name_and_shape():
-    mask = np.array([[1, 0], [1, 1]])
-    found = token_mask({"input_ids": mask, "attention_mask": mask}, (2, 2))
-    np.testing.assert_array_equal(found, mask.astype(bool))
-    assert token_mask({"attention_mask": mask}, (2, 3)).all(), "of another shape"
-    assert token_mask({"attention_mask": mask.astype(np.float32)}, (2, 2)).all(), "additive"
-    assert token_mask({}, (1, 4)).shape == (1, 4)
+def graph_of(path: Path, inputs: str) -> Artifact:
+    """A model with these inputs, one of which are ids."""
+    text = f"{HEADER} ({inputs}) => (int64[b, n] y) {{ y = Identity(input_ids) }}"
+    ir.save(ir.from_onnx_text(text), path)
+    return open_artifact(path)
+
+
+def test_arrays_count_real_tokens_and_keep_the_length_at_which_they_run(tmp_path: Path):
+    mask = np.zeros((300, 24), int)
+    mask[:, :3] = 1
+    np.savez(tmp_path / "rows.npz", input_ids=np.arange(7200).reshape(300, 24), attention_mask=mask)
+    data = read(
+        tmp_path / "rows.npz",
+        graph_of(tmp_path / "m.onnx", "int64[b, s] input_ids, int64[b, s] attention_mask"),
+    )
+    assert data.source["tokens"] == 900 and data.source["lengths"] == [3] * 5
+    assert data.source["fit_tokens"] == 3 * data.source["fit_rows"]
+    assert data.length == 24
+
+
+@pytest.mark.parametrize("source", ["input_ids", "encoder_hidden_states"])
+def test_mask_of_the_source_is_not_that_of_a_target_of_the_same_length(source: str, tmp_path: Path):
+    ids, mask = np.ones((8, 6), int), np.ones((8, 6), int)
+    mask[:, 2:] = 0
+    if source == "input_ids":
+        text = "int64[b, s] input_ids, int64[b, s] attention_mask, int64[b, t] decoder_input_ids"
+        arrays = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
+    else:
+        text = ("int64[b, t] input_ids, int64[b, s] encoder_attention_mask,"
+                " float[b, s, 4] encoder_hidden_states")  # fmt: skip
+        states = np.ones((8, 6, 4), np.float32)
+        arrays = {"input_ids": ids, "encoder_attention_mask": mask, "encoder_hidden_states": states}
+    np.savez(tmp_path / "rows.npz", **arrays)
+    data = read(tmp_path / "rows.npz", graph_of(tmp_path / "m.onnx", text))
+    [batch] = data.fit
+    target, *sources = sorted(arrays, key=lambda name: name != ("decoder_input_ids"
+                              if source == "input_ids" else "input_ids"))  # fmt: skip
+    rows = len(batch[target])
+    assert batch[target].shape == (rows, 6) and token_mask(batch, (rows, 6)).all()
+    assert all(batch[name].shape[1] == 7 for name in sources)
+    assert token_mask(batch, (rows, 7)).sum(1).tolist() == [2] * rows
 
 
 # Moments

@@ -90,6 +90,13 @@ def test_example_inputs_omit_initializers():
     assert list(example_inputs(graph, 1, 2)) == ["ids"]
 
 
+def test_masks_of_pytorch_mark_the_padding():
+    graph = model("int64[b,s] ids, bool[b,s] src_key_padding_mask")
+    assert not example_inputs(graph, 4, 9)["src_key_padding_mask"].any()
+    mask = example_inputs(graph, 16, 33, padded=True)["src_key_padding_mask"]
+    assert not mask[:, :17].any() and mask[1:, -1].any() and not mask[0].any()
+
+
 def test_example_inputs_padded_masks():
     mask = example_inputs(model(BERT), 16, 33, padded=True)["attention_mask"]
     lengths = mask.sum(axis=1)

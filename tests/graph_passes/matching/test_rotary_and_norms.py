@@ -73,6 +73,13 @@ NORMS: dict[str, tuple[str, int, float, bool]] = {
         "\n n = Mul(q, inverse9)\n q9 = Mul(n, gain)",
         17, 1e-3, False,
     ),
+    "mean over an axis from the front": (
+        f"\n square = Mul(q, q)\n mean = ReduceMean <axes = [3]> (square){ROOT}{DIVIDED}",
+        17, 1e-3, False,
+    ),
+    "LayerNormalization of an axis from the front": (
+        "\n q9 = LayerNormalization <axis = 3> (q, gain, shift)", 17, 1e-5, True,
+    ),
     "mean with axes as an input": (
         f"\n square = Mul(q, q)\n mean = ReduceMean(square, last){ROOT}{DIVIDED}", 18, 1e-3, False,
     ),

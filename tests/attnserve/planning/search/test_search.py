@@ -24,6 +24,7 @@ import attnserve
 from attnserve.checks.compare import Fidelity, verify
 from attnserve.checks.evaluate import share_kept
 from attnserve.checks.quality import Quality
+from attnserve.checks.scores import StsScore
 from attnserve.cli.app import main
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
@@ -32,6 +33,7 @@ from attnserve.models.lengths import Lengths
 from attnserve.models.onnx_files import load_model
 from attnserve.planning import apply
 from attnserve.planning.optimize import _require_promise
+from attnserve.planning.plan_file import planned_measure
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
@@ -847,6 +849,27 @@ def test_plan_output_that_is_a_folder_is_refused_before_the_search(
     (tmp_path / name).mkdir()
     with raises(InvalidArgument, "plan.output", name):
         planned(force=True)
+
+
+@pytest.mark.parametrize("rows", [10, 32, 100, 500])
+def test_parts_of_regularly_ordered_files_are_alike(rows: int):
+    """Files with every second row of one kind; the parts are disjoint if the file is split."""
+    gold = np.arange(rows) % 2 * 5.0
+    score = StsScore(rows, 1.0, 1.0, (1.0, 1.0), gold / 5, gold)
+    shares = [share_kept(score, score, part=part) for part in range(3)]
+    assert all(share.value == pytest.approx(1.0) for share in shares)
+    assert sum(share.rows for share in shares) == (rows if rows >= 32 else 3 * rows)
+
+
+def test_promise_is_checked_in_its_own_measure(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    for asked, given, expected in (("cosine", "auto", "cosine"), ("auto", "auto", "auto"),
+                                   ("r2", "r2", "r2"), ("score", "r2", "r2")):  # fmt: skip
+        path.write_text(json.dumps({"format": 2, "asked": {"measure": asked}}))
+        assert planned_measure(path, given) == expected  # type: ignore[arg-type]
+    path.write_text(json.dumps({"format": 2, "asked": {"measure": "cosine"}}))
+    with raises(InvalidArgument, "optimize.conflict", "cosine", "r2"):
+        planned_measure(path, "r2")
 
 
 def test_share_kept_of_equal_scores_is_one_and_of_negative_score_fails(

@@ -1,0 +1,60 @@
+"""Which tokens are real: what the mask inputs of models say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
+
+__all__ = ["flat_mask", "is_mask", "marks_padding", "padding_value", "read_mask", "token_mask"]
+
+ADDED = -1.0
+"""Masks that are added to logits hold 0 for real tokens, and less than this for others."""
+
+MUCH_LESS = -1e4
+"""What such a mask holds for padding if no row shows it; float16 can hold it."""
+
+
+def is_mask(name: str) -> bool:
+    return "mask" in name.lower()
+
+
+def marks_padding(name: str, dtype: np.dtype[Any]) -> bool:
+    """Whether a boolean mask is true for padding, as ``key_padding_mask`` of PyTorch is."""
+    return dtype.kind == "b" and is_mask(name) and "pad" in name.lower()
+
+
+def read_mask(name: str, array: np.ndarray) -> Bool[np.ndarray, ...]:
+    """Which tokens a mask keeps: integers and booleans, or floats to multiply or to add."""
+    if array.dtype.kind != "f":
+        return array.astype(bool) != marks_padding(name, array.dtype)
+    return array > ADDED if (array <= 0).all() else array > 0.5
+
+
+def padding_value(name: str, array: np.ndarray) -> Any:
+    """What an input holds where there is no token."""
+    if not is_mask(name):
+        return 0
+    if array.dtype.kind == "f":
+        return MUCH_LESS if (array <= 0).all() else 0
+    return int(marks_padding(name, array.dtype))
+
+
+def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> Bool[np.ndarray, "B T"]:
+    """The real tokens of a value (B, T, ...): by the first mask input of this shape."""
+    for name, array in batch.items():
+        if is_mask(name) and array.shape == tuple(tokens):
+            return read_mask(name, array)
+    return np.ones(tokens, dtype=bool)
+
+
+def flat_mask(batch: Mapping[str, np.ndarray], rows: int) -> Bool[np.ndarray, "B T"] | None:
+    """The first mask input (B, T) of this many elements, for values (B*T, ...); None without."""
+    for name, array in batch.items():
+        if is_mask(name) and array.ndim == 2 and array.size == rows:
+            return read_mask(name, array)
+    return None
