@@ -202,15 +202,22 @@ def number_table(title: str, headings: Sequence[str], **style: Any) -> Table:
 def write_result(name: str, options: argparse.Namespace, **content: Any) -> None:
     """Write ``results/NAME.json`` with the command, the content and the machine.
 
-    The command has the names of files instead of their paths.
+    The command is that of ``command_of``.
     """
-    arguments = (
-        f"--{key} {_argument(value)}" for key, value in vars(options).items() if value is not None
-    )
-    command = " ".join([f"python -m benchmarks.{name}", *arguments])
+    command = command_of(name, options)
     machine = {} if "machine" in content else {"machine": asdict(describe_machine())}
     result = {"command": command, **content, **machine, "cpu_flags": own_flags()}
     write_json(RESULTS / f"{name}.json", result)
+
+
+def command_of(name: str, options: argparse.Namespace) -> str:
+    """The command of a benchmark: names of files instead of paths, and no ``--resume``."""
+    arguments = (
+        f"--{key.replace('_', '-')}" + ("" if value is True else f" {_argument(value)}")
+        for key, value in vars(options).items()
+        if value is not None and value is not False and key != "resume"
+    )
+    return " ".join([f"python -m benchmarks.{name}", *arguments])
 
 
 def own_flags() -> list[str]:

@@ -49,7 +49,7 @@ import psutil
 import attnserve
 from attnserve.checks.benchmark import describe_machine
 from attnserve.choices import Precision
-from benchmarks._common import RESULTS, description, minilm, write_json, write_lines
+from benchmarks._common import RESULTS, command_of, description, minilm, write_json, write_lines
 from benchmarks.serving.client import (
     Phase,
     batch_counts,
@@ -131,8 +131,9 @@ def main(arguments: list[str] | None = None) -> int:
             "machine": asdict(describe_machine(threads=setup.threads)),
             "server_cores": setup.server_cores,
             "generator_cores": setup.generator_cores,
-            "command": f"python -m benchmarks.serving_load --texts {options.texts.name}"
-            f" --only {name}",
+            "command": command_of(
+                "serving_load", argparse.Namespace(**vars(options) | {"only": name})
+            ),
         }
         write_json(RESULT, results)
     failed = [

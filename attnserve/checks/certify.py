@@ -102,7 +102,7 @@ def require_attention(report: MatchReport) -> None:
     )
     raise InvalidModel(
         "no attention was found"
-        + (f" ({reasons[:400]})" if reasons else ": the graph has no softmax"),
+        + (f" ({reasons[:400]})" if reasons else ": no softmax has scores of tokens as input"),
         "`attnserve inspect` lists what was matched, and why the rest was not",
         code="model.no_attention",
     )

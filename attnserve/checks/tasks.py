@@ -112,7 +112,8 @@ def check_logits(logits: np.ndarray, axes: str) -> None:
     if logits.ndim != len(names) or (names[-1] == "1" and logits.shape[-1] != 1):
         raise InvalidArgument(
             f"`task` expects logits [{axes}], the model returns {list(logits.shape)}",
-            "export the model with the task of this score",
+            "export the model with the task of this score, or name another output in attnserve.json"
+            " (`output`)",
             code="evaluate.no_logits",
         )
     if not np.isfinite(logits).all():

@@ -389,9 +389,20 @@ class Model:
 
     @property
     def classifies(self) -> bool:
-        """Whether the model is a classifier."""
-        output = next((tensor for tensor in self.outputs if tensor.name == "logits"), None)
-        return len((output or self.outputs[0]).axes) == 2 and bool(output or self.labels)
+        """Whether the model is a classifier: by the name of the output, or by names of classes.
+
+        An output that the record names needs an activation there too, or as many names of classes.
+        """
+        named = self.artifact.output
+        output = next(
+            (tensor for tensor in self.outputs if tensor.name == (named or "logits")), None
+        )
+        axes = (output or self.outputs[0]).axes
+        if len(axes) != 2:
+            return False
+        if named is None or named == "logits":
+            return bool(output or self.labels)
+        return self.artifact.activation is not None or len(self.labels) == axes[1]
 
     @property
     def reranks(self) -> bool:

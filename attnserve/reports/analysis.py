@@ -300,7 +300,7 @@ def _measurable(
         reasons = "; ".join(f"{block.name}: {block.reason}" for block in left_out[:2])
         raise InvalidModel(
             "no attention can be analyzed"
-            + (f" ({reasons[:400]})" if reasons else ": the graph has no softmax"),
+            + (f" ({reasons[:400]})" if reasons else ": no softmax has scores of tokens as input"),
             "see `attnserve.inspect`; export the model with eager attention if a fused operator "
             "hides the probabilities",
             code="analysis.no_attention",

@@ -484,9 +484,35 @@ def finetuning() -> str:
             cells = [_mean_of(found, key) for key in ("tuned", "decomposed", "tuned_again")]
             name = str(rank) if rank else "not decomposed"
             shown = [percent(cell) for cell in cells]
-            rows.append([TASK_SCORES[task], name, *shown, str(len(found))])
-    header = ["score", "R", "before", "decomposed", "fine-tuned again", "seeds"]
+            steps = ", ".join(str(row["steps"]) for row in found)
+            rates = ", ".join(f"{row['learning_rate']:.0e}" for row in found)
+            rows.append([TASK_SCORES[task], name, *shown, steps, rates])
+    header = ["score", "R", "before", "decomposed", "fine-tuned again", "steps of each seed",
+              "learning rates"]  # fmt: skip
     return table(header, rows)
+
+
+def pruning_rounds() -> str:
+    """Quality of an encoder that was pruned and trained once, or in turns."""
+    rows: list[list[str]] = []
+    for row in load("pruning_rounds")["rows"]:
+        steps = row["steps"]
+        for place, step in enumerate(steps):
+            for part in ("before", "after"):
+                found = step[part]
+                rows.append([
+                    str(row["rounds"]) if (place, part) == (0, "before") else "",
+                    f"pruning {place + 1}" if part == "before" else "training",
+                    f"{step['training']['steps']:,}" if part == "after" else "",
+                    percent(found["kept"]),
+                    f"{found['mean_cosine']:.4f}",
+                    *(f"{found[kind]['overlap']:.3f}" for kind in ("sentences", "paragraphs")),
+                ])  # fmt: skip
+    return table(
+        ["rounds", "after", "steps", "score kept", "cosine", "unseen sentences",
+         "unseen paragraphs"],
+        rows,
+    )  # fmt: skip
 
 
 def finetuning_curve() -> str:

@@ -37,6 +37,10 @@ __all__ = ["find_attention"]
 
 PartT = TypeVar("PartT", Projection, RotaryTerm)
 
+IN_INTEGERS = (
+    "the scores are computed in integers: rewrite the float model, then quantize the result"
+)
+
 BATCH, SEQUENCE = 2, 5
 """Lengths for shape inference: small and distinct, so that axes are not confused."""
 
@@ -81,6 +85,8 @@ def _match_node(node: ir.Node, reader: LayoutReader) -> AttentionBlock | None:
     """
     if node.op_type in FUSED_OPERATORS:
         return _match_operator(node, reader)
+    if node.op_type == "QLinearSoftmax":
+        raise MatchFailure(IN_INTEGERS)
     for idiom in SOFTMAXES:
         if (softmax := idiom(node, reader.info, reader.opsets.get("", 1))) is not None:
             return _match_softmax(node, softmax, idiom.__name__, reader)
@@ -94,6 +100,9 @@ def _match_softmax(
     reader.shape(softmax.logits)
     logits = match_logits(softmax, reader)
     if logits is None:
+        producer = softmax.logits.producer()
+        if producer is not None and producer.op_type == "DequantizeLinear":
+            raise MatchFailure(IN_INTEGERS)
         raise MatchFailure(f"{describe(node)} has no product of queries and keys as input")
     product = logits.product
     q = reader.match_projection(product.query, "query", axes=product.query_axes)

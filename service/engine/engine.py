@@ -247,7 +247,8 @@ class Engine:
         if task == "classify" and not model.classifies:
             raise NotFound(
                 f"{self.name} has no classes: no output 'logits' of shape [batch, classes]",
-                "use /embed for vectors",
+                "use /embed for vectors, or name its scores in attnserve.json (`output`, and"
+                " `activation`: identity for probabilities)",
             )
         if task == "rerank" and not model.reranks:
             raise NotFound(

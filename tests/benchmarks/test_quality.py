@@ -97,10 +97,13 @@ def test_main_writes_each_run_and_continues(tmp_path: Path, monkeypatch: pytest.
 
 def test_command_has_the_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_common, "RESULTS", tmp_path)
-    files = Namespace(a=[Path("/x/one"), Path("/x/two")], b=None, c=Path("/x/three"))
+    files = Namespace(
+        a=[Path("/x/one"), Path("/x/two")], b=None, c_d=Path("/x/three"), flag=True, no=False,
+        resume=True,
+    )  # fmt: skip
     _common.write_result("some", files, rows=[{"keep": 1}])
     stored = json.loads((tmp_path / "some.json").read_text(encoding="utf-8"))
-    assert stored["command"] == "python -m benchmarks.some --a one two --c three"
+    assert stored["command"] == "python -m benchmarks.some --a one two --c-d three --flag"
     assert _common.stored_rows("some") == [{"keep": 1}] and _common.stored_rows("none") == []
 
 

@@ -84,7 +84,7 @@ def test_probabilities_are_compared_as_what_they_are():
 
 def test_outputs_with_as_many_columns_as_class_names_are_classes(tmp_path: Path):
     labels = {str(i): f"class {i}" for i in range(100)}
-    (tmp_path / "attnserve.json").write_text(json.dumps({"id2label": labels}))
+    (tmp_path / "config.json").write_text(json.dumps({"id2label": labels}))
     graph = ir.from_onnx_text(f"{HEADER} (float[b, t] x) => (float[b, 100] y) {{ y = test.M(x) }}")
     found = QualityMeter(graph, Artifact(tmp_path / "model.onnx"))
     a = logits(40, 100)

@@ -18,6 +18,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
 from tests.graph_passes.graphs import (
     BOOL_MASK,
+    PARTS,
     SCALE,
     D,
     H,
@@ -64,6 +65,29 @@ def test_find_attention_where_mask_records_fill(node: str, keep: bool, fill: flo
     (mask,) = only(attention(inputs=inputs, mask=f"\n        {node}")).steps
     assert isinstance(mask, Mask)
     assert (mask.value.name, mask.keep, mask.fill) == ("mask", keep, fill)
+
+
+@pytest.mark.parametrize(
+    "softmax",
+    [
+        "p = com.microsoft.QLinearSoftmax <opset = 17> (m, one, zero, one, zero)",
+        "m8 = QuantizeLinear(m, one, zero)\n m9 = DequantizeLinear(m8, one, zero)"
+        "\n p = Softmax <axis = -1> (m9)",
+    ],
+    ids=["QOperator", "QDQ"],
+)
+def test_scores_in_integers_are_unmatched_with_what_to_do(softmax: str) -> None:
+    constants = {"one": np.float32(1), "zero": np.uint8(0)}
+    model = attention(softmax=f"\n        {softmax}", constants=constants)
+    blocks, [unmatched] = find_attention(model)
+    assert not blocks
+    assert "in integers" in unmatched.reason and "float model" in unmatched.reason
+
+
+def test_shapes_of_the_context_are_read_beside_its_projection() -> None:
+    """onnxsim leaves a Reshape whose elements nobody reads."""
+    spare = "\n        spare = Reshape(c1, merge)\n        size = Shape(spare)"
+    assert only(attention(context=PARTS["context"] + spare)).output is not None
 
 
 @pytest.mark.parametrize("how", SPLIT)

@@ -130,6 +130,17 @@ def test_predict_several_labels_have_sigmoids(
     np.testing.assert_allclose([one["score"] for one in found], expected, rtol=1e-6)
 
 
+def test_predict_takes_the_output_that_the_record_names(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    record = {"output": "probs", "activation": "identity"}
+    folder = write_classifier(tmp_path / "c", **record)
+    write_model(folder / "model.onnx", CLASSIFIER.replace("logits", "probs"))
+    answer = start(folder).post("/predict", json={"inputs": "b b c"})
+    assert answer.status_code == 200, answer.text
+    assert [one["score"] for one in answer.json()["predictions"][0]] == [2, 1, 0]
+
+
 def test_predict_labels_come_from_config_or_are_numbers(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
@@ -146,6 +157,7 @@ def test_predict_model_without_classes_is_not_found(client: TestClient) -> None:
     answer = client.post("/predict", json={"inputs": "a"})
     assert answer.status_code == 404
     assert answer.json()["error"].startswith("tiny has no classes")
+    assert "`output`" in answer.text
 
 
 # -- /similarity ----------------------------------------------------------------------------------
