@@ -125,9 +125,14 @@ def verify(
     """
     artifact = open_artifact(original)
     before, after = load_model(artifact), load_model(open_artifact(new))
+    # Inputs of a fixed shape fit a model that takes any.
+    axes = fixed_axes(value.shape for value in after.graph.inputs if value.shape)
+    narrower = before if axes == (None, None) else after
     meter = None
     if data is not None:
-        found = load_inputs(Path(data), before, artifact, tokenizer=as_path(tokenizer), split=False)
+        found = load_inputs(
+            Path(data), narrower, artifact, tokenizer=as_path(tokenizer), split=False
+        )
         batches, source = found.fit, found.source["file"]
         meter = QualityMeter(before, artifact, measure=measure, data=found)
     elif measure != "auto":
@@ -137,7 +142,7 @@ def verify(
             code="compare.measure",
         )
     else:
-        batches = random_batches(before, seed, empty=empty_axes(before, after))
+        batches = random_batches(narrower, seed, empty=empty_axes(before, after))
         source = "random inputs"
     context = RunContext(provider, threads, seed, progress or ignore_progress)
     return compare(before, after, batches, source, meter=meter, context=context)
@@ -303,6 +308,15 @@ def compare(
                 f"the models have different {what}: {', '.join(map(str, left))} against "
                 f"{', '.join(map(str, right))}",
                 "compare a model with the one it was made from",
+                code="compare.signature",
+            )
+    for ours in before.graph.inputs:
+        theirs = next((value for value in after.graph.inputs if value.name == ours.name), ours)
+        if ours.dtype != theirs.dtype and ours.dtype and ours.dtype.is_integer():
+            raise InvalidModel(
+                f"input {ours.name!r} is {ours.dtype.name} in the first model, and "
+                f"{theirs.dtype.name if theirs.dtype else 'unknown'} in the second",
+                "convert one of them, so that both take the same inputs",
                 code="compare.signature",
             )
     empty = empty_axes(before, after)

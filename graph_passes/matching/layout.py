@@ -42,6 +42,9 @@ from graph_passes.matching.rotary_and_norms import (
 
 __all__ = ["LayoutReader", "only_consumer"]
 
+UNSUPPORTED = "is not supported between"
+"""In the reason of a node that is part of no projection and no positions."""
+
 LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split",
                     "Gather", "GatherND", "Expand", "Tile", "Identity", "Cast", "CastLike",
                     "Dropout"})  # fmt: skip
@@ -343,19 +346,24 @@ class LayoutReader:
                 return self._with_constant(node, inner, constant.astype(np.float64), left, role)
         if node.op_type == "Div":
             raise _between(node, role)
-        traces = [self._attempt(value, role, reach) for value in (a, b)]
+        failures: list[MatchFailure] = []
+        traces = [self._attempt(value, role, reach, failures) for value in (a, b)]
         if node.op_type == "Mul":
             for inner, factor in zip(traces, (b, a), strict=True):
                 if inner is not None and None in traces and inner.has_no_factor:
                     return apply_position_factor(node, inner, factor, self.info, role)
         elif None not in traces:
             return add_traces(node, [t for t in traces if t is not None], role)
-        raise _between(node, role)
+        # An operator before this one may be the problem, as in both terms of a rotation.
+        raise next(filter(_is_of_tokens, failures), _between(node, role))
 
-    def _attempt(self, value: ir.Value, role: str, reach: int) -> LinearTrace | None:
+    def _attempt(
+        self, value: ir.Value, role: str, reach: int, failures: list[MatchFailure]
+    ) -> LinearTrace | None:
         try:
             trace = self.trace(value, role, reach)
-        except MatchFailure:
+        except MatchFailure as failure:
+            failures.append(failure)
             return None
         return None if trace.source is None else trace
 
@@ -451,6 +459,11 @@ class LayoutReader:
             raise MatchFailure(f"{describe(node)} could not be evaluated: {error}") from error
 
 
+def _is_of_tokens(failure: MatchFailure) -> bool:
+    """Whether a node is not supported that computes no angles of positions."""
+    return UNSUPPORTED in failure.reason and not failure.reason.startswith(("Cos ", "Sin "))
+
+
 def _between(node: ir.Node, role: str) -> MatchFailure:
     """The reason why a node does not match, or that a quantized product precedes it."""
     pending, seen = [node], {node}
@@ -464,9 +477,7 @@ def _between(node: ir.Node, role: str) -> MatchFailure:
         parents = {value.producer() for value in reached.inputs if value is not None}
         pending += [parent for parent in parents if parent is not None and parent not in seen]
         seen.update(pending)
-    return MatchFailure(
-        f"{describe(node)} is not supported between the {role} projection and the product"
-    )
+    return MatchFailure(f"{describe(node)} {UNSUPPORTED} the {role} projection and the product")
 
 
 def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:

@@ -247,6 +247,19 @@ def test_check_cosine_bound_inside_range_passes(bound: float | None):
     check_cosine_bound(bound)
 
 
+def test_model_of_a_fixed_shape_is_compared_at_that_shape(tmp_path: Path):
+    text = f"{HEADER} (int64[b, t] ids) => (float[b, t] y) {{ y = Cast<to = 1>(ids) }}"
+    paths = [tmp_path / f"{name}.onnx" for name in ("any", "fixed", "int32")]
+    for path, new in zip(paths, (text, text.replace("b, t", "1, 16"),
+                                 text.replace("int64", "int32")), strict=True):  # fmt: skip
+        ir.save(ir.from_onnx_text(new), path)
+    assert verify(paths[0], paths[1]).mean_cosine == pytest.approx(1)
+    np.savez(tmp_path / "rows.npz", ids=np.arange(160).reshape(10, 16))
+    assert verify(paths[0], paths[1], data=tmp_path / "rows.npz").mean_cosine == pytest.approx(1)
+    with raises(InvalidModel, "compare.signature", "ids", "INT64", "INT32"):
+        verify(paths[0], paths[2])
+
+
 def test_columns_of_embeddings_are_no_tokens(tmp_path: Path):
     """They may be as many as tokens, whose padding is left out."""
     paths = []
