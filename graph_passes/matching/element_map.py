@@ -175,7 +175,9 @@ def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> Lin
     """Add or subtract two traces of one product with disjoint factors."""
     a, b = (reading.fold_scale() for reading in readings)
     reason = f"{describe(node)} is not supported between the {role} projection and the product"
-    source, norm = _common(node, (a, b), reason)
+    source, norm = _common(
+        node, (a, b), f"{reason}: it adds two projections; merge adapters (LoRA) before the export"
+    )
     if a.shape != b.shape or set(a.terms) & set(b.terms) or source is None:
         raise MatchFailure(reason)
     if node.op_type == "Sub":
