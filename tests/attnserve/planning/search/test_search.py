@@ -21,6 +21,7 @@ import onnx_ir as ir
 import pytest
 
 import attnserve
+from attnserve.checks import scores
 from attnserve.checks.compare import Fidelity, verify
 from attnserve.checks.evaluate import share_kept
 from attnserve.checks.quality import Quality
@@ -859,6 +860,18 @@ def test_parts_of_regularly_ordered_files_are_alike(rows: int):
     shares = [share_kept(score, score, part=part) for part in range(3)]
     assert all(share.value == pytest.approx(1.0) for share in shares)
     assert sum(share.rows for share in shares) == (rows if rows >= 32 else 3 * rows)
+
+
+def test_file_without_a_score_on_some_part_is_not_split():
+    """A part of few rows may have a negative correlation by chance."""
+    gold = np.random.default_rng(0).random(60)
+    score = StsScore(60, 0.5, 0.5, (0.0, 1.0), gold.copy(), gold)
+    blocks = np.array_split(np.arange(60), 60)
+    rows = np.concatenate(scores._parts(score, blocks)[2])
+    assert share_kept(score, score, part=2).rows == len(rows) == 15
+    score.cosines[rows] = -gold[rows]
+    shares = [share_kept(score, score, part=part) for part in range(3)]
+    assert [share.rows for share in shares] == [60] * 3
 
 
 def test_promise_is_checked_in_its_own_measure(tmp_path: Path):
