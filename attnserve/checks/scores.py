@@ -6,7 +6,7 @@ Intervals are percentile bootstraps over the rows (Efron 1979). A larger ``value
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +38,7 @@ BLOCKS = 120
 """Number of blocks of rows in the comparison of two models."""
 
 PARTS = (0, 1, 0, 2)
-"""The parts of every four blocks, in a random order each time, because files may be ordered in a
-regular way: half of the blocks to choose, the others for two proofs."""
-
-MIN_SPLIT = 32
-"""Files of fewer rows are not split, nor those of which the original has no positive score on some
-part: a part would have too few rows for a share."""
+"""The part of every four blocks: half of them to choose, the others for two proofs."""
 
 INTERVAL = (2.5, 97.5)
 """Percentiles: a 95 % interval."""
@@ -233,14 +228,14 @@ def share_kept(
 
     Args:
         part: Only the rows of one part: 0 to choose, 1 or 2 for a proof. All parts come from the
-            whole file; small files are not split (``MIN_SPLIT``).
+            whole file; files of a few rows are not split.
 
     Raises:
         CheckFailed: The score of the original is not positive.
     """
     blocks = np.array_split(np.arange(before.rows), min(BLOCKS, before.rows))
-    if part is not None and (parts := _parts(before, blocks)):
-        blocks = parts[min(part, max(PARTS))]
+    if part is not None and len(blocks) >= 2 * len(PARTS):
+        blocks = [b for i, b in enumerate(blocks) if PARTS[i % len(PARTS)] == min(part, max(PARTS))]
     rows = np.concatenate(blocks)
     reference = float(before.value_on(rows))
     if not reference > 0:
@@ -261,19 +256,6 @@ def share_kept(
     return Share(
         value, spread * (len(blocks) / max(len(blocks) - 1, 1)) ** 0.5, len(rows), len(blocks)
     )
-
-
-def _parts(score: Score, blocks: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """The blocks of each part; none if the rows are not split."""
-    if score.rows < MIN_SPLIT:
-        return []
-    random = np.random.default_rng(0)
-    orders = [random.permutation(PARTS) for _ in range(-(-len(blocks) // len(PARTS)))]
-    owners = np.concatenate(orders)[: len(blocks)]
-    parts = [[block for block, owner in zip(blocks, owners, strict=True) if owner == part]
-             for part in range(max(PARTS) + 1)]  # fmt: skip
-    positive = (float(score.value_on(np.concatenate(part))) > 0 for part in parts)  # not if NaN
-    return parts if all(positive) else []
 
 
 def pearson(x: Float[np.ndarray, "*M N"], y: Float[np.ndarray, "*M N"]) -> Any:

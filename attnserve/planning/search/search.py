@@ -29,7 +29,6 @@ import onnx_ir as ir
 from attnserve.checks.certify import read_attention, require_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import QualityMeter, require_measurable
-from attnserve.checks.scores import share_kept
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint, sha256
@@ -123,7 +122,6 @@ def search(
     original_score = None
     if goal.task is not None:
         original_score = score_model(given, graph, context.labeled("original"))
-        share_kept(original_score, original_score)  # an error comes before the search
     checkpoint = Checkpoint(_key(given))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     timing = time_model(given, newest, groups)

@@ -21,11 +21,9 @@ import onnx_ir as ir
 import pytest
 
 import attnserve
-from attnserve.checks import scores
 from attnserve.checks.compare import Fidelity, verify
 from attnserve.checks.evaluate import share_kept
 from attnserve.checks.quality import Quality
-from attnserve.checks.scores import StsScore
 from attnserve.cli.app import main
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
@@ -850,28 +848,6 @@ def test_plan_output_that_is_a_folder_is_refused_before_the_search(
     (tmp_path / name).mkdir()
     with raises(InvalidArgument, "plan.output", name):
         planned(force=True)
-
-
-@pytest.mark.parametrize("rows", [10, 32, 100, 500])
-def test_parts_of_regularly_ordered_files_are_alike(rows: int):
-    """Files with every second row of one kind; the parts are disjoint if the file is split."""
-    gold = np.arange(rows) % 2 * 5.0
-    score = StsScore(rows, 1.0, 1.0, (1.0, 1.0), gold / 5, gold)
-    shares = [share_kept(score, score, part=part) for part in range(3)]
-    assert all(share.value == pytest.approx(1.0) for share in shares)
-    assert sum(share.rows for share in shares) == (rows if rows >= 32 else 3 * rows)
-
-
-def test_file_without_a_score_on_some_part_is_not_split():
-    """A part of few rows may have a negative correlation by chance."""
-    gold = np.random.default_rng(0).random(60)
-    score = StsScore(60, 0.5, 0.5, (0.0, 1.0), gold.copy(), gold)
-    blocks = np.array_split(np.arange(60), 60)
-    rows = np.concatenate(scores._parts(score, blocks)[2])
-    assert share_kept(score, score, part=2).rows == len(rows) == 15
-    score.cosines[rows] = -gold[rows]
-    shares = [share_kept(score, score, part=part) for part in range(3)]
-    assert [share.rows for share in shares] == [60] * 3
 
 
 def test_promise_is_checked_in_its_own_measure(tmp_path: Path):
