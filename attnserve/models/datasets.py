@@ -281,7 +281,7 @@ def _read_file(
     if path.is_dir() or path.suffix.lower() == ".npz":
         arrays = read_arrays(path, {name: one.dtype for name, one in wanted.items()})
         if tokens is None:
-            arrays = [_told_apart(row, artifact.max_length) for row in arrays]
+            arrays = [_with_unequal_lengths(row, artifact.max_length) for row in arrays]
         rows = arrays
         shapes = [next((a.shape for a in row.values() if a.ndim in (2, 3)), None) for row in arrays]
         sizes = [128 if shape is None else shape[1] for shape in shapes]
@@ -585,11 +585,11 @@ def read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
     return rows
 
 
-def _told_apart(row: Batch, longest: int | None) -> Batch:
+def _with_unequal_lengths(row: Batch, longest: int | None) -> Batch:
     """The row with one more padded token of the source if the target has the same length.
 
-    Which mask belongs to a value is told by its shape: the mask of the source would hide tokens of
-    the target.
+    ``token_mask`` selects a mask by its shape. With equal lengths, the mask of the source would
+    hide tokens of the target.
     """
     targets = [name for name in row if name.startswith("decoder_")]
     if targets:

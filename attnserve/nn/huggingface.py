@@ -239,8 +239,8 @@ def _check_windows(model: nn.Module, layers: Mapping[str, AttentionLayer]) -> No
         mine, other = (getattr(module, "sliding_window", None) for module in old)
         if mine != other:
             raise InvalidArgument(
-                f"{name} reuses probabilities of {source}, which has another mask: sliding windows"
-                f" of {mine} and {other} tokens",
+                f"{name} reuses probabilities of {source}, which has another mask: the sliding"
+                f" windows are {mine} and {other} tokens",
                 "choose layers with the same window, for example by another configuration",
                 code="nn.reuse_window",
             )

@@ -38,7 +38,7 @@ __all__ = ["find_attention"]
 PartT = TypeVar("PartT", Projection, RotaryTerm)
 
 IN_INTEGERS = (
-    "the scores are computed in integers: rewrite the float model, then quantize the result"
+    "the scores are quantized to integers: rewrite the float model, then quantize the result"
 )
 
 BATCH, SEQUENCE = 2, 5

@@ -81,7 +81,7 @@ def test_scores_in_integers_are_unmatched_with_what_to_do(softmax: str) -> None:
     model = attention(softmax=f"\n        {softmax}", constants=constants)
     blocks, [unmatched] = find_attention(model)
     assert not blocks
-    assert "in integers" in unmatched.reason and "float model" in unmatched.reason
+    assert "integers" in unmatched.reason and "float model" in unmatched.reason
 
 
 def test_shapes_of_the_context_are_read_beside_its_projection() -> None:
