@@ -76,7 +76,7 @@ def group_loss() -> str:
         return f"*{MISSING}*"
     found = json.loads(path.read_text(encoding="utf-8"))
     rows = [
-        [row["maps"], f"{row['weight']:g}", f"{row['ght']:.3f}", f"{row['ght_ps']:.3f}"]
+        [row["maps"] or "none", f"{row['weight']:g}", f"{row['ght']:.3f}", f"{row['ght_ps']:.3f}"]
         for row in found["rows"]
     ]
     return table(["maps", "weights", "GHT", "GHT-PS"], rows)
