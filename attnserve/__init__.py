@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from attnserve.checks.compare import verify
     from attnserve.checks.evaluate import evaluate
     from attnserve.checks.inspect import inspect
-    from attnserve.models.export import export
+    from attnserve.exporters.hugging_face import export
     from attnserve.planning.optimize import optimize
     from attnserve.planning.plan_command import plan
     from attnserve.recovery.recover import recover
@@ -38,7 +38,7 @@ _MODULES = {
     "analyze": "attnserve.reports.analyze",
     "bench": "attnserve.checks.benchmark",
     "evaluate": "attnserve.checks.evaluate",
-    "export": "attnserve.models.export",
+    "export": "attnserve.exporters.hugging_face",
     "inspect": "attnserve.checks.inspect",
     "optimize": "attnserve.planning.optimize",
     "plan": "attnserve.planning.plan_command",

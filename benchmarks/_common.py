@@ -28,8 +28,8 @@ import attnserve
 from attnserve.checks.benchmark import describe_machine
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import Quality, QualityMeter
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_tokenizer, model_inputs
 from attnserve.runtime.cpu import cpu_flags

@@ -39,16 +39,16 @@ import onnx_ir as ir
 from rich.console import Console
 
 from attnserve.context import RunContext
+from attnserve.data.datasets import load_inputs, real_tokens
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs, real_tokens
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.int4 import quantize_to_int4
-from attnserve.models.int8 import quantize
 from attnserve.models.onnx_files import load_model
-from attnserve.models.products import Moments, Range, collect_ranges
 from attnserve.models.quantized import Bits
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.lossless_passes import fusion_plan
+from attnserve.precision.int4 import quantize_to_int4
+from attnserve.precision.int8 import quantize
+from attnserve.precision.products import Moments, Range, collect_ranges
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
 from attnserve.runtime.session import Batch, open_session, run
 from benchmarks._common import (

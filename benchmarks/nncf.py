@@ -27,8 +27,8 @@ from scipy.stats import spearmanr
 
 import attnserve
 from attnserve.checks.quality import QualityMeter
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_tokenizer, model_inputs

@@ -23,8 +23,8 @@ import onnx
 from rich.console import Console
 
 import attnserve
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs
 from attnserve.models.onnx_files import load_model
 from benchmarks._common import Study, encoder_study, minilm, number_table, sts_parser, write_result
 

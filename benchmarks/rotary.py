@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from attnserve.context import RunContext
-from attnserve.models.datasets import Dataset
+from attnserve.data.datasets import Dataset
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.apply import apply_plan, count_macs
 from attnserve.planning.plan import Plan

@@ -190,7 +190,7 @@ def minilm_export(
 ) -> Callable[[str, str, int], Path]:
     """(attention, exporter, opset) -> the artifact folder, exported once per session."""
     _one_thread()
-    from attnserve.models.export import export
+    from attnserve.exporters.hugging_face import export
 
     def build(attention: Any, exporter: Any, opset: int) -> Path:
         def make(folder: Path) -> None:

@@ -30,7 +30,7 @@ import onnx_ir as ir
 from attnserve.calibration.activations import no_token, not_finite, row_count
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.datasets import thinned
+from attnserve.data.datasets import thinned
 from attnserve.models.masks import flat_mask, is_mask, token_mask
 from attnserve.runtime.session import Batch, owned
 from graph_passes.analysis.constants import constant_array, origin

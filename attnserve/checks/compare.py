@@ -13,14 +13,14 @@ import onnx_ir as ir
 from attnserve.checks.quality import Quality, QualityMeter, is_cache_name, resized_outputs
 from attnserve.choices import Measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import is_mask, token_mask
 from attnserve.models.onnx_files import load_model
-from attnserve.models.precision import is_bfloat16, on_cpu
 from attnserve.models.rows import fixed_axes
 from attnserve.paths import StrPath, as_path
+from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.session import Batch, open_session, owned, run, weight_bytes
 from graph_passes.analysis.shapes import SAMPLES
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel

@@ -26,8 +26,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.choices import Measure, Pooling
+from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
-from attnserve.models.datasets import Dataset
 from attnserve.models.masks import token_mask
 from attnserve.models.tokenizer import pool
 from attnserve.runtime.session import Batch

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from attnserve.data.text_files import read_table, read_text
 from attnserve.models.artifact import Artifact
-from attnserve.models.text_files import read_table, read_text
 from graph_passes.errors import InvalidData, InvalidModel
 
 __all__ = [

@@ -31,11 +31,11 @@ from attnserve.checks.task_data import (
 )
 from attnserve.choices import Pooling, TaskName
 from attnserve.context import RunContext
+from attnserve.data.datasets import load_inputs, read_arrays, wanted_inputs
+from attnserve.data.text_files import read_table
 from attnserve.models.artifact import Artifact
-from attnserve.models.datasets import load_inputs, read_arrays, wanted_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import filled, fixed_axes
-from attnserve.models.text_files import read_table
 from attnserve.models.tokenizer import (
     Encoding,
     Text,

@@ -52,7 +52,7 @@ def triton(
     provider: opt.ProviderName = "cpu",
 ) -> None:
     """Write a Triton model repository: config.pbtxt, the model and warm-up requests."""
-    from attnserve.models.triton_repository import write_repository
+    from attnserve.exporters.triton_repository import write_repository
 
     set_log_level(quiet, verbose)
     written = write_repository(
@@ -93,7 +93,7 @@ def genai(
 
     The model is a decoder with a cache.
     """
-    from attnserve.models.genai_folder import write_genai_folder
+    from attnserve.exporters.genai_folder import write_genai_folder
 
     set_log_level(quiet, verbose)
     written = write_genai_folder(model, folder, provider=provider, force=force)

@@ -18,7 +18,7 @@ from attnserve.context import Provider
 from attnserve.runtime.cpu import available_cores
 
 if TYPE_CHECKING:
-    from attnserve.models.lengths import Lengths
+    from attnserve.data.lengths import Lengths
 
 # Panels of commands in `attnserve --help`
 COMPRESS = "Compress"

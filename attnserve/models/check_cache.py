@@ -25,7 +25,7 @@ from graph_passes.errors import InvalidModel
 
 __all__ = ["CheckCache"]
 
-PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tokenizers", "onnx-ir")
+PACKAGES = ("attnserve", "onnxruntime", "onnxruntime-gpu", "tokenizers", "onnx-ir")
 
 MOST_ENTRIES = 16
 """Entries that are kept, the last used ones: each may hold a copy of the weights."""
@@ -42,8 +42,7 @@ class CheckCache:
 
     Args:
         folder: The folder, created if missing; None for one in the user's cache folder.
-        settings: What else the results depend on, for example the provider and this program's
-            version.
+        settings: What else the results depend on, for example the provider.
     """
 
     def __init__(self, folder: Path | None = None, **settings: Any) -> None:

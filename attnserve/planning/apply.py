@@ -12,7 +12,7 @@ from attnserve.calibration.refit import enough, refit
 from attnserve.checks.certify import read_attention
 from attnserve.checks.compare import empty_axes, random_batches, shaped_for
 from attnserve.context import RunContext
-from attnserve.models.datasets import Dataset
+from attnserve.data.datasets import Dataset
 from attnserve.models.opset import raise_opset
 from attnserve.planning.plan import Plan, targets_of
 from graph_passes.analysis.cost import macs_at

@@ -25,7 +25,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from attnserve import __version__
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.check_cache import CheckCache
@@ -120,7 +119,6 @@ class IsolationChecker:
     @cached_property
     def _cache(self) -> CheckCache:
         settings: dict[str, Any] = {
-            "program": __version__,
             "provider": self._provider,
             "threads": self._threads,
             "rewrite": self._rewrite,

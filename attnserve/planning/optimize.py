@@ -23,21 +23,20 @@ from attnserve.checks.compare import (
 from attnserve.checks.quality import MIN_ROWS, QualityMeter
 from attnserve.choices import Alignment, Importance, Measure, Mixing, TaskName
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
-from attnserve.models.artifact import Artifact, open_artifact
-from attnserve.models.checksums import source_entry
-from attnserve.models.datasets import (
+from attnserve.data.datasets import (
     HELD_OUT,
     JOINED,
     Dataset,
     check_calibration_files,
     load_inputs,
 )
-from attnserve.models.lengths import Lengths, check_lengths, length_bounds, middle_length
+from attnserve.data.lengths import Lengths, check_lengths, length_bounds, middle_length
+from attnserve.data.token_statistics import token_statistics
+from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.checksums import source_entry
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
-from attnserve.models.precision import Precision, check_cpu, convert
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
-from attnserve.models.token_statistics import token_statistics
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
@@ -51,6 +50,7 @@ from attnserve.planning.requested_rewrites import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
+from attnserve.precision.convert import Precision, check_cpu, convert
 from attnserve.versions import versions
 from graph_passes.analysis.cost import Cost, break_even, model_cost, parameter_bytes
 from graph_passes.blocks import AttentionBlock

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from attnserve.choices import Measure, TaskName
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
+from attnserve.data.datasets import check_calibration_files, load_inputs
+from attnserve.data.lengths import Lengths, check_lengths
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import check_calibration_files, load_inputs
-from attnserve.models.lengths import Lengths, check_lengths
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, default_output, staged
-from attnserve.models.precision import Precision, check_cpu
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport, draw_front
 from attnserve.planning.search.search import search
+from attnserve.precision.convert import Precision, check_cpu
 from graph_passes.errors import InvalidArgument, MissingExtra
 
 __all__ = ["plan"]

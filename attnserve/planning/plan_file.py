@@ -11,12 +11,12 @@ from pydantic import BaseModel, Field, ValidationError
 
 from attnserve.choices import Measure
 from attnserve.context import Provider, RunContext
+from attnserve.data.datasets import Dataset
+from attnserve.data.lengths import Lengths
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
-from attnserve.models.datasets import Dataset
-from attnserve.models.lengths import Lengths
-from attnserve.models.precision import check_cpu
 from attnserve.planning.plan import HOW_TO_PLAN, Plan, first_problem
+from attnserve.precision.convert import check_cpu
 from graph_passes.errors import InvalidArgument, InvalidData
 
 __all__ = ["planned_lengths", "planned_quality", "read_plan"]

@@ -16,7 +16,7 @@ from attnserve.checks.certify import MatchReport, require_attention
 from attnserve.checks.quality import QualityMeter
 from attnserve.choices import Alignment, Importance, Mixing, Precision
 from attnserve.context import RunContext
-from attnserve.models.datasets import Dataset
+from attnserve.data.datasets import Dataset
 from attnserve.paths import StrPath
 from attnserve.planning.head_criteria import CRITERIA, PruningInput
 from attnserve.planning.head_files import (

@@ -31,9 +31,9 @@ from attnserve.checks.scores import (
 )
 from attnserve.checks.task_data import label_names, read_label, read_number
 from attnserve.choices import LearnedTask, Pooling
+from attnserve.data.datasets import Dataset, wanted_inputs
+from attnserve.data.text_files import read_table
 from attnserve.models.artifact import Artifact
-from attnserve.models.datasets import Dataset, wanted_inputs
-from attnserve.models.text_files import read_table
 from attnserve.models.tokenizer import Encoding, load_encoder
 from attnserve.recovery.batches import TOKENS, row_contents
 from attnserve.recovery.distillation import served_vectors

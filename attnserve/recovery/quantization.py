@@ -18,7 +18,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from attnserve.models.int8 import (
+from attnserve.models.quantized import Bits
+from attnserve.precision.int8 import (
     LEVELS,
     Grid,
     Rounding,
@@ -26,8 +27,7 @@ from attnserve.models.int8 import (
     large_tables,
     product_groups,
 )
-from attnserve.models.products import Product, Range
-from attnserve.models.quantized import Bits
+from attnserve.precision.products import Product, Range
 from attnserve.recovery.operators import OPERATORS, Call, Operator, operator_key
 from graph_passes.analysis.constants import constant_array
 

@@ -26,9 +26,7 @@ from attnserve.checks.quality import (
 from attnserve.checks.scores import Score
 from attnserve.choices import LearnedTask, Measure, Precision
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
-from attnserve.models.artifact import Artifact, open_artifact
-from attnserve.models.checksums import fingerprint, last_rewrite_of
-from attnserve.models.datasets import (
+from attnserve.data.datasets import (
     HELD_OUT,
     Dataset,
     check_calibration_files,
@@ -36,16 +34,18 @@ from attnserve.models.datasets import (
     load_inputs,
     thinned,
 )
-from attnserve.models.int8 import Rounding
+from attnserve.data.text_files import read_sentences
+from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.masks import token_mask
 from attnserve.models.onnx_files import data_file, load_model
 from attnserve.models.outputs import check_output, check_target
-from attnserve.models.precision import BITS, convert, nodes_of_blocks, roundings_of
-from attnserve.models.products import MOMENT_TOKENS, collect_ranges
 from attnserve.models.quantized import Bits, int8_activations, int8_weight_bits
 from attnserve.models.rows import fixed_axes
-from attnserve.models.text_files import read_sentences
 from attnserve.paths import StrPath, as_path, as_paths
+from attnserve.precision.convert import BITS, convert, nodes_of_blocks, roundings_of
+from attnserve.precision.int8 import Rounding
+from attnserve.precision.products import MOMENT_TOKENS, collect_ranges
 from attnserve.recovery.batches import regroup
 from attnserve.recovery.distillation import (
     Answers,

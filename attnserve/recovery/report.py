@@ -11,12 +11,12 @@ import onnx_ir as ir
 import torch
 
 from attnserve.checks.compare import Fidelity
+from attnserve.data.datasets import Dataset
+from attnserve.data.token_statistics import token_statistics
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
-from attnserve.models.datasets import Dataset
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
-from attnserve.models.token_statistics import token_statistics
 from attnserve.recovery.labels import LabelReport
 from attnserve.recovery.training import Training
 from attnserve.versions import versions

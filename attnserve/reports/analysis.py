@@ -29,7 +29,7 @@ from attnserve.calibration.spectra import (
 from attnserve.calibration.voting import Votes, voting_to_stay
 from attnserve.checks.certify import read_attention
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.datasets import Dataset
+from attnserve.data.datasets import Dataset
 from attnserve.versions import versions
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext

@@ -17,9 +17,9 @@ import numpy as np
 
 from attnserve.checks.certify import require_finite_weights
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
-from attnserve.models.datasets import load_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, default_output, staged
 from attnserve.paths import StrPath, as_path

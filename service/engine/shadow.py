@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary
 import orjson
 
 from attnserve.checks.comparison_process import ComparisonProcess, RowSampler, ServedRow
+from attnserve.data.text_sample import TextSample
 from attnserve.models.loaded_model import TextTask
-from attnserve.models.text_sample import TextSample
 from attnserve.runtime.cache import write_atomically
 from graph_passes.errors import AttnserveError
 from service.engine.batcher import RequestResult

@@ -17,11 +17,11 @@ from onnx import external_data_helper, numpy_helper, parser
 import attnserve
 from attnserve.checks.compare import verify
 from attnserve.cli.app import main
+from attnserve.exporters.triton_repository import write_repository
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.opset import raise_opset
-from attnserve.models.triton_repository import write_repository
 from attnserve.planning.lossless_passes import fuse_lossless
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.session import open_session

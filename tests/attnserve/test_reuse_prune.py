@@ -18,8 +18,8 @@ from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
 from attnserve.cli.app import main
 from attnserve.context import RunContext
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.optimize import OptimizeReport, optimize
@@ -246,7 +246,7 @@ def test_optimize_fused_export_gives_the_same_plan(
     tiny_bert: Build, calibration: Path, optimized: Cases, tmp_path: Path
 ):
     """The plan equals that of the unfused export, and the model nearly does."""
-    from attnserve.models.export import export
+    from attnserve.exporters.hugging_face import export
 
     source = tiny_bert(num_hidden_layers=3, initializer_range=0.3)
     export(str(source), tmp_path / "fused", attention="sdpa", exporter="dynamo", opset=23)

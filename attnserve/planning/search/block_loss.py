@@ -30,8 +30,7 @@ from attnserve.calibration.refit import (
 from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
-from attnserve.models.datasets import thinned
-from attnserve.models.precision import Precision, convert_alone
+from attnserve.data.datasets import thinned
 from attnserve.planning.head_selection import Reuse, edges_of
 from attnserve.planning.search.candidates import (
     MAX_CONFIGS,
@@ -44,6 +43,7 @@ from attnserve.planning.search.candidates import (
 )
 from attnserve.planning.search.limits import MULTIPLE
 from attnserve.planning.search.loss_estimation import LossEstimator
+from attnserve.precision.convert import Precision, convert_alone
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext

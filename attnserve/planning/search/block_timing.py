@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import Progress, ignore_progress
-from attnserve.models.precision import LARGEST, Precision, convert
 from attnserve.planning.search.candidates import (
     SHARED_GAIN,
     Block,
@@ -24,6 +23,7 @@ from attnserve.planning.search.candidates import (
     configs_of,
 )
 from attnserve.planning.search.limits import MAX_BLOCK_SLOWDOWN
+from attnserve.precision.convert import LARGEST, Precision, convert
 from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, set_missing_types

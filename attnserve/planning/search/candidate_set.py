@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from attnserve.models.precision import Precision
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.block_loss import Losses
 from attnserve.planning.search.candidates import (
@@ -21,6 +20,7 @@ from attnserve.planning.search.candidates import (
 )
 from attnserve.planning.search.model_timing import ModelTiming
 from attnserve.planning.search.pareto import Choice, pareto_front
+from attnserve.precision.convert import Precision
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention

@@ -13,8 +13,8 @@ import onnx_ir as ir
 from attnserve.checks.evaluate import TASKS, TaskName
 from attnserve.choices import Measure, Precision
 from attnserve.context import RunContext
+from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
-from attnserve.models.datasets import Dataset
 from graph_passes.errors import InvalidArgument
 
 __all__ = ["Allowed", "Goal", "SearchInput"]

@@ -13,8 +13,6 @@ from attnserve.checks.evaluate import Share, score_session, share_kept
 from attnserve.checks.quality import CHOICE, QualityMeter
 from attnserve.context import RunContext
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.int8 import Rounding
-from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport, apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.candidate_set import CandidateSet
@@ -23,6 +21,8 @@ from attnserve.planning.search.goal import SearchInput
 from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, Speed, mean_speedup
+from attnserve.precision.convert import convert
+from attnserve.precision.int8 import Rounding
 from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import Batch, open_session
 

@@ -12,7 +12,6 @@ import onnx_ir as ir
 
 from attnserve.choices import INTEGER
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.precision import convert
 from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.candidates import (
     Block,
@@ -22,6 +21,7 @@ from attnserve.planning.search.candidates import (
     TiedBlocks,
 )
 from attnserve.planning.search.goal import SearchInput
+from attnserve.precision.convert import convert
 from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
 
 __all__ = ["ModelTiming", "time_model"]

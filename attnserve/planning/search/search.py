@@ -30,13 +30,12 @@ from attnserve.checks.certify import read_attention, require_attention, require_
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import QualityMeter, require_measurable
 from attnserve.context import DEFAULT_CONTEXT, RunContext
+from attnserve.data.datasets import Dataset, content_digest
+from attnserve.data.lengths import Lengths, middle_length, spread_lengths
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint, sha256
-from attnserve.models.datasets import Dataset, content_digest
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lengths import Lengths, middle_length, spread_lengths
 from attnserve.models.opset import raise_opset
-from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
@@ -57,6 +56,7 @@ from attnserve.planning.search.report import (
     Speed,
     mean_speedup,
 )
+from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session, run
 from attnserve.versions import versions
 from graph_passes.emit.fused_attention import OPSETS

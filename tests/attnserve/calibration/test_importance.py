@@ -21,8 +21,8 @@ from attnserve.calibration.importance import (
 from attnserve.calibration.voting import Votes, voting_to_stay
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import Batch, open_session
 from graph_passes.emit.editing import exposing

@@ -12,8 +12,8 @@ import pytest
 from attnserve.calibration.similarity import HeadSimilarity, measure_similarity, similarities
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import Batch, open_session
 from graph_passes.blocks import AttentionBlock

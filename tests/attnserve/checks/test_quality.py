@@ -20,8 +20,8 @@ from attnserve.checks.quality import (
     is_cache_name,
     lower_bound,
 )
+from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
-from attnserve.models.datasets import Dataset
 
 RANDOM = np.random.default_rng(0)
 HEADER = '<ir_version: 10, opset_import: ["" : 20, "test" : 1]> g'

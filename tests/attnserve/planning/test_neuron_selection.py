@@ -16,8 +16,8 @@ from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
+from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import Dataset, load_inputs
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning.neuron_selection import choose_neurons
 from attnserve.planning.optimize import optimize

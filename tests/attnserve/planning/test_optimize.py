@@ -18,9 +18,9 @@ from attnserve.checks.certify import read_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity, verify
 from attnserve.checks.inspect import inspect
 from attnserve.checks.quality import Quality
+from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.models.text_files import read_sentences
 from attnserve.models.tokenizer import load_tokenizer
 from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.runtime.session import open_session
@@ -354,7 +354,7 @@ def test_optimize_fused_export_with_external_data_is_exact(
 
 
 def test_optimize_calibration_arrays_equal_their_text(tiny: Path, sentences: Path, tmp_path: Path):
-    from attnserve.models.datasets import load_inputs
+    from attnserve.data.datasets import load_inputs
 
     artifact = open_artifact(tiny)
     data = load_inputs(sentences, load_model(artifact), artifact, split=False)

@@ -18,8 +18,8 @@ from attnserve.calibration.voting import voting_to_stay
 from attnserve.checks.certify import MatchReport, read_attention, require_attention
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
+from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
-from attnserve.models.datasets import Dataset
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_rewrites import PlannedRequest, Request, plan_request
 from attnserve.runtime.session import Batch

@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 import attnserve  # noqa: E402
 from attnserve.choices import Pooling  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
+from attnserve.data.datasets import Dataset, load_inputs, wanted_inputs  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
-from attnserve.models.datasets import Dataset, load_inputs, wanted_inputs  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.models.tokenizer import load_encoder, pool  # noqa: E402
 from attnserve.recovery import training  # noqa: E402

@@ -11,18 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
+from attnserve.data.datasets import load_inputs  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
-from attnserve.models.datasets import load_inputs  # noqa: E402
-from attnserve.models.int8 import product_groups  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
-from attnserve.models.precision import (  # noqa: E402
+from attnserve.precision.convert import (  # noqa: E402
     BITS,
     Precision,
     convert,
     nodes_of_blocks,
     roundings_of,
 )
-from attnserve.models.products import collect_ranges  # noqa: E402
+from attnserve.precision.int8 import product_groups  # noqa: E402
+from attnserve.precision.products import collect_ranges  # noqa: E402
 from attnserve.recovery.module import GraphModule  # noqa: E402
 from attnserve.recovery.quantization import fake_operators  # noqa: E402
 from attnserve.runtime.cpu import has_int8_dot_product  # noqa: E402

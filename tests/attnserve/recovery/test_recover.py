@@ -27,7 +27,7 @@ from attnserve.cli.app import app, main  # noqa: E402
 from attnserve.cli.display import option_names  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
-from attnserve.models.precision import precision_of  # noqa: E402
+from attnserve.precision.convert import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.attention_operators import OPERATORS  # noqa: E402
 from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402

@@ -22,13 +22,13 @@ import attnserve  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.cli.options import parse_minutes  # noqa: E402
 from attnserve.context import DEFAULT_CONTEXT  # noqa: E402
+from attnserve.data.datasets import load_inputs  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
-from attnserve.models.datasets import load_inputs  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
-from attnserve.models.precision import Precision  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
 from attnserve.planning.plan import Plan  # noqa: E402
 from attnserve.planning.search import recovery_search, search  # noqa: E402
+from attnserve.precision.convert import Precision  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.operators import OPERATORS  # noqa: E402
 from attnserve.runtime.cache import cache_folder  # noqa: E402

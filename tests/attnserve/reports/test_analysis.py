@@ -21,8 +21,8 @@ from attnserve.calibration.spectra import (
 )
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
+from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import Dataset, load_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.reports.analysis import Analysis, analyze_graph

@@ -306,7 +306,7 @@ def test_page_names_missing_measurements(analysis: Analysis):
 
 
 def test_analyze_one_layer_of_one_head(tiny_bert: Build, sentences: Path, tmp_path: Path):
-    from attnserve.models.export import export
+    from attnserve.exporters.hugging_face import export
 
     small = tiny_bert(num_hidden_layers=1, num_attention_heads=1, initializer_range=0.3)
     export(str(small), tmp_path / "small", attention="eager", exporter="torchscript", opset=17)

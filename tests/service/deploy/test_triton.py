@@ -19,11 +19,11 @@ from google.protobuf import text_format
 from onnx import numpy_helper, parser
 
 from attnserve.cli.app import main
+from attnserve.exporters.triton_repository import write_repository
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_files import save_model
-from attnserve.models.precision import convert
-from attnserve.models.triton_repository import write_repository
+from attnserve.precision.convert import convert
 from benchmarks.gpu.encoder import random_encoder
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 from tests.service.tiny import ECHO, write_model
@@ -295,7 +295,7 @@ def test_write_repository_disk_full_keeps_old_model(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attnserve.models.triton_repository.shutil.copyfile", full)
+    monkeypatch.setattr("attnserve.exporters.triton_repository.shutil.copyfile", full)
     with pytest.raises(InvalidOutput, match="No space left"):
         write_repository(encoder, tmp_path, max_batch=2, force=True)
     assert (tmp_path / "tiny" / "config.pbtxt").read_text() == before

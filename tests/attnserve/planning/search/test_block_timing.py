@@ -9,9 +9,9 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.precision import LARGEST, Precision, convert
 from attnserve.planning.search.block_timing import BlockTimer, without_casts
 from attnserve.planning.search.candidates import group_blocks
+from attnserve.precision.convert import LARGEST, Precision, convert
 from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import random_encoder

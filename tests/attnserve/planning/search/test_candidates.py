@@ -16,8 +16,8 @@ from attnserve.calibration.elimination import eliminate_neurons
 from attnserve.checks.certify import read_attention
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import Artifact, open_artifact
-from attnserve.models.datasets import load_inputs
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.search.block_loss import Losses, loss_curves

@@ -14,8 +14,8 @@ from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.search.loss_estimation import LossEstimator
 from attnserve.runtime.session import Batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import shutil
@@ -20,8 +19,8 @@ import pytest
 
 from attnserve.checks.inspect import inspect
 from attnserve.choices import Padding
+from attnserve.exporters.hugging_face import ExportReport, export
 from attnserve.models.artifact import open_artifact
-from attnserve.models.export import ExportReport, export
 from attnserve.models.sentence_transformers import read_activation
 from attnserve.models.tokenizer import embed_texts, load_encoder, load_tokenizer, run_texts
 from attnserve.runtime.session import open_session
@@ -771,8 +770,7 @@ def test_export_encoder_decoder_and_image_models_are_refused(source: Path, tmp_p
 def test_export_difference_from_pytorch_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # attnserve.models.export is also the name of a function of the package.
-    monkeypatch.setattr(importlib.import_module("attnserve.models.export"), "TOLERANCE", 1e-12)
+    monkeypatch.setattr("attnserve.exporters.hugging_face.TOLERANCE", 1e-12)
     refused(source, tmp_path / "out", CheckFailed, "export.differs")
 
 

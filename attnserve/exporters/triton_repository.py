@@ -27,9 +27,9 @@ from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, copy_companions, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import external_data_locations, load_model
-from attnserve.models.precision import is_bfloat16, on_cpu
 from attnserve.models.quantized import batch_invariant
 from attnserve.models.record import write_record
+from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 

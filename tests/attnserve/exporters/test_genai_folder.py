@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from attnserve.cli.app import main
-from attnserve.models.genai_folder import write_genai_folder
+from attnserve.exporters.genai_folder import write_genai_folder
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel, InvalidOutput

@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from attnserve.checks.compare import compare
-from attnserve.models import int8 as int8_module
-from attnserve.models import precision as module
+from attnserve.data.datasets import load_inputs
 from attnserve.models import quantized as quantized_module
 from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import load_inputs
 from attnserve.models.onnx_files import load_model
-from attnserve.models.precision import check_cpu, convert, convert_alone, on_cpu, precision_of
-from attnserve.models.products import collect_ranges
 from attnserve.models.quantized import (
     batch_invariant,
     int8_activations,
     int8_warning,
     int8_weight_bits,
 )
+from attnserve.precision import convert as module
+from attnserve.precision import int8 as int8_module
+from attnserve.precision.convert import check_cpu, convert, convert_alone, on_cpu, precision_of
+from attnserve.precision.products import collect_ranges
 from attnserve.runtime import session as session_module
 from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.session import open_session, weight_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnserve.models.lengths import Lengths, check_lengths, spread_lengths
+from attnserve.data.lengths import Lengths, check_lengths, spread_lengths
 from graph_passes.errors import InvalidArgument
 from tests.errors import raises
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from attnserve.models import text_sample
-from attnserve.models.text_sample import TextSample
+from attnserve.data import text_sample
+from attnserve.data.text_sample import TextSample
 
 
 def test_sample_appends_one_line_per_text(tmp_path: Path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.models.datasets import real_tokens, thinned
+from attnserve.data.datasets import real_tokens, thinned
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import (
     constant_array,

@@ -47,9 +47,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.models.products import MICROSOFT, Moments, Product, Range, product_of
 from attnserve.models.quantized import LARGEST_7_BIT, Bits
-from attnserve.models.rounding import Rounder
+from attnserve.precision.products import MICROSOFT, Moments, Product, Range, product_of
+from attnserve.precision.rounding import Rounder
 from attnserve.runtime.session import weight_bytes
 from graph_passes.analysis.constants import constant_array, constant_shape, is_constant
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses

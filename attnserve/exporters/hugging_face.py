@@ -27,8 +27,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.choices import Activation, Attention, Exporter, Pooling
-from attnserve.models.artifact import COMPANIONS
-from attnserve.models.heads import (
+from attnserve.exporters.heads import (
     dense_layers,
     first_line,
     pair_template,
@@ -37,6 +36,7 @@ from attnserve.models.heads import (
     scores_by_token,
     token_score,
 )
+from attnserve.models.artifact import COMPANIONS
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.outputs import check_output, staged
 from attnserve.models.record import write_record

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from attnserve.models.text_files import read_sentences
+from attnserve.data.text_files import read_sentences
 from graph_passes.errors import InvalidData
 from tests.errors import raises
 

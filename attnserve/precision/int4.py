@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.models.products import MICROSOFT, Moments, Product, product_of
-from attnserve.models.rounding import Rounder
+from attnserve.precision.products import MICROSOFT, Moments, Product, product_of
+from attnserve.precision.rounding import Rounder
 from graph_passes.analysis.constants import constant_shape
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite

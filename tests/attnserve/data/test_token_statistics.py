@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnserve.models.artifact import open_artifact
-from attnserve.models.datasets import Dataset
-from attnserve.models.token_statistics import (
+from attnserve.data.datasets import Dataset
+from attnserve.data.token_statistics import (
     CalibrationRange,
     row_ids,
     seen_ids,
     token_statistics,
     unseen_share,
 )
+from attnserve.models.artifact import open_artifact
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import Batch
 

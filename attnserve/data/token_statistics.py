@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnserve.models.datasets import Dataset
+from attnserve.data.datasets import Dataset
 from attnserve.models.masks import token_mask
 from attnserve.runtime.session import Batch
 

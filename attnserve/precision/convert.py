@@ -35,10 +35,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from attnserve.choices import INTEGER, Precision
-from attnserve.models.int4 import quantize_to_int4
-from attnserve.models.int8 import Rounding, quantize, roundings
-from attnserve.models.products import Moments, Range, collect_ranges
 from attnserve.models.quantized import QUANTIZED, Bits
+from attnserve.precision.int4 import quantize_to_int4
+from attnserve.precision.int8 import Rounding, quantize, roundings
+from attnserve.precision.products import Moments, Range, collect_ranges
 from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.session import Batch, lacks_kernels, open_session, require_runtime

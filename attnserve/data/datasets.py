@@ -13,11 +13,11 @@ from typing import Any, cast
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.data.lengths import Lengths, length_bounds
+from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import Artifact
-from attnserve.models.lengths import Lengths, length_bounds
 from attnserve.models.masks import flat_mask, is_mask, padding_value, token_mask
 from attnserve.models.rows import filled, fixed_axes
-from attnserve.models.text_files import read_sentences
 from attnserve.models.tokenizer import (
     Encoding,
     Text,

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve.models import products as products_module
-from attnserve.models.int4 import in_blocks
-from attnserve.models.int8 import quantize, quantized_weights
-from attnserve.models.precision import Precision, convert
-from attnserve.models.products import Moments, collect_ranges
-from attnserve.models.rounding import Rounder
+from attnserve.precision import products as products_module
+from attnserve.precision.convert import Precision, convert
+from attnserve.precision.int4 import in_blocks
+from attnserve.precision.int8 import quantize, quantized_weights
+from attnserve.precision.products import Moments, collect_ranges
+from attnserve.precision.rounding import Rounder
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import constant_array
 from graph_passes.errors import InvalidData

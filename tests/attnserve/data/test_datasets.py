@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from attnserve.calibration.moments import collect_moments
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
+from attnserve.data.datasets import BATCH_SIZE, Dataset, load_inputs, thinned
 from attnserve.models.artifact import Artifact, open_artifact
-from attnserve.models.datasets import BATCH_SIZE, Dataset, load_inputs, thinned
 from attnserve.models.masks import token_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
