@@ -25,7 +25,8 @@ from attnserve.calibration.activations import (
 )
 from attnserve.calibration.layerwise import SegmentedModel
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.masks import is_mask, token_mask
+from attnserve.models.masks import token_mask
+from attnserve.models.output_kinds import counts_tokens
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import Inserter
@@ -259,7 +260,7 @@ class _Gated:
         outputs = _results(model, blocks)
         self.output_names = [value.name for value in outputs]
         self.num_outputs = len(outputs)
-        self.by_token = [_counts_tokens(model, value) for value in outputs]
+        self.by_token = [counts_tokens(model, value) for value in outputs]
         places = [index for index, v in enumerate(model.graph.outputs) if v in set(outputs)]
         copy = model.clone()
         values = {v.name: v for node in copy.graph for v in node.outputs}
@@ -409,19 +410,6 @@ def _results(model: ir.Model, blocks: Sequence[AttentionBlock]) -> list[ir.Value
             code="importance.no_output",
         )
     return outputs
-
-
-def _counts_tokens(model: ir.Model, output: ir.Value) -> bool:
-    """Whether axis 1 counts tokens, and is not the width of one vector per text (B, D).
-
-    A fixed size is a width, unless a mask input has the same size.
-    """
-    shape = output.shape
-    if shape is None or len(shape) != 2:
-        return shape is None or len(shape) > 2
-    masks = [v.shape for v in model.graph.inputs if is_mask(v.name or "") and v.shape]
-    fixed = isinstance(shape[1], int)
-    return not fixed or any(len(mask) == 2 and mask[1] == shape[1] for mask in masks)
 
 
 def _some(batches: Sequence[Batch], most_rows: int) -> list[Batch]:

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.quality import Quality, QualityMeter, is_cache_name, resized_outputs
+from attnserve.checks.quality import Quality, QualityMeter
 from attnserve.choices import Measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.masks import is_mask, token_mask
+from attnserve.models.masks import token_mask
 from attnserve.models.onnx_files import load_model
+from attnserve.models.output_kinds import counts_tokens, is_cache_name
 from attnserve.models.rows import fixed_axes
 from attnserve.paths import StrPath, as_path
 from attnserve.precision.convert import is_bfloat16, on_cpu
@@ -324,7 +325,7 @@ def compare(
     source += ", empty caches" if empty else ""
     counterparts = {value.name: value for value in after.graph.outputs}
     tallies = {
-        index: Tally(by_token=_counts_tokens(before, index))
+        index: Tally(by_token=counts_tokens(before, a))
         for index, a in enumerate(before.graph.outputs)
         if (b := counterparts.get(a.name)) is not None and not (empty and _is_cache(a, b))
     }
@@ -360,15 +361,6 @@ def compare(
         source,
         tuple(meter.results()) if meter is not None else (),
     )
-
-
-def _counts_tokens(model: ir.Model, index: int) -> bool:
-    """Whether axis 1 of an output counts tokens, and is not the width of one vector per text."""
-    shape = model.graph.outputs[index].shape
-    if shape is None or len(shape) != 2 or index in resized_outputs(model):
-        return True
-    masks = [v.shape for v in model.graph.inputs if is_mask(v.name or "") and v.shape]
-    return isinstance(shape[1], int) and any(m[-1] == shape[1] for m in masks)
 
 
 def _outputs(

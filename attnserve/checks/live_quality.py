@@ -21,7 +21,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from attnserve.checks.quality import MIN_ROWS, interval, lower_bound, new_meter
+from attnserve.checks.measures import MIN_ROWS, interval, lower_bound, new_meter
 from attnserve.choices import Measure, Pooling
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact

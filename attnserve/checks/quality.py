@@ -13,51 +13,37 @@ Hall's correction for skewness (Hall 1992, "On the removal of skewness by transf
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.checks.measures import (
+    MIN_ROWS,
+    LogitsMeter,
+    Meter,
+    Scores,
+    interval,
+    log_of,
+    new_meter,
+)
 from attnserve.choices import Measure, Pooling
 from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
 from attnserve.models.masks import token_mask
-from attnserve.models.tokenizer import pool
+from attnserve.models.output_kinds import (
+    MIN_CLASSES,
+    VECTOR_NAME,
+    is_cache_name,
+    probability_outputs,
+    resized_outputs,
+    vocabulary_size,
+)
 from attnserve.runtime.session import Batch
-from graph_passes.analysis.shapes import infer_shapes_small
-from graph_passes.errors import InvalidModel
 
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
-
-__all__ = [
-    "CHOICE",
-    "LEAST_PROBABILITY",
-    "MIN_ROWS",
-    "TAIL",
-    "Meter",
-    "Quality",
-    "QualityMeter",
-    "Scores",
-    "interval",
-    "is_cache_name",
-    "lower_bound",
-    "new_meter",
-    "next_token_nats",
-    "probability_outputs",
-    "require_measurable",
-    "resized_outputs",
-]
-
-MIN_ROWS = 30
-"""The number of texts from which on an interval is given."""
+__all__ = ["CHOICE", "TAIL", "Quality", "QualityMeter"]
 
 CHOICE = 0.8
 """The confidence with which a choice must keep enough. The result is the proof, not the choice:
@@ -66,31 +52,6 @@ more confidence would leave speed behind, and less would let more proofs fail.""
 TAIL = 5
 """The loss of the worst 5 % of texts may be this many times the allowed loss. It is three times the
 mean for exponential losses."""
-
-NEIGHBORS = 10
-"""Texts in the neighborhoods that ``overlap`` compares."""
-
-MOST_PAIRED = 3000
-"""Texts whose pairs are compared: time and memory grow with their square; 3,000 take 1 GB."""
-
-CACHE_NAME = re.compile(r"cache|(?<![a-z])(present(?!ation)|past)")
-"""Not for example "representation"."""
-
-VECTOR_NAME = re.compile(r"embed|pooled|pooler|vecs|representation")
-"""In the names of outputs [batch, n] that are embeddings, however few columns they have."""
-
-MIN_CLASSES = 64
-"""An output [batch, n] is an embedding if it has this many columns, unless it is known to be of
-classes: by its name, by a softmax, or by the names of as many classes."""
-
-LEAST_PROBABILITY = 1e-30
-"""Probabilities below it count as this, whose logarithm is finite in float32."""
-
-MOST_NATS = 50.0
-"""The largest KL divergence of a token, so that one impossible token has a finite effect."""
-
-CHUNK = 2**22
-"""Elements of the temporary arrays for logits."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +173,7 @@ class QualityMeter:
         self.measure: Measure = "auto" if measure == "score" else measure
         self.pooling: Pooling | None = None if artifact.tokenizer is None else artifact.pooling
         self.dimensions = artifact.dimensions
-        self.vocabulary, self.classes = _vocabulary(model), len(artifact.labels)
+        self.vocabulary, self.classes = vocabulary_size(model), len(artifact.labels)
         self.data = data
         self.split = split
         self._resized = resized_outputs(model)
@@ -232,8 +193,8 @@ class QualityMeter:
                     self._meters[key] = self._meter(index, a)
                 part = {n: x[rows] if x.shape[:1] == a.shape[:1] else x for n, x in batch.items()}
                 meter, pair = self._meters[key], (a[rows], b[rows])
-                if index in self._probabilities and isinstance(meter, _Logits):
-                    pair = _log(a[rows]), _log(b[rows])
+                if index in self._probabilities and isinstance(meter, LogitsMeter):
+                    pair = log_of(a[rows]), log_of(b[rows])
                 meter.add(*pair, part)
 
     def additive_loss(self) -> float:
@@ -243,7 +204,7 @@ class QualityMeter:
     def results(self) -> list[Quality]:
         """The quality of each output, by file and by length; the one with most loss first."""
         found = [
-            meter.result(self.outputs[index], lengths, file, self.split)
+            _quality(meter.scores(), self.outputs[index], file, lengths, self.split)
             for (index, file, lengths), meter in self._meters.items()
         ]
         return sorted(found, key=lambda quality: -quality.loss)
@@ -283,527 +244,22 @@ class QualityMeter:
         return new_meter(measure, self.pooling, dimensions=self.dimensions)
 
 
-def new_meter(
-    measure: Measure,
-    pooling: Pooling | None,
-    window: int | None = None,
-    dimensions: int | None = None,
-) -> Meter:
-    """The meter of one output.
-
-    Args:
-        pooling, dimensions: Of the embeddings.
-        window: Measure the last added batches, this many; None for all.
-    """
-    match measure:
-        case "cosine":
-            return _Cosine(window)
-        case "kl" | "top1":
-            return _Logits(measure, window)
-        case "similarity":
-            return _Similarity(pooling, window, dimensions)
-        case _:
-            return _Features(window)
-
-
-def resized_outputs(model: ir.Model) -> set[int]:
-    """Indices of the outputs whose last axis has a length that depends on those of the inputs.
-
-    Its elements are no features. Examples are the logits of the positions of an answer, and of
-    texts by images. The result is kept, because a search makes many meters.
-    """
-    if model not in _RESIZED:
-        _RESIZED[model] = set[int]()
-        outputs = model.graph.outputs
-        if not all(value.shape and isinstance(value.shape[-1], int) for value in outputs):
-            small = partial(infer_shapes_small, model)
-            one, two = small(batch=2, sequence=5), small(batch=3, sequence=7)
-            shapes = [(one.shape(value), two.shape(value)) for value in outputs]
-            _RESIZED[model] |= {i for i, (a, b) in enumerate(shapes) if a and b and a[-1] != b[-1]}
-    return _RESIZED[model]
-
-
-_RESIZED: WeakKeyDictionary[ir.Model, set[int]] = WeakKeyDictionary()
-"""The results of ``resized_outputs``."""
-
-
-def probability_outputs(model: ir.Model) -> set[int]:
-    """Indices of the outputs of a softmax over their last axis."""
-    found: set[int] = set()
-    for index, value in enumerate(model.graph.outputs):
-        node = value.producer()
-        while node is not None and node.op_type in ("Cast", "Identity") and node.inputs[0]:
-            node = node.inputs[0].producer()
-        if node is None or node.op_type != "Softmax" or value.shape is None:
-            continue
-        last = len(value.shape) - 1
-        default = -1 if (model.opset_imports.get("") or 0) >= 13 else 1
-        if node.attributes.get_int("axis", default) in (-1, last):
-            found.add(index)
-    return found
-
-
-def _vocabulary(model: ir.Model) -> int:
-    """The rows of the table of tokens; 0 if there is none.
-
-    It is the one that ``input_ids`` chooses rows of, or else the largest. Tables of positions may
-    have as many rows as the model has columns.
-    """
-    sizes: dict[bool, list[int]] = {True: [], False: []}
-    for node in model.graph:
-        if node.op_type != "Gather" or len(node.inputs) < 2:
-            continue
-        table, ids = node.inputs[:2]
-        if table is None or not table.is_initializer() or table.shape is None:
-            continue
-        size = table.shape[0] if len(table.shape) == 2 else None
-        cast = None if ids is None else ids.producer()
-        source = cast.inputs[0] if cast is not None and cast.op_type == "Cast" else ids
-        if isinstance(size, int):
-            sizes[source is not None and source.name == "input_ids"].append(size)
-    return max(sizes[True] or sizes[False], default=0)
-
-
-def require_measurable(model: ir.Model) -> None:
-    """Check that the quality of at least one output can be measured.
-
-    Raises:
-        InvalidModel: All are caches, integers (such as the index of the best class) or scalars.
-    """
-    outputs = model.graph.outputs
-    if not any(
-        not is_cache_name(value.name or "")
-        and (value.dtype is None or value.dtype.is_floating_point())
-        and (value.shape is None or len(value.shape) > 0)
-        for value in outputs
-    ):
-        names = ", ".join(value.name or "" for value in outputs)
-        raise InvalidModel(
-            f"no output is a float per input whose quality can be measured: {names or 'none'}",
-            "export the model with its hidden states or logits",
-            code="quality.no_output",
-        )
-
-
-def is_cache_name(name: str) -> bool:
-    """Whether an output is a cache of keys or values, by the names that exporters give."""
-    return CACHE_NAME.search(name.lower()) is not None
-
-
-# ---- intervals ----------------------------------------------------------------------------------
-
-
-def lower_bound(values: Float[np.ndarray, " N"], confidence: float = 0.95) -> float:
-    """The lower end of a one-sided interval of the mean of independent, skewed values.
-
-    Hall's transformation of Student's t. For exponential losses it covers 94 % to 95 % at 30, 100
-    and 1,000 values, where mean - 1.645 standard errors covers 92 % at 30.
-    """
-    from scipy.stats import t as student
-
-    n, mean = len(values), float(np.mean(values))
-    spread = float(np.std(values, ddof=1)) if n > 1 else 0.0
-    if spread <= 1e-12 * max(abs(mean), 1.0):
-        return mean
-    # The sample skewness, corrected for its bias (Joanes and Gill 1998, G1).
-    skew = float(np.mean((values - mean) ** 3)) / float(np.std(values)) ** 3
-    skew *= (n * (n - 1)) ** 0.5 / max(n - 2, 1)
-    quantile = float(student.ppf(confidence, n - 1)) / n**0.5
-    if abs(skew) > 1e-9:
-        inner = 1 + skew * (quantile - skew / (6 * n))
-        quantile = 3 / skew * (float(np.cbrt(inner)) - 1)
-    return mean - spread * quantile
-
-
-def interval(values: Float[np.ndarray, " N"], highest: float = np.inf) -> tuple[float, float]:
-    """The two-sided 95 % interval of the mean; see ``lower_bound``.
-
-    Args:
-        highest: The largest possible mean.
-    """
-    return lower_bound(values, 0.975), min(-lower_bound(-values, 0.975), highest)
-
-
-# ---- one output ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """A value, the influence of each text on it (their mean is the value), and single texts.
-
-    Attributes:
-        second: The measure of the second condition.
-    """
-
-    measure: Measure
-    value: float
-    influence: Float[np.ndarray, " N"]
-    single: Float[np.ndarray, " N"]
-    constant: float
-    also: Mapping[str, float]
-    second: Scores | None = None
-
-    def bound(self, confidence: float) -> float:
-        """The lower end of a one-sided interval; the value for less than ``MIN_ROWS`` texts."""
-        if len(self.influence) < MIN_ROWS:
-            return self.value
-        return min(lower_bound(self.influence, confidence), self.value)
-
-
-class Meter(ABC):
-    """Sums over the batches of one output."""
-
-    @abstractmethod
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        """Add outputs whose first axis counts texts."""
-
-    @abstractmethod
-    def additive_loss(self) -> float: ...
-
-    @abstractmethod
-    def scores(self) -> Scores: ...
-
-    def result(self, name: str, lengths: str, file: str, split: str) -> Quality:
-        scores = self.scores()
-        rows, second = len(scores.influence), scores.second
-        return Quality(
-            scores.measure,
-            scores.value,
-            scores.bound(0.95),
-            scores.bound(CHOICE),
-            None if rows < MIN_ROWS else interval(scores.influence, highest=1.0),
-            float(np.percentile(scores.single, 5)) if rows else 1.0,
-            scores.constant,
-            rows,
-            scores.also,
-            0.0 if second is None else 1 - second.value,
-            0.0 if second is None else 1 - second.bound(CHOICE),
-            name,
-            lengths,
-            file,
-            split,
-        )
-
-
-def _ratio(
-    losses: Float[np.ndarray, " N"], counts: Float[np.ndarray, " N"], unit: float
-) -> tuple[float, np.ndarray]:
-    """1 - sum(losses) / (unit sum(counts)), and the influence of each text (Cochran 1977, 6.4)."""
-    if not len(losses) or unit <= 0 or counts.sum() <= 0:
-        value = 1.0 if not losses.any() else 0.0
-        return value, np.full(len(losses), value)
-    mean = losses.sum() / counts.sum()
-    value = 1 - float(mean / unit)
-    return value, value - (losses - counts * mean) / (counts.mean() * unit)
-
-
-def _tokens(
-    a: np.ndarray, b: np.ndarray, batch: Batch
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Real vectors of both outputs, (tokens, D), and the text of each of them."""
-    shape = a.shape if a.ndim > 1 else (len(a), 1)
-    real = np.ones(shape[:-1], bool)
-    if a.ndim > 2:
-        mask = token_mask(batch, shape[:2])
-        real &= mask.reshape(*mask.shape, *(1,) * (a.ndim - 3))
-    text = np.broadcast_to(np.arange(len(a)).reshape(-1, *(1,) * (real.ndim - 1)), real.shape)
-    return a.reshape(shape)[real], b.reshape(shape)[real], text[real]
-
-
-def _finite(array: np.ndarray) -> Float[np.ndarray, ...]:
-    return np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-
-
-class _Sums:
-    """Sums per text that grow batch by batch; with a window, those of the last batches."""
-
-    def __init__(self, window: int | None = None) -> None:
-        self.columns: deque[tuple[np.ndarray, ...]] = deque(maxlen=window)
-
-    def add(self, *columns: np.ndarray) -> None:
-        self.columns.append(columns)
-
-    def column(self, index: int) -> np.ndarray:
-        return np.concatenate([part[index] for part in self.columns])
-
-
-class _Features(Meter):
-    """R^2 about the mean vector of the original."""
-
-    def __init__(self, window: int | None = None) -> None:
-        self.sums = _Sums(window)  # error, |a|^2, tokens and sum a of each text
-
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        texts = len(a)
-        before, after, text = _tokens(a, b, batch)
-        before, after = _finite(before), _finite(after)
-        vectors = np.zeros((texts, before.shape[1]))
-        np.add.at(vectors, text, before)
-        counts, errors, squares = (
-            np.bincount(text, weights, texts)
-            for weights in (None, ((before - after) ** 2).sum(1), (before**2).sum(1))
-        )
-        some = counts > 0
-        self.sums.add(errors[some], squares[some], counts[some].astype(float), vectors[some])
-
-    def additive_loss(self) -> float:
-        return 1 - self._ratio()[0]
-
-    def _ratio(self) -> tuple[float, np.ndarray, float]:
-        errors, squares, counts, vectors = (self.sums.column(i) for i in range(4))
-        mean = vectors.sum(0) / max(counts.sum(), 1)
-        total = float(squares.sum() - counts.sum() * (mean**2).sum())
-        if total <= 1e-12 * float(squares.sum()):
-            total = 0.0  # the output does not depend on the input
-        unit = total / max(counts.sum(), 1)
-        value, influence = _ratio(errors, counts, unit)
-        return value, influence, unit
-
-    def scores(self) -> Scores:
-        value, influence, unit = self._ratio()
-        errors, counts = self.sums.column(0), self.sums.column(2)
-        single = 1 - errors / counts / unit if unit else influence
-        return Scores("r2", value, influence, single, 0.0, {})
-
-
-class _Cosine(Meter):
-    """The mean cosine of vectors."""
-
-    def __init__(self, window: int | None = None) -> None:
-        self.sums = _Sums(window)  # 1 - cosine and tokens of each text
-        self.units: Any = 0.0
-        self.vectors: Any = 0.0
-
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        texts = len(a)
-        before, after, text = _tokens(a, b, batch)
-        before, after = _finite(before), _finite(after)
-        lengths, others = np.linalg.norm(before, axis=1), np.linalg.norm(after, axis=1)
-        product = lengths * others
-        cosines = (before * after).sum(1) / np.where(product > 0, product, 1.0)
-        cosines = np.where((before == after).all(1), 1.0, cosines)
-        self.units += (before / np.where(lengths > 0, lengths, 1.0)[:, None]).sum(0)
-        self.vectors += before.sum(0)
-        counts = np.bincount(text, minlength=texts)
-        losses = np.bincount(text, 1 - cosines, texts)
-        self.sums.add(losses[counts > 0], counts[counts > 0].astype(float))
-
-    def additive_loss(self) -> float:
-        return 1 - self.scores().value
-
-    def scores(self) -> Scores:
-        losses, counts = self.sums.column(0), self.sums.column(1)
-        value, influence = _ratio(losses, counts, 1.0)
-        length = float(np.linalg.norm(self.vectors))
-        constant = float(self.units @ self.vectors) / (length or 1.0) / max(counts.sum(), 1)
-        return Scores("cosine", value, influence, 1 - losses / counts, constant, {})
-
-
-class _Logits(Meter):
-    """KL divergence and agreement of the most probable class or token."""
-
-    def __init__(self, measure: Measure, window: int | None = None) -> None:
-        self.measure: Measure = measure
-        # KL in nats, disagreements, tokens and negative entropy in nats of each text
-        self.sums = _Sums(window)
-        # Not limited by a window: one row of each text would need much memory.
-        self.probabilities: Any = 0.0
-        self.winners: Any = 0
-        self.next = np.zeros(3)  # tokens with a known successor, and both losses of it in nats
-
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        texts = len(a)
-        if a.ndim == 3:
-            self._add_perplexity(a, b, batch)
-        before, after, text = _tokens(a, b, batch)
-        width = before.shape[1]
-        divergence, differs, negative_entropy = np.zeros((3, len(before)))
-        for start in range(0, len(before), max(CHUNK // width, 1)):
-            part = slice(start, start + max(CHUNK // width, 1))
-            x, y = _log_softmax(before[part]), _log_softmax(after[part])
-            p = np.exp(x)
-            with np.errstate(invalid="ignore"):
-                apart = np.where(p > 0, p * (x - y), 0.0).sum(1)
-                negative_entropy[part] = np.where(p > 0, p * x, 0.0).sum(1)
-            divergence[part] = np.clip(np.nan_to_num(apart, nan=MOST_NATS), 0, MOST_NATS)
-            best = x.argmax(1)
-            differs[part] = best != y.argmax(1)
-            self.probabilities += p.sum(0)
-            self.winners += np.bincount(best, minlength=width)
-        counts = np.bincount(text, minlength=texts)
-        some = counts > 0
-        self.sums.add(
-            np.bincount(text, divergence, texts)[some],
-            np.bincount(text, differs, texts)[some],
-            counts[some].astype(float),
-            np.bincount(text, negative_entropy, texts)[some],
-        )
-
-    def _add_perplexity(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        before, after = next_token_nats(a, batch), next_token_nats(b, batch)
-        if before is not None and after is not None:
-            self.next += [before[1].sum(), before[0].sum(), after[0].sum()]
-
-    def additive_loss(self) -> float:
-        return 1 - self._kl()[0]
-
-    def _kl(self) -> tuple[float, np.ndarray, float]:
-        divergence, _, counts, negative_entropy = (self.sums.column(i) for i in range(4))
-        # KL of the constant predictor
-        unit = max(self._constant_nats() + negative_entropy.sum() / counts.sum(), 0.0)
-        value, influence = _ratio(divergence, counts, unit)
-        return value, influence, unit
-
-    def _constant_nats(self) -> float:
-        """The entropy of the best constant prediction, in nats."""
-        mean = self.probabilities / self.probabilities.sum()
-        return -float(np.where(mean > 0, mean * np.log(np.maximum(mean, 1e-300)), 0.0).sum())
-
-    def scores(self) -> Scores:
-        divergence, differs, counts = (self.sums.column(i) for i in range(3))
-        kl, influence, unit = self._kl()
-        agreement, agreed = _ratio(differs, counts, 1.0)
-        # The agreement of a short text is too coarse for a percentile.
-        single = 1 - divergence / counts / unit if unit else influence
-        also = {"kl_nats": float(divergence.sum() / counts.sum())}
-        tokens, before, after = self.next
-        if tokens and before / tokens < self._constant_nats():
-            also |= {
-                "perplexity_original": float(np.exp(before / tokens)),
-                "perplexity": float(np.exp(min(after / tokens, MOST_NATS))),
-            }
-        if self.measure == "kl":
-            return Scores("kl", kl, influence, single, 0.0, {"top1": agreement, **also})
-        second = Scores("kl", kl, influence, single, 0.0, {})
-        constant = float(self.winners.max() / self.winners.sum())
-        also = {"kl": kl, **also}
-        return Scores("top1", agreement, agreed, single, constant, also, second)
-
-
-def next_token_nats(
-    logits: Float[np.ndarray, "B T C"], batch: Batch
-) -> tuple[Float[np.ndarray, " B"], Int[np.ndarray, " B"]] | None:
-    """(negative log-likelihood of the next tokens in nats, their number) of each row.
-
-    Returns:
-        None if no input holds token ids below C.
-    """
-    found = [x for name, x in batch.items() if x.shape == logits.shape[:2] and x.dtype.kind == "i"
-             and not re.search("mask|type|position", name)]  # fmt: skip
-    # A mask may have any name.
-    ids = next((x for x in found if not set(np.unique(x)) <= {0, 1}), next(iter(found), None))
-    width = logits.shape[-1]
-    if ids is None or int(ids.max()) >= width or int(ids.min()) < 0:
-        return None
-    mask = token_mask(batch, ids.shape)
-    known = mask[:, 1:] & mask[:, :-1]  # B T-1
-    texts, _ = np.nonzero(known)
-    following = ids[:, 1:][known]
-    chosen = _log_softmax(logits[:, :-1][known])[np.arange(len(following)), following]
-    counts = np.bincount(texts, minlength=len(ids))
-    return -np.bincount(texts, chosen, len(ids)), counts
-
-
-def _log(probabilities: np.ndarray) -> np.ndarray:
-    return np.log(np.maximum(probabilities.astype(np.float32), LEAST_PROBABILITY))
-
-
-def _log_softmax(logits: np.ndarray) -> Float[np.ndarray, "T C"]:
-    x = np.nan_to_num(logits.astype(np.float64), nan=0.0, posinf=1e30, neginf=-1e30)
-    x = x - x.max(axis=1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
-
-
-class _Similarity(Meter):
-    """Rank correlation of pairwise similarities, overlap of neighbors, and R^2 of embeddings.
-
-    The first two are of at most ``MOST_PAIRED`` texts.
-    """
-
-    def __init__(
-        self, pooling: Pooling | None, window: int | None = None, dimensions: int | None = None
-    ) -> None:
-        self.pooling: Pooling = "mean" if pooling in (None, "none") else pooling
-        self.dimensions = dimensions
-        self.features = _Features(window)
-        self.vectors = _Sums(window)
-
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        mask = token_mask(batch, a.shape[:2]) if a.ndim == 3 else np.ones((len(a), 1), bool)
-        dimensions = min(self.dimensions or a.shape[-1], a.shape[-1])
-        before, after = (pool(_finite(x), mask, self.pooling, True, dimensions) for x in (a, b))
-        self.vectors.add(before, after)
-        self.features.add(before, after, {})
-
-    def additive_loss(self) -> float:
-        return self.features.additive_loss()
-
-    def scores(self) -> Scores:
-        before, after = (_evenly(self.vectors.column(i).astype(np.float64)) for i in (0, 1))
-        r2 = self.features.scores()
-        if len(before) < 4:  # a correlation of three pairs means nothing
-            return Scores("similarity", r2.value, r2.influence, r2.single, 0.0, {"r2": r2.value})
-        x, y = before @ before.T, after @ after.T
-        overlap = _overlap(x, y)
-        value, influence, single = _pair_correlation(x, y)
-        also = {"overlap": overlap, "r2": r2.value}
-        return Scores("similarity", value, influence, single, 0.0, also, r2)
-
-
-def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:
-    """All rows, or ``MOST_PAIRED`` evenly spaced ones, of all lengths: batches are sorted by it."""
-    count = min(len(rows), MOST_PAIRED)
-    return rows[np.linspace(0, max(len(rows) - 1, 0), count).round().astype(int)]
-
-
-def _pair_correlation(
-    x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]
-) -> tuple[float, np.ndarray, np.ndarray]:
-    """Spearman's correlation over pairs of texts, jackknife influences, and rows of texts.
-
-    A pair belongs to two texts, so that pairs are not independent: texts are left out one by one
-    (Efron and Stein 1981). Ranks are those of all pairs.
-    """
-    from scipy.stats import rankdata
-
-    n = len(x)
-    upper = np.triu_indices(n, 1)
-    ranks: list[np.ndarray] = []
-    for matrix in (x, y):
-        rank = rankdata(np.round(matrix[upper], 9))
-        rank = (rank - rank.mean()) / (rank.std() or 1.0)
-        full = np.zeros((n, n))
-        full[upper] = rank
-        ranks.append(full + full.T)
-    a, b = ranks
-    pairs = len(upper[0])
-    sums = [product.sum(1) for product in (a, b, a * a, b * b, a * b)]  # of each text
-    whole = _correlation(pairs, *(s.sum() / 2 for s in sums))
-    apart = _correlation(pairs - (n - 1), *(s.sum() / 2 - s for s in sums))
-    influence = n * whole - (n - 1) * apart
-    single = _correlation(n - 1, *sums)
-    return float(whole), influence - influence.mean() + whole, single
-
-
-def _correlation(count: Any, a: Any, b: Any, aa: Any, bb: Any, ab: Any) -> Any:
-    """Pearson's correlation from sums; 1 if both are constant, 0 if only one is."""
-    spread_a, spread_b = aa - a * a / count, bb - b * b / count
-    product = np.sqrt(np.maximum(spread_a, 0) * np.maximum(spread_b, 0))
-    constant = product <= 1e-12 * count
-    both = (spread_a <= 1e-12 * count) & (spread_b <= 1e-12 * count)
-    found = (ab - a * b / count) / np.where(constant, 1.0, product)
-    return np.where(constant, np.where(both, 1.0, 0.0), np.clip(found, -1, 1))
-
-
-def _overlap(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) -> float:
-    """The mean share of a text's nearest neighbors that stay; 10, or a fifth of few texts."""
-    n = len(x)
-    count = min(NEIGHBORS, max((n - 1) // 5, 1))
-    near: list[Bool[np.ndarray, "N N"]] = []
-    for matrix in (x, y):
-        others = np.where(np.eye(n, dtype=bool), -np.inf, np.round(matrix, 9))
-        chosen = np.zeros((n, n), bool)
-        order = np.argsort(-others, axis=1, kind="stable")[:, :count]
-        np.put_along_axis(chosen, order, True, axis=1)
-        near.append(chosen)
-    return float((near[0] & near[1]).sum() / (n * count))
+def _quality(scores: Scores, output: str, file: str, lengths: str, split: str) -> Quality:
+    rows, second = len(scores.influence), scores.second
+    return Quality(
+        scores.measure,
+        scores.value,
+        scores.bound(0.95),
+        scores.bound(CHOICE),
+        None if rows < MIN_ROWS else interval(scores.influence, highest=1.0),
+        float(np.percentile(scores.single, 5)) if rows else 1.0,
+        scores.constant,
+        rows,
+        scores.also,
+        0.0 if second is None else 1 - second.value,
+        0.0 if second is None else 1 - second.bound(CHOICE),
+        output,
+        lengths,
+        file,
+        split,
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnserve.checks.quality import next_token_nats
+from attnserve.checks.measures import next_token_nats
 from attnserve.checks.scores import (
     ClassificationScore,
     PerplexityScore,

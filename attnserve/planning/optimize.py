@@ -20,7 +20,8 @@ from attnserve.checks.compare import (
     random_batches,
     require_empty,
 )
-from attnserve.checks.quality import MIN_ROWS, QualityMeter
+from attnserve.checks.measures import MIN_ROWS
+from attnserve.checks.quality import QualityMeter
 from attnserve.choices import Alignment, Importance, Measure, Mixing, TaskName
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.data.datasets import (

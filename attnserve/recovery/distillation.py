@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from attnserve.checks.quality import LEAST_PROBABILITY, Quality, is_cache_name
+from attnserve.checks.measures import LEAST_PROBABILITY
+from attnserve.checks.quality import Quality
 from attnserve.choices import Pooling
 from attnserve.context import RunContext
 from attnserve.models.masks import flat_mask, token_mask
+from attnserve.models.output_kinds import is_cache_name
 from attnserve.runtime.session import Batch, open_session, owned, run
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidData

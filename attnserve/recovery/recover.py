@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from attnserve.checks.compare import Fidelity, compare, empty_axes, shaped_for
-from attnserve.checks.quality import (
-    QualityMeter,
-    is_cache_name,
-    probability_outputs,
-    resized_outputs,
-)
+from attnserve.checks.quality import QualityMeter
 from attnserve.checks.scores import Score
 from attnserve.choices import LearnedTask, Measure, Precision
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
@@ -39,6 +34,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.masks import token_mask
 from attnserve.models.onnx_files import data_file, load_model
+from attnserve.models.output_kinds import is_cache_name, probability_outputs, resized_outputs
 from attnserve.models.outputs import check_output, check_target
 from attnserve.models.quantized import Bits, int8_activations, int8_weight_bits
 from attnserve.models.rows import fixed_axes

@@ -28,7 +28,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity
-from attnserve.checks.quality import QualityMeter, require_measurable
+from attnserve.checks.quality import QualityMeter
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, content_digest
 from attnserve.data.lengths import Lengths, middle_length, spread_lengths
@@ -36,6 +36,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint, sha256
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.opset import raise_opset
+from attnserve.models.output_kinds import require_measurable
 from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves

@@ -12,14 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.checks.quality import (
-    MIN_ROWS,
-    MOST_PAIRED,
-    Quality,
-    QualityMeter,
-    is_cache_name,
-    lower_bound,
-)
+from attnserve.checks.measures import MIN_ROWS, MOST_PAIRED, lower_bound
+from attnserve.checks.quality import Quality, QualityMeter
 from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
 
@@ -52,19 +46,6 @@ def text_folder(tmp_path: Path) -> Path:
 def measured(meter: QualityMeter, a: np.ndarray, b: np.ndarray, mask: np.ndarray | None = None):
     meter.add([a], [b], {} if mask is None else {"attention_mask": mask})
     return meter.results()[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("present.0.key", True), ("present_key_values", True), ("presents", True),
-        ("past_key_values.3.value", True), ("new_cache_1", True), ("key_cache", True),
-        ("layers.0.past", True), ("representation", False), ("presentation", False),
-        ("last_hidden_state", False),
-    ],
-)  # fmt: skip
-def test_caches_are_known_by_whole_words(name: str, expected: bool):
-    assert is_cache_name(name) is expected
 
 
 def test_probabilities_are_compared_as_what_they_are():
