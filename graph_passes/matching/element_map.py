@@ -37,6 +37,15 @@ class MatchFailure(Exception):
         self.reason = reason
 
 
+class UnsupportedNode(MatchFailure):
+    """A node that is part of no projection and no positions."""
+
+    def __init__(self, node: ir.Node, role: str, advice: str = "") -> None:
+        place = f"{describe(node)} is not supported between the {role} projection and the product"
+        super().__init__(f"{place}: {advice}" if advice else place)
+        self.node = node
+
+
 def describe(node: ir.Node) -> str:
     """The operator and name of a node, for messages."""
     return f"{node.op_type} {node.name!r}" if node.name else node.op_type
@@ -152,7 +161,7 @@ def concat_traces(
     """Concatenate traces of one product; a factor that a trace lacks has gain zero."""
     pieces = [piece.fold_scale() for piece in pieces]
     source, norm = _common(
-        node, pieces, f"{describe(node)} joins the {role} of several projections"
+        pieces, MatchFailure(f"{describe(node)} joins the {role} of several projections")
     )
     factors = dict.fromkeys(factor for piece in pieces for factor in piece.terms)
     rotations = {frozenset(f for f in piece.terms if f and not f.past) for piece in pieces}
@@ -174,12 +183,10 @@ def concat_traces(
 def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> LinearTrace:
     """Add or subtract two traces of one product with disjoint factors."""
     a, b = (reading.fold_scale() for reading in readings)
-    reason = f"{describe(node)} is not supported between the {role} projection and the product"
-    source, norm = _common(
-        node, (a, b), f"{reason}: it adds two projections; merge adapters (LoRA) before the export"
-    )
+    advice = "it adds two projections; merge adapters (LoRA) before the export"
+    source, norm = _common((a, b), UnsupportedNode(node, role, advice))
     if a.shape != b.shape or set(a.terms) & set(b.terms) or source is None:
-        raise MatchFailure(reason)
+        raise UnsupportedNode(node, role)
     if node.op_type == "Sub":
         b = b.scaled_by(-1.0)
     nodes = dict.fromkeys((*a.nodes, *b.nodes, node))
@@ -187,12 +194,16 @@ def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> Lin
 
 
 def _common(
-    node: ir.Node, pieces: Sequence[LinearTrace], reason: str
+    pieces: Sequence[LinearTrace], failure: MatchFailure
 ) -> tuple[Linear | None, Norm | None]:
-    """The product and norm that all traces except caches share."""
+    """The product and norm that all traces except caches share.
+
+    Raises:
+        MatchFailure: They share none; the given one.
+    """
     made = [piece for piece in pieces if piece.source is not None]
     if len({(p.source.node, p.norm and p.norm.node) for p in made if p.source}) > 1:
-        raise MatchFailure(reason)
+        raise failure
     return (made[0].source, made[0].norm) if made else (None, None)
 
 

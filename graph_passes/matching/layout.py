@@ -25,6 +25,7 @@ from graph_passes.matching.element_map import (
     MatchFailure,
     PositionFactor,
     TermByHead,
+    UnsupportedNode,
     add_traces,
     concat_traces,
     describe,
@@ -41,9 +42,6 @@ from graph_passes.matching.rotary_and_norms import (
 )
 
 __all__ = ["LayoutReader", "only_consumer"]
-
-UNSUPPORTED = "is not supported between"
-"""In the reason of a node that is part of no projection and no positions."""
 
 LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split",
                     "Gather", "GatherND", "Expand", "Tile", "Identity", "Cast", "CastLike",
@@ -461,7 +459,7 @@ class LayoutReader:
 
 def _is_of_tokens(failure: MatchFailure) -> bool:
     """Whether a node is not supported that computes no angles of positions."""
-    return UNSUPPORTED in failure.reason and not failure.reason.startswith(("Cos ", "Sin "))
+    return isinstance(failure, UnsupportedNode) and failure.node.op_type not in ("Cos", "Sin")
 
 
 def _between(node: ir.Node, role: str) -> MatchFailure:
@@ -477,7 +475,7 @@ def _between(node: ir.Node, role: str) -> MatchFailure:
         parents = {value.producer() for value in reached.inputs if value is not None}
         pending += [parent for parent in parents if parent is not None and parent not in seen]
         seen.update(pending)
-    return MatchFailure(f"{describe(node)} {UNSUPPORTED} the {role} projection and the product")
+    return UnsupportedNode(node, role)
 
 
 def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
