@@ -19,6 +19,8 @@ Serves all-MiniLM-L6-v2 (from the [demo] extra) with the default settings of `at
 - overload: twice the capacity for a minute (open loop: Poisson arrivals, latency counted from the
   time a request was due), then the time until recovery;
 - memory: growth of resident memory over 50,000 requests of random lengths;
+- footprint: resident memory of the server and of the process that checks the model: at the start,
+  when warm, and while a version is replaced;
 - workers: kill -9 of one of two workers under load.
 
 Servers are pinned to all cores but the last, and the load generator to the last core. Each section
@@ -34,16 +36,20 @@ import os
 import shutil
 import statistics
 import sys
+import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import onnx
 import psutil
 
 import attnserve
@@ -697,6 +703,74 @@ def memory(setup: Setup) -> dict[str, Any]:
     }
 
 
+def footprint(setup: Setup) -> dict[str, Any]:
+    """Measure the most resident bytes of a start and of a replacement, with and without the check.
+
+    Results of earlier checks are not used: each server has an empty cache folder.
+    """
+    found: dict[str, Any] = {}
+    for name, options in (("with the check", ()), ("without", ("--no-probe",))):
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            models = Path(folder) / "models"
+            shutil.copytree(setup.model, models / "minilm")
+            stack.enter_context(patch.dict(os.environ, ATTNSERVE_CACHE=f"{folder}/cache"))
+            start = PeakMemory()
+            with start:
+                server = attnserve_server(setup, *options, model=models)
+                port, process = stack.enter_context(server)
+            send_load(setup, port, single_texts(setup)[:500], {"concurrency": 8, "requests": 500})
+            warm = process.memory_info().rss
+            _write_other_version(models / "minilm" / "model.onnx")
+            replacement = PeakMemory()
+            with replacement:
+                address = f"http://127.0.0.1:{port}/v2/repository/models/minilm/load"
+                urllib.request.urlopen(urllib.request.Request(address, method="POST")).close()
+            found[name] = {
+                "warm_bytes": warm, "start": start.peaks, "replacement": replacement.peaks,
+            }  # fmt: skip
+            console.print(f"{name}: {found[name]}")
+    weights = (setup.model / "model.onnx").stat().st_size
+    return {"model_bytes": weights, "servers": found}
+
+
+class PeakMemory:
+    """The most resident bytes of the servers that this process starts, seen every 2 ms.
+
+    Attributes:
+        peaks: Bytes of "server", of its child processes ("check"), and of "both" at one time.
+    """
+
+    def __init__(self) -> None:
+        self.peaks = dict.fromkeys(("server", "check", "both"), 0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            with suppress(psutil.Error):
+                for server in psutil.Process().children():
+                    ours = server.memory_info().rss
+                    checks = sum(p.memory_info().rss for p in server.children(recursive=True))
+                    seen = {"server": ours, "check": checks, "both": ours + checks}
+                    self.peaks = {name: max(self.peaks[name], seen[name]) for name in seen}
+
+
+def _write_other_version(path: Path) -> None:
+    """Replace a model by one with another checksum."""
+    model = onnx.load(path)
+    model.doc_string = "another version"
+    new = path.with_suffix(".new")
+    onnx.save(model, new)
+    new.replace(path)
+
+
 def workers(setup: Setup) -> dict[str, Any]:
     """Kill one of two workers under load with SIGKILL."""
     with attnserve_server(setup, "--workers", "2") as (port, process):
@@ -755,6 +829,7 @@ SECTIONS: Mapping[str, Callable[[Setup], dict[str, Any]]] = {
     "shadow": shadow,
     "overload": overload,
     "memory": memory,
+    "footprint": footprint,
     "workers": workers,
 }
 

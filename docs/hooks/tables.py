@@ -647,6 +647,27 @@ def serving_overload() -> str:
     )
 
 
+def serving_footprint() -> str:
+    """Resident memory of a server and of the process that checks models."""
+    servers = load("serving")["footprint"]["servers"]
+
+    def row(name: str, server: str, part: str, *, warm: bool) -> list[str]:
+        found = servers[server]
+        peaks = (found["start"][part], found["replacement"][part])
+        cells = (found["warm_bytes"] if warm else 0, *peaks)
+        return [name, *(f"{cell / 2**20:.0f} MiB" if cell else "" for cell in cells)]
+
+    return table(
+        ["MiniLM", "warm", "peak of the start", "peak of a replacement"],
+        [
+            row("server", "with the check", "server", warm=True),
+            row("process that checks the model", "with the check", "check", warm=False),
+            row("both at the same time", "with the check", "both", warm=True),
+            row("server with `--no-probe`", "without", "server", warm=True),
+        ],
+    )
+
+
 UTILIZATION = 0.6
 """The planned share of a replica's capacity."""
 
