@@ -37,7 +37,7 @@ from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjection
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import emit_affine
+from graph_passes.emit.affine import emit_affine
 from graph_passes.emit.editing import Inserter, remove_unused, share_constants
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention

@@ -20,10 +20,12 @@ __all__ = [
     "Inserter",
     "capture_weights",
     "exposing",
+    "in_precision",
     "redirect_shapes",
     "remove_unused",
     "replace_uses",
     "share_constants",
+    "type_of",
 ]
 
 
@@ -323,3 +325,18 @@ def exposing(model: ir.Model, values: Sequence[ir.Value]) -> Generator[ir.Model]
         yield model
     finally:
         model.graph.outputs[:] = outputs
+
+
+def type_of(value: ir.Value | None, info: ShapeInfo) -> ir.DataType | None:
+    """The element type of a value, if known."""
+    if value is None:
+        return None
+    tensor = info.known.get(value)
+    return value.dtype if tensor is None else tensor.dtype
+
+
+def in_precision(make: Inserter, value: ir.Value, dtype: ir.DataType, info: ShapeInfo) -> ir.Value:
+    """Cast a value to another precision, unless it has it or its own is unknown."""
+    if type_of(value, info) in (None, dtype):
+        return value
+    return make.op("Cast", [value], "cast", dtype=dtype, to=dtype.value)

@@ -20,14 +20,11 @@ from graph_passes.blocks import (
     Mask,
     PositionBias,
 )
-from graph_passes.emit.attention import (
-    emit_affine,
-    emit_heads,
-    emit_output,
-    emit_steps,
-    num_groups,
-)
+from graph_passes.emit.affine import emit_affine
+from graph_passes.emit.attention import emit_output
 from graph_passes.emit.editing import Inserter
+from graph_passes.emit.heads import emit_heads, num_groups
+from graph_passes.emit.probabilities import emit_steps
 
 __all__ = ["DOMAIN", "LOW", "OPSETS", "FusedOperator", "emit_fused_blocks", "is_plain"]
 

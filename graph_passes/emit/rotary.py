@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.blocks import AttentionBlock, BroadcastLayout, Projection, RotaryTerm
-from graph_passes.emit.attention import emit_heads
 from graph_passes.emit.editing import Inserter
+from graph_passes.emit.heads import emit_heads
 from graph_passes.factorize.rotary import RotaryFactors, RotaryHeads
 
 if TYPE_CHECKING:

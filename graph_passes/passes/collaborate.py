@@ -23,17 +23,11 @@ from graph_passes.blocks import (
     Weighted,
 )
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import (
-    ENTANGLED_BIAS,
-    TOKEN_LAYOUT,
-    emit_heads,
-    heads_refusal,
-    in_precision,
-    type_of,
-)
+from graph_passes.emit.attention import ENTANGLED_BIAS
 from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
 from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
-from graph_passes.emit.editing import Inserter, replace_uses
+from graph_passes.emit.editing import Inserter, in_precision, replace_uses, type_of
+from graph_passes.emit.heads import TOKEN_LAYOUT, emit_heads, heads_refusal
 from graph_passes.emit.rotary import rotary_heads, rotary_logits, rotary_planes
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, fold_mean

@@ -12,8 +12,9 @@ import onnx_ir as ir
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock, Projection
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import emit_heads, emit_softmax
 from graph_passes.emit.editing import Inserter, replace_uses
+from graph_passes.emit.heads import emit_heads
+from graph_passes.emit.probabilities import emit_softmax
 from graph_passes.errors import Refusal
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass, AttentionTargets, NoParams, small_shapes

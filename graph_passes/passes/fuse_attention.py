@@ -18,7 +18,7 @@ from graph_passes.blocks import (
     Weighted,
 )
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import TOKEN_LAYOUT, emission_refusal
+from graph_passes.emit.attention import emission_refusal
 from graph_passes.emit.fused_attention import (
     DOMAIN,
     LOW,
@@ -27,6 +27,7 @@ from graph_passes.emit.fused_attention import (
     emit_fused_blocks,
     is_plain,
 )
+from graph_passes.emit.heads import TOKEN_LAYOUT
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.collaborate import WEAK_FILL

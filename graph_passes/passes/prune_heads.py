@@ -11,13 +11,9 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import (
-    emission_refusal,
-    emit_context,
-    emit_output,
-    emit_probabilities,
-)
+from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
 from graph_passes.emit.editing import Inserter
+from graph_passes.emit.probabilities import emit_probabilities
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere

@@ -13,18 +13,14 @@ from pydantic import Field, TypeAdapter
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import (
-    emission_refusal,
-    emit_context,
-    emit_output,
+from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
+from graph_passes.emit.editing import Inserter, in_precision, type_of
+from graph_passes.emit.heads import heads_refusal
+from graph_passes.emit.probabilities import (
     emit_probabilities,
-    heads_refusal,
-    in_precision,
     probabilities_by_head,
     probabilities_type,
-    type_of,
 )
-from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.equivalence import have_equal_masks
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes

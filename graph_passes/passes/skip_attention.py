@@ -15,8 +15,9 @@ from graph_passes.analysis.constants import constant_array
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import TOKEN_LAYOUT, emit_affine, emit_constant
+from graph_passes.emit.affine import emit_affine, emit_constant
 from graph_passes.emit.editing import Inserter
+from graph_passes.emit.heads import TOKEN_LAYOUT
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere

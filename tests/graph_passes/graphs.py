@@ -18,8 +18,8 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type, origin
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.attention import probabilities_by_head
 from graph_passes.emit.editing import Inserter
+from graph_passes.emit.probabilities import probabilities_by_head
 from graph_passes.matching.find import find_attention
 
 D, H, K, V = 12, 3, 4, 2

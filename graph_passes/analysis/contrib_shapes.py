@@ -1,0 +1,107 @@
+"""Shapes of the outputs of operators of ONNX Runtime that are not in the ONNX standard.
+
+A rule raises IndexError or ValueError, or returns nothing, for inputs that do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+__all__ = ["COUNTS", "RULES", "Shapes"]
+
+Shapes = Sequence[tuple[int, ...] | None]
+
+
+def _like_first(shapes: Shapes, node: ir.Node) -> Shapes:
+    return [shapes[0]]
+
+
+def _skip_normalization(shapes: Shapes, node: ir.Node) -> Shapes:
+    return [shapes[0], None, None, shapes[0]]
+
+
+def _matrix_product(shapes: Shapes, node: ir.Node) -> Shapes:
+    a, b = shapes[:2]
+    if a is None or b is None or min(len(a), len(b)) < 2:
+        return []
+    if node.attributes.get_int("transA", 0):
+        a = (*a[:-2], a[-1], a[-2])
+    if node.attributes.get_int("transB", 0):
+        b = (*b[:-2], b[-1], b[-2])
+    return [(*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])]
+
+
+def _matmul_n_bits(shapes: Shapes, node: ir.Node) -> Shapes:
+    return [] if shapes[0] is None else [(*shapes[0][:-1], node.attributes.get_int("N", 0))]
+
+
+def _embedding(shapes: Shapes, node: ir.Node) -> Shapes:
+    ids, table = shapes[0], shapes[2]
+    if ids is None or table is None:
+        return []
+    return [(*ids, table[-1]), (ids[0],), (*ids, table[-1])]
+
+
+def _attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    """com.microsoft Attention: x (B, S, D), weight (D, H*K + H*K + H*V)."""
+    x, weight = shapes[:2]
+    heads = node.attributes.get_int("num_heads", 0)
+    if x is None or weight is None or len(x) != 3 or not heads:
+        return []
+    sizes = node.attributes.get_ints("qkv_hidden_sizes", None) or [weight[-1] // 3] * 3
+    past = shapes[4] if len(shapes) > 4 else None
+    length = x[1] + (past[3] if past is not None and len(past) == 5 else 0)
+    return [(*x[:2], sizes[2]), (2, x[0], heads, length, sizes[0] // heads)]
+
+
+def _multi_head_attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    q, k, v, _, _, _, past = [*shapes, *[None] * 7][:7]
+    heads = node.attributes.get_int("num_heads", 0)
+    if q is None or len(q) < 3 or not heads:
+        return []
+    if len(q) == 5:
+        size, total, width = q[4], q[1], heads * q[4]
+    else:
+        size = q[-1] // heads
+        total = q[1] if k is None else k[2] if len(k) == 4 else k[1]
+        width = q[-1] if v is None else v[1] * v[3] if len(v) == 4 else v[2]
+    total += past[2] if past is not None else 0
+    present = (q[0], heads, total, size), (q[0], heads, total, width // heads)
+    return [(*q[:2], width), *present]
+
+
+def _group_query_attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    q, k, _, past = [*shapes, *[None] * 4][:4]
+    heads, groups = (node.attributes.get_int(n, 0) for n in ("num_heads", "kv_num_heads"))
+    if q is None or len(q) != 3 or not heads or not groups:
+        return []
+    size = q[-1] // (heads if k is not None else heads + 2 * groups)
+    present = (q[0], groups, q[1] + (past[2] if past is not None else 0), size)
+    return [(*q[:2], heads * size), present, present]
+
+
+COUNTS = {("EmbedLayerNormalization", 1)}
+"""Outputs of RULES of type int32; all others have the type of the first float input."""
+
+SHAPE_PRESERVING = ("BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "QuickGelu", "RotaryEmbedding",
+                    "SimplifiedLayerNormalization")  # fmt: skip
+MATRIX_PRODUCTS = ("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "MatMulIntegerToFloat",
+                   "TransposeMatMul")  # fmt: skip
+RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
+    **{("com.microsoft", name): _like_first for name in SHAPE_PRESERVING},
+    **{("com.microsoft", name): _matrix_product for name in MATRIX_PRODUCTS},
+    ("", "GroupNormalization"): _like_first,
+    ("", "LayerNormalization"): _like_first,
+    ("", "SimplifiedLayerNormalization"): _like_first,
+    ("com.microsoft", "Attention"): _attention,
+    ("com.microsoft", "EmbedLayerNormalization"): _embedding,
+    ("com.microsoft", "GroupQueryAttention"): _group_query_attention,
+    ("com.microsoft", "MatMulNBits"): _matmul_n_bits,
+    ("com.microsoft", "MultiHeadAttention"): _multi_head_attention,
+    ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
+}
+"""Shape rules of operators of ONNX Runtime that are not in the ONNX standard."""

@@ -1,0 +1,345 @@
+"""Emit the heads of a projection: x W^h, with q/k norm and rotary embedding, (B, H, T, K).
+
+The result does not depend on the layout of the original nodes: each projection becomes one product
+with scales folded into its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import onnx_ir as ir
+
+from graph_passes.blocks import AttentionBlock, BroadcastLayout, Norm, Projection, RotaryTerm
+from graph_passes.emit.editing import Inserter
+from graph_passes.errors import Refusal
+
+__all__ = ["TOKEN_LAYOUT", "emit_heads", "heads_refusal", "num_groups"]
+
+SPLIT_ORDER = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
+"""From (B, T, H, K), or (T, B, H, K) where the sequence comes first, to (B, H, T, K)."""
+
+TOKEN_LAYOUT = Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
+
+MOST_RUNS = 4
+"""Consecutive elements are copied as slices if a permutation has at most so many runs of them."""
+
+
+def heads_refusal(part: Projection) -> Refusal | None:
+    """Why the heads of a projection cannot be emitted in plain operators; None if they can."""
+    if part.weight is None or part.past is not None:
+        return Refusal(
+            "cached",
+            "its cached keys and values are inputs of the graph, whose shapes would change",
+        )
+    if not (part.by_sequence or part.sequence_first):
+        return TOKEN_LAYOUT
+    try:
+        _terms(part, np.arange(part.num_heads))
+    except _UnsupportedError as error:
+        return Refusal("projection_layout", str(error))
+    return None
+
+
+class _UnsupportedError(Exception):
+    """A projection that cannot be emitted, with the reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Terms:
+    """A projection of some heads by distinct head; grouped heads are computed once.
+
+    Attributes:
+        base: The columns of W of each distinct head, G x K (of the norm, if any).
+        head_groups: The distinct head of each head.
+        rotary_terms: Each term with the order of the base elements that it reads.
+        group: The row of the norm of each distinct head.
+    """
+
+    base: np.ndarray
+    head_groups: np.ndarray
+    rotary_terms: tuple[tuple[RotaryTerm, np.ndarray], ...]
+    group: np.ndarray | None
+
+
+def _terms(part: Projection, heads: np.ndarray) -> _Terms:
+    whole = (RotaryTerm(None, part.columns, part.gain, part.offset),)
+    rotary_terms = [
+        RotaryTerm(turn.factor, turn.columns[heads], turn.gain[heads], turn.offset[heads])
+        for turn in part.rotary_terms or whole
+    ]
+    per_head = np.concatenate([np.where(t.gain != 0, t.columns, -1) for t in rotary_terms], axis=1)
+    angles = [axis[heads] for t in rotary_terms if t.factor for axis in t.factor.axes
+              if not isinstance(axis, str)]  # fmt: skip
+    rows = np.concatenate(
+        [per_head, *(t.gain for t in rotary_terms), *(t.offset for t in rotary_terms), *angles],
+        axis=1,
+    )
+    _, first, spread = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)  # distinct heads in order of first use
+    first, spread = first[order], np.argsort(order)[spread.reshape(-1)]
+    if part.rotary_terms:
+        base = [np.unique(row[row >= 0]) for row in per_head[first]]
+        if len({len(row) for row in base}) > 1:
+            raise _UnsupportedError(
+                "its rotary embedding covers different numbers of elements by head"
+            )
+        base = np.stack(base)
+    else:
+        base = rotary_terms[0].columns[first]
+    group = None
+    if part.norm is not None:
+        length = part.norm.columns.shape[1]
+        rows_of = base // length
+        if base.shape[1] != length or not (rows_of == rows_of[:, :1]).all():
+            raise _UnsupportedError("its q/k norm covers all heads together")
+        group = rows_of[:, 0]
+        base = np.sort(base, axis=1) if part.rotary_terms else base
+        if not part.rotary_terms and not (np.diff(base, axis=1) == 1).all():
+            raise _UnsupportedError("the elements of its q/k norm are reordered")
+    picked = [
+        (
+            RotaryTerm(t.factor, t.columns[first], t.gain[first], t.offset[first]),
+            _order(t, first, base),
+        )
+        for t in rotary_terms
+    ]
+    for turn, _ in picked:
+        if turn.factor is not None:
+            _factor_axes(turn.factor, heads[first], turn.gain != 0)
+    return _Terms(base, spread, tuple(picked), group)
+
+
+def _order(turn: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
+    """The base element of each element of a term, which must be the same in each head."""
+    columns, used = turn.columns[first], turn.gain[first] != 0
+    if np.array_equal(columns, base):
+        return np.arange(base.shape[1])
+    order = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
+    common = np.where(used, order, 0).max(axis=0)
+    if not ((order == common) | ~used).all():
+        raise _UnsupportedError("its rotary embedding has another order of elements in each head")
+    return common
+
+
+def num_groups(block: AttentionBlock) -> int:
+    """G, if each of G key/value heads serves H / G consecutive query heads, else H."""
+    heads = np.arange(block.num_heads)
+    spread = [_terms(part, heads).head_groups for part in (block.k, block.v)]
+    groups = int(spread[0].max()) + 1
+    in_order = heads * groups // len(heads)
+    is_even = len(heads) % groups == 0 and all(np.array_equal(each, in_order) for each in spread)
+    return groups if is_even else len(heads)
+
+
+def emit_heads(
+    make: Inserter,
+    part: Projection,
+    scale: float,
+    heads: Sequence[int] | np.ndarray | None = None,
+    *,
+    distinct: bool = False,
+) -> ir.Value:
+    """Emit ``scale`` times the projection of some heads, (B, H, T, K).
+
+    ``emission_refusal`` must be None for the block.
+
+    Args:
+        distinct: Emit grouped heads once, (B, G, T, K), in order of first use.
+    """
+    chosen = np.arange(part.num_heads) if heads is None else np.asarray(heads)
+    terms = _terms(part, chosen)
+    dtype, (count, size) = part.dtype, terms.base.shape
+    plain = (
+        len(terms.rotary_terms) == 1
+        and terms.rotary_terms[0][0].factor is None
+        and part.norm is None
+    )
+    matrix, bias = part.matrix(), np.zeros(0)
+    if part.norm is not None:
+        assert terms.group is not None
+        weight = matrix[:, part.norm.columns[terms.group]] * part.norm.gain[terms.group]
+        weight, bias = weight * part.norm.scale, part.norm.offset[terms.group] * part.norm.scale
+    elif plain:
+        turn = terms.rotary_terms[0][0]
+        weight, bias = scale * matrix[:, terms.base] * turn.gain, scale * turn.offset
+    else:
+        weight = scale * matrix[:, terms.base]
+    weight = make.constant(weight.reshape(len(matrix), -1), "weight", dtype)
+    value = make.op("MatMul", [part.input, weight], "product")
+    if np.any(bias):
+        value = make.op("Add", [value, make.constant(bias.reshape(-1), "bias", dtype)], "biased")
+    value = make.op("Reshape", [value, make.integers([0, 0, count, size], "shape")], "heads")
+    value = make.op("Transpose", [value], "heads_apart", perm=SPLIT_ORDER[part.sequence_first])
+    if part.norm is not None:
+        value = _apply_norm(make, value, part.norm, size, dtype)
+    if not plain:
+        value = _apply_rotary_terms(
+            make, value, terms, scale, chosen, dtype, is_scaled=part.norm is None
+        )
+    if not distinct and not np.array_equal(terms.head_groups, np.arange(count)):  # grouped heads
+        groups = make.integers(terms.head_groups, "groups")
+        value = make.op("Gather", [value, groups], "spread", axis=1)
+    return value
+
+
+def _apply_norm(
+    make: Inserter, value: ir.Value, norm: Norm, size: int, dtype: ir.DataType
+) -> ir.Value:
+    """Emit u / sqrt(mean(u^2) + epsilon), in float32 at least: squares overflow in float16.
+
+    The mean is a matrix product, which does not depend on the opset. A centered norm uses
+    LayerNormalization.
+    """
+    half = dtype.itemsize < 4
+    single = ir.DataType.FLOAT if half else dtype
+    if half:
+        value = make.op("Cast", [value], "single", to=single.value)
+    if norm.centered:
+        ones = make.constant(np.ones(size), "ones", single)
+        value = make.op("LayerNormalization", [value, ones], "normed", epsilon=norm.epsilon)
+    else:
+        mean = make.constant(np.full((size, 1), 1 / size), "mean", single)
+        squared = make.op("Mul", [value, value], "squared")
+        squares = make.op("MatMul", [squared, mean], "mean_square")
+        safe = make.op("Add", [squares, make.constant(norm.epsilon, "epsilon", single)], "safe")
+        value = make.op("Div", [value, make.op("Sqrt", [safe], "root")], "normed")
+    if half:
+        value = make.op("Cast", [value], "half", to=dtype.value)
+    return value
+
+
+def _apply_rotary_terms(
+    make: Inserter,
+    value: ir.Value,
+    terms: _Terms,
+    scale: float,
+    heads: np.ndarray,
+    dtype: ir.DataType,
+    *,
+    is_scaled: bool,
+) -> ir.Value:
+    """Emit the sum of factor * (gain * element + offset) over the terms.
+
+    Args:
+        scale: Of the offsets, and of the gains if ``is_scaled`` is false.
+    """
+    total: ir.Value | None = None
+    for turn, order in terms.rotary_terms:
+        gain = turn.gain if is_scaled else scale * turn.gain
+        term, offset = _in_order(make, value, order, gain, dtype), scale * turn.offset
+        if offset.any():
+            added = make.constant(_by_head(offset), "offset", dtype)
+            term = make.op("Add", [term, added], "offset_term")
+        if turn.factor is not None:
+            firsts = np.unique(terms.head_groups, return_index=True)[1]
+            angles = _emit_angles(make, turn.factor, heads[firsts], turn.gain != 0)
+            term = make.op("Mul", [term, angles], "turned")
+        total = term if total is None else make.op("Add", [total, term], "sum")
+    assert total is not None
+    return total
+
+
+def _in_order(
+    make: Inserter, value: ir.Value, order: np.ndarray, gain: np.ndarray, dtype: ir.DataType
+) -> ir.Value:
+    """Emit ``gain * value[..., order]``.
+
+    Halves that change places are sliced and joined: that copies rows of elements, where Gather
+    copies single ones.
+    """
+    runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
+    if len(runs) in range(2, MOST_RUNS + 1):
+        places = np.cumsum([0, *map(len, runs)])
+        signs = [np.unique(gain[:, a:b]) for a, b in pairwise(places)]
+        halves = [
+            make.op("Slice", [value, *(make.integers([n], "end") for n in (a, b, -1))], "half")
+            for a, b in ((run[0], run[-1] + 1) for run in runs)
+        ]
+        if all(sign.size == 1 and abs(sign[0]) == 1 for sign in signs):
+            halves = [
+                make.op("Neg", [half], "negative") if sign[0] < 0 else half
+                for half, sign in zip(halves, signs, strict=True)
+            ]
+            gain = np.ones_like(gain)
+        value = make.op("Concat", halves, "turn", axis=-1)
+    elif len(runs) > 1:
+        value = make.op("Gather", [value, make.integers(order, "order")], "turn", axis=-1)
+    if (gain == 1).all():
+        return value
+    return make.op("Mul", [value, make.constant(_by_head(gain), "gain", dtype)], "gained")
+
+
+def _by_head(array: np.ndarray) -> np.ndarray:
+    """Reshape (H, K) to broadcast with (B, H, T, K); (K,) if all heads are equal."""
+    return array[0] if (array == array[:1]).all() else array[:, None, :]
+
+
+def _factor_axes(
+    spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
+) -> tuple[tuple[str, np.ndarray | None], ...]:
+    """The role of each axis of the factor, and the selected elements.
+
+    Roles are "batch", "token", "head", "element", "both" for elements that differ by head, or ""
+    for a single element.
+
+    Raises:
+        _UnsupportedError: The layout is not supported.
+    """
+    if spread.is_last_position or (spread.positions is not None and spread.axes[:1] != ("batch",)):
+        raise _UnsupportedError("its operator computes the rotary positions")
+    roles: list[tuple[str, np.ndarray | None]] = []
+    for axis in spread.axes:
+        if isinstance(axis, str):
+            roles.append((axis, None))
+            continue
+        index = np.where(used, axis[heads], -1)
+        by_element, by_head = index.max(axis=0), index.max(axis=1)
+        if not used.any() or (index[used] == index[used][0]).all():
+            roles.append(("", np.array(max(index.max(), 0))))
+        elif ((index == by_element) | ~used).all():
+            roles.append(("element", np.maximum(by_element, 0)))
+        elif ((index == by_head[:, None]) | ~used).all():
+            roles.append(("head", np.maximum(by_head, 0)))
+        else:
+            roles.append(("both", np.maximum(index, 0)))
+    names = [role for role, _ in roles if role]
+    if (
+        len(names) != len(set(names))
+        or "token" not in names
+        or ("both" in names and {"head", "element"} & {*names})
+    ):
+        raise _UnsupportedError("the layout of its rotary angles is not supported")
+    return tuple(roles)
+
+
+def _emit_angles(
+    make: Inserter, spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
+) -> ir.Value:
+    """Emit the factor as (B or 1, H or 1, T, K or 1)."""
+    value = spread.value
+    if spread.positions is not None:
+        value = make.op("Gather", [value, spread.positions], "angles_at", axis=0)
+    roles = _factor_axes(spread, heads, used)
+    for axis in reversed(range(len(roles))):  # last first: earlier axes keep their index
+        index = roles[axis][1]
+        if index is not None:
+            elements = make.integers(index.reshape(-1) if index.ndim else index, "elements")
+            value = make.op("Gather", [value, elements], "angles", axis=axis)
+    kept = [(role, index) for role, index in roles if role]
+    wanted = ["batch", "head", "token", "element", "both"]
+    order = sorted(range(len(kept)), key=lambda i: wanted.index(kept[i][0]))
+    if order != list(range(len(kept))):
+        value = make.op("Transpose", [value], "angles_in_order", perm=order)
+    sizes = {role: 0 if index is None else len(index) for role, index in kept}
+    sizes["token"] = -1  # 0 copies the batch, the first axis
+    by_head = next((index for role, index in kept if role == "both"), None)
+    if by_head is not None and by_head.ndim:  # B T H*K
+        shape = make.integers([sizes.get("batch", 1), -1, *by_head.shape], "angles_shape")
+        apart = make.op("Reshape", [value, shape], "angles_apart")
+        return make.op("Transpose", [apart], "factor", perm=[0, 2, 1, 3])
+    shape = [sizes.get(role, 1) for role in wanted[:4]]
+    return make.op("Reshape", [value, make.integers(shape, "angles_shape")], "factor")
