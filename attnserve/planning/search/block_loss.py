@@ -19,14 +19,8 @@ import onnx_ir as ir
 from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.moments import collect_moments
-from attnserve.calibration.refit import (
-    Moments,
-    Targets,
-    collect_targets,
-    context_moments,
-    enough,
-    refit,
-)
+from attnserve.calibration.refit import Targets, collect_targets, context_moments, enough, refit
+from attnserve.calibration.ridge import Moments
 from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress

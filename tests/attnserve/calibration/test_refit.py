@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.calibration.refit import (
-    RIDGES,
-    Moments,
-    collect_targets,
-    context_moments,
-    refit,
-    ridge_towards,
-)
+from attnserve.calibration.refit import RIDGES, collect_targets, context_moments, refit
+from attnserve.calibration.ridge import Moments, ridge_towards
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
 from attnserve.runtime.session import Batch, open_session
