@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnserve.choices import Measure, Pooling
+from attnserve.models.embeddings import pool
 from attnserve.models.masks import token_mask
-from attnserve.models.tokenizer import pool
 from attnserve.runtime.session import Batch
 
 if TYPE_CHECKING:

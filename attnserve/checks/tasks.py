@@ -34,17 +34,10 @@ from attnserve.context import RunContext
 from attnserve.data.datasets import load_inputs, read_arrays, wanted_inputs
 from attnserve.data.text_files import read_table
 from attnserve.models.artifact import Artifact
+from attnserve.models.embeddings import embed_texts, output_name, run_texts
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import filled, fixed_axes
-from attnserve.models.tokenizer import (
-    Encoding,
-    Text,
-    TextEncoder,
-    embed_texts,
-    load_encoder,
-    output_name,
-    run_texts,
-)
+from attnserve.models.tokenizer import Encoding, Text, TextEncoder, load_encoder
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
 if TYPE_CHECKING:

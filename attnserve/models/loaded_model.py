@@ -19,16 +19,10 @@ import numpy as np
 from attnserve.choices import Activation
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
+from attnserve.models.embeddings import output_name, pool
 from attnserve.models.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.models.rows import fixed_axes
-from attnserve.models.tokenizer import (
-    Encoding,
-    Text,
-    load_encoder,
-    model_inputs,
-    output_name,
-    pool,
-)
+from attnserve.models.tokenizer import Encoding, Text, load_encoder, model_inputs
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.memory import return_freed_memory

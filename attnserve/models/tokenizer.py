@@ -1,15 +1,15 @@
-"""Tokenize texts, run them in batches and pool the outputs to embeddings.
+"""Tokenize texts and pad them to the inputs of a model.
 
 Calibration, evaluation, benchmarks and the service share this module. It needs only numpy and
-``tokenizers``; callers pass a session.
+``tokenizers``.
 
-Dimensions: B texts in a batch, S tokens of the longest text, D hidden size, N texts in total.
+Dimensions: B texts in a batch, S tokens of the longest text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from attnserve.choices import Padding, Pooling
+from attnserve.choices import Padding
 from attnserve.models.artifact import Artifact
 from attnserve.models.json_files import read_json
-from attnserve.models.rows import fixed_axes
 from graph_passes.errors import (
     AttnserveError,
-    CheckFailed,
     InvalidArgument,
     InvalidData,
     InvalidModel,
@@ -33,7 +31,7 @@ from graph_passes.errors import (
 
 if TYPE_CHECKING:
     import onnxruntime
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Int
 
 __all__ = [
     "UNBOUNDED",
@@ -41,14 +39,9 @@ __all__ = [
     "Text",
     "TextEncoder",
     "TextInput",
-    "embed_texts",
     "load_encoder",
     "load_tokenizer",
     "model_inputs",
-    "output_name",
-    "pool",
-    "run_texts",
-    "shorten",
     "text_input",
 ]
 
@@ -436,185 +429,6 @@ def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, TextInput]:
             )
         found[value.name] = one
     return found
-
-
-def run_texts(
-    session: onnxruntime.InferenceSession,
-    encoder: TextEncoder,
-    encodings: Sequence[Encoding],
-    *,
-    batch_size: int = 32,
-    output: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[tuple[Int[np.ndarray, " B"], np.ndarray, Bool[np.ndarray, "B S"]]]:
-    """Yield (indices into ``encodings``, a model output, mask of real tokens) of each batch.
-
-    Args:
-        output: The name of the output; None for the first one.
-
-    A model with a fixed number of rows gets batches of that many, of which the last one is filled.
-
-    Raises:
-        InvalidData: The inputs of the model are not tokens, or it refuses a batch.
-        InvalidArgument: ``batch_size`` is below 1, or the model has no such output.
-    """
-    inputs = model_inputs(session)
-    output = output_name(session, output)
-    done = 0
-    rows, _ = fixed_axes(value.shape for value in session.get_inputs())
-    if "attention_mask" not in inputs and len({*map(len, encodings)}) > 1:
-        batch_size = 1  # they cannot be padded
-    for indices, feed in encoder.batches(encodings, rows or batch_size, inputs):
-        mask = encoder.mask([encodings[i] for i in indices])
-        missing = 0 if rows is None else rows - len(indices)
-        if missing:
-            feed = {name: np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
-                    for name, array in feed.items()}  # fmt: skip
-        try:
-            (value,) = session.run([output], feed)
-        except Exception as error:  # onnxruntime has an exception class for each status
-            raise InvalidData(
-                f"the model refuses a batch of {mask.shape[0]} texts x {mask.shape[1]} tokens:"
-                f" {str(error)[:300]}",
-                "reduce `max_length` to the number of positions of the model, or `batch_size`",
-                code="text.batch_refused",
-            ) from error
-        value = np.asarray(value)
-        if missing and rows:
-            value = value[: len(value) // rows * len(indices)]
-        yield indices, value, mask
-        done += len(indices)
-        if progress is not None:
-            progress(done, len(encodings))
-
-
-def output_name(session: onnxruntime.InferenceSession, name: str | None) -> str:
-    """The name of an output, which must exist; that of the first one for None.
-
-    Raises:
-        InvalidArgument: The model has no such output.
-    """
-    names = [value.name for value in session.get_outputs()]
-    if name is not None and name not in names:
-        raise InvalidArgument(
-            f"`output` is {name!r}: the outputs of the model are {', '.join(names)}",
-            "correct it in attnserve.json",
-            code="text.output",
-        )
-    return name or names[0]
-
-
-def pool(
-    hidden: Float[np.ndarray, "B S D"] | Float[np.ndarray, "B D"],
-    mask: Bool[np.ndarray, "B S"] | Int[np.ndarray, "B S"],
-    pooling: Pooling,
-    normalize: bool,
-    dimensions: int | None = None,
-) -> Float[np.ndarray, "B D"]:
-    """Pool hidden states to one vector per text.
-
-    Args:
-        hidden: One vector per token, or one vector per text (already pooled).
-        mask: Nonzero for real tokens, with padding on either side.
-        pooling: "mean" of the tokens, "cls" (first token), "last" (last token), or "none" for
-            pooled outputs.
-        normalize: Scale each vector to length one.
-        dimensions: Keep only the first dimensions (Kusupati et al. 2022, Matryoshka Representation
-            Learning); None for all.
-
-    Raises:
-        InvalidArgument: ``pooling`` is "none" for one vector per token, ``dimensions`` is not from
-            1 to D, or the rank is invalid.
-    """
-    if hidden.ndim not in (2, 3):
-        raise InvalidArgument(
-            f"the output has shape {hidden.shape}:"
-            " expected [batch, sequence, hidden] or [batch, hidden]",
-            "choose a model whose first output is a hidden state or an embedding",
-            code="text.pool_shape",
-        )
-    if hidden.ndim == 3 and pooling == "none":
-        raise InvalidArgument(
-            f"`pooling` is none: expected an output [batch, hidden], found {list(hidden.shape)}",
-            "set `pooling` to mean, cls or last",
-            code="text.pooling",
-        )
-    vectors = hidden.astype(np.float32, copy=False)  # float16 sums overflow
-    rows, real = np.arange(len(vectors)), mask != 0
-    if hidden.ndim == 3 and pooling == "cls":
-        vectors = vectors[rows, real.argmax(axis=1)]  # B D
-    elif hidden.ndim == 3 and pooling == "last":
-        vectors = vectors[rows, real.shape[1] - 1 - real[:, ::-1].argmax(axis=1)]  # B D
-    elif hidden.ndim == 3:
-        weights = real.astype(np.float32)  # B S
-        vectors = np.einsum("bsd,bs->bd", vectors, weights)
-        vectors /= np.maximum(weights.sum(axis=1, keepdims=True), 1)
-    return shorten(vectors, dimensions, normalize)
-
-
-def shorten(
-    vectors: Float[np.ndarray, "N D"], dimensions: int | None, normalize: bool
-) -> Float[np.ndarray, "N d"]:
-    """Keep the first dimensions of vectors, and then scale each to length one if ``normalize``.
-
-    Raises:
-        InvalidArgument: ``dimensions`` is not from 1 to D.
-    """
-    if dimensions is not None and not 1 <= dimensions <= vectors.shape[-1]:
-        raise InvalidArgument(
-            f"`dimensions` is {dimensions}: expected 1 to {vectors.shape[-1]}, the size of the"
-            " vectors",
-            "reduce it, or leave it out",
-            code="text.dimensions",
-        )
-    vectors = np.ascontiguousarray(vectors[..., :dimensions])  # as JSON encoders require
-    if normalize:
-        length = np.linalg.norm(vectors, axis=-1, keepdims=True)  # B 1
-        vectors = vectors / np.maximum(length, np.finfo(np.float32).tiny)
-    return vectors
-
-
-def embed_texts(
-    session: onnxruntime.InferenceSession,
-    encoder: TextEncoder,
-    texts: Sequence[str],
-    *,
-    pooling: Pooling,
-    normalize: bool,
-    dimensions: int | None = None,
-    max_length: int | None = None,
-    batch_size: int = 32,
-    output: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Float[np.ndarray, "N D"]:
-    """The embeddings of ``texts`` in order; texts that are too long are truncated.
-
-    Raises:
-        InvalidData: ``texts`` is empty or does not fit the model.
-        InvalidArgument: ``pooling``, ``dimensions``, ``max_length`` or ``batch_size`` is invalid.
-        CheckFailed: The model returns NaN or infinity.
-    """
-    if not texts:
-        raise InvalidData("`texts` is empty", "pass at least one text", code="text.no_texts")
-    encodings = encoder.encode(texts, max_length=max_length)
-    vectors: np.ndarray | None = None
-    runs = run_texts(
-        session, encoder, encodings, batch_size=batch_size, output=output, progress=progress
-    )
-    for indices, hidden, mask in runs:
-        pooled = pool(hidden, mask, pooling, normalize, dimensions)  # B D
-        if not np.isfinite(pooled).all():
-            bad = indices[np.flatnonzero(~np.isfinite(pooled).all(axis=1))[0]]
-            raise CheckFailed(
-                f"the model returns NaN or infinity for text {bad}",
-                "check its weights; half precision may overflow",
-                code="text.not_finite",
-            )
-        if vectors is None:
-            vectors = np.empty((len(texts), pooled.shape[1]), np.float32)
-        vectors[indices] = pooled
-    assert vectors is not None
-    return vectors
 
 
 @contextmanager

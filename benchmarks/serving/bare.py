@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from attnserve.models.artifact import open_artifact
-from attnserve.models.tokenizer import load_tokenizer, model_inputs, pool
+from attnserve.models.embeddings import pool
+from attnserve.models.tokenizer import load_tokenizer, model_inputs
 from attnserve.runtime.session import open_session
 
 

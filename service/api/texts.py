@@ -10,7 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PositiveInt
 
-from attnserve.models.tokenizer import shorten
+from attnserve.models.embeddings import shorten
 from graph_passes.errors import InvalidData
 from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import json_response, respond

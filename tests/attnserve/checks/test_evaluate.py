@@ -22,7 +22,8 @@ from attnserve.checks.evaluate import (
     pearson,
     spearman,
 )
-from attnserve.models.tokenizer import embed_texts, load_tokenizer
+from attnserve.models.embeddings import embed_texts
+from attnserve.models.tokenizer import load_tokenizer
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
     AttnserveError,

@@ -21,8 +21,9 @@ from attnserve.checks.inspect import inspect
 from attnserve.choices import Padding
 from attnserve.exporters.hugging_face import ExportReport, export
 from attnserve.models.artifact import open_artifact
+from attnserve.models.embeddings import embed_texts, run_texts
 from attnserve.models.sentence_transformers import read_activation
-from attnserve.models.tokenizer import embed_texts, load_encoder, load_tokenizer, run_texts
+from attnserve.models.tokenizer import load_encoder, load_tokenizer
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
     AttnserveError,

@@ -15,13 +15,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnserve.choices import Padding
 from attnserve.models.artifact import open_artifact
+from attnserve.models.embeddings import pool
 from attnserve.models.tokenizer import (
     Encoding,
     TextEncoder,
     TextInput,
     load_encoder,
     load_tokenizer,
-    pool,
     text_input,
 )
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel

@@ -19,8 +19,9 @@ from attnserve.choices import Pooling  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.data.datasets import Dataset, load_inputs, wanted_inputs  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
+from attnserve.models.embeddings import pool  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
-from attnserve.models.tokenizer import load_encoder, pool  # noqa: E402
+from attnserve.models.tokenizer import load_encoder  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import row_contents  # noqa: E402
 from attnserve.recovery.distillation import served_vectors  # noqa: E402
