@@ -16,7 +16,7 @@ from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, i
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.masks import token_mask
+from attnserve.models.masks import flat_mask, token_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name
 from attnserve.models.rows import fixed_axes
@@ -294,7 +294,8 @@ def compare(
 
     Raises:
         InvalidModel: The models do not have the same inputs and outputs.
-        InvalidData: A model refuses a batch, or a batch fills a cache of different shape.
+        InvalidData: A model refuses a batch, a batch fills a cache of different shape, or the masks
+            hide all tokens.
     """
     stripped = _stripped(before, after)
     for what, ours, theirs in (
@@ -350,6 +351,12 @@ def compare(
             tally.add(a, b, batch)
         if meter is not None:
             meter.add(ours, theirs, batch)
+    if not any(tally.count for tally in tallies.values()):
+        raise InvalidData(
+            "no token of the data is compared: its masks hide all of them",
+            "give masks that are 1 for real tokens and 0 for padding",
+            code="compare.no_token",
+        )
     results = [
         tally.result(before.graph.outputs[index].name or "") for index, tally in tallies.items()
     ]
@@ -420,6 +427,8 @@ class Tally:
         a = np.atleast_2d(original.astype(np.float64))
         b = np.atleast_2d(new.astype(np.float64))
         mask = token_mask(batch, a.shape[:2]) if self.by_token else np.ones(a.shape[:2], bool)
+        if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:  # (B*T, D)
+            mask = np.broadcast_to(flat.reshape(-1, 1), a.shape)
         mask = mask.reshape(*mask.shape, *(1,) * (a.ndim - 2))
         a, b, real = (
             array.reshape(-1, a.shape[-1]) for array in (a, b, np.broadcast_to(mask, a.shape))

@@ -17,7 +17,7 @@ import numpy as np
 
 from attnserve.choices import Measure, Pooling
 from attnserve.models.embeddings import pool
-from attnserve.models.masks import token_mask
+from attnserve.models.masks import flat_mask, token_mask
 from attnserve.runtime.session import Batch
 
 if TYPE_CHECKING:
@@ -133,7 +133,13 @@ class Scores:
 
 
 class Meter(ABC):
-    """Sums over the batches of one output."""
+    """Sums over the batches of one output.
+
+    Attributes:
+        is_finite: Whether the new model is finite where the original is.
+    """
+
+    is_finite = True
 
     @abstractmethod
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
@@ -144,6 +150,26 @@ class Meter(ABC):
 
     @abstractmethod
     def scores(self) -> Scores: ...
+
+    def _tokens(
+        self, a: np.ndarray, b: np.ndarray, batch: Batch
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Real vectors of both outputs, (tokens, D), and the text of each of them.
+
+        Outputs are (B, D), (B, T, ..., D), or (B*T, D) if the exporter flattens tokens.
+        """
+        shape = a.shape if a.ndim > 1 else (len(a), 1)
+        real = np.ones(shape[:-1], bool)
+        text = np.arange(len(a))
+        if a.ndim > 2:
+            mask = token_mask(batch, shape[:2])
+            real &= mask.reshape(*mask.shape, *(1,) * (a.ndim - 3))
+        elif (flat := flat_mask(batch, len(a))) is not None:
+            real, text = flat.reshape(-1), np.repeat(np.arange(len(flat)), flat.shape[1])
+        text = np.broadcast_to(text.reshape(-1, *(1,) * (real.ndim - 1)), real.shape)
+        before, after = a.reshape(shape)[real], b.reshape(shape)[real]
+        self.is_finite &= not np.isfinite(before[~np.isfinite(after)]).any()
+        return before, after, text[real]
 
 
 def _ratio(
@@ -156,19 +182,6 @@ def _ratio(
     mean = losses.sum() / counts.sum()
     value = 1 - float(mean / unit)
     return value, value - (losses - counts * mean) / (counts.mean() * unit)
-
-
-def _tokens(
-    a: np.ndarray, b: np.ndarray, batch: Batch
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Real vectors of both outputs, (tokens, D), and the text of each of them."""
-    shape = a.shape if a.ndim > 1 else (len(a), 1)
-    real = np.ones(shape[:-1], bool)
-    if a.ndim > 2:
-        mask = token_mask(batch, shape[:2])
-        real &= mask.reshape(*mask.shape, *(1,) * (a.ndim - 3))
-    text = np.broadcast_to(np.arange(len(a)).reshape(-1, *(1,) * (real.ndim - 1)), real.shape)
-    return a.reshape(shape)[real], b.reshape(shape)[real], text[real]
 
 
 def _finite(array: np.ndarray) -> Float[np.ndarray, ...]:
@@ -196,7 +209,7 @@ class FeaturesMeter(Meter):
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         texts = len(a)
-        before, after, text = _tokens(a, b, batch)
+        before, after, text = self._tokens(a, b, batch)
         before, after = _finite(before), _finite(after)
         vectors = np.zeros((texts, before.shape[1]))
         np.add.at(vectors, text, before)
@@ -237,7 +250,7 @@ class CosineMeter(Meter):
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         texts = len(a)
-        before, after, text = _tokens(a, b, batch)
+        before, after, text = self._tokens(a, b, batch)
         before, after = _finite(before), _finite(after)
         lengths, others = np.linalg.norm(before, axis=1), np.linalg.norm(after, axis=1)
         product = lengths * others
@@ -276,7 +289,7 @@ class LogitsMeter(Meter):
         texts = len(a)
         if a.ndim == 3:
             self._add_perplexity(a, b, batch)
-        before, after, text = _tokens(a, b, batch)
+        before, after, text = self._tokens(a, b, batch)
         width = before.shape[1]
         divergence, differs, negative_entropy = np.zeros((3, len(before)))
         for start in range(0, len(before), max(CHUNK // width, 1)):
@@ -391,6 +404,9 @@ class SimilarityMeter(Meter):
         self.vectors = _Sums(window)
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
+        self._tokens(a, b, batch)  # are they finite?
+        if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:
+            a, b = a[flat.reshape(-1)], b[flat.reshape(-1)]
         mask = token_mask(batch, a.shape[:2]) if a.ndim == 3 else np.ones((len(a), 1), bool)
         dimensions = min(self.dimensions or a.shape[-1], a.shape[-1])
         before, after = (pool(_finite(x), mask, self.pooling, True, dimensions) for x in (a, b))

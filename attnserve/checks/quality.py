@@ -24,7 +24,6 @@ from attnserve.checks.measures import (
     MIN_ROWS,
     LogitsMeter,
     Meter,
-    Scores,
     interval,
     log_of,
     new_meter,
@@ -75,6 +74,7 @@ class Quality:
         output: The name of the output.
         lengths: The lengths of the texts, if short and long texts are measured apart.
         file: The file of the texts, if there are several.
+        is_finite: Whether the new model is finite where the original is. If not, all is lost.
         split: The part of the data: "choose", "prove", "held out" (both), or "data" (all of it).
     """
 
@@ -93,6 +93,7 @@ class Quality:
     lengths: str = ""
     file: str = ""
     split: str = "data"
+    is_finite: bool = True
 
     @property
     def subject(self) -> tuple[str, str, str]:
@@ -102,11 +103,15 @@ class Quality:
     @property
     def loss(self) -> float:
         """The loss that a choice is limited by: of both bounds and of the tail."""
+        if not self.is_finite:
+            return 1.0
         return max(1 - self.bound, (1 - self.p5) / TAIL, self.second_bound)
 
     @property
     def point_loss(self) -> float:
         """The loss that a proof is limited by: ``loss`` with values in place of the bounds."""
+        if not self.is_finite:
+            return 1.0
         return max(1 - self.value, (1 - self.p5) / TAIL, self.second)
 
     def to_json(self) -> dict[str, Any]:
@@ -138,6 +143,7 @@ class Quality:
         return (
             f"{measure} {self.value:.4f} ({interval}, 5th percentile {self.p5:.4f}, constant "
             f"predictor {self.constant:.3f}){others}"
+            + ("" if self.is_finite else ", NaN or infinity where the original is finite")
         )
 
 
@@ -204,7 +210,7 @@ class QualityMeter:
     def results(self) -> list[Quality]:
         """The quality of each output, by file and by length; the one with most loss first."""
         found = [
-            _quality(meter.scores(), self.outputs[index], file, lengths, self.split)
+            _quality(meter, self.outputs[index], file, lengths, self.split)
             for (index, file, lengths), meter in self._meters.items()
         ]
         return sorted(found, key=lambda quality: -quality.loss)
@@ -244,7 +250,8 @@ class QualityMeter:
         return new_meter(measure, self.pooling, dimensions=self.dimensions)
 
 
-def _quality(scores: Scores, output: str, file: str, lengths: str, split: str) -> Quality:
+def _quality(meter: Meter, output: str, file: str, lengths: str, split: str) -> Quality:
+    scores = meter.scores()
     rows, second = len(scores.influence), scores.second
     return Quality(
         scores.measure,
@@ -262,4 +269,5 @@ def _quality(scores: Scores, output: str, file: str, lengths: str, split: str) -
         lengths,
         file,
         split,
+        meter.is_finite,
     )

@@ -97,7 +97,11 @@ TargetSpeedup = Annotated[
     ),
 ]
 EvalData = Annotated[
-    Path | None, search_option(metavar="FILE", help="A .tsv file: --keep applies to its score.")
+    Path | None,
+    search_option(
+        metavar="FILE",
+        help="Labeled data, as for `evaluate --data`: --keep applies to its score.",
+    ),
 ]
 Task = Annotated[TaskName | None, search_option(help="The score of --eval-data.")]
 _MEASURE = (

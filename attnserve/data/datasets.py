@@ -17,7 +17,7 @@ from attnserve.data.lengths import Lengths, length_bounds
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import Artifact
 from attnserve.models.masks import flat_mask, is_mask, padding_value, token_mask
-from attnserve.models.rows import filled, fixed_axes
+from attnserve.models.rows import filled, fixed_axes, row_content
 from attnserve.models.tokenizer import (
     Encoding,
     Text,
@@ -486,7 +486,7 @@ def _content(row: Encoding | Batch) -> bytes:
     if isinstance(row, Encoding):
         content = np.asarray([row.ids, row.type_ids]).tobytes()
     else:
-        content = b"".join(str(a.shape).encode() + a.tobytes() for a in row.values())
+        content = row_content(row)
     return hashlib.sha256(content).digest()
 
 

@@ -10,7 +10,16 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxtyping import Bool
 
-__all__ = ["flat_mask", "is_mask", "marks_padding", "padding_value", "read_mask", "token_mask"]
+__all__ = [
+    "flat_mask",
+    "is_mask",
+    "is_sequence",
+    "marks_padding",
+    "padding_value",
+    "read_mask",
+    "text_mask",
+    "token_mask",
+]
 
 ADDED = -1.0
 """Masks that are added to logits hold 0 for real tokens, and less than this for others."""
@@ -50,6 +59,19 @@ def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> Bool[n
         if is_mask(name) and array.shape == tuple(tokens):
             return read_mask(name, array)
     return np.ones(tokens, dtype=bool)
+
+
+def is_sequence(batch: Mapping[str, np.ndarray]) -> bool:
+    """Whether all inputs have one shape (B, T)."""
+    shapes = {array.shape for array in batch.values()}
+    return len(shapes) == 1 and len(next(iter(shapes))) == 2
+
+
+def text_mask(batch: Mapping[str, np.ndarray]) -> Bool[np.ndarray, "B T"] | None:
+    """The real tokens of texts; None if the rows are no texts that can be padded."""
+    if not is_sequence(batch):
+        return None
+    return next((read_mask(n, a) for n, a in batch.items() if is_mask(n)), None)
 
 
 def flat_mask(batch: Mapping[str, np.ndarray], rows: int) -> Bool[np.ndarray, "B T"] | None:

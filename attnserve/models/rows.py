@@ -8,11 +8,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from attnserve.models.masks import text_mask
 from graph_passes.errors import InvalidData
 
 T = TypeVar("T")
 
-__all__ = ["check_rows", "filled", "fixed_axes", "join_rows", "join_values", "split_rows"]
+__all__ = [
+    "check_rows",
+    "filled",
+    "fixed_axes",
+    "join_rows",
+    "join_values",
+    "row_content",
+    "split_rows",
+]
 
 
 def split_rows(batch: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]] | None:
@@ -22,6 +31,14 @@ def split_rows(batch: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]] |
         return None
     (count,) = axes.pop()
     return [{name: array[at : at + 1] for name, array in batch.items()} for at in range(count)]
+
+
+def row_content(row: Mapping[str, np.ndarray]) -> bytes:
+    """What the inputs of a row hold, without padding: equal rows may be padded differently."""
+    mask = text_mask(row)
+    if mask is None:
+        return b"".join(str(array.shape).encode() + array.tobytes() for array in row.values())
+    return b"".join(array[mask].tobytes() for array in row.values())
 
 
 def filled(rows: Sequence[T], size: int) -> list[T]:

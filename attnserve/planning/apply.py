@@ -85,7 +85,7 @@ def apply_plan(
     fit: bool = True,
     shape: tuple[int, int] = (1, 128),
 ) -> ApplyReport:
-    """Rewrite a model in place; its precision is left to ``models.precision.convert``.
+    """Rewrite a model in place; its precision is left to ``precision.convert.convert``.
 
     Heads and neurons are removed or reused first. The outputs of changed blocks are then refitted
     to the original's, front to back, before and after query and key dimensions are shared.

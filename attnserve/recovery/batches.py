@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.models.masks import is_mask, padding_value, read_mask
-from attnserve.models.rows import split_rows
+from attnserve.models.masks import is_sequence, padding_value, text_mask
+from attnserve.models.rows import row_content, split_rows
 from attnserve.runtime.session import Batch
 
 __all__ = ["TOKENS", "can_be_mixed", "count_tokens", "mixed", "regroup", "row_contents"]
@@ -54,7 +54,7 @@ def _regrouped(batches: Sequence[Batch], seed: int, fixed_length: bool) -> list[
     others: dict[tuple[tuple[int, ...], ...], list[Batch]] = {}
     for batch in batches:
         for row in split_rows(batch) or [batch]:
-            if fixed_length or _mask(row) is None:
+            if fixed_length or text_mask(row) is None:
                 others.setdefault(tuple(a.shape for a in row.values()), []).append(row)
             else:
                 texts.append(_trimmed(row))
@@ -80,7 +80,7 @@ def _regrouped(batches: Sequence[Batch], seed: int, fixed_length: bool) -> list[
 
 def can_be_mixed(batch: Batch) -> bool:
     """Whether the rows are texts, and more than one."""
-    mask = _mask(batch)
+    mask = text_mask(batch)
     return mask is not None and len(mask) > 1
 
 
@@ -89,7 +89,7 @@ def mixed(batch: Batch, random: np.random.Generator) -> Batch:
 
     A batch that cannot be mixed is returned as it is.
     """
-    mask = _mask(batch)
+    mask = text_mask(batch)
     if mask is None or not can_be_mixed(batch):
         return batch
     other = random.permutation(len(mask))
@@ -105,7 +105,7 @@ def mixed(batch: Batch, random: np.random.Generator) -> Batch:
 
 def count_tokens(batch: Batch) -> int:
     """The number of real tokens of a batch; a row without tokens counts like 1 of ``ROWS``."""
-    mask = _mask(batch)
+    mask = text_mask(batch)
     if mask is not None:
         return int(mask.sum())
     ids = _ids(batch)
@@ -119,30 +119,15 @@ def _ids(batch: Batch) -> np.ndarray | None:
 
 def _row_tokens(row: Batch) -> int:
     """The tokens of a row that is no text, such as an image, or ids behind a cache."""
-    if _is_sequence(row):
+    if is_sequence(row):
         return _length(row)
     ids = _ids(row)
     return TOKENS // ROWS if ids is None else max(ids.shape[1], 1)
 
 
 def row_contents(batch: Batch) -> Iterator[bytes]:
-    """The inputs of each row as bytes, without padding, to find equal rows."""
-    for row in split_rows(batch) or [batch]:
-        mask = _mask(row)
-        arrays = row.values() if mask is None else (a[mask] for a in row.values())
-        yield b"".join(array.tobytes() for array in arrays)
-
-
-def _is_sequence(batch: Batch) -> bool:
-    shapes = {array.shape for array in batch.values()}
-    return len(shapes) == 1 and len(next(iter(shapes))) == 2
-
-
-def _mask(batch: Batch) -> np.ndarray | None:
-    """The real tokens of texts; None if the rows are no texts that can be padded."""
-    if not _is_sequence(batch):
-        return None
-    return next((read_mask(n, a) for n, a in batch.items() if is_mask(n)), None)
+    """What each row holds, to find equal rows."""
+    return map(row_content, split_rows(batch) or [batch])
 
 
 def _length(batch: Batch) -> int:
@@ -154,7 +139,7 @@ def _padding(batches: Sequence[Batch]) -> tuple[dict[str, Any], bool]:
     pads: dict[str, Any] = {}
     is_left = False
     for batch in batches:
-        mask = _mask(batch)
+        mask = text_mask(batch)
         if mask is None or mask.all():
             continue
         is_left |= bool(mask[:, -1].all())
@@ -166,7 +151,7 @@ def _padding(batches: Sequence[Batch]) -> tuple[dict[str, Any], bool]:
 
 def _trimmed(row: Batch) -> Batch:
     """A row without the padding around its text."""
-    mask = _mask(row)
+    mask = text_mask(row)
     assert mask is not None
     used = np.flatnonzero(mask[0])
     first, last = (used[0], used[-1]) if len(used) else (0, mask.shape[1] - 1)
@@ -180,7 +165,7 @@ def _joined(rows: Sequence[Batch], pads: Mapping[str, Any], *, is_left: bool) ->
     joined: Batch = {}
     for name in rows[0]:
         arrays = [row[name] for row in rows]
-        if _is_sequence(rows[0]):
+        if is_sequence(rows[0]):
             longest = max(a.shape[1] for a in arrays)
             arrays = [
                 np.pad(

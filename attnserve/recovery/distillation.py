@@ -188,6 +188,7 @@ class Objective:
         dimensions: Those of embeddings that are served; None for all.
         resized: Indices of outputs whose last axis counts tokens: their vectors are numbers.
         probabilities: Indices of outputs of a softmax: their logarithms are the logits.
+        students: The names of the student's outputs, which may lack caches; None for the same.
 
     Raises:
         InvalidData: No output or state depends on the data.
@@ -205,16 +206,20 @@ class Objective:
         dimensions: int | None = None,
         resized: Collection[int] = (),
         probabilities: Collection[int] = (),
+        students: Sequence[str] | None = None,
     ) -> None:
         self.pooling: Pooling = pooling
         self.dimensions, self.resized = dimensions, frozenset(resized)
         self.probabilities = frozenset(probabilities)
+        students = list(outputs if students is None else students)
+        self.places = {i: students.index(n) for i, n in enumerate(outputs) if n in students}
+        self.places |= {len(outputs) + pair: len(students) + pair for pair in range(pairs)}
         axes = [array.ndim for array in teacher(examples[0])]
         measured = {quality.output: quality.measure for quality in qualities}
         wanted: list[tuple[int, Kind, float]] = []
         for index, name in enumerate(outputs):
             measure = measured.get(name)
-            if measure is None:
+            if measure is None or index not in self.places:
                 continue
             if measure in ("kl", "top1"):
                 wanted.append((index, "logits", SERVED_WEIGHT))
@@ -243,7 +248,7 @@ class Objective:
         """The loss of one batch."""
         losses: list[Tensor] = []
         for term in self.terms:
-            found = self._vectors(student[term.index], term.index, term.kind)
+            found = self._vectors(student[self.places[term.index]], term.index, term.kind)
             target = torch.from_numpy(teacher[term.index]).to(found.device)
             target = self._vectors(target, term.index, term.kind)
             if term.kind == "vectors" and found.ndim > 1:

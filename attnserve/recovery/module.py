@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +18,6 @@ from attnserve.recovery.operators import (
     HOST_INPUTS,
     Call,
     Operator,
-    operator_key,
     tensor_of,
 )
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel
@@ -29,7 +28,7 @@ LARGEST_WEIGHT = 1000.0
 """Constants with larger elements are masks."""
 
 WEIGHTED = frozenset({
-    "Add", "Attention", "BiasGelu", "Conv", "ConvTranspose", "Div", "Einsum", "FastGelu",
+    "Add", "Attention", "BiasGelu", "Conv", "Div", "Einsum", "FastGelu",
     "FusedGemm", "FusedMatMul", "Gemm", "InstanceNormalization", "LayerNormalization", "MatMul",
     "Mul", "MultiHeadAttention", "RMSNormalization", "SimplifiedLayerNormalization",
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Sub", "Sum",
@@ -89,18 +88,20 @@ class GraphModule(torch.nn.Module):
         self.outputs = [*model.graph.outputs, *states]
         self.replaced: Mapping[ir.Node, Operator] = {}
         self.names = [name for name in trainable_weights(model) if name not in frozen]
+        steps = _steps(model, self.outputs)
         weights = [tensor_of(_tensor(model.graph.initializers[name])) for name in self.names]
         self.weights = torch.nn.ParameterList(
             torch.nn.Parameter(weight.to(self.device)) for weight in weights
         )
         self._trained = [model.graph.initializers[name] for name in self.names]
         trained = set(self.names)
+        read = {*self.outputs, *(value for step in steps for value in step.inputs)}
         self._constants: dict[ir.Value, Tensor] = {
             value: self._placed(tensor_of(_tensor(value)))
             for name, value in model.graph.initializers.items()
-            if name not in trained
+            if name not in trained and value in read
         }
-        self._steps = self._planned(_steps(model, self.outputs))
+        self._steps = self._planned(steps)
 
     def forward(self, batch: Mapping[str, np.ndarray]) -> list[Tensor]:
         """The outputs and states for one batch of inputs.
@@ -176,8 +177,7 @@ class GraphModule(torch.nn.Module):
         read = {value for step in remaining for value in step.inputs} | set(self.outputs)
         self._constants = {value: tensor for value, tensor in known.items() if value in read}
         return [
-            _Step(s.call, s.function, s.inputs, s.outputs, s.on_host, tuple(dropped.get(i, ())))
-            for i, s in enumerate(remaining)
+            replace(step, dropped=tuple(dropped.get(i, ()))) for i, step in enumerate(remaining)
         ]
 
 
@@ -217,7 +217,7 @@ def _on_one_device(
     ]
 
 
-QUANTIZED = re.compile(r"Quantize|Integer|NBits|\bQ[A-Z]")
+QUANTIZED = re.compile(r"[Qq]uantize|Integer|NBits|\bQ[A-Z]")
 """Operators of quantized models: MatMulIntegerToFloat, QLinearMatMul, QAttention."""
 
 
@@ -238,7 +238,7 @@ def _steps(model: ir.Model, outputs: Sequence[ir.Value]) -> list[_Step]:
     for node in model.graph:
         if node not in needed:
             continue
-        function = OPERATORS.get(operator_key(node))
+        function = OPERATORS.get((node.domain, node.op_type))
         if function is None:
             name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
             raise InvalidModel(

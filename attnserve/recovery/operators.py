@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graph_passes.errors import InvalidModel
 
-__all__ = ["HOST_INPUTS", "OPERATORS", "Call", "Operator", "dtype_of", "operator_key"]
+__all__ = ["HOST_INPUTS", "OPERATORS", "Call", "Operator", "dtype_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,18 +75,12 @@ HOST_INPUTS: dict[str, tuple[int, ...]] = {
     "Split": (1,),
     "Squeeze": (1,),
     "Tile": (1,),
-    "TopK": (1,),
     "Trilu": (1,),
     "Unsqueeze": (1,),
 }
 """The inputs of an operator that are read on the host."""
 
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
-
-def operator_key(node: ir.Node) -> tuple[str, str]:
-    """The key of a node in ``OPERATORS``."""
-    return "" if node.domain == "ai.onnx" else node.domain, node.op_type
 
 
 def operator(*names: str, domain: str = "") -> Callable[[Operator], Operator]:
@@ -245,6 +239,16 @@ def _elu(call: Call, x: Tensor) -> Tensor:
 @operator("HardSigmoid")
 def _hard_sigmoid(call: Call, x: Tensor) -> Tensor:
     return torch.clamp(call.number("alpha", 0.2) * x + call.number("beta", 0.5), 0, 1)
+
+
+@operator("HardSwish")
+def _hard_swish(call: Call, x: Tensor) -> Tensor:
+    return F.hardswish(x)
+
+
+@operator("GlobalAveragePool")
+def _global_average_pool(call: Call, x: Tensor) -> Tensor:
+    return x.mean(tuple(range(2, x.ndim)), keepdim=True)
 
 
 @operator("Gelu")

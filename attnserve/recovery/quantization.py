@@ -1,6 +1,6 @@
 """Fake quantization: a module computes what int8 kernels compute, with gradients.
 
-Activations and weights are rounded to the grids of ``models.int8``. These are static bytes of
+Activations and weights are rounded to the grids of ``precision.int8``. These are static bytes of
 activations with the same divisors, scales and zero points, weights with one scale per column and
 corrected biases, and bytes of large embedding tables. Weights are rounded as those before the
 training were. Under autocast, products of the rounded numbers are rounded once more, to bfloat16.
@@ -28,7 +28,7 @@ from attnserve.precision.int8 import (
     product_groups,
 )
 from attnserve.precision.products import Product, Range
-from attnserve.recovery.operators import OPERATORS, Call, Operator, operator_key
+from attnserve.recovery.operators import OPERATORS, Call, Operator
 from graph_passes.analysis.constants import constant_array
 
 __all__ = ["fake_operators"]
@@ -77,7 +77,7 @@ class _FakeProduct:
         device: torch.device,
         rounding: Rounding | None,
     ) -> None:
-        self._function = OPERATORS[operator_key(product.node)]
+        self._function = OPERATORS[product.node.domain, product.node.op_type]
         self._is_transposed, self._is_attention = product.key[1], product.is_attention
         self._least, self._largest = LEVELS[bits]
         self._step, self._zero_point = float(grid.step), int(grid.zero_point)
@@ -125,7 +125,7 @@ class _FakeTable:
     def __init__(self, node: ir.Node) -> None:
         table = node.inputs[0]
         assert table is not None
-        self._function = OPERATORS[operator_key(node)]
+        self._function = OPERATORS[node.domain, node.op_type]
         _, step, zero_point = byte_table(constant_array(table))
         self._step, self._zero_point = float(step), int(zero_point)
 

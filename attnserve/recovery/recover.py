@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
+import onnx_ir.passes.common as common
 import torch
 from torch import Tensor
 
@@ -109,7 +110,8 @@ def recover(
 ) -> RecoverReport:
     """Train the weights of a rewritten model on outputs and hidden states of its original.
 
-    The graph keeps its names, inputs and outputs, and without ``int8`` its nodes. The rows are
+    The graph keeps its names, inputs and outputs, and without ``int8`` its nodes; constants that
+    are nodes become initializers. The rows are
     split into parts to fit, to choose the best weights, and to prove the result. A result that is
     not better on the last part has the weights of ``model``.
 
@@ -117,7 +119,7 @@ def recover(
     training continues when it is called again; with ``minutes`` 0 its best weights are written.
 
     Args:
-        model: The rewritten model, in float32 or half precision.
+        model: The rewritten model, in float32 or float16, or in bfloat16 on a GPU.
         output: An .onnx file, or a folder for model.onnx.
         teacher: The original, with the same inputs and outputs. If ``model`` has a record, it has
             to name this file as its source.
@@ -170,6 +172,7 @@ def recover(
             code="recovery.teacher",
         )
     rewritten, original = load_model(artifact), load_model(original_artifact)
+    common.LiftConstantsToInitializersPass()(rewritten)  # some exporters write weights as nodes
     target = check_target(Path(output), artifact, rewritten, force=force)
     for path in (original_artifact.model, *external_files(original)):
         for file in (target, data_file(target)):
@@ -354,6 +357,7 @@ class Recovery:
             self.first.qualities, names, len(self.states), self.texts.pooling, batches, teacher,
             dimensions=self.texts.dimensions, resized=resized_outputs(self.original),
             probabilities=probability_outputs(self.original),
+            students=[value.name or "" for value in self.rewritten.graph.outputs],
         )  # fmt: skip
         lesson = Lesson(
             steps, teacher, self._feed, objective, partial(self._loss, Answers(teacher, names)),

@@ -73,8 +73,10 @@ def _names(parameter: Any) -> str:
     if _is_argument(parameter):
         return f"`{parameter.name.upper()}`"
     names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
-    choices = get_args(parameter.type_descriptor.annotation)
-    return names + (f"<br>{', '.join(map(str, choices))}" if choices else "")
+    choices = [
+        each for each in get_args(parameter.type_descriptor.annotation) if isinstance(each, str)
+    ]
+    return names + (f"<br>{', '.join(choices)}" if choices else "")
 
 
 def _default(parameter: Any) -> str:

@@ -79,7 +79,11 @@ def group_loss() -> str:
         [row["maps"] or "none", f"{row['weight']:g}", f"{row['ght']:.3f}", f"{row['ght_ps']:.3f}"]
         for row in found["rows"]
     ]
-    return table(["maps", "weights", "GHT", "GHT-PS"], rows)
+    source = (
+        f"*{found['machine']['cpu']}. Command: `{found['command']}`."
+        " Data: `benchmarks/results/training/group-loss.json`.*"
+    )
+    return "\n\n".join([table(["maps", "weights", "GHT", "GHT-PS"], rows), source])
 
 
 def translation_source() -> str:

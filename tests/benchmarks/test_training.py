@@ -243,7 +243,8 @@ def test_pages_show_results_claims_and_what_is_not_measured(
     assert pages.translation("grouped").count("not measured") == len(EXPERIMENTS["grouped"])
     assert "not measured" in pages.translation_curves("grouped")
     assert "not measured" in pages.group_loss()
-    losses = {"rows": [{"maps": "value", "weight": 0.05, "ght": 3.5, "ght_ps": 3.0004}]}
+    row = {"maps": "value", "weight": 0.05, "ght": 3.5, "ght_ps": 3.0004}
+    losses = {"rows": [row], "machine": {"cpu": "C"}, "command": "python"}
     _common.write_json(tmp_path / "training" / "group-loss.json", losses)
     assert "| value | 0.05 | 3.500 | 3.000 |" in pages.group_loss()
     for seed, score in enumerate((30.0, 31.0)):

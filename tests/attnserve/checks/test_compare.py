@@ -291,3 +291,19 @@ def test_tally_weights_texts_by_unpadded_tokens():
     tally = Tally()
     tally.add(a, b, {"attention_mask": mask})
     assert tally.result("").mean_cosine == pytest.approx(1.0)
+
+
+def test_data_whose_masks_hide_every_token_is_refused(tmp_path: Path):
+    first, second = pair(tmp_path, "y = Neg(x)")
+    with raises(InvalidData, "compare.no_token", "masks"):
+        measured(first, second, feed([[[3, 4], [1, 0]]], [[0, 0]]))
+
+
+def test_padding_of_flattened_tokens_is_not_compared():
+    x = np.arange(12.0).reshape(6, 2)
+    changed = x.copy()
+    changed[[2, 4, 5]] = np.nan
+    tally = Tally(by_token=False)
+    tally.add(x, changed, {"attention_mask": np.array([[1, 1, 0], [1, 0, 0]])})
+    found = tally.result("y")
+    assert found.max_abs_error == 0 and tally.tokens == 3

@@ -404,3 +404,36 @@ def test_interval_of_similarity_covers_the_value_of_many_texts(text_folder: Path
     ]
     assert np.mean([quality.lower <= truth for quality in found]) >= 0.92
     assert np.mean([quality.ci95[0] <= truth <= quality.ci95[1] for quality in found]) >= 0.91  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("signature", "shape"),
+    [
+        ("float[b, d] sentence_embedding", (40, 96)),
+        ("float[b, c] logits", (40, 5)),
+        ("float[b, t, 96] hidden", (40, 4, 96)),
+    ],
+)
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_one_text_that_is_not_finite_loses_everything(
+    signature: str, shape: tuple[int, ...], broken: float
+):
+    a = RANDOM.standard_normal(shape).astype(np.float32)
+    b = a.copy()
+    b[7] = broken
+    found = measured(meter(signature), a, b)
+    assert (found.loss, found.point_loss) == (1.0, 1.0)
+    assert np.isfinite(found.value) and "NaN" in found.describe()
+    assert measured(meter(signature), b, b).loss == pytest.approx(0, abs=1e-9)
+
+
+def test_padding_may_be_anything_in_either_layout():
+    mask = np.arange(6) < np.arange(1, 41)[:, None] % 6 + 1
+    a = RANDOM.standard_normal((40, 6, 8))
+    b = a + 0.1 * RANDOM.standard_normal(a.shape)
+    expected = measured(meter("float[b, t, 8] hidden"), a, b, mask.astype(np.int64))
+    b[~mask] = np.nan
+    flat = (x.reshape(-1, 8) for x in (a, b))
+    found = measured(meter("float[n, 8] hidden", measure="r2"), *flat, mask.astype(np.int64))
+    assert found.value == pytest.approx(expected.value, abs=1e-12)
+    assert (found.rows, found.is_finite) == (40, True)

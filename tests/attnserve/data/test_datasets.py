@@ -408,6 +408,17 @@ def test_load_inputs_npz_folder_with_several_lengths(artifact: Artifact, tmp_pat
     assert data.length == 9
 
 
+def test_rows_that_differ_in_padding_alone_are_one_row(artifact: Artifact, tmp_path: Path):
+    """A folder of tokenized batches pads the same text to different lengths."""
+    for length in (7, 9):
+        padded = {n: np.pad(a, ((0, 0), (0, length - 7))) for n, a in arrays(30, 7).items()}
+        np.savez(tmp_path / f"{length}.npz", **padded)
+    data = read(tmp_path, artifact)
+    assert data.source["distinct_rows"] == 30
+    parts = [{row[:7] for row in texts(part)} for part in (data.fit, data.choose, data.held_out)]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 30
+
+
 def test_load_inputs_converts_integer_width(artifact: Artifact, tmp_path: Path):
     np.savez(tmp_path / "c.npz", **{k: v.astype(np.int32) for k, v in arrays().items()})
     assert read(tmp_path / "c.npz", artifact).fit[0]["input_ids"].dtype == np.int64

@@ -141,3 +141,14 @@ def test_answers_are_kept_up_to_a_limit_and_caches_are_not(monkeypatch: pytest.M
             logits, cache = answers(index, batch)
             assert logits.tolist() == [index, 1] and cache.size == 0
     assert calls == [0, 1, 2, 1, 2]
+
+
+def test_student_without_the_caches_of_its_teacher_learns_the_other_outputs():
+    random = np.random.default_rng(0)
+    cache, out, state = (random.standard_normal((3, 4, 8)).astype(np.float32) for _ in range(3))
+    found = Objective(
+        [quality("r2")], ["present", "out"], 1, "mean", [BATCH], lambda _: [cache, out, state],
+        students=["out"],
+    )  # fmt: skip
+    assert loss(found, [out, state], [cache, out, state]) == pytest.approx(0, abs=1e-6)
+    assert loss(found, [state, state], [cache, out, state]) > 0.5 * LAST

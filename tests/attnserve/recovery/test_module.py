@@ -202,6 +202,7 @@ def test_used_statistics_of_a_norm_are_refused():
         ("MatMulIntegerToFloat", "float model"),
         ("QAttention", "float model"),
         ("MatMulNBits", "float model"),
+        ("DequantizeLinear", "float model"),
         ("Quux", "report"),
     ],
 )
@@ -222,3 +223,12 @@ def test_nodes_without_use_are_left_out():
     """
     [y] = GraphModule(ir.from_onnx_text(graph))({"x": np.full((2, 4), -1.0, np.float32)})
     assert not y.any()
+
+
+def test_initializers_that_nothing_reads_may_have_any_type():
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 18]>
+        g (float[b, 4] x) => (float[b, 4] y)
+        <float[4] w = {1, 2, 3, 4}, string[1] note = {"unused"}> { y = Add(x, w) }
+    """)
+    assert GraphModule(model).names == ["w"]

@@ -129,9 +129,11 @@ def unary(name: str, make: Any = one) -> Case:
 CASES = [
     *[unary(name) for name in ("Abs", "Ceil", "Cos", "Erf", "Exp", "Floor", "Identity", "Neg",
                                "Relu", "Round", "Sigmoid", "Sign", "Sin", "Softplus", "Tanh",
-                               "Elu", "LeakyRelu", "HardSigmoid", "Dropout", "Shape", "Size")],
+                               "Elu", "LeakyRelu", "HardSigmoid", "HardSwish", "Dropout", "Shape",
+                               "Size")],
     *[unary(name, lambda r: [positive(r, *shape_of(r))]) for name in ("Log", "Reciprocal", "Sqrt")],
     *[unary(name, special) for name in ("IsNaN", "IsInf")],
+    unary("GlobalAveragePool", lambda r: [floats(r, 2, 3, 4, 5)]),
     Case("Not", lambda r: [bools(r, 3, 4)]),
     *[Case(name, pair) for name in ("Add", "Mul", "Sub", "Greater", "GreaterOrEqual", "Less",
                                     "LessOrEqual", "Max", "Min", "Sum", "Mean", "CastLike")],
