@@ -253,7 +253,9 @@ def _finish(model: ir.Model, made: ir.Model, precision: Precision, *, is_whole: 
     if is_whole and precision not in BITS and precision not in precision_of(made):
         raise CannotRewrite(
             f"{precision}: the weights are still {precision_of(made)}: the model has no "
-            "weight matrices, or they are graph inputs",
+            "weight matrix that can be converted"
+            + (" (those of Gemm stay in float32)" if precision == "int4" else "")
+            + ", or they are graph inputs",
             FLOAT32,
             code="precision.unchanged",
         )

@@ -71,6 +71,7 @@ HOST_INPUTS: dict[str, tuple[int, ...]] = {
     "ReduceProd": (1,),
     "ReduceSum": (1,),
     "Reshape": (1,),
+    "Resize": (1, 2, 3),
     "Slice": (1, 2, 3, 4),
     "Split": (1,),
     "Squeeze": (1,),
@@ -239,6 +240,45 @@ def _elu(call: Call, x: Tensor) -> Tensor:
 @operator("HardSigmoid")
 def _hard_sigmoid(call: Call, x: Tensor) -> Tensor:
     return torch.clamp(call.number("alpha", 0.2) * x + call.number("beta", 0.5), 0, 1)
+
+
+RESIZE_MODES: dict[tuple[str, ...], dict[str, Any]] = {
+    ("nearest", "asymmetric", "floor"): {"mode": "nearest"},
+    ("linear", "half_pixel"): {"mode": "bilinear", "align_corners": False},
+    ("linear", "pytorch_half_pixel"): {"mode": "bilinear", "align_corners": False},
+    ("linear", "align_corners"): {"mode": "bilinear", "align_corners": True},
+    ("cubic", "half_pixel"): {"mode": "bicubic", "align_corners": False},
+    ("cubic", "pytorch_half_pixel"): {"mode": "bicubic", "align_corners": False},
+    ("cubic", "align_corners"): {"mode": "bicubic", "align_corners": True},
+}
+"""The forms of Resize that ``interpolate`` of PyTorch has, for images (B, C, height, width)."""
+
+
+@operator("Resize")
+def _resize(
+    call: Call,
+    x: Tensor,
+    roi: Tensor | None = None,
+    scales: Tensor | None = None,
+    sizes: Tensor | None = None,
+) -> Tensor:
+    form = (call.text("mode", "nearest"), call.text("coordinate_transformation_mode", "half_pixel"))
+    if form[0] == "nearest":
+        form = (*form, call.text("nearest_mode", "round_prefer_floor"))
+    is_usual = not (
+        call.integer("antialias", 0)
+        or call.integer("exclude_outside", 0)
+        or call.text("keep_aspect_ratio_policy", "stretch") != "stretch"
+        or call.integers("axes") is not None
+        or (form[0] == "cubic" and call.number("cubic_coeff_a", -0.75) != -0.75)
+    )
+    options = RESIZE_MODES.get(form) if is_usual and call.version > 10 and x.ndim == 4 else None
+    if options is None:
+        raise call.unsupported(f"its mode is {', '.join(form)}")
+    if sizes is not None and sizes.numel():
+        return F.interpolate(x, size=_integers(sizes[2:]), **options)
+    assert scales is not None
+    return F.interpolate(x, scale_factor=scales[2:].tolist(), **options)
 
 
 @operator("HardSwish")

@@ -133,6 +133,12 @@ CASES = [
                                "Size")],
     *[unary(name, lambda r: [positive(r, *shape_of(r))]) for name in ("Log", "Reciprocal", "Sqrt")],
     *[unary(name, special) for name in ("IsNaN", "IsInf")],
+    *[Case("Resize", lambda r, size=size: [floats(r, 2, 3, 4, 6), None, *size], dict(form))
+      for size in ([None, ints(2, 3, 7, 5)], [np.array([1, 1, 2, 2], np.float32)])
+      for form in ({"nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"},
+                   {"mode": "linear"},
+                   {"mode": "linear", "coordinate_transformation_mode": "align_corners"},
+                   {"mode": "cubic", "coordinate_transformation_mode": "pytorch_half_pixel"})],
     unary("GlobalAveragePool", lambda r: [floats(r, 2, 3, 4, 5)]),
     Case("Not", lambda r: [bools(r, 3, 4)]),
     *[Case(name, pair) for name in ("Add", "Mul", "Sub", "Greater", "GreaterOrEqual", "Less",
