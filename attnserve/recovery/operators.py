@@ -281,6 +281,15 @@ def _resize(
     return F.interpolate(x, scale_factor=scales[2:].tolist(), **options)
 
 
+@operator("BatchNormalization")
+def _batch_normalization(
+    call: Call, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
+) -> Tensor:
+    if call.integer("training_mode", 0):
+        raise call.unsupported("it is in training mode")
+    return F.batch_norm(x, mean, variance, scale, bias, eps=call.number("epsilon", 1e-5))
+
+
 @operator("HardSwish")
 def _hard_swish(call: Call, x: Tensor) -> Tensor:
     return F.hardswish(x)

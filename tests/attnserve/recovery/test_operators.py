@@ -139,6 +139,8 @@ CASES = [
                    {"mode": "linear"},
                    {"mode": "linear", "coordinate_transformation_mode": "align_corners"},
                    {"mode": "cubic", "coordinate_transformation_mode": "pytorch_half_pixel"})],
+    Case("BatchNormalization", lambda r: [floats(r, 2, 3, 4, 5), *(floats(r, 3) for _ in range(3)),
+                                          positive(r, 3)], {"epsilon": 1e-3}),
     unary("GlobalAveragePool", lambda r: [floats(r, 2, 3, 4, 5)]),
     Case("Not", lambda r: [bools(r, 3, 4)]),
     *[Case(name, pair) for name in ("Add", "Mul", "Sub", "Greater", "GreaterOrEqual", "Less",
