@@ -200,6 +200,11 @@ def plan_request(
     ).build()
 
 
+STRIP_FIRST = (
+    "layers are chosen before the cache is removed: run `strip_cache` alone, and rewrite its result"
+)
+
+
 @dataclass(eq=False)
 class _PlanBuilder:
     """Chooses the targets of each rewrite of a request, one kind after the other."""
@@ -489,6 +494,9 @@ class _PlanBuilder:
 
     def _leave(self, block: AttentionBlock, reason: Refusal | str) -> None:
         self.warnings.append(f"{block.name} is left as it is: {reason}")
+        is_cached = isinstance(reason, Refusal) and reason.code in ("returned", "cached")
+        if self.request.strip_cache and is_cached and STRIP_FIRST not in self.warnings:
+            self.warnings.append(STRIP_FIRST)
 
     def _in_body(self, block: AttentionBlock | FeedForwardBlock) -> Refusal | None:
         return None if block.graph is self.model.graph else IN_BODY

@@ -498,6 +498,24 @@ def test_optimize_few_held_out_texts_are_warned_of(
     assert any("210 different texts of up to 29 tokens" in each for each in report.warnings)
 
 
+def test_optimize_strip_cache_with_pruning_says_to_run_it_first(tmp_path: Path):
+    original = Cell("GPT-2, cached", "eager", "torchscript", 17).committed
+    arrays = {
+        "input_ids": np.arange(200).reshape(20, 10) % 60,
+        "attention_mask": np.ones((20, 10), int),
+    }
+    for value in load_model(original).graph.inputs:
+        if value.name not in arrays:
+            assert value.shape is not None
+            arrays[value.name or ""] = np.zeros((20, value.shape[1], 0, value.shape[3]), np.float32)
+    np.savez(tmp_path / "ids.npz", **arrays)
+    report = optimize(
+        original, tmp_path / "new.onnx", strip_cache=True, prune=0.5, calib=tmp_path / "ids.npz"
+    )
+    assert [each.name for each in report.plan.passes] == ["strip_cache"]
+    assert len([line for line in report.warnings if "`strip_cache` alone" in line]) == 1
+
+
 def test_optimize_strip_cache_is_exact_and_allows_a_second_run(tmp_path: Path):
     """The original runs with an empty cache; heads of the new model can be pruned."""
     original = Cell("GPT-2, cached", "eager", "torchscript", 17).committed
