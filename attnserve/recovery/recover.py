@@ -58,7 +58,7 @@ from attnserve.recovery.labels import (
     Labels,
     read_labeled,
 )
-from attnserve.recovery.module import GraphModule
+from attnserve.recovery.module import GraphModule, trainable_weights
 from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
 from attnserve.recovery.report import RecoverReport, write_recovered
@@ -110,8 +110,8 @@ def recover(
 ) -> RecoverReport:
     """Train the weights of a rewritten model on outputs and hidden states of its original.
 
-    The graph keeps its names, inputs and outputs, and without ``int8`` its nodes; constants that
-    are nodes become initializers. The rows are
+    The graph keeps its names, inputs and outputs, and without ``int8`` its nodes; weights that are
+    nodes become initializers. The rows are
     split into parts to fit, to choose the best weights, and to prove the result. A result that is
     not better on the last part has the weights of ``model``.
 
@@ -172,7 +172,8 @@ def recover(
             code="recovery.teacher",
         )
     rewritten, original = load_model(artifact), load_model(original_artifact)
-    common.LiftConstantsToInitializersPass()(rewritten)  # some exporters write weights as nodes
+    if not trainable_weights(rewritten):  # some converters write weights as nodes
+        common.LiftConstantsToInitializersPass()(rewritten)
     target = check_target(Path(output), artifact, rewritten, force=force)
     for path in (original_artifact.model, *external_files(original)):
         for file in (target, data_file(target)):

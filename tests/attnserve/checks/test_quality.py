@@ -437,3 +437,10 @@ def test_padding_may_be_anything_in_either_layout():
     found = measured(meter("float[n, 8] hidden", measure="r2"), *flat, mask.astype(np.int64))
     assert found.value == pytest.approx(expected.value, abs=1e-12)
     assert (found.rows, found.is_finite) == (40, True)
+
+
+def test_pooled_vectors_are_compared_with_those_of_tokens(text_folder: Path):
+    """The shadow of a service compares what is served with the output of the original."""
+    a = RANDOM.standard_normal((40, 6, 8)).astype(np.float32)
+    found = measured(meter("float[b, t, 8] hidden", tokenizer=text_folder), a, a.mean(axis=1))
+    assert found.measure == "similarity" and found.value == pytest.approx(1, abs=1e-6)

@@ -71,6 +71,21 @@ def record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "attnserve.json").read_text())
 
 
+def test_weights_that_are_nodes_are_trained(pruned: Path, tiny: Path, texts: Path, tmp_path: Path):
+    """Some converters write all weights as Constant nodes."""
+    model = onnx.load(pruned / "model.onnx")
+    nodes = [onnx.helper.make_node("Constant", [], [w.name], value=w)
+             for w in model.graph.initializer]  # fmt: skip
+    nodes += model.graph.node
+    del model.graph.initializer[:], model.graph.node[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, tmp_path / "constants.onnx")
+    report = attnserve.recover(
+        tmp_path / "constants.onnx", tmp_path / "out", teacher=tiny, data=texts, minutes=0
+    )
+    assert report.states == 2 and report.before.mean_cosine < 0.999
+
+
 @pytest.mark.timing(seconds=20)
 @pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("clock")
