@@ -404,8 +404,8 @@ class SimilarityMeter(Meter):
         self.vectors = _Sums(window)
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        if a.shape == b.shape:  # one of them may be pooled
-            self._tokens(a, b, batch)  # are they finite?
+        if a.shape == b.shape:  # not if one of them is pooled
+            self._tokens(a, b, batch)  # sets is_finite
         if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:
             a, b = a[flat.reshape(-1)], b[flat.reshape(-1)]
         mask = token_mask(batch, a.shape[:2]) if a.ndim == 3 else np.ones((len(a), 1), bool)

@@ -74,7 +74,7 @@ class Quality:
         output: The name of the output.
         lengths: The lengths of the texts, if short and long texts are measured apart.
         file: The file of the texts, if there are several.
-        is_finite: Whether the new model is finite where the original is. If not, all is lost.
+        is_finite: Whether the new model is finite where the original is. If not, both losses are 1.
         split: The part of the data: "choose", "prove", "held out" (both), or "data" (all of it).
     """
 

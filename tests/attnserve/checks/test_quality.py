@@ -415,7 +415,7 @@ def test_interval_of_similarity_covers_the_value_of_many_texts(text_folder: Path
     ],
 )
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_one_text_that_is_not_finite_loses_everything(
+def test_text_whose_output_is_not_finite_has_a_loss_of_one(
     signature: str, shape: tuple[int, ...], broken: float
 ):
     a = RANDOM.standard_normal(shape).astype(np.float32)
