@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attnserve.planning.plan_command import plan
     from attnserve.recovery.recover import recover
     from attnserve.reports.analyze import analyze
+    from attnserve.reports.model_report import report
 
 __all__ = [
     "__version__",
@@ -29,6 +30,7 @@ __all__ = [
     "optimize",
     "plan",
     "recover",
+    "report",
     "verify",
 ]
 
@@ -43,6 +45,7 @@ _MODULES = {
     "optimize": "attnserve.planning.optimize",
     "plan": "attnserve.planning.plan_command",
     "recover": "attnserve.recovery.recover",
+    "report": "attnserve.reports.model_report",
     "verify": "attnserve.checks.compare",
 }
 """The module that defines each function."""

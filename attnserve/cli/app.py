@@ -15,7 +15,7 @@ import typer
 from typer.main import get_command
 
 import attnserve
-from attnserve.cli import analyze, checks, deploy, export, optimize, recover, serve
+from attnserve.cli import analyze, checks, deploy, export, optimize, recover, report, serve
 from attnserve.cli.display import option_names, print_line, print_message, with_options
 from attnserve.cli.options import DEPLOY
 
@@ -36,7 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for group in (optimize, recover, checks, analyze, export, serve):
+for group in (optimize, recover, checks, analyze, report, export, serve):
     app.add_typer(group.app)
 app.add_typer(deploy.app, name="deploy", rich_help_panel=DEPLOY)
 

@@ -7,7 +7,6 @@ external references), ``DIR/mask.json`` the heads that Voting-to-Stay keeps.
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from attnserve.models.outputs import check_output, default_output, staged
 from attnserve.paths import StrPath, as_path
 from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
 from attnserve.reports.drawing import require_extra
+from attnserve.reports.pages import render_page
 from attnserve.reports.plots import FIGURES
 from graph_passes.errors import InvalidOutput
 
@@ -133,18 +133,9 @@ def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str
     Args:
         model, calib, output: Paths in the suggested commands.
     """
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("attnserve.reports"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["quote"] = shlex.quote
     figures = [figure for draw in FIGURES if (figure := draw(analysis)) is not None]
-    return environment.get_template("analysis.html.j2").render(
+    return render_page(
+        "analysis.html.j2",
         analysis=analysis,
         summary=analysis.summary(),
         model=str(model),

@@ -63,7 +63,9 @@ def test_with_options_parameters_become_options_of_the_command(command: str, tex
     assert with_options(text, option_names(found)) == shown
 
 
-@pytest.mark.parametrize("name", ["optimize", "plan", "analyze", "verify", "evaluate", "bench"])
+@pytest.mark.parametrize(
+    "name", ["optimize", "plan", "analyze", "verify", "evaluate", "bench", "report"]
+)
 def test_option_names_cover_parameters_of_the_python_function(name: str):
     command: Any = get_command(app)
     parameters = signature(getattr(attnserve, name)).parameters.keys()

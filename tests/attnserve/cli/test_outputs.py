@@ -140,3 +140,14 @@ def test_second_model_in_a_folder_keeps_the_record_of_the_first(
     for name, rank in (("a", 16), ("b", 8)):
         steps = open_artifact(folder / f"{name}.onnx").lineage[-1]["steps"]
         assert {step["rank"] for step in steps} == {rank}
+
+
+def test_report_writes_a_page_beside_the_model(cli: Cli, model: Path, tmp_path: Path):
+    (found,) = cli("report", model, "--json").json()["reports"]
+    assert found == {
+        "model": str(model / "model.onnx"), "name": "model", "version": "1",
+        "output": str(model / "report.html"),
+    }  # fmt: skip
+    refused(cli("report", model), "--force")
+    done = cli("report", model, "-o", tmp_path / "pages")
+    assert done.out == f"wrote {tmp_path / 'pages' / 'model.html'}\n"

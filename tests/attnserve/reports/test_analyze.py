@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 
 from attnserve.calibration.similarity import HeadSimilarity
 from attnserve.planning.optimize import optimize
-from attnserve.reports import drawing
 from attnserve.reports.analysis import Analysis, NotAnalyzed
 from attnserve.reports.analyze import analyze, findings, render
 from attnserve.reports.plots import FIGURES
@@ -31,13 +29,13 @@ from graph_passes.errors import (
     MissingExtra,
 )
 from tests.attnserve.cli.commands import tree
+from tests.attnserve.reports.pages import HOSTILE, Page, hide, require_self_contained
 from tests.errors import raises
 
 pytest.importorskip("jinja2", reason="pip install 'attnserve[report]'")
 pytest.importorskip("matplotlib", reason="pip install 'attnserve[report]'")
 
 Build = Callable[..., Path]
-HOSTILE = "</title><script>alert(1)</script> & \"'$x_1$"
 
 
 @pytest.fixture(scope="module")
@@ -50,37 +48,6 @@ def written(tiny: Path, sentences: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def analysis(tiny: Path, sentences: Path, tmp_path_factory: pytest.TempPathFactory) -> Analysis:
     return analyze(tiny, tmp_path_factory.mktemp("again"), calib=sentences, threads=1)
-
-
-class Page(HTMLParser):
-    """Which tags a page opens and closes, and what their attributes are."""
-
-    VOID = frozenset({"meta", "link", "img", "br", "hr", "input"})
-
-    def __init__(self, content: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(content)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def page_of(analysis: Analysis) -> Page:
@@ -182,14 +149,7 @@ def test_analyze_weights_not_finite_are_refused(model: Path, sentences: Path, tm
 
 
 def test_page_has_no_external_references(written: Path):
-    content = (written / "report.html").read_text(encoding="utf-8")
-    assert "http://" not in content and "https://" not in content and "@import" not in content
-    for tag, name, value in Page(content).attributes:
-        if name in {"src", "href", "xlink:href", "data", "srcset", "action"}:
-            assert value.startswith(("#", "data:image/png;base64,")), (tag, name, value[:60])
-        assert not name.startswith("on")
-    for target in re.findall(r"url\(([^)]*)\)", content):
-        assert target.startswith("#"), target
+    require_self_contained((written / "report.html").read_text(encoding="utf-8"))
 
 
 def test_page_is_well_formed_and_complete(written: Path):
@@ -324,9 +284,3 @@ def test_analyze_without_the_report_extra_is_refused_before_it_runs(
     with raises(MissingExtra, "extra.report", name, "pip install 'attnserve[report]'"):
         analyze(tiny, tmp_path / "out", calib=sentences)
     assert not (tmp_path / "out").exists()
-
-
-def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """Let a module look as if it was not installed."""
-    found = drawing.find_spec
-    monkeypatch.setattr(drawing, "find_spec", lambda name: None if name == module else found(name))

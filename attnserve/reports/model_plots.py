@@ -1,0 +1,135 @@
+"""The plots of a model's report: steps of a rewrite, latencies of a search, losses of training."""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+
+from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg
+from attnserve.reports.lineage import Rewrite
+from attnserve.reports.plots import Figure
+
+__all__ = ["figures"]
+
+
+def figures(rewrite: Rewrite) -> list[Figure]:
+    """The plots that the recorded values of one rewrite allow."""
+    found = (_steps(rewrite), _latency(rewrite), _recovery(rewrite))
+    return [figure for figure in found if figure is not None]
+
+
+def _steps(rewrite: Rewrite) -> Figure | None:
+    """Error of each step and the cost after it."""
+    steps = [step for step in rewrite.steps if step.relative_error is not None]
+    if len(steps) < 2:
+        return None
+    before = rewrite.before.macs
+    cost = [step.macs_after for step in steps]
+    costs = [count for count in cost if count is not None] if before else []
+    has_cost = before is not None and len(costs) == len(steps)
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(2 if has_cost else 1, 1, sharex=True, squeeze=False)[:, 0]
+        places = np.arange(len(steps))
+        panels[0].bar(places, [step.relative_error for step in steps], color=FIRST, width=0.7)
+        panels[0].set_ylabel("relative error")
+        if has_cost:
+            assert before is not None
+            panels[1].bar(places, 100 * np.array(costs) / before, color=SECOND, width=0.7)
+            panels[1].axhline(100, color=MUTED, linewidth=0.8, linestyle="--")
+            panels[1].set_ylabel("MACs, % of before")
+        starts, names = _groups([step.rewrite for step in steps])
+        for axes in panels:
+            axes.grid(axis="y", color=GRID)
+            axes.set_xlim(-0.5, len(steps) - 0.5)
+            axes.tick_params(axis="x", length=0)
+            for start in starts[1:-1]:
+                axes.axvline(start - 0.5, color=MUTED, linewidth=0.6, linestyle=":")
+        middles = [(a + b - 1) / 2 for a, b in pairwise(starts)]
+        panels[-1].set_xticks(middles, names)
+
+    return Figure(
+        "steps",
+        "Error and cost of the steps",
+        "One bar per rewritten block, in the order of the table: the relative error of the step."
+        + (" Below: the MACs of the whole model after each step." if has_cost else ""),
+        svg(draw, (9.6, 3.6 if has_cost else 2.2)),
+        960,
+    )
+
+
+def _groups(names: list[str]) -> tuple[list[int], list[str]]:
+    """The first index of each run of equal names (and the end), and the name of each run."""
+    starts, labels = [0], list[str]()
+    for name, run in groupby(names):
+        starts.append(starts[-1] + len(list(run)))
+        labels.append(name)
+    return starts, labels
+
+
+def _latency(rewrite: Rewrite) -> Figure | None:
+    """Latency of the original and of the new model at each measured shape."""
+    speeds = rewrite.search.speeds if rewrite.search else ()
+    if not speeds:
+        return None
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        places = np.arange(len(speeds))
+        old, new = [each.original_ms for each in speeds], [each.ms for each in speeds]
+        axes.bar(places - 0.2, old, 0.38, color=MUTED, label="original")
+        axes.bar(places + 0.2, new, 0.38, color=FIRST, label="new")
+        for place, each in zip(places, speeds, strict=True):
+            axes.annotate(
+                f"{each.speedup:.2f}x", (place + 0.2, each.ms), (0, 3),
+                textcoords="offset points", ha="center", color=INK, fontsize=8,
+            )  # fmt: skip
+        axes.set_xticks(places, [f"{each.batch} x {each.sequence}" for each in speeds])
+        axes.set_xlabel("batch x tokens")
+        axes.set_ylabel("median latency in ms")
+        axes.grid(axis="y", color=GRID)
+        axes.set_ylim(0, 1.12 * max(*old, *new))
+        axes.legend(loc="upper left")
+
+    return Figure(
+        "latency",
+        "Latency",
+        "Median of interleaved rounds of both models; the number is the speed-up at that shape.",
+        svg(draw, (9.6 if len(speeds) > 4 else 5.6, 3.0)),
+        960 if len(speeds) > 4 else 560,
+    )
+
+
+def _recovery(rewrite: Rewrite) -> Figure | None:
+    """Losses of the training against time."""
+    history = rewrite.training.history if rewrite.training else ()
+    rows = [(s, a, b) for s, a, b in history if a and b and a > 0 and b > 0]
+    if len(rows) < 2:
+        return None
+    from matplotlib.ticker import LogLocator
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        seconds, training, held_out = zip(*rows, strict=True)
+        unit, name = (60, "minutes") if seconds[-1] > 300 else (1, "seconds")
+        times = np.array(seconds) / unit
+        axes.plot(times, training, color=MUTED, label="training rows")
+        axes.plot(times, held_out, color=FIRST, label="rows to choose")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")  # the default is mathematical text
+        axes.yaxis.set_minor_formatter("")
+        axes.set_xlabel(name)
+        axes.set_ylabel("loss")
+        axes.grid(color=GRID)
+        axes.legend(loc="best")
+
+    return Figure(
+        "recovery",
+        "Loss of the recovery",
+        "The loss on the training rows and on the rows to choose, against the time of training.",
+        svg(draw, (5.6, 3.0)),
+        560,
+    )

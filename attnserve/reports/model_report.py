@@ -1,0 +1,183 @@
+"""Report what a model is and what was done to it, as one HTML page per artifact.
+
+The page shows the attention blocks of the graph, and from attnserve.json every rewrite with its
+cost, quality, latency and steps. It needs neither the original nor data: what it shows was measured
+when the model was written, except the attention blocks, which are read and certified now.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnserve.checks.inspect import Inspection, inspect_graph
+from attnserve.context import Progress, ignore_progress
+from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.checksums import sha256
+from attnserve.models.model_folder import find_models
+from attnserve.models.onnx_files import load_model
+from attnserve.models.outputs import check_output, staged
+from attnserve.models.record import RECORD
+from attnserve.paths import StrPath, as_path
+from attnserve.reports.drawing import require_extra
+from attnserve.reports.lineage import Rewrite, read_lineage
+from attnserve.reports.model_plots import figures
+from attnserve.reports.pages import render_page
+from attnserve.runtime.external_data import external_files
+from graph_passes.errors import InvalidModel, InvalidOutput
+
+__all__ = ["ModelReport", "report"]
+
+SEQUENCE = 128
+"""Tokens at which MACs are counted for a model without a rewrite."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelReport:
+    """The report of one model.
+
+    Attributes:
+        name, version: As in the service.
+        artifact: The model and its record.
+        output: The page.
+        inspection: The attention blocks, as in ``attnserve inspect``.
+        rewrites: The lineage, oldest first.
+        size: Bytes of the model file and its external data.
+    """
+
+    name: str
+    version: str
+    artifact: Artifact
+    output: Path
+    inspection: Inspection
+    rewrites: tuple[Rewrite, ...]
+    size: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": str(self.artifact.model),
+            "name": self.name,
+            "version": self.version,
+            "output": str(self.output),
+        }
+
+
+def report(
+    models: StrPath,
+    output: StrPath | None = None,
+    *,
+    seed: int = 0,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> list[ModelReport]:
+    """Write one HTML page for each model at a path.
+
+    Args:
+        models: An .onnx file, an artifact folder, or a folder of models as ``serve`` takes it.
+        output: Folder for the pages, NAME.html; by default each page is report.html beside its
+            model (NAME-report.html beside NAME.onnx).
+        seed: Seed of the inputs that certify the attention blocks.
+        force: Replace existing pages.
+
+    Raises:
+        InvalidModel: There is no model, or a model or its record cannot be read.
+        InvalidOutput: A page exists, or cannot be written.
+        MissingExtra: jinja2, matplotlib or ONNX Runtime is not installed.
+    """
+    require_extra("jinja2", "matplotlib")
+    progress = progress or ignore_progress
+    places = list(_places(Path(models), as_path(output)))
+    for _, _, _, page in places:
+        check_output(page, force=force)
+    reports: list[ModelReport] = []
+    contents: dict[Path, str] = {}
+    for done, (name, version, artifact, page) in enumerate(places):
+        progress("reports", done, len(places))
+        reports.append(_read(name, version, artifact, page, seed))
+        contents[page] = render(reports[-1])
+    folders: defaultdict[Path, list[Path]] = defaultdict(list)
+    for page in contents:
+        folders[page.parent].append(page)
+    for folder, pages in folders.items():
+        with staged(folder) as stage:
+            for page in pages:
+                (stage / page.name).write_text(contents[page], encoding="utf-8")
+    progress("reports", len(places), len(places))
+    return reports
+
+
+def _places(path: Path, output: Path | None) -> Iterator[tuple[str, str, Artifact, Path]]:
+    """(name, version, model, page) of each model at ``path``."""
+    if output is not None and output.exists() and not output.is_dir():
+        raise InvalidOutput(
+            f"{output}: expected a folder, it is a file",
+            "choose another `output`",
+            code="output.not_folder",
+        )
+    found = find_models(path)
+    if not found:
+        raise InvalidModel(
+            f"{path}: no model in this folder",
+            "pass an .onnx file, an artifact folder or a folder of models",
+            code="artifact.model_count",
+        )
+    for name, versions in found.items():
+        for version, place in versions.items():
+            artifact = open_artifact(place.path, place.shared)
+            own = "" if artifact.model.stem == "model" else f"{artifact.model.stem}-"
+            page = artifact.folder / f"{own}report.html"
+            if output is not None:
+                page = output / (f"{name}-{version}.html" if len(versions) > 1 else f"{name}.html")
+            yield name, version, artifact, page
+
+
+def _read(name: str, version: str, artifact: Artifact, page: Path, seed: int) -> ModelReport:
+    rewrites = read_lineage(artifact.lineage, path=str(artifact.folder / RECORD))
+    graph = load_model(artifact.model, in_place=True)
+    files = {artifact.model, *external_files(graph)}
+    last = rewrites[-1] if rewrites else None
+    return ModelReport(
+        name=name,
+        version=version,
+        artifact=artifact,
+        output=page,
+        inspection=inspect_graph(
+            graph,
+            batch=(last and last.batch) or 1,
+            sequence=(last and last.sequence) or SEQUENCE,
+            seed=seed,
+        ),
+        rewrites=rewrites,
+        size=sum(file.stat().st_size for file in files),
+    )
+
+
+def render(report: ModelReport) -> str:
+    """Render a report as one HTML document without external references."""
+    content = report.inspection.to_json()
+    return render_page(
+        "report.html.j2",
+        report=report,
+        artifact=report.artifact,
+        record=report.artifact.record,
+        sha256=sha256(report.artifact.model),
+        attention=content["attention"],
+        unmatched=content["missed"],
+        macs=content["macs"],
+        parameters=content["parameters"],
+        # The newest rewrite is the one that people look for.
+        rewrites=[
+            (number, rewrite, figures(rewrite))
+            for number, rewrite in reversed(list(enumerate(report.rewrites, start=1)))
+        ],
+        columns={
+            "rank": "rank",
+            "heads": "heads",
+            "neurons": "neurons",
+            "head_size": "head size",
+            "cache_width": "cache width",
+        },
+    )
