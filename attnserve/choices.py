@@ -17,6 +17,7 @@ __all__ = [
     "Padding",
     "Pooling",
     "Precision",
+    "SearchMeasure",
     "Similarity",
     "TaskName",
 ]
@@ -27,11 +28,12 @@ Attention = Literal["sdpa", "eager"]
 Exporter = Literal["dynamo", "torchscript"]
 Importance = Literal["energy", "loo", "voting"]
 LearnedTask = Literal["sts", "classification"]
-Measure = Literal["auto", "similarity", "r2", "kl", "top1", "cosine", "score"]
+Measure = Literal["auto", "similarity", "r2", "kl", "top1", "cosine"]
 Mixing = Literal["auto", "dense", "sparse"]
 Padding = Literal["right", "left"]
 Pooling = Literal["mean", "cls", "last", "none"]
 Precision = Literal["float32", "float16", "bfloat16", "int8", "int8-full", "int4"]
+SearchMeasure = Literal[Measure, "score"]
 Similarity = Literal["cosine", "dot"]
 INTEGER: tuple[Precision, ...] = ("int8", "int8-full", "int4")
 """Precisions in which single blocks may stay float32."""

@@ -232,7 +232,7 @@ class LiveComparison:
                 code="shadow.inputs",
             )
         promise = read_promise(artifact, original)
-        measure = measure if promise.measure in ("auto", "score") else promise.measure
+        measure = measure if promise.measure == "auto" else promise.measure
         pooling = None if artifact.tokenizer is None else artifact.pooling
         quality = LiveQuality(measure, pooling, promise.value, artifact.dimensions)
         # One output, whatever clients ask for: that of texts, where there are any.

@@ -28,7 +28,7 @@ from attnserve.checks.measures import (
     log_of,
     new_meter,
 )
-from attnserve.choices import Measure, Pooling
+from attnserve.choices import Measure, Pooling, SearchMeasure
 from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
 from attnserve.models.masks import token_mask
@@ -171,7 +171,7 @@ class QualityMeter:
         model: ir.Model,
         artifact: Artifact,
         *,
-        measure: Measure = "auto",
+        measure: SearchMeasure = "auto",
         data: Dataset | None = None,
         split: str = "data",
     ) -> None:

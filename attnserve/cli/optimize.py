@@ -60,7 +60,7 @@ def optimize(
     target_speedup: opt.TargetSpeedup = None,
     eval_data: opt.EvalData = None,
     task: opt.Task = None,
-    measure: opt.SearchMeasure = "auto",
+    measure: opt.GoalMeasure = "auto",
     allow: opt.Allow = None,
     recover: opt.Recover = None,
     plan: Annotated[
@@ -332,7 +332,7 @@ def plan(
     target_speedup: opt.TargetSpeedup = None,
     eval_data: opt.EvalData = None,
     task: opt.Task = None,
-    measure: opt.SearchMeasure = "auto",
+    measure: opt.GoalMeasure = "auto",
     allow: opt.Allow = None,
     fp16: opt.Fp16 = False,
     bf16: opt.Bf16 = False,

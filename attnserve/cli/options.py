@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnserve.choices import LearnedTask, Measure, Precision, TaskName
+from attnserve.choices import LearnedTask, Measure, Precision, SearchMeasure, TaskName
 from attnserve.context import Provider
 from attnserve.runtime.cpu import available_cores
 
@@ -109,8 +109,8 @@ _MEASURE = (
     " KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine"
     " (cosine). auto chooses by the kind of output."
 )
-SearchMeasure = Annotated[
-    Measure, search_option(help=f"{_MEASURE} score limits the loss of the task score alone.")
+GoalMeasure = Annotated[
+    SearchMeasure, search_option(help=f"{_MEASURE} score limits the loss of the task score alone.")
 ]
 CheckMeasure = Annotated[Measure, typer.Option(help=_MEASURE)]
 Recover = Annotated[

@@ -22,7 +22,7 @@ from attnserve.checks.compare import (
 )
 from attnserve.checks.measures import MIN_ROWS
 from attnserve.checks.quality import QualityMeter
-from attnserve.choices import Alignment, Importance, Measure, Mixing, TaskName
+from attnserve.choices import Alignment, Importance, Mixing, SearchMeasure, TaskName
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.data.datasets import (
     HELD_OUT,
@@ -160,7 +160,7 @@ def optimize(
     eval_data: StrPath | None = None,
     task: TaskName | None = None,
     allow: Sequence[Allowed] = (),
-    measure: Measure = "auto",
+    measure: SearchMeasure = "auto",
     recover: float | None = None,
     plan: StrPath | None = None,
     precision: Precision = "float32",

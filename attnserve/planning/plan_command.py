@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from attnserve.choices import Measure, TaskName
+from attnserve.choices import SearchMeasure, TaskName
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.data.datasets import check_calibration_files, load_inputs
 from attnserve.data.lengths import Lengths, check_lengths
@@ -38,7 +38,7 @@ def plan(
     eval_data: StrPath | None = None,
     task: TaskName | None = None,
     allow: Sequence[Allowed] = (),
-    measure: Measure = "auto",
+    measure: SearchMeasure = "auto",
     precision: Precision = "float32",
     tokenizer: StrPath | None = None,
     batch: int = 1,

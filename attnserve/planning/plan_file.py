@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from attnserve.choices import Measure
+from attnserve.choices import SearchMeasure
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.data.lengths import Lengths
@@ -34,7 +34,7 @@ class _Settings(BaseModel):
     """The settings of the search that refitting repeats, and what it had to keep."""
 
     keep: float | None = None
-    measure: Measure = "auto"
+    measure: SearchMeasure = "auto"
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     provider: Provider = "cpu"
 
@@ -90,7 +90,7 @@ def planned_quality(path: Path) -> float | None:
     return file.asked.keep if file.gain and file.asked.measure != "score" else None
 
 
-def planned_measure(path: Path, given: Measure) -> Measure:
+def planned_measure(path: Path, given: SearchMeasure) -> SearchMeasure:
     """The measure of quality of a plan's promise; the one that is given if it promises a score.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -152,9 +152,9 @@ def recover(
             "give for example 20",
             code="recovery.minutes",
         )
-    if measure == "score":
+    if measure not in get_args(Measure):
         raise InvalidArgument(
-            "`measure` is score: weights are chosen by outputs of the original",
+            f"`measure` is {measure}: weights are chosen by outputs of the original",
             "give another `measure`; `task` adds labels",
             code="recovery.measure",
         )

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import onnx_ir as ir
 
 from attnserve.checks.evaluate import TASKS, TaskName
-from attnserve.choices import Measure, Precision
+from attnserve.choices import Precision, SearchMeasure
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
@@ -44,7 +44,7 @@ class Goal:
     eval_data: Path | None = None
     allow: tuple[Allowed, ...] = ()
     precision: Precision = "float32"
-    measure: Measure = "auto"
+    measure: SearchMeasure = "auto"
     recover: float | None = None
 
     def __post_init__(self) -> None:
