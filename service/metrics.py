@@ -145,6 +145,8 @@ class Metrics(Collector):
         """The state of each loaded version."""
         self.rss: Callable[[], int] = rss_bytes
         """Resident memory of all serving processes."""
+        self.gpu: Callable[[], int | None] = gpu_bytes
+        """Memory in use on the serving GPU; None without one."""
         self.workers: Callable[[], int] | None = None
         """Number of serving workers; None for a single process."""
         self.delay_s = 0
@@ -223,7 +225,7 @@ class Metrics(Collector):
             "Resident memory of all serving processes.",
             value=self.rss(),
         )
-        if (used := gpu_bytes()) is not None:
+        if (used := self.gpu()) is not None:
             yield GaugeMetricFamily(
                 "attnserve_gpu_memory_bytes", "Memory in use on the serving GPU.", value=used
             )

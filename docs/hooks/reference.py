@@ -175,8 +175,9 @@ def _setting_default(value: Any) -> str:
 
 
 def metrics() -> str:
-    """Every series of ``/metrics`` on a CPU, with its labels."""
+    """Every series of ``/metrics``, with its labels."""
     series = Metrics()
+    series.gpu = lambda: 0
     series.workers = lambda: 1
     labels = {
         next(iter(collector.describe())).name: getattr(collector, "_labelnames", ())

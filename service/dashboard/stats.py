@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attnserve.runtime.memory_use import gpu_bytes
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.metrics import Second, Series, VersionState
@@ -19,7 +18,7 @@ def report(repository: Repository) -> dict[str, Any]:
     loaded = [(engine, (engine.name, engine.version)) for engine in repository.engines()]
     return {
         "ready": repository.ready,
-        "memory": {"rss_bytes": metrics.rss(), "gpu_bytes": gpu_bytes()},
+        "memory": {"rss_bytes": metrics.rss(), "gpu_bytes": metrics.gpu()},
         "workers": dict(zip(("wanted", "serving"), repository.workers, strict=True)),
         "models": [
             _model(engine, states[of], series[of], seconds.get(of, {}), quality.get(of))
