@@ -39,9 +39,10 @@ import onnx_ir as ir
 from rich.console import Console
 
 from attnserve.context import RunContext
-from attnserve.data.datasets import load_inputs, real_tokens
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.masks import vector_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.quantized import Bits
 from attnserve.planning.apply import apply_plan
@@ -183,7 +184,7 @@ def clipped(
     values: dict[str, list[np.ndarray]] = {name: [] for name in ranges}
     for batch in batches[::4]:
         for name, array in zip(names, run(session, batch), strict=True):
-            values[name].append(np.abs(real_tokens(array, batch)).reshape(-1))
+            values[name].append(np.abs(array[vector_mask(array.shape, batch)]).reshape(-1))
     limits = {n: np.percentile(np.concatenate(arrays), PERCENTILE) for n, arrays in values.items()}
     return {
         name: replace(

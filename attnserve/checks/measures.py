@@ -17,7 +17,7 @@ import numpy as np
 
 from attnserve.choices import Measure, Pooling
 from attnserve.models.embeddings import pool
-from attnserve.models.masks import flat_mask, token_mask
+from attnserve.models.masks import flat_mask, token_mask, vector_mask
 from attnserve.runtime.session import Batch
 
 if TYPE_CHECKING:
@@ -159,13 +159,10 @@ class Meter(ABC):
         Outputs are (B, D), (B, T, ..., D), or (B*T, D) if the exporter flattens tokens.
         """
         shape = a.shape if a.ndim > 1 else (len(a), 1)
-        real = np.ones(shape[:-1], bool)
+        real = vector_mask(shape, batch)
         text = np.arange(len(a))
-        if a.ndim > 2:
-            mask = token_mask(batch, shape[:2])
-            real &= mask.reshape(*mask.shape, *(1,) * (a.ndim - 3))
-        elif (flat := flat_mask(batch, len(a))) is not None:
-            real, text = flat.reshape(-1), np.repeat(np.arange(len(flat)), flat.shape[1])
+        if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:
+            text = np.repeat(np.arange(len(flat)), flat.shape[1])
         text = np.broadcast_to(text.reshape(-1, *(1,) * (real.ndim - 1)), real.shape)
         before, after = a.reshape(shape)[real], b.reshape(shape)[real]
         self.is_finite &= not np.isfinite(before[~np.isfinite(after)]).any()

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from attnserve.data.lengths import Lengths, length_bounds
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import Artifact
-from attnserve.models.masks import flat_mask, is_mask, padding_value, token_mask
+from attnserve.models.masks import is_mask, padding_value, token_mask
 from attnserve.models.rows import filled, fixed_axes, row_content
 from attnserve.models.tokenizer import (
     Encoding,
@@ -37,7 +37,6 @@ __all__ = [
     "content_digest",
     "load_inputs",
     "read_arrays",
-    "real_tokens",
     "thinned",
     "wanted_inputs",
 ]
@@ -459,18 +458,6 @@ def _token_count(batch: Batch) -> int:
     if ids is not None:
         return int(token_mask(batch, ids.shape).sum())
     return PATCHES * max((len(x) for x in batch.values() if x.ndim), default=1)
-
-
-def real_tokens(array: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:  # M F
-    """The rows of unmasked tokens of (B, S, F), or (B*S, F) if the exporter flattens tokens."""
-    rows = array.reshape(-1, array.shape[-1])
-    if array.ndim == 2:
-        flat = flat_mask(batch, len(rows))
-        sizes = (1, len(rows)) if flat is None else flat.shape
-    else:
-        sizes = array.shape[:2]
-    mask = token_mask(batch, sizes).reshape(-1)
-    return rows[np.repeat(mask, len(rows) // len(mask))]
 
 
 def _distinct(rows: Sequence[Encoding | Batch]) -> list[int]:

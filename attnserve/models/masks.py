@@ -19,6 +19,7 @@ __all__ = [
     "read_mask",
     "text_mask",
     "token_mask",
+    "vector_mask",
 ]
 
 ADDED = -1.0
@@ -80,3 +81,17 @@ def flat_mask(batch: Mapping[str, np.ndarray], rows: int) -> Bool[np.ndarray, "B
         if is_mask(name) and array.ndim == 2 and array.size == rows:
             return read_mask(name, array)
     return None
+
+
+def vector_mask(shape: Sequence[int], batch: Mapping[str, np.ndarray]) -> Bool[np.ndarray, ...]:
+    """Which vectors of a value (B, T, ..., D), (B*T, D) or (B, D) belong to real tokens.
+
+    Returns:
+        An array of the shape without D.
+    """
+    if len(shape) == 2:
+        flat = flat_mask(batch, shape[0])
+        is_flat = flat is not None and len(flat) != shape[0]
+        return flat.reshape(-1) if flat is not None and is_flat else np.ones(shape[:1], bool)
+    mask = token_mask(batch, shape[:2])
+    return np.broadcast_to(mask.reshape(*mask.shape, *(1,) * (len(shape) - 3)), shape[:-1])

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.data.datasets import real_tokens, thinned
+from attnserve.data.datasets import thinned
+from attnserve.models.masks import vector_mask
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import (
     constant_array,
@@ -198,8 +199,8 @@ def _observed(
         if session is not None:
             arrays |= dict(zip(inside, run(session, batch), strict=True))
         yield {
-            value: real_tokens(np.atleast_2d(array), batch)
-            for value, array in arrays.items()
+            value: array[vector_mask(array.shape, batch)]
+            for value, array in ((v, np.atleast_2d(a)) for v, a in arrays.items())
             if array.size
         }
 

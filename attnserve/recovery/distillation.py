@@ -16,7 +16,7 @@ from attnserve.checks.measures import LEAST_PROBABILITY
 from attnserve.checks.quality import Quality
 from attnserve.choices import Pooling
 from attnserve.context import RunContext
-from attnserve.models.masks import flat_mask, token_mask
+from attnserve.models.masks import vector_mask
 from attnserve.models.output_kinds import is_cache_name
 from attnserve.runtime.session import Batch, open_session, owned, run
 from graph_passes.blocks import AttentionBlock
@@ -24,7 +24,7 @@ from graph_passes.errors import InvalidData
 from graph_passes.matching.find import find_attention
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool
+    pass
 
 __all__ = [
     "Answers",
@@ -269,7 +269,7 @@ class Objective:
         """The vectors that are compared, (rows, D)."""
         if kind == "pooled":
             return served_vectors(x, batch, self.pooling, self.dimensions)
-        mask = torch.from_numpy(_real(tuple(x.shape), batch)).to(x.device)
+        mask = torch.tensor(vector_mask(x.shape, batch), device=x.device)
         return x[mask] if x.ndim > 1 else x[:, None]
 
     def _units(
@@ -320,7 +320,7 @@ def served_vectors(
     As ``models.tokenizer.pool``, with gradients; "none" pools hidden states by their mean.
     """
     if x.ndim == 3:
-        mask = torch.from_numpy(_real(tuple(x.shape), batch)).to(x.device)
+        mask = torch.tensor(vector_mask(x.shape, batch), device=x.device)
         rows = torch.arange(len(x), device=x.device)
         if pooling == "cls":
             x = x[rows, mask.int().argmax(1)]
@@ -334,7 +334,7 @@ def served_vectors(
 
 def _mean_square(a: Tensor, b: Tensor, batch: Mapping[str, np.ndarray]) -> Tensor:
     """The mean of |a - b|^2 over real tokens; the gradient of a selection would be slow."""
-    mask = torch.from_numpy(_real(tuple(b.shape), batch)).to(b.device)
+    mask = torch.tensor(vector_mask(b.shape, batch), device=b.device)
     error = torch.where(mask[..., None], b - a, 0.0)
     return (error * error).sum() / mask.sum()
 
@@ -345,13 +345,3 @@ def _distance(a: Tensor, b: Tensor, kind: Kind) -> Any:
         p, q = F.log_softmax(a, -1), F.log_softmax(b, -1)
         return torch.where(p > -torch.inf, p.exp() * (p - q), torch.zeros_like(p)).sum(-1)
     return ((a - b) ** 2).sum(-1)
-
-
-def _real(shape: tuple[int, ...], batch: Mapping[str, np.ndarray]) -> Bool[np.ndarray, ...]:
-    """Which vectors of an output (B, T, ..., D), (B*T, D) or (B, D) belong to real tokens."""
-    if len(shape) == 2:
-        flat = flat_mask(batch, shape[0])
-        is_flat = flat is not None and len(flat) != shape[0]
-        return flat.reshape(-1) if flat is not None and is_flat else np.ones(shape[:1], bool)
-    mask = token_mask(batch, shape[:2])
-    return np.broadcast_to(mask.reshape(*mask.shape, *(1,) * (len(shape) - 3)), shape[:-1]).copy()
