@@ -12,10 +12,10 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from attnserve.recovery.attention_operators import OPERATORS
 from attnserve.recovery.operators import (
     HALF,
     HOST_INPUTS,
+    OPERATORS,
     Call,
     Operator,
     tensor_of,

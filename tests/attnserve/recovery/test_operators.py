@@ -13,8 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
-from attnserve.recovery.attention_operators import OPERATORS  # noqa: E402
 from attnserve.recovery.module import GraphModule  # noqa: E402
+from attnserve.recovery.operators import OPERATORS  # noqa: E402
 from attnserve.runtime.session import open_session, run  # noqa: E402
 from graph_passes.errors import InvalidModel  # noqa: E402
 
@@ -251,6 +251,32 @@ CASES = [
          {"strides": [2, 1], "pads": [1, 0, 0, 2]}),
     Case("Conv", lambda r: [floats(r, 2, 4, 9), floats(r, 6, 2, 3)],
          {"group": 2, "dilations": [2]}),
+    Case("ConvTranspose", lambda r: [floats(r, 2, 3, 5, 6), floats(r, 3, 4, 2, 3), floats(r, 4)],
+         {"strides": [2, 3], "pads": [1, 0, 1, 0], "output_padding": [1, 0]}),
+    Case("ConvTranspose", lambda r: [floats(r, 2, 4, 9), floats(r, 4, 3, 3)],
+         {"group": 2, "dilations": [2]}),
+    Case("MaxPool", lambda r: [floats(r, 2, 3, 7, 8)],
+         {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 0, 1]}),
+    Case("MaxPool", lambda r: [floats(r, 2, 3, 9)], {"kernel_shape": [2], "dilations": [2]}),
+    Case("AveragePool", lambda r: [floats(r, 2, 3, 7, 8)],
+         {"kernel_shape": [3, 2], "strides": [2, 1]}),
+    Case("AveragePool", lambda r: [floats(r, 2, 3, 9)],
+         {"kernel_shape": [2], "pads": [1, 0], "count_include_pad": 1}),
+    Case("GroupNormalization", lambda r: [floats(r, 2, 6, 5), floats(r, 2), floats(r, 2)],
+         {"num_groups": 2}),
+    Case("GroupNormalization", lambda r: [floats(r, 2, 6, 5), floats(r, 6), floats(r, 6)],
+         {"num_groups": 2, "epsilon": 1e-2}, opset=21),
+    Case("PRelu", lambda r: [floats(r, 2, 3, 5), floats(r, 3, 1)]),
+    Case("ScatterElements", lambda r: [floats(r, 3, 4), np.array([[1, -1], [2, 0]]),
+                                       floats(r, 2, 2)], {"axis": 1}),
+    Case("ScatterElements", lambda r: [floats(r, 3, 4), np.array([[1, 1], [0, 1]]),
+                                       floats(r, 2, 2)], {"reduction": "add"}),
+    Case("ScatterND", lambda r: [floats(r, 4, 3, 5), np.array([[1, 2], [0, -1]]),
+                                 floats(r, 2, 5)]),
+    Case("ScatterND", lambda r: [floats(r, 6), np.array([[1], [1], [4]]), floats(r, 3)],
+         {"reduction": "add"}),
+    *[Case("TopK", lambda r: [r.integers(0, 4, (3, 6, 2)).astype(np.float32), np.array([4])],
+           {"axis": 1, "largest": largest}, outputs=2) for largest in (0, 1)],
     *[Case("Attention", lambda r, m=mask: heads(r, mask=m),
            {"q_num_heads": 4, "kv_num_heads": 2, **more}, opset=23)
       for mask in (None, hidden_row, lambda r: floats(r, 5, 7))

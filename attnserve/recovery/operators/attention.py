@@ -1,4 +1,4 @@
-"""Fused attention and rotary operators in PyTorch; they complete the table ``OPERATORS``."""
+"""Fused attention and rotary operators."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from attnserve.recovery.operators import OPERATORS, Call, operator
+from attnserve.recovery.operators.registry import Call, operator
 
-__all__ = ["OPERATORS"]
+__all__: list[str] = []
 
 MASK_FILTER = -10000.0
 """The default of ``mask_filter_value``."""

@@ -1,0 +1,42 @@
+"""ONNX operators in PyTorch, by domain and name.
+
+Each operator is a function (call, inputs ...) -> output, or a tuple of outputs. An input that is
+left out is None. Shapes, axes and other integers that an operator reads on the host are tensors on
+the CPU (``GraphModule`` keeps them there), so that a GPU is not waited for.
+"""
+
+from attnserve.recovery.operators import (
+    attention,
+    elementwise,
+    images,
+    normalization,
+    products,
+    reductions,
+    shapes,
+)
+from attnserve.recovery.operators.registry import (
+    HALF,
+    HOST_INPUTS,
+    OPERATORS,
+    Call,
+    Operator,
+    dtype_of,
+    tensor_of,
+)
+
+__all__ = [
+    "HALF",
+    "HOST_INPUTS",
+    "OPERATORS",
+    "Call",
+    "Operator",
+    "attention",
+    "dtype_of",
+    "elementwise",
+    "images",
+    "normalization",
+    "products",
+    "reductions",
+    "shapes",
+    "tensor_of",
+]
