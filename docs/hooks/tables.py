@@ -811,7 +811,9 @@ def cuda() -> str:
 
 def with_results(readme: str) -> str:
     """The README with its table of results as measured."""
-    return README_TABLE.sub(lambda match: f"{match[1]}{headline()}\n{match[2]}", readme)
+    return README_TABLE.sub(
+        lambda match: f"{match[1]}{headline()}\n\n{source('planner')}\n{match[2]}", readme
+    )
 
 
 if __name__ == "__main__":
