@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from attnserve.nn.trained import TrainedAttention
+from attnserve.nn.trained import TrainedAttention, require_trained
 from graph_passes.errors import InvalidArgument
 
 __all__ = [
@@ -27,6 +27,10 @@ __all__ = [
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of rotary positions, each (1 or B, T, P): dimension i of a head turns with
 i + P/2; dimensions from P on stay (arXiv 2104.09864, in the layout of transformers)."""
+
+
+MASKED = -5000.0
+"""Masks that are added to logits hide tokens with less than this; some hold -10000 for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +158,14 @@ class PassedOn:
         return found
 
 
+class _NotFused:
+    """Stands for packed weights. Fused kernels of PyTorch refuse arguments with this method."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        return NotImplemented
+
+
 class AttentionLayer(nn.Module):
     """Base class: values, output projection, masks and PyTorch's call signature.
 
@@ -176,7 +188,9 @@ class AttentionLayer(nn.Module):
         passed_on: The probabilities of the latest call, if another layer reuses them.
     """
 
-    # Read by torch.nn.TransformerEncoder(Layer): these values turn its fused kernel off.
+    # Read by torch.nn.TransformerEncoder and its layers: these values turn fused kernels and nested
+    # tensors off.
+    in_proj_weight = _NotFused()
     in_proj_bias = None
     _qkv_same_embed_dim = False
 
@@ -281,6 +295,12 @@ class AttentionLayer(nn.Module):
         Raises:
             InvalidArgument: Tokens or masks have other shapes, or a mask is of integers.
         """
+        if query.is_nested:
+            raise InvalidArgument(
+                "`query` is a nested tensor",
+                "set `use_nested_tensor` of torch.nn.TransformerEncoder to False",
+                code="nn.nested",
+            )
         unbatched = query.ndim == 2
         tokens = [query, key, value]
         if unbatched:
@@ -310,6 +330,13 @@ class AttentionLayer(nn.Module):
         attn_mask: Tensor | None,
     ) -> None:
         """Raises: InvalidArgument: Tokens (batch first) or masks do not fit each other."""
+        if query.ndim != 3 or query.shape[2] != self.embed_dim or key.ndim != 3:
+            raise InvalidArgument(
+                f"tokens have the shapes {tuple(query.shape)} and {tuple(key.shape)}, batch first: "
+                f"expected two axes, or three with a batch, and queries of width {self.embed_dim}",
+                "pass them as for torch.nn.MultiheadAttention; see `batch_first` for the order",
+                code="nn.shape",
+            )
         (B, S), T, H = query.shape[:2], key.shape[1], self.num_heads
         _check_shape("key", key, [(B, T, self.kdim)])
         _check_shape("value", value, [(B, T, self.vdim)])
@@ -404,6 +431,7 @@ class FixedHeadAttention(AttentionLayer):
             InvalidArgument: ``head_size`` is below that of the layer, or ``bias`` is False and the
                 layer has biases.
         """
+        require_trained(layer)
         biases = (layer.query_bias, layer.key_bias, layer.value_bias, layer.output_bias)
         has_bias = options.setdefault("bias", layer.has_bias)
         if not has_bias and any(bias.any() for bias in biases):
@@ -453,8 +481,8 @@ class FixedHeadAttention(AttentionLayer):
         )  # fmt: skip
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
-        q = by_head(self.q_proj(query), self.q_proj.out_features // self.head_size)
-        k = by_head(self.k_proj(key), self.k_proj.out_features // self.head_size)
+        q = by_head(self.q_proj(query), self.num_heads)
+        k = by_head(self.k_proj(key), self.num_heads)
         if rotation is not None:
             q, k = rotated(q, rotation), rotated(k, rotation)
         return (q * self.scale) @ k.transpose(-1, -2)
@@ -566,7 +594,7 @@ def _real_tokens(
     if mask is None:
         queries, keys = (probabilities.new_ones(B, n, dtype=torch.bool) for n in (S, T))
         return queries, keys
-    allowed = ~mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 8
+    allowed = ~mask if mask.dtype == torch.bool else mask > MASKED
     allowed = allowed[(None,) * (4 - allowed.ndim)]
     keys = allowed.expand(B, -1, -1, T).flatten(1, 2).any(1)
     return (keys if is_self else keys.new_ones(B, S)), keys

@@ -17,7 +17,7 @@ from attnserve.nn.attention import (
     value_size,
 )
 from attnserve.nn.shared_keys import SharedKeyAttention
-from attnserve.nn.trained import TrainedAttention
+from attnserve.nn.trained import TrainedAttention, require_trained
 from graph_passes.errors import InvalidArgument
 from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors
 from graph_passes.factorize.moments import TokenMoments
@@ -126,6 +126,7 @@ class CollaborativeAttention(AttentionLayer):
                 for a layer with rotary positions.
             InvalidModel: Weights are not finite.
         """
+        require_trained(layer)
         if layer.rotary:
             if head_size is not None:
                 raise rotary_error("`head_size` (sparse mixing)")
@@ -153,8 +154,6 @@ class CollaborativeAttention(AttentionLayer):
             dropout=layer.dropout, kdim=E, vdim=F, batch_first=layer.batch_first,
             bias=layer.has_bias,
         ).to(layer.query)  # fmt: skip
-        if not np.any(factors.content):
-            made.content = None
         with torch.no_grad():
             made.q_proj.weight.copy_(torch.from_numpy(factors.query.T))
             made.k_proj.weight.copy_(torch.from_numpy(factors.key.T))
@@ -169,7 +168,7 @@ class CollaborativeAttention(AttentionLayer):
         return made
 
     def _take_sizes(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Take R, the support and the content vectors of weights that are about to be loaded.
+        """Take R and the support of weights that are about to be loaded.
 
         ``from_trained`` finds them from weights: a new model that is swapped may have others. They
         are those of the layer if the weights are incomplete.
@@ -185,10 +184,6 @@ class CollaborativeAttention(AttentionLayer):
             for linear in (self.q_proj, self.k_proj):
                 linear.out_features = self.rank
                 linear.weight.data = linear.weight.new_zeros(self.rank, linear.in_features)
-        if prefix + "content.weight" not in state_dict:
-            self.content = None
-        elif self.content is None:
-            self.content = nn.Linear(self.kdim, self.num_heads, bias=False).to(self.mixing)
         if columns is not None and self.columns is not None and self.reads is not None:
             shape = (self.num_heads, columns.shape[-1])
             self.columns, self.reads = self.columns.new_empty(shape), self.reads.new_empty(shape)
@@ -217,8 +212,9 @@ def _array(weight: Tensor) -> np.ndarray:
 def _columns(support: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """The columns that each head reads (H, W), padded with 0, and which of them are not padding."""
     if tuple(support.shape) != shape or not support.any(1).all():
+        found = f"shape {tuple(support.shape)}" if tuple(support.shape) != shape else "an empty row"
         raise InvalidArgument(
-            f"`support` has shape {tuple(support.shape)}: expected {shape} without empty rows",
+            f"`support` has {found}: expected {shape} without empty rows",
             "let each head read at least one dimension",
             code="nn.support",
         )

@@ -52,6 +52,8 @@ class GroupedHeadAttention(FixedHeadAttention):
     (4B) is at least -(alpha + beta) sum(tau); its first term has its minimum exactly where all
     heads of a group are parallel. (4A) is at least 0.
 
+    ALBERT calls one layer several times: the maps are those of its last call.
+
     Groups are found by k-means on the cosines between heads (equation 3). ``reassign`` finds them
     again from the batches since; training has converged when it moves no head.
 
@@ -109,8 +111,14 @@ class GroupedHeadAttention(FixedHeadAttention):
         self._seen: np.ndarray | None = None
 
     def group_loss(self) -> Tensor:
-        """Equation 4 of the latest call, a scalar with gradients; the first call finds groups."""
-        maps = [_flat(part) for part in _maps(self.latest.required())]
+        """Equation 4 of the latest call, a scalar with gradients; the first call finds groups.
+
+        It is computed in float32, whatever the type of the maps.
+        """
+        with torch.autocast(self.groups.device.type, enabled=False):
+            return self._loss([_flat(part).float() for part in _maps(self.latest.required())])
+
+    def _loss(self, maps: list[Tensor]) -> Tensor:
         seen = np.stack([_gram(part) for part in maps])
         self._seen = seen if self._seen is None else self._seen + seen
         if self.groups[0] < 0:
@@ -159,15 +167,29 @@ class GroupedHeadAttention(FixedHeadAttention):
         return _compactness(np.sqrt(np.maximum(2 - 2 * likeness, 0)), self.groups.cpu().numpy())
 
     def pruned(self, mask: Iterable[int]) -> FixedHeadAttention:
-        """A standard layer of the heads whose mask is 1, with the scale of this one."""
-        kept = torch.tensor([bool(stays) for stays in mask], device=self.groups.device)
+        """A standard layer of the heads whose mask is 1, with the scale of this one.
+
+        Raises:
+            InvalidArgument: The mask is not 0 or 1 for each head, or keeps none.
+        """
+        bits = [int(bit) for bit in mask]
+        if len(bits) != self.num_heads or not {1} <= {*bits} <= {0, 1}:
+            raise InvalidArgument(
+                f"`mask` is {bits}: expected 0 or 1 for each of {self.num_heads} heads",
+                "keep at least one head",
+                code="nn.mask",
+            )
+        kept = torch.tensor(bits, dtype=torch.bool, device=self.groups.device)
         whole = self.trained()
         fewer = replace(
             whole, query=whole.query[kept], key=whole.key[kept], value=whole.value[kept],
             output=whole.output[kept], query_bias=whole.query_bias[kept],
             key_bias=whole.key_bias[kept], value_bias=whole.value_bias[kept],
         )  # fmt: skip
-        return FixedHeadAttention.from_trained(fewer).train(self.training)
+        made = FixedHeadAttention.from_trained(fewer).train(self.training)
+        for name, weight in made.named_parameters():  # frozen weights stay frozen
+            weight.requires_grad_(self.get_parameter(name).requires_grad)
+        return made
 
     def _similarity(self, maps: list[Tensor]) -> Tensor:
         own = nn.functional.one_hot(self.groups, self.num_groups)
@@ -202,7 +224,8 @@ def voting_to_stay(
     Raises:
         InvalidArgument: The model has no grouped layer, or there are no batches with real tokens.
     """
-    layers, training = _grouped(model), model.training
+    layers = _grouped(model)
+    training = [each for each in model.modules() if each.training]
     grams: dict[str, list[np.ndarray]] = {name: [] for name, _ in layers}
     model.eval()
     try:
@@ -216,7 +239,8 @@ def voting_to_stay(
                     if layer.groups[0] < 0:
                         layer.reassign()
     finally:
-        model.train(training)
+        for each in training:
+            each.training = True
     if not all(grams.values()):
         raise InvalidArgument(
             "`batches` has no real token",
@@ -230,10 +254,17 @@ def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
     """Replace grouped layers by standard layers of their elected heads, in place (GHT-PS).
 
     Raises:
-        InvalidArgument: ``model`` is a grouped layer itself, or another layer reuses probabilities
-            of one: it would read those of the layer that is gone.
+        InvalidArgument: ``model`` is a grouped layer itself, another layer reuses probabilities of
+            one (it would read those of the layer that is gone), or a vote is of no layer.
     """
-    layers = [(name, layer) for name, layer in _grouped(model) if name in votes]
+    layers = _grouped(model)
+    if unknown := sorted(votes.keys() - {name for name, _ in layers}):
+        raise InvalidArgument(
+            f"`votes` has `{unknown[0]}`, which is no grouped layer of `model`",
+            "pass the module that voted, not a compiled or wrapped one around it",
+            code="nn.votes",
+        )
+    layers = [(name, layer) for name, layer in layers if name in votes]
     sources = {id(each.source) for each in model.modules() if isinstance(each, ReuseAttention)}
     for name, layer in layers:
         if not name or id(layer.passed_on) in sources:
@@ -242,8 +273,11 @@ def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
                 "remove heads before the wiring" if name else "call `pruned` of the layer",
                 code="nn.keep_pillars",
             )
-    for name, layer in layers:
-        model.set_submodule(name, layer.pruned(votes[name].mask.tolist()))
+    fewer = {id(layer): layer.pruned(votes[name].mask.tolist()) for name, layer in layers}
+    places = [(name, each) for name, each in model.named_modules(remove_duplicate=False)]
+    for name, each in places:
+        if id(each) in fewer:  # a layer may be at several places
+            model.set_submodule(name, fewer[id(each)])
 
 
 def _grouped(model: nn.Module) -> list[tuple[str, GroupedHeadAttention]]:

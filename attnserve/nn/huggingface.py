@@ -72,6 +72,7 @@ class HuggingFaceAttention(nn.Module):
 
     Attributes:
         layer: The attention, batch first.
+        config: Of the model; it names the implementation of attention.
         is_causal: Mask later keys if no mask is passed, as transformers does.
         is_cross: Keys and values are the hidden states of the encoder.
         dropout, norm: Applied to the residual sum (ALBERT); else None.
@@ -81,13 +82,15 @@ class HuggingFaceAttention(nn.Module):
         self,
         layer: AttentionLayer,
         *,
+        config: object = None,
         is_causal: bool = False,
         is_cross: bool = False,
         dropout: nn.Module | None = None,
         norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.layer, self.is_causal, self.is_cross = layer, is_causal, is_cross
+        self.layer, self.config = layer, config
+        self.is_causal, self.is_cross = is_causal, is_cross
         self.dropout, self.norm = dropout, norm
 
     def forward(
@@ -99,6 +102,7 @@ class HuggingFaceAttention(nn.Module):
         key_value_states: Tensor | None = None,
         past_key_values: object = None,
         position_embeddings: Rotation | None = None,
+        is_causal: bool | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor]:
         """The output (B, S, D) and the probabilities (B, H, S, T).
@@ -107,6 +111,8 @@ class HuggingFaceAttention(nn.Module):
             attention_mask: Broadcasts to (B, H, S, T): True where attention is allowed, or added to
                 the logits.
             position_embeddings: Cosines and sines of rotary positions.
+            is_causal: Replaces the attribute in this call, as with sdpa attention of transformers;
+                eager attention reads masks only.
         """
         if past_key_values is not None:
             raise InvalidArgument(
@@ -117,7 +123,11 @@ class HuggingFaceAttention(nn.Module):
         other = encoder_hidden_states if key_value_states is None else key_value_states
         tokens = other if self.is_cross and other is not None else hidden_states
         mask = attention_mask
-        if mask is None and self.is_causal and not self.is_cross:
+        causal = self.is_causal
+        if is_causal is not None:
+            is_sdpa = getattr(self.config, "_attn_implementation", "") == "sdpa"
+            causal = is_causal if is_sdpa else causal and is_causal
+        if mask is None and causal and not self.is_cross:
             S = hidden_states.shape[1]
             mask = torch.ones(S, S, dtype=torch.bool, device=hidden_states.device).triu(1)
         elif mask is not None and mask.dtype == torch.bool:
@@ -139,8 +149,10 @@ def swap(
     Swapped layers do not cache keys: call decoders with ``use_cache=False``. The model cannot
     return ``output_attentions`` of swapped layers; its state dict has other names: to load it, swap
     a model of the same configuration in the same way first. Grouped keys and values get a copy for
-    each query head. New layers have biases if any projection of the old layer has one, and are
-    frozen if all its weights are.
+    each query head. New layers have biases if any projection of the old layer has one. Values and
+    the output projection are frozen if the old ones are, and the rest if queries and keys are.
+    Queries that may attend to no token attend to all of them, as with eager attention of
+    transformers; with sdpa, transformers gives other values there.
 
     Args:
         model: BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral or Qwen2, with
@@ -155,14 +167,20 @@ def swap(
         InvalidArgument: The model, its attention implementation, or what ``convert`` returned is
             not supported. The model is then unchanged.
     """
+    if any(isinstance(module, HuggingFaceAttention) for module in model.modules()):
+        raise InvalidArgument(
+            "the attention layers of `model` are swapped already",
+            "swap a fresh model, or replace `layer` of its HuggingFaceAttention modules",
+            code="nn.swapped",
+        )
     stacks: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        if type(module).__name__ in _CLASSES:
+        if name and type(module).__name__ in _CLASSES:
             stacks.setdefault(re.sub(r"\d+", "#", name), []).append(name)
     if not stacks:
         raise InvalidArgument(
             f"`model` is {type(model).__name__}: expected {SUPPORTED}",
-            "pass one of these, or build the model with the layers of attnserve.nn",
+            "pass one of these models as a whole, or build one with the layers of attnserve.nn",
             code="nn.unsupported_model",
         )
     config: Any = getattr(model, "config", None)
@@ -194,9 +212,7 @@ def swap(
 def _read(model: nn.Module, name: str) -> TrainedAttention:
     module: Any = model.get_submodule(name)
     names = _CLASSES[type(module).__name__]
-    linears: list[Any] = [getattr(module, each, None) for each in names.projections]
-    if len(linears) == 3:
-        linears.append(_output_of(model, name).dense)
+    linears = _linears(model, name)
     if not all(type(each) is nn.Linear and each.weight.is_floating_point() for each in linears):
         raise InvalidArgument(
             f"`{name}`: expected projections that are torch.nn.Linear, as in transformers 5",
@@ -216,11 +232,11 @@ def _check(model: nn.Module, name: str, layer: object) -> None:
     """Raise if what ``convert`` returned cannot replace a module."""
     old: Any = model.get_submodule(name)
     names = _CLASSES[type(old).__name__]
-    width = getattr(old, names.projections[0]).in_features
-    if not isinstance(layer, AttentionLayer) or layer.embed_dim != width:
+    widths = tuple(getattr(old, each).in_features for each in names.projections[:3])
+    if not isinstance(layer, AttentionLayer) or (layer.embed_dim, layer.kdim, layer.vdim) != widths:
         raise InvalidArgument(
             f"`convert` returned {type(layer).__name__} for {name}: expected a layer of "
-            f"attnserve.nn of width {width}",
+            f"attnserve.nn whose queries, keys and values have the widths {widths}",
             "create it from the weights that `convert` gets",
             code="nn.layer",
         )
@@ -237,6 +253,13 @@ def _check_windows(model: nn.Module, layers: Mapping[str, AttentionLayer]) -> No
         source = names[id(layer.source)]
         old: list[Any] = [model.get_submodule(each) for each in (name, source)]
         mine, other = (getattr(module, "sliding_window", None) for module in old)
+        groups = [re.findall(r"albert_layer_groups\.\d+", each) for each in (name, source)]
+        if groups[0] != groups[1]:
+            raise InvalidArgument(
+                f"{name} reuses probabilities of {source}, which is called several times before it",
+                "reuse within a group of layers",
+                code="nn.reuse_group",
+            )
         if mine != other:
             raise InvalidArgument(
                 f"{name} reuses probabilities of {source}, which has another mask: the sliding"
@@ -251,12 +274,35 @@ def _install(model: nn.Module, name: str, layer: AttentionLayer) -> None:
     names = _CLASSES[type(old).__name__]
     is_cross = "Cross" in type(old).__name__ or name.endswith("encoder_attn")
     extra = {"dropout": old.output_dropout, "norm": old.LayerNorm} if names.normalizes else {}
-    if not any(weight.requires_grad for weight in old.parameters()):
-        layer.requires_grad_(False)
-    new = HuggingFaceAttention(layer, is_causal=old.is_causal, is_cross=is_cross, **extra)
+    _freeze(layer, *_linears(model, name))
+    layer.to(getattr(old, names.projections[0]).weight)
+    new = HuggingFaceAttention(
+        layer, config=getattr(model, "config", None), is_causal=old.is_causal, is_cross=is_cross,
+        **extra,
+    )  # fmt: skip
     model.set_submodule(name, new)
     if len(names.projections) == 3:  # the layer has the output projection
         _output_of(model, name).dense = nn.Identity()
+
+
+def _freeze(
+    layer: AttentionLayer, query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear
+) -> None:
+    """Freeze the weights of a layer that replaces frozen projections."""
+    is_trained = [any(w.requires_grad for w in linear.parameters())
+                  for linear in (query, key, value, output)]  # fmt: skip
+    for name, weight in layer.named_parameters():
+        part = {"v_proj": is_trained[2], "out_proj": is_trained[3], "classifier": any(is_trained)}
+        if not part.get(name.partition(".")[0], is_trained[0] or is_trained[1]):
+            weight.requires_grad_(False)
+
+
+def _linears(model: nn.Module, name: str) -> list[Any]:
+    """The projections of queries, keys, values and outputs; None for one that is missing."""
+    module: Any = model.get_submodule(name)
+    names = _CLASSES[type(module).__name__]
+    found: list[Any] = [getattr(module, each, None) for each in names.projections]
+    return found if len(found) == 4 else [*found, _output_of(model, name).dense]
 
 
 def _output_of(model: nn.Module, name: str) -> Any:

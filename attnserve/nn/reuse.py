@@ -95,7 +95,9 @@ class ReuseAttention(AttentionLayer):
     def probabilities(
         self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: Rotation | None = None
     ) -> Tensor:
-        reused = self.source.take(self._place, query)[:, : self.reused_heads]
+        reused = self.source.take(self._place, query)
+        if self.reused_heads < reused.shape[1]:  # TorchScript would export a Slice of all heads
+            reused = reused[:, : self.reused_heads]
         if self.own is None:
             return reused
         if mask is not None and mask.ndim == 4 and mask.shape[1] == self.num_heads:
@@ -153,7 +155,15 @@ def reuse_transformer(
             "choose partial:K[:P], full:P, alternate, all-end[:P] or skip:P",
             code="nn.reuse",
         ) from None
-    chosen = reused_layers(reuse, len(layers))
+    try:
+        chosen = reused_layers(reuse, len(layers))
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"`configuration` is {configuration}, of {len(layers)} layers: the first computes its"
+            " own attention" + (", and so does the last" if reuse.kind == "partial" else ""),
+            "reuse or skip fewer layers",
+            code="nn.reuse",
+        ) from error
     made: list[AttentionLayer] = []
     source: AttentionLayer | None = None
     for index, layer in enumerate(layers):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["TrainedAttention", "read_attention"]
+__all__ = ["TrainedAttention", "read_attention", "require_trained"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +99,29 @@ class TrainedAttention:
         )  # fmt: skip
 
 
+def require_trained(layer: object) -> None:
+    """Raises: InvalidArgument: ``layer`` is a module instead of its weights."""
+    if not isinstance(layer, TrainedAttention):
+        raise InvalidArgument(
+            f"`layer` is {type(layer).__name__}: expected the weights of a layer",
+            "read them with attnserve.nn.read_attention, or with `trained()` of its own layers",
+            code="nn.not_trained",
+        )
+
+
 def read_attention(layer: nn.MultiheadAttention) -> TrainedAttention:
     """Read the weights of PyTorch's attention layer, as a copy.
 
     Raises:
         InvalidArgument: The layer appends learned or zero keys (``add_bias_kv``,
-            ``add_zero_attn``).
+            ``add_zero_attn``), or is another module.
     """
+    if not isinstance(layer, nn.MultiheadAttention):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(
+            f"`layer` is {type(layer).__name__}: expected torch.nn.MultiheadAttention",
+            "call `trained()` of a layer of attnserve.nn, or `swap` for Hugging Face models",
+            code="nn.not_multihead",
+        )
     if layer.bias_k is not None or layer.add_zero_attn:
         raise InvalidArgument(
             "`layer` appends keys (add_bias_kv or add_zero_attn), which is not supported",

@@ -314,3 +314,62 @@ def test_layer_that_others_reuse_keeps_its_heads(layer_of: Layers):
     votes = voting_to_stay(single, [x], lambda x: single(x, x, x))
     with raises(InvalidArgument, "nn.keep_pillars", "pruned"):
         keep_pillars(single, votes)
+
+
+def test_votes_of_other_modules_are_refused():
+    model = torch.nn.ModuleDict({"a": GroupedHeadAttention(16, 4, 4, num_groups=2)})
+    outer, x = torch.nn.ModuleDict({"model": model}), torch.randn(2, 5, 16)
+    votes = voting_to_stay(outer, [x], lambda y: model["a"](y, y, y))
+    with raises(InvalidArgument, "nn.votes", "model.a"):
+        keep_pillars(model, votes)
+    keep_pillars(outer, votes)
+    assert model["a"].num_heads == 2
+
+
+def test_layer_at_two_places_is_replaced_at_both():
+    layer = GroupedHeadAttention(16, 4, 4, num_groups=2)
+    model, x = torch.nn.ModuleDict({"a": layer, "b": layer}), torch.randn(2, 5, 16)
+    keep_pillars(model, voting_to_stay(model, [x], lambda y: layer(y, y, y)))
+    assert model["a"] is model["b"] and type(model["a"]) is FixedHeadAttention
+
+
+def test_voting_restores_the_mode_of_each_module():
+    layer = GroupedHeadAttention(16, 4, 4, num_groups=2)
+    model = torch.nn.ModuleDict({"a": layer, "still": torch.nn.Dropout()}).train()
+    model["still"].eval()
+    x = torch.randn(2, 5, 16)
+    voting_to_stay(model, [x], lambda y: layer(y, y, y))
+    assert layer.training and not model["still"].training
+
+
+@pytest.mark.parametrize("objective", ["metric", "categorical"])
+def test_loss_of_half_precision_maps_is_float32(objective: Literal["metric", "categorical"]):
+    layer = GroupedHeadAttention(16, 4, 4, num_groups=2, objective=objective)
+    x = torch.randn(2, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x, x, x)
+        inside = layer.group_loss()
+    outside = layer.group_loss()
+    assert inside.dtype == torch.float32
+    torch.testing.assert_close(inside, outside, atol=0, rtol=0)
+    outside.backward()
+    assert layer.v_proj.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, -1e9, -1e4])
+def test_padding_of_added_masks_does_not_change_loss(hidden: float):
+    layer = GroupedHeadAttention(16, 4, 4, num_groups=2, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    padding = torch.zeros(2, 5)
+    padding[1, 3:] = hidden
+    found = []
+    for values in (x, torch.where(padding[..., None] < 0, 7.0, x)):
+        layer(values, values, values, key_padding_mask=padding)
+        found.append(layer.group_loss().item())
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1], [0, 0, 0, 0], [0, 2, 3, 1]])
+def test_masks_that_are_not_of_the_heads_are_refused(mask: list[int]):
+    with raises(InvalidArgument, "nn.mask", "4 heads"):
+        GroupedHeadAttention(16, 4, 4, num_groups=2).pruned(mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -201,6 +202,55 @@ def test_layer_works_in_a_transformer_encoder(layer_of: Layers):
         for layer in (ours, theirs)
     ]
     torch.testing.assert_close(both[0][:, :4], both[1][:, :4], atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("places", [(0, 1), (0,)])
+def test_layer_replaced_in_an_encoder_reads_padding(places: tuple[int, ...]):
+    """The encoder decides on nested tensors when it is made, before its layers are replaced."""
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    x = tokens(2, 7, 16)
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=PADDING)
+        for place in places:
+            old = encoder.layers[place].self_attn
+            encoder.layers[place].self_attn = FixedHeadAttention.from_trained(read_attention(old))
+        found = encoder.eval()(x, src_key_padding_mask=PADDING)
+    torch.testing.assert_close(found[~PADDING], expected[~PADDING], atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_with_the_option_to_set():
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    old = encoder.layers[1].self_attn
+    encoder.layers[1].self_attn = FixedHeadAttention.from_trained(read_attention(old))
+    with torch.no_grad(), raises(InvalidArgument, "nn.nested", "use_nested_tensor"):
+        encoder(tokens(2, 7, 16), src_key_padding_mask=PADDING)
+    encoder.use_nested_tensor = False
+    with torch.no_grad():
+        assert encoder(tokens(2, 7, 16), src_key_padding_mask=PADDING).isfinite().all()
+
+
+def test_modules_instead_of_weights_are_refused(layer_of: Layers):
+    layer = layer_of()
+    for make in (
+        FixedHeadAttention.from_trained,
+        partial(CollaborativeAttention.from_trained, rank=8),
+    ):
+        with raises(InvalidArgument, "nn.not_trained", "read_attention"):
+            make(layer)
+    with raises(InvalidArgument, "nn.not_multihead", "trained"):
+        read_attention(FixedHeadAttention(16, 4, 4))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 12), (7,), (1, 2, 7, 16)])
+def test_queries_of_other_shapes_are_refused(shape: tuple[int, ...]):
+    layer = FixedHeadAttention(16, 4, 4, batch_first=True)
+    x = tokens(2, 7, 16)
+    with raises(InvalidArgument, "nn.shape"):
+        layer(tokens(*shape), x, x)
 
 
 @pytest.mark.parametrize("head_size", [None, 3])

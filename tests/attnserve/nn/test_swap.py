@@ -335,3 +335,118 @@ def test_trained_model_is_grouped_voted_and_recovered(tmp_path: Path):
         pruned, tmp_path / "out.onnx", teacher=teacher, data=tmp_path / "ids.npz", minutes=0.05
     )
     assert report.gain
+
+
+def fixed(layers: Sequence[TrainedAttention]) -> list[FixedHeadAttention]:
+    return [FixedHeadAttention.from_trained(each) for each in layers]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("name", "causal"), [("Llama", False), ("BERT", True)])
+def test_is_causal_of_a_call_is_followed(name: str, causal: bool, attention: str):
+    model = build(name, attention)
+    inputs = {"input_ids": feeds(name)["input_ids"], "is_causal": causal}
+    if name == "Llama":
+        inputs["use_cache"] = False
+    with torch.no_grad():
+        before = model(**inputs).last_hidden_state
+        swap(model, fixed)
+        after = model(**inputs).last_hidden_state
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+
+
+def test_each_projection_stays_frozen_or_trainable():
+    model = build("BERT")
+    for layer in model.encoder.layer[:2]:
+        layer.attention.self.requires_grad_(False)
+    model.encoder.layer[2].requires_grad_(False)
+    swap(model, fixed)
+    trained = [
+        {name.partition(".")[0] for name, weight in each.attention.self.layer.named_parameters()
+         if weight.requires_grad}
+        for each in model.encoder.layer
+    ]  # fmt: skip
+    every = {"q_proj", "k_proj", "v_proj", "out_proj"}
+    assert trained == [{"out_proj"}, {"out_proj"}, set(), every]
+
+
+def test_frozen_heads_stay_frozen_when_others_are_removed():
+    model = build("BERT").requires_grad_(False)
+    swap(model, grouped)
+    batch = feeds("BERT")
+    keep_pillars(model, voting_to_stay(model, [batch], lambda one: model(**one)))
+    assert not any(weight.requires_grad for weight in model.parameters())
+
+
+def test_query_biases_that_are_zero_can_be_learned():
+    config = transformers.BertConfig(**BERT)
+    model = transformers.BertModel(config)  # its biases are zero
+    swap(model, collaborative(16))
+    content = model.encoder.layer[0].attention.self.layer.content
+    assert content is not None and not content.weight.any()
+    with torch.no_grad():
+        content.weight.fill_(1.0)
+    other = transformers.BertModel(config).requires_grad_(False)
+    swap(other, collaborative(16))
+    other.load_state_dict(model.state_dict())
+    assert not any(weight.requires_grad for weight in other.parameters())
+
+
+def test_layers_of_another_type_take_the_type_of_the_model():
+    model = build("BERT").to(torch.bfloat16)
+    swap(model, lambda layers: [FixedHeadAttention(16, 4, 4, batch_first=True) for _ in layers])
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert model(**feeds("BERT")).last_hidden_state.isfinite().all()
+
+
+def test_swapped_models_and_single_modules_are_refused():
+    model = build("BERT")
+    with raises(InvalidArgument, "nn.unsupported_model", "as a whole"):
+        swap(model.encoder.layer[0].attention.self, fixed)
+    swap(model, fixed)
+    with raises(InvalidArgument, "nn.swapped"):
+        swap(model, fixed)
+
+
+def test_layers_with_keys_of_another_width_are_refused():
+    model = build("BERT")
+    with raises(InvalidArgument, "nn.layer", "widths"):
+        swap(model, lambda layers: [FixedHeadAttention(16, 4, 4, kdim=8) for _ in layers])
+
+
+def test_reuse_across_groups_of_albert_is_refused():
+    config = transformers.AlbertConfig(
+        **{**BERT, "num_hidden_layers": 6}, embedding_size=8, num_hidden_groups=3
+    )
+    model = transformers.AlbertModel(config)
+    with raises(InvalidArgument, "nn.reuse_group", "several times"):
+        swap(model, lambda layers: reuse_transformer(layers, "full:1"))
+    config = transformers.AlbertConfig(**BERT, embedding_size=8, inner_group_num=3)
+    model = transformers.AlbertModel(config).eval()
+    swap(model, lambda layers: reuse_transformer(layers, "full:1"))
+    with torch.no_grad():
+        assert model(torch.tensor([[3, 4, 5]])).last_hidden_state.isfinite().all()
+
+
+def test_full_reuse_is_read_from_a_torchscript_export(tmp_path: Path):
+    model = build("BERT", "eager")
+    swap(model, lambda layers: reuse_transformer(layers, "full:2"))
+    inputs = feeds("BERT")
+    names = ["input_ids", "attention_mask"]
+    with quiet(), torch.no_grad():
+        torch.onnx.export(
+            Outputs(model), tuple(inputs[name] for name in names), str(tmp_path / "m.onnx"),
+            dynamo=False, input_names=names, output_names=["y"], opset_version=17,
+            dynamic_axes={name: {0: "batch", 1: "sequence"} for name in [*names, "y"]},
+        )  # fmt: skip
+    forms = [block["form"] for block in inspect(tmp_path / "m.onnx").to_json()["attention"]]
+    assert forms == ["standard", "reuse", "reuse", "standard"]
+
+
+class Outputs(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
