@@ -158,11 +158,12 @@ def reuse_transformer(
     try:
         chosen = reused_layers(reuse, len(layers))
     except InvalidArgument as error:
+        if not skips:
+            raise
         raise InvalidArgument(
-            f"`configuration` is {configuration}, of {len(layers)} layers: the first computes its"
-            " own attention" + (", and so does the last" if reuse.kind == "partial" else ""),
-            "reuse or skip fewer layers",
-            code="nn.reuse",
+            f"`configuration` is {configuration}, of {len(layers)} layers: the first is not skipped",
+            "skip fewer layers",
+            code=error.code,
         ) from error
     made: list[AttentionLayer] = []
     source: AttentionLayer | None = None
