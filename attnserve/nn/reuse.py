@@ -161,7 +161,7 @@ def reuse_transformer(
         if not skips:
             raise
         raise InvalidArgument(
-            f"`configuration` is {configuration}, of {len(layers)} layers: the first is not skipped",
+            f"`configuration` is {configuration}, of {len(layers)} layers: the first stays",
             "skip fewer layers",
             code=error.code,
         ) from error
