@@ -19,10 +19,14 @@ from graph_passes.emit.editing import Inserter, in_precision, type_of
 from graph_passes.emit.heads import emit_heads, heads_refusal
 from graph_passes.errors import Refusal
 
-__all__ = ["ENTANGLED_BIAS", "emission_refusal", "emit_context", "emit_output"]
+__all__ = ["ENTANGLED_BIAS", "KEY_TERM", "emission_refusal", "emit_context", "emit_output"]
 
 MERGE_ORDER = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
 """From (B, H, S, V) back to (B, S, H, V) or (S, B, H, V)."""
+
+KEY_TERM = Refusal(
+    "key_term", "its scores have a term of the keys' tokens alone, which is no product of both"
+)
 
 ENTANGLED_BIAS = Refusal(
     "entangled_bias", "its position bias is computed from its own queries or keys"
@@ -42,14 +46,12 @@ def emission_refusal(
         return Refusal(
             "reuses_heads", "some of its heads reuse the probabilities of another layer already"
         )
-    if (
-        block.content is not None
-        or block.is_collaborative
-        or (block.is_sparse and not allow_sparse)
-    ):
+    if block.is_collaborative or (block.is_sparse and not allow_sparse):
         return Refusal(
             "collaborative", "its heads are collaborative: they share their queries and keys"
         )
+    if block.content is not None:
+        return KEY_TERM
     for part in (block.q, block.k, block.v):
         if refusal := heads_refusal(part):
             return refusal

@@ -23,7 +23,7 @@ from graph_passes.blocks import (
     Weighted,
 )
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import ENTANGLED_BIAS
+from graph_passes.emit.attention import ENTANGLED_BIAS, KEY_TERM
 from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
 from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
 from graph_passes.emit.editing import Inserter, in_precision, replace_uses, type_of
@@ -285,6 +285,8 @@ def collaborate_refusal(
     for part in parts:
         if refusal := heads_refusal(part):
             return refusal
+    if block.content is not None:
+        return KEY_TERM
     if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
         return ENTANGLED_BIAS
     turned = [rotary_planes(part) for part in parts]
@@ -316,6 +318,8 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return Refusal("no_own_heads", "all its heads take the probabilities of another layer")
     if block.is_collaborative or block.is_sparse:
         return Refusal("collaborative", "its heads are collaborative already")
+    if block.content is not None:
+        return KEY_TERM
     if refusal := rotary_or_norm(block):
         return refusal
     if block.k.weight is None:

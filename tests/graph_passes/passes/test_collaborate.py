@@ -212,6 +212,34 @@ def test_collaborate_flattened_tokens_are_refused() -> None:
     assert refusal and refusal.code == "token_layout"
 
 
+@pytest.mark.parametrize("rewrite", ["collaborate", "prune"])
+def test_term_of_the_keys_alone_is_refused(rewrite: str) -> None:
+    """Each head adds a number for each key to its scores, which no product of both holds."""
+    gate = np.random.default_rng(1).standard_normal((D, H)).astype(np.float32)
+    mask = """
+        g0 = MatMul(x, gate)
+        g1 = Transpose <perm = [0, 2, 1]> (g0)
+        g2 = Unsqueeze(g1, a2)
+        m = Add(s, g2)"""
+    model = attention(mask=mask, inputs=f"float[batch, sequence, {D}] x", constants={"gate": gate})
+    assert only(model).content is not None and only(model).form == "standard"
+    passes = {
+        "collaborate": Collaborate({NAME: SharedDimensions(rank=EXACT)}),
+        "prune": PruneHeads({NAME: [1, 1, 0]}),
+    }
+    with raises(CannotRewrite, "key_term"):
+        passes[rewrite](model)
+
+
+def test_collaborate_one_remaining_head_a_second_time_is_refused() -> None:
+    """A single head is not seen as shared, but its content term must not be lost."""
+    model = PruneHeads({NAME: [1, 0, 0]})(attention()).model
+    collaborate(model, K)
+    assert only(model).content is not None
+    with raises(CannotRewrite, "key_term"):
+        Collaborate({NAME: SharedDimensions(rank=K)})(model)
+
+
 def test_collaborate_second_time_is_refused() -> None:
     with raises(CannotRewrite, "collaborative"):
         Collaborate({NAME: SharedDimensions(rank=4)})(collaborate(attention(), 5))
