@@ -42,6 +42,7 @@ from attnserve.precision.products import Moments, Range, collect_ranges
 from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.session import Batch, lacks_kernels, open_session, require_runtime
+from attnserve.runtime.workarounds import part_transposes
 from graph_passes.analysis.constants import constant_tensor
 from graph_passes.analysis.shapes import set_missing_types
 from graph_passes.emit.editing import remove_unused
@@ -435,6 +436,7 @@ def _halved(model: ir.Model) -> ir.Model:
     made = ir.from_proto(proto)
     made.graph.sort()  # the tool appends casts at the end
     _join_casts(made)
+    part_transposes(made)
     return made
 
 

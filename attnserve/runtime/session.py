@@ -30,7 +30,7 @@ from attnserve.runtime.external_data import (
     without_content,
 )
 from attnserve.runtime.memory import return_freed_memory
-from attnserve.runtime.onnx_reader import read_in_place
+from attnserve.runtime.workarounds import crashes, safe_copy, safe_graph
 from graph_passes.errors import (
     AttnserveError,
     InvalidArgument,
@@ -134,7 +134,7 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     providers = _providers(ort, provider, cuda)
     if isinstance(source, Path):
-        patched = _patched(source)
+        patched = safe_graph(source)
         if patched is None:
             content = [np.fromfile(source.parent / location, np.uint8) for location in copied]
             if content:
@@ -144,9 +144,8 @@ def open_session(
             return _start(ort, str(source), source.name, options, providers)
         source = patched
     name = source.graph.name or "the model in memory"
-    if _lacking(source):
-        source = source.clone()
-        _give_biases(source)
+    if crashes(source):
+        source = safe_copy(source)
     folder = external_folder(source)
     if folder is None and external_files(source):
         source = source.clone()
@@ -214,47 +213,6 @@ def _serialized_bytes(model: ir.Model, shared: Mapping[str, np.ndarray]) -> int:
     tensors = [v.const_value for v in model.graph.initializers.values()]
     mapped = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, ir.ExternalTensor))
     return weight_bytes(model) - mapped - sum(array.nbytes for array in shared.values())
-
-
-def _patched(path: Path) -> ir.Model | None:
-    """The model if it needs a workaround for a crash of ONNX Runtime (``_lacking``), else None."""
-    try:
-        proto = read_in_place(path)
-        if all(imported.domain != "com.microsoft" for imported in proto.opset_import):
-            return None
-        model = ir.from_proto(proto)
-    except Exception:  # ONNX Runtime reports the error
-        return None
-    ir.external_data.set_base_dir(model.graph, path.parent)
-    return model if _lacking(model) else None
-
-
-def _lacking(model: ir.Model) -> list[ir.Node]:
-    """All com.microsoft Attention nodes without a bias, for which the CPU kernel crashes."""
-    return [
-        node
-        for node in ir.traversal.RecursiveGraphIterator(model.graph)
-        if (node.domain, node.op_type) == ("com.microsoft", "Attention")
-        and (len(node.inputs) < 3 or node.inputs[2] is None)
-    ]
-
-
-def _give_biases(model: ir.Model) -> None:
-    """Add a bias of zeros to the nodes of ``_lacking``."""
-    for index, node in enumerate(_lacking(model)):
-        weight = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] else None
-        if weight is None:
-            raise InvalidModel(
-                f"{node.name or node.op_type}: com.microsoft Attention without a bias crashes "
-                "ONNX Runtime, and its weight is not constant",
-                "add a bias of zeros to the operator",
-                code="session.attention_bias",
-            )
-        zeros = np.zeros(weight.shape.numpy()[-1], weight.dtype.numpy())
-        bias = ir.val(f"attnserve/bias_{index}", const_value=ir.tensor(zeros))
-        model.graph.register_initializer(bias)
-        node.resize_inputs(max(3, len(node.inputs)))
-        node.replace_input_with(2, bias)
 
 
 def weight_bytes(model: ir.Model) -> int:

@@ -379,6 +379,11 @@ class LayoutReader:
             above = value.producer()
             value = above.inputs[0] if above is not None and above.op_type in FLATTENS else None
         node = tokens.producer()
+        while node is not None and node.op_type in FLATTENS and node.inputs[0] is not None:
+            if self.info.shape(node.inputs[0]) != self.info.shape(tokens):
+                break
+            tokens = node.inputs[0]  # not changed, for example by a Reshape to the same shape
+            node = tokens.producer()
         if not sequence_first or node is None or node.op_type != "Transpose" or not node.inputs[0]:
             return tokens, sequence_first
         swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]

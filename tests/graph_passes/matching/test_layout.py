@@ -164,6 +164,19 @@ def test_match_projection_two_permutations_match_or_raise(
     np.testing.assert_allclose(got, columns.transpose(0, 2, 1, 3), atol=1e-4, rtol=0)
 
 
+def test_match_projection_reshape_to_the_same_shape_changes_nothing() -> None:
+    """Between a transpose of the tokens and their product, as for PyTorch's sequence-first layer."""
+    model = model_of("""
+    xt = Transpose <perm = [1, 0, 2]> (x)
+    xr = Reshape(xt, merge)
+    q0 = MatMul(xr, Wq)
+    q1 = Reshape(q0, heads)
+    out = Transpose <perm = [1, 2, 0, 3]> (q1)""")
+    read = reader_of(model).match_projection(value_of(model, "out"), "query")
+    np.testing.assert_array_equal(read.columns, COLUMNS)
+    assert read.input.name == "x" and read.by_sequence and not read.sequence_first
+
+
 UNMATCHED = {
     "tokens in another order": (
         PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [2, 0, 1, 3]"),

@@ -1,0 +1,134 @@
+"""Change graphs at which ONNX Runtime 1.31 crashes on CPUs; a crash ends the process.
+
+- ``com.microsoft.Attention`` without a bias: it gets a bias of zeros.
+- A transposed float16 operand of MatMul, such as Transpose <perm = [1, 0, 2]>, which
+  ``torch.nn.MultiheadAttention`` exports: a Reshape to the same shape keeps them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from attnserve.runtime.onnx_reader import read_in_place
+from graph_passes.errors import InvalidModel
+
+__all__ = ["crashes", "part_transposes", "safe_copy", "safe_graph"]
+
+
+def safe_graph(path: Path) -> ir.Model | None:
+    """The changed graph of a file; None if it can be loaded as it is, or cannot be read."""
+    try:
+        proto = read_in_place(path)
+        fused = any(imported.domain == "com.microsoft" for imported in proto.opset_import)
+        half = any(one.data_type == onnx.TensorProto.FLOAT16 for one in proto.graph.initializer)
+        if not (fused or half):
+            return None
+        model = ir.from_proto(proto)
+    except Exception:  # ONNX Runtime reports the error
+        return None
+    ir.external_data.set_base_dir(model.graph, path.parent)
+    if not crashes(model):
+        return None
+    _change(model)
+    return model
+
+
+def crashes(model: ir.Model) -> bool:
+    """Whether a graph has to be changed."""
+    return bool(_without_bias(model)) or any(True for _ in _fused_transposes(model))
+
+
+def safe_copy(model: ir.Model) -> ir.Model:
+    """A changed copy.
+
+    Raises:
+        InvalidModel: An Attention operator has neither a bias nor a constant weight.
+    """
+    model = model.clone()
+    _change(model)
+    return model
+
+
+def _change(model: ir.Model) -> None:
+    _give_biases(model)
+    part_transposes(model)
+
+
+def _without_bias(model: ir.Model) -> list[ir.Node]:
+    return [
+        node
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        if (node.domain, node.op_type) == ("com.microsoft", "Attention")
+        and (len(node.inputs) < 3 or node.inputs[2] is None)
+    ]
+
+
+def _give_biases(model: ir.Model) -> None:
+    for index, node in enumerate(_without_bias(model)):
+        weight = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] else None
+        if weight is None:
+            raise InvalidModel(
+                f"{node.name or node.op_type}: com.microsoft Attention without a bias crashes "
+                "ONNX Runtime, and its weight is not constant",
+                "add a bias of zeros to the operator",
+                code="session.attention_bias",
+            )
+        zeros = np.zeros(weight.shape.numpy()[-1], weight.dtype.numpy())
+        bias = ir.val(f"attnserve/bias_{index}", const_value=ir.tensor(zeros))
+        model.graph.register_initializer(bias)
+        node.resize_inputs(max(3, len(node.inputs)))
+        node.replace_input_with(2, bias)
+
+
+def part_transposes(model: ir.Model) -> None:
+    """Put a Reshape to the same shape between Transpose and MatMul, in place."""
+    shapes: dict[int, ir.Value] = {}
+    for number, (node, place) in enumerate([*_fused_transposes(model)]):
+        value = node.inputs[place]
+        assert value is not None
+        rank = len(_permutation(value) or ())
+        if rank not in shapes:
+            sizes = ir.tensor(np.array([0] * (rank - 1) + [-1], np.int64))
+            shapes[rank] = ir.val(f"attnserve/same_shape_{rank}", const_value=sizes)
+            model.graph.register_initializer(shapes[rank])
+        same = ir.node("Reshape", [value, shapes[rank]], name=f"attnserve/same_shape/{number}")
+        result = same.outputs[0]
+        result.name, result.type = f"attnserve/same_shape/{number}/output", value.type
+        result.shape = value.shape
+        graph = node.graph
+        assert graph is not None
+        graph.insert_before(node, same)
+        node.replace_input_with(place, result)
+
+
+def _fused_transposes(model: ir.Model) -> Iterator[tuple[ir.Node, int]]:
+    """MatMul nodes, and the number of an operand, whose fusion with a Transpose crashes."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.op_type != "MatMul" or node.domain:
+            continue
+        if not any(_is_half(value) for value in node.inputs):
+            continue
+        for place, value in enumerate(node.inputs):
+            order = _permutation(value)
+            if order is not None and 2 < len(order) < 5 and order[0] == 1:
+                yield node, place
+
+
+def _permutation(value: ir.Value | None) -> list[int] | None:
+    producer = None if value is None else value.producer()
+    if producer is None or producer.op_type != "Transpose" or producer.domain:
+        return None
+    order = producer.attributes.get_ints("perm", None)
+    return None if order is None else [*order]
+
+
+def _is_half(value: ir.Value | None) -> bool:
+    if value is None:
+        return False
+    tensor = value.const_value
+    return (value.dtype if tensor is None else tensor.dtype) == ir.DataType.FLOAT16
