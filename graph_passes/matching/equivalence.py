@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -13,7 +13,7 @@ from graph_passes.analysis.constants import (
     constant_type,
     is_constant,
 )
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, LogitStep, Mask, PositionBias
 
 __all__ = ["have_equal_masks"]
 
@@ -28,20 +28,57 @@ REACH = 60
 
 
 def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
-    """Whether two blocks have equal query and key lengths, masks and position biases."""
+    """Whether two blocks have equal query and key lengths, masks and position biases.
+
+    Masks may be of different heads: of an equal mask (B, H, S, T), each block may have its own.
+    """
     if block.kind != other.kind or len(block.steps) != len(other.steps):
         return False
     if block.kind == "cross" and block.y is not other.y and block.k.past is None:
         return False
     comparison = _Comparison({(block.x, other.x, True): True, (block.y, other.y, True): True})
-    for mine, theirs in zip(block.steps, other.steps, strict=True):
+    steps = ([_as_mask(step) for step in each.steps] for each in (block, other))
+    for mine, theirs in zip(*steps, strict=True):
         a, b = dict(vars(mine)), dict(vars(theirs))
         values = [(a.pop(name, None), b.pop(name, None)) for name in ("value", "total")]
         if type(mine) is not type(theirs) or a != b:
             return False
-        if not all(comparison.are_equal(x, y) for x, y in values):
+        pairs = ((_of_all_heads(x, block), _of_all_heads(y, other)) for x, y in values)
+        if not all(comparison.are_equal(x, y) for x, y in pairs):
             return False
     return True
+
+
+def _as_mask(step: LogitStep) -> LogitStep:
+    """A bias of 0 and -inf, which ``PruneHeads`` adds for a mask, as that mask; without Not."""
+    if isinstance(step, PositionBias) and step.sign == 1 and not step.entangled:
+        node = step.value.producer()
+        if node is None or node.op_type != "Where" or node.inputs[0] is None:
+            return step
+        if [_number(value) for value in node.inputs[1:]] != [0.0, -np.inf]:
+            return step
+        step = Mask(node.inputs[0], -np.inf, True, step.axes)
+    while isinstance(step, Mask):
+        node = step.value.producer()
+        if node is None or node.op_type != "Not" or node.inputs[0] is None:
+            break
+        step = replace(step, value=node.inputs[0], keep=not step.keep)
+    return step
+
+
+def _number(value: ir.Value | None) -> float | None:
+    """The value of a constant of one element."""
+    if not is_constant(value) or int(np.prod(constant_shape(value))) != 1:
+        return None
+    return float(constant_array(value).reshape(()))
+
+
+def _of_all_heads(value: ir.Value | None, block: AttentionBlock) -> ir.Value | None:
+    """The mask that a mask of some heads was taken from, as ``PruneHeads`` takes it."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "Gather" or node.domain or not is_constant(node.inputs[1]):
+        return value
+    return node.inputs[0] if constant_shape(node.inputs[1]) == (block.num_heads,) else value
 
 
 @dataclass(frozen=True, eq=False)

@@ -165,7 +165,7 @@ def test_match_projection_two_permutations_match_or_raise(
 
 
 def test_match_projection_reshape_to_the_same_shape_changes_nothing() -> None:
-    """Between a transpose of the tokens and their product, as for PyTorch's sequence-first layer."""
+    """Between a transpose of the tokens and their product, as in sequence-first layers."""
     model = model_of("""
     xt = Transpose <perm = [1, 0, 2]> (x)
     xr = Reshape(xt, merge)
