@@ -23,7 +23,8 @@ __all__ = ["data_file", "external_data_locations", "load_model", "save_model"]
 def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     """Read and validate a model; external data stays on disk and is memory-mapped on access.
 
-    Weights are no inputs of the result, although a graph may list them there.
+    Weights are no inputs of the result, although a graph may list them there. Axes of length -1
+    are free.
 
     Args:
         in_place: Memory-map also the weights inside the .onnx file, which must not change
@@ -56,6 +57,7 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
         model.graph.sort()  # some converters do not sort nodes
         capture_weights(model)
         _remove_weights_from_inputs(model)
+        _free_negative_axes(model)
     except Exception as error:  # onnx_ir raises ValueError for cycles, and other types
         raise InvalidModel(
             f"{path}: the graph is not well formed: {str(error)[:300]}",
@@ -105,6 +107,16 @@ def _remove_weights_from_inputs(model: ir.Model) -> None:
     for value in [value for value in model.graph.inputs if value.is_initializer()]:
         model.graph.inputs.remove(value)
         model.ir_version = max(model.ir_version, 4)
+
+
+def _free_negative_axes(model: ir.Model) -> None:
+    """Make axes of length -1 free, as some converters mean them and ONNX Runtime reads them."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        shape = value.shape
+        if shape is not None and any(isinstance(axis, int) and axis < 0 for axis in shape):
+            value.shape = ir.Shape(
+                [None if isinstance(axis, int) and axis < 0 else axis for axis in shape]
+            )
 
 
 def _read_own_weights(model: ir.Model, path: Path) -> None:

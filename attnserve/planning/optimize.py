@@ -586,7 +586,7 @@ def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
         return ["no output has a quality that can be measured: only cosines were compared"]
     warnings: list[str] = []
     if quality.value < LOW_QUALITY:
-        less = "raise R or rewrite fewer layers" if plan.changed else "use a more exact precision"
+        less = "compress less, or fewer layers" if plan.changed else "use a more exact precision"
         warnings.append(
             f"the outputs are far from the original's: {quality.measure} {quality.value:.3f} "
             f"({fidelity.data}); {less}"

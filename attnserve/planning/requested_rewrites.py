@@ -275,6 +275,10 @@ class _PlanBuilder:
         for entry in self.request.skip:
             layer, _, kind = entry.rpartition(":") if entry.endswith(KINDS) else (entry, "", "")
             name = layer_name(layer, self.names, "skip")
+            if name in skipped:
+                raise InvalidArgument(
+                    f"`skip` names {name} twice", "name each layer once", code="request.twice"
+                )
             block = self.by_name[name]
             refusal = SkipAttention.refusal(block, None, self.graph_context) or self._in_body(block)
             if refusal is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
@@ -141,8 +142,8 @@ def model_cost(model: ir.Model) -> Cost:
         count, uncounted = macs_at(info, model.graph)
         counts.append(count)
         node_bytes.append([_activation_bytes(node, info) for node in model.graph])
-    sizes = _largest(_fit(axes, points, one) for one in set(zip(*node_bytes, strict=True)))
-    polynomial = _fit(axes, points, counts)
+    sizes = _largest(_fit(axes, one) for one in set(zip(*node_bytes, strict=True)))
+    polynomial = _fit(axes, counts)
     if polynomial is None:
         uncounted = ("the count is not a polynomial of the axes",)
     return Cost(polynomial, elements, bytes_, uncounted, inputs, sizes)
@@ -352,32 +353,36 @@ CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
 }
 
 
-def _fit(
-    axes: tuple[str, ...], points: Sequence[tuple[int, ...]], counts: Sequence[int]
-) -> Polynomial | None:
-    """The polynomial through these counts; None if the last one, a check, does not lie on it."""
-    found = Polynomial(axes, _interpolate(dict(zip(points, counts, strict=True)), len(axes)))
+def _fit(axes: tuple[str, ...], counts: Sequence[int]) -> Polynomial | None:
+    """The polynomial through these counts; None if the last one, a check, does not lie on it.
+
+    Args:
+        counts: On the grid of ``POINTS`` in the order of ``itertools.product``, then the check.
+    """
+    found = Polynomial(axes, _interpolate(counts[:-1], len(axes)))
     return found if found(dict.fromkeys(axes, CHECK)) == counts[-1] else None
 
 
-def _interpolate(
-    counts: Mapping[tuple[int, ...], int], axes: int
-) -> dict[tuple[int, ...], Fraction]:
-    """Coefficients by powers from counts on the grid of ``POINTS`` (Lagrange interpolation)."""
-    terms = {powers: Fraction() for powers in itertools.product(range(len(POINTS)), repeat=axes)}
-    for powers in terms:
-        for lengths, count in counts.items():
-            if all(length in POINTS for length in lengths):
-                weights = [LAGRANGE[a][e] for a, e in zip(lengths, powers, strict=True)]
-                terms[powers] += count * math.prod(weights, start=Fraction(1))
-    return {powers: coefficient for powers, coefficient in terms.items() if coefficient}
+def _interpolate(counts: Sequence[int], axes: int) -> dict[tuple[int, ...], Fraction]:
+    """Coefficients by powers from counts on the grid of ``POINTS``, one axis after the other."""
+    values = np.array(counts, dtype=object).reshape((len(POINTS),) * axes)  # exact integers
+    for axis in range(axes):
+        values = np.moveaxis(np.tensordot(DOUBLED, values, axes=(1, axis)), 0, axis)
+    return {
+        powers: Fraction(coefficient, 2**axes)
+        for powers, coefficient in np.ndenumerate(values)
+        if coefficient
+    }
 
 
-def _lagrange(point: int) -> tuple[Fraction, Fraction, Fraction]:
-    """Lagrange basis polynomial of one of ``POINTS``: its coefficients, constant first."""
+def _lagrange(point: int) -> list[int]:
+    """Twice the Lagrange basis polynomial of one of ``POINTS``: its coefficients, constant first.
+
+    Twice, because the points are consecutive integers: the coefficients are integers then.
+    """
     a, b = (other for other in POINTS if other != point)
-    scale = Fraction(1, (point - a) * (point - b))
-    return a * b * scale, -(a + b) * scale, scale
+    scale = 2 // ((point - a) * (point - b))
+    return [a * b * scale, -(a + b) * scale, scale]
 
 
-LAGRANGE = {point: _lagrange(point) for point in POINTS}
+DOUBLED = np.array([_lagrange(point) for point in POINTS], dtype=object).T

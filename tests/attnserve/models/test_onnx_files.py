@@ -342,3 +342,16 @@ def test_external_data_beside_the_target_of_no_link_is_refused(external: Path, t
     data.symlink_to(other / "data")
     with raises(InvalidModel, "artifact.external_outside"):
         load_model(external)
+
+
+def test_load_model_axes_of_length_minus_one_are_free(plain: Path):
+    proto = onnx.load(plain)
+    axes = proto.graph.input[0].type.tensor_type.shape.dim
+    count = len(axes)
+    for axis in axes:
+        if axis.WhichOneof("value") != "dim_value":
+            axis.dim_value = -1
+    plain.write_bytes(proto.SerializeToString())
+    shape = load_model(plain).graph.inputs[0].shape
+    assert shape is not None and len(shape) == count
+    assert all(not isinstance(axis, int) or axis > 0 for axis in shape)

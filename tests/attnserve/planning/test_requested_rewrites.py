@@ -323,6 +323,12 @@ def test_plan_request_skip_unknown_layer_or_kind_is_refused(entry: str):
         planned(skip=[entry])
 
 
+@pytest.mark.parametrize("again", ["1", "1:constant", "attention_1"])
+def test_plan_request_skip_of_one_layer_twice_is_refused(again: str):
+    with raises(InvalidArgument, "request.twice", "attention_1"):
+        planned(skip=["1", again])
+
+
 # Combined rewrites
 
 
