@@ -87,23 +87,24 @@ def _give_biases(model: ir.Model) -> None:
 
 def part_transposes(model: ir.Model) -> None:
     """Put a Reshape to the same shape between Transpose and MatMul, in place."""
-    shapes: dict[int, ir.Value] = {}
-    for number, (node, place) in enumerate([*_fused_transposes(model)]):
-        value = node.inputs[place]
-        assert value is not None
-        rank = len(_permutation(value) or ())
-        if rank not in shapes:
-            sizes = ir.tensor(np.array([0] * (rank - 1) + [-1], np.int64))
-            shapes[rank] = ir.val(f"attnserve/same_shape_{rank}", const_value=sizes)
-            model.graph.register_initializer(shapes[rank])
-        same = ir.node("Reshape", [value, shapes[rank]], name=f"attnserve/same_shape/{number}")
+    for node, place in [*_fused_transposes(model)]:
+        value, graph = node.inputs[place], node.graph
+        assert value is not None and graph is not None
+        same = ir.node("Reshape", [value, _same_shape(model, len(_permutation(value) or ()))])
         result = same.outputs[0]
-        result.name, result.type = f"attnserve/same_shape/{number}/output", value.type
-        result.shape = value.shape
-        graph = node.graph
-        assert graph is not None
+        result.name = same.name = f"{node.outputs[0].name}/operand_{place}"
+        result.type, result.shape = value.type, value.shape
         graph.insert_before(node, same)
         node.replace_input_with(place, result)
+
+
+def _same_shape(model: ir.Model, rank: int) -> ir.Value:
+    """The shape [0, ..., 0, -1], which keeps all axes; an earlier conversion may have added it."""
+    name = f"attnserve/same_shape_{rank}"
+    if name not in model.graph.initializers:
+        sizes = ir.tensor(np.array([0] * (rank - 1) + [-1], np.int64))
+        model.graph.register_initializer(ir.val(name, const_value=sizes))
+    return model.graph.initializers[name]
 
 
 def _fused_transposes(model: ir.Model) -> Iterator[tuple[ir.Node, int]]:

@@ -77,3 +77,17 @@ def test_float16_model_is_written_without_the_pattern():
     x = tokens(PERMS[0], np.float32)
     (found,) = run(open_session(model), {"x": x})
     np.testing.assert_allclose(found, x.transpose(PERMS[0]) @ weight(), atol=0.05)
+
+
+def test_changed_models_can_be_changed_again():
+    """A rewrite may add another product of the transposed value."""
+    model = transposed(PERMS[0])
+    part_transposes(model)
+    product = ir.node("MatMul", [model.graph[0].outputs[0], model.graph.initializers["w"]])
+    product.outputs[0].name = "z"
+    model.graph.append(product)
+    assert crashes(model)
+    part_transposes(model)
+    assert not crashes(model)
+    (found,) = run(open_session(model), {"x": tokens(PERMS[0])})
+    assert np.isfinite(found).all()
