@@ -26,7 +26,7 @@ class Source(Recorded):
 
 
 class Cost(Recorded):
-    """Elements of parameters, MACs at the recorded shape, and bytes of the file."""
+    """Elements of parameters, MACs at the recorded shape, and bytes of the weights."""
 
     parameters: int | None = None
     macs: int | None = None
@@ -76,7 +76,7 @@ class Step(Recorded):
     cache_width: int | None = None
 
     @property
-    def shown(self) -> list[str]:
+    def changed_sizes(self) -> list[str]:
         """The names of the sizes that the step changed."""
         sizes = ("rank", "heads", "neurons", "head_size", "cache_width")
         return [name for name in sizes if getattr(self, name) is not None]
