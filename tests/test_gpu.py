@@ -1,0 +1,145 @@
+"""Sessions, rewrites, training and the service on a GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from starlette.testclient import TestClient
+
+import attnserve
+from attnserve.models.example_inputs import example_inputs
+from attnserve.models.onnx_files import save_model
+from attnserve.runtime.buckets import Buckets
+from attnserve.runtime.cuda import Cuda
+from attnserve.runtime.cuda_graphs import GraphRunner
+from attnserve.runtime.io_binding import bound
+from attnserve.runtime.profile import read_runs
+from attnserve.runtime.session import open_session, why_no_cuda
+from benchmarks import cuda
+from benchmarks.gpu.encoder import random_encoder
+from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
+from service.app import create_app
+from service.settings import Settings
+from tests.service.tiny import write_encoder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(why_no_cuda() is not None, reason="this machine has no usable GPU"),
+]
+
+SIZE = Size(2, 64, 4)
+
+
+@pytest.fixture
+def encoder() -> ir.Model:
+    return random_encoder(layers=2, hidden=64, heads=4, positions=64)
+
+
+def test_session_agrees_with_the_cpu(encoder: ir.Model):
+    feed = example_inputs(encoder, 3, 20, padded=True)
+    (expected,) = open_session(encoder, threads=1).run(None, feed)
+    (got,) = open_session(encoder, provider="cuda").run(None, feed)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+
+
+def test_rewritten_graphs_agree_in_float32(tmp_path: Path):
+    errors = cuda.parity("cuda", tmp_path, SIZE, 64)
+    assert set(errors) == {"collaborative", "fused"} and max(errors.values()) <= cuda.PARITY
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != ORIGINAL])
+def test_forms_in_half_precision_agree(name: str):
+    """Half of the weights can be pruned, so pruning and sparse mixing lose nothing."""
+    original = SIZE.build(64)
+    feed = example_inputs(original, 2, 32, padded=True)
+    kept = feed["attention_mask"] == 1
+    expected = open_session(original, provider="cuda").run(None, feed)[0][kept]
+    new = FORMS[name](original.clone(deep_copy=True), SIZE)
+    got = open_session(new, provider="cuda").run(None, feed)[0][kept]
+    cosine = (got * expected).sum(-1) / (
+        np.linalg.norm(got, axis=-1) * np.linalg.norm(expected, axis=-1)
+    )
+    # Reuse is an approximation: the layers of random weights attend differently.
+    assert cosine.min() > (0.5 if name == "reused fp16" else 0.99)
+
+
+def test_captured_graphs_give_the_answers_of_plain_runs(encoder: ir.Model):
+    runner = GraphRunner(
+        open_session(encoder, provider="cuda", cuda=Cuda(graphs=True)), Buckets(4, longest=64)
+    )
+    runner.allow_padding(rows=True, tokens=True)
+    plain = open_session(encoder, provider="cuda")
+    for seed, shape in enumerate([(3, 20), (3, 20), (3, 17), (1, 8), (1, 8), (3, 24), (1, 5)] * 2):
+        feed = example_inputs(encoder, *shape, seed, padded=True)
+        (got,), (expected,) = runner.run(None, feed), plain.run(None, feed)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+    assert runner.buckets.captured
+
+
+def test_profile_has_memory_and_operators(encoder: ir.Model, tmp_path: Path):
+    session: Any = open_session(encoder, provider="cuda", profile=tmp_path / "run")
+    feed = example_inputs(encoder, 2, 32)
+    for _ in range(2):
+        session.run(None, feed)
+    bound(session, feed)()
+    runs = read_runs(Path(session.end_profiling()))
+    assert all(run.peak_bytes for run in runs) and "MatMul" in runs[-1].shares
+
+
+def test_search_and_benchmark_run_on_the_gpu(encoder: ir.Model, tmp_path: Path):
+    model, data = tmp_path / "model.onnx", tmp_path / "data.npz"
+    save_model(encoder, model)
+    np.savez(data, **example_inputs(encoder, 120, 24, padded=True))
+    result = attnserve.optimize(
+        model, tmp_path / "new", keep=0.9, calib=[data], measure="cosine", provider="cuda"
+    )
+    report = attnserve.bench(
+        [model, tmp_path / "new"], batches=(8,), sequences=(24,), provider="cuda", rounds=20
+    )
+    assert result.to_json() and all(row.peak_gpu_bytes for row in report.results)
+
+
+@pytest.mark.export
+def test_training_on_the_gpu_improves_a_rewritten_model(encoder: ir.Model, tmp_path: Path):
+    model, data = tmp_path / "model.onnx", tmp_path / "data.npz"
+    save_model(encoder, model)
+    np.savez(data, **example_inputs(encoder, 160, 24, padded=True))
+    attnserve.optimize(model, tmp_path / "small", collab_dk=16, calib=[data], provider="cuda")
+    report = attnserve.recover(
+        tmp_path / "small", tmp_path / "trained", teacher=model, data=data, minutes=0.3,
+        measure="cosine", provider="cuda",
+    )  # fmt: skip
+    assert report.to_json() and (tmp_path / "trained" / "model.onnx").is_file()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., TestClient]]:
+    clients: list[TestClient] = []
+
+    def start(model: Path, **settings: Any) -> TestClient:
+        clients.append(TestClient(create_app(Settings(model=model, **settings))))
+        return clients[-1].__enter__()
+
+    yield start
+    for client in clients:
+        client.__exit__(None, None, None)
+
+
+def test_service_gives_the_vectors_of_the_cpu(start: Callable[..., TestClient], tmp_path: Path):
+    encoder = write_encoder(tmp_path / "tiny")
+    texts = ["a", "a b", ["a", "b c d"], "a b c d"] * 3
+    gpu = start(encoder, provider="cuda", cuda_graphs=3)
+    cpu = start(encoder, provider="cpu")
+    for text in texts:
+        got, expected = (one.post("/embed", json={"inputs": text}) for one in (gpu, cpu))
+        assert got.status_code == expected.status_code == 200, got.text
+        np.testing.assert_allclose(
+            got.json()["embeddings"], expected.json()["embeddings"], rtol=0, atol=1e-4
+        )
+    assert int(got.headers["x-gpu-bytes"]) > 0
+    assert "gpu" in gpu.get("/metrics").text
