@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -37,6 +37,7 @@ from benchmarks.gpu.collaborative_operators import expressions
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import ORIGINAL, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import (
+    BUDGET,
     Shape,
     Sized,
     build,
@@ -53,8 +54,10 @@ from graph_passes.passes.fuse_attention import FuseAttention
 PARITY = 1e-3
 """Largest difference of graphs of the same function, in float32."""
 SECONDS = 440.0
-SHARES = {"BERT-base": 0.45, "MiniLM": 0.6, "BERT-large": 0.9}
-"""Deadline of each size as a share of all seconds; the rest is for one short text."""
+SHARES = {"BERT-base": 0.45, "MiniLM": 0.15, "BERT-large": 0.3}
+"""Shares of the seconds of all sizes; a tenth of the time is for one short text."""
+COMPILING_S = 300.0
+"""The least time limit with which PyTorch compiles, which takes half a minute for each size."""
 SHAPES: Sequence[Shape] = (
     (32, 128), (32, 512), (1, 32), (1, 128), (8, 128),
     *(s for s in product((1, 8, 32, 128), (32, 128, 512))
@@ -141,12 +144,17 @@ def everything(
         _log("collaborative attention", content["collaborative_attention"])
         content["sizes"] = {}
         short: Sized | None = None
+        deadlines = _deadlines(sizes)
         for label, size in sizes.items():
-            deadline = begin + seconds * SHARES.get(label, 0.9)
+            deadline = begin + seconds * deadlines[label]
             place = folder / label
             place.mkdir()
             done = build(size, shapes, place, (perf_counter() + deadline) / 2)
-            torch = _result_or_reason(lambda size=size: compiled(size, positions))
+            torch = (
+                _result_or_reason(lambda size=size: compiled(size, positions))
+                if seconds >= COMPILING_S
+                else BUDGET
+            )
             if isinstance(torch, str):
                 done.not_built[TORCH] = torch
             more = {} if isinstance(torch, str) else {TORCH: torch}
@@ -171,6 +179,13 @@ def everything(
     content["bounds"] = bounds(content)
     content["seconds"] = round(perf_counter() - begin, 1)
     return content
+
+
+def _deadlines(sizes: Mapping[str, Size]) -> dict[str, float]:
+    """The time at which each size must end, as a share of all seconds."""
+    total = sum(SHARES.get(label, 1.0) for label in sizes)
+    ends = accumulate(SHARES.get(label, 1.0) for label in sizes)
+    return {label: 0.9 * end / total for label, end in zip(sizes, ends, strict=True)}
 
 
 def bounds(content: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -271,6 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--min-cosine", type=float, default=0.9, help="minimum cosine of a pair")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     # To test this program without a GPU.
     parser.add_argument("--tiny-on-cpu", action="store_true", help=argparse.SUPPRESS)
@@ -292,7 +308,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             provider, TINY, TINY_SHAPES, options.seconds, matrix=64, ranks=(16,), requests=20
         )
         if options.tiny_on_cpu
-        else everything(provider, SIZES, SHAPES, options.seconds)
+        else everything(
+            provider, {name: SIZES[name] for name in options.sizes}, SHAPES, options.seconds
+        )
     )
     card = content["machine"]["gpu"] if provider == "cuda" else "tiny on cpu"
     write_json(options.results / f"cuda-{slug(card or 'unknown')}.json", content)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from graph_passes.passes.fuse_attention import FuseAttention
     from graph_passes.passes.fuse_gelu import FuseGelu
     from graph_passes.passes.fuse_residuals import FuseResiduals
+    from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
     from graph_passes.passes.prune_heads import PruneHeads
     from graph_passes.passes.prune_neurons import PruneNeurons
     from graph_passes.passes.reuse_attention import ReuseAttention
@@ -60,6 +61,7 @@ __all__ = [
     "FuseAttention",
     "FuseGelu",
     "FuseResiduals",
+    "FuseSkipNorm",
     "GraphContext",
     "InvalidArgument",
     "InvalidData",
@@ -104,6 +106,7 @@ _NAMES = {
     "passes.fuse_attention": ("FuseAttention",),
     "passes.fuse_gelu": ("FuseGelu",),
     "passes.fuse_residuals": ("FuseResiduals",),
+    "passes.fuse_skip_norm": ("FuseSkipNorm",),
     "passes.prune_heads": ("PruneHeads",),
     "passes.prune_neurons": ("PruneNeurons",),
     "passes.reuse_attention": ("ReuseAttention",),

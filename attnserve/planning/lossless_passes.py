@@ -7,7 +7,8 @@ The new model is therefore compared with the original and timed before it is use
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,27 +32,51 @@ from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import AttnserveError, CannotRewrite
+from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 from graph_passes.passes.fuse_residuals import FuseResiduals
+from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 
 __all__ = [
-    "LEAST_COSINE",
-    "MOST_ERROR",
+    "TOLERANCES",
     "FusionReport",
+    "Tolerance",
     "fuse_lossless",
     "fusion_plan",
 ]
 
-FORMS: Sequence[FusedOperator] = ("onnx", "attention", "multi_head")
-"""Attention operators, fastest first on the CPU provider; the first that applies is used."""
+FORMS: Mapping[Provider, Sequence[FusedOperator]] = {
+    "cpu": ("onnx", "attention", "multi_head"),
+    "cuda": ("attention", "multi_head", "onnx"),
+}
+"""Attention operators, fastest first; the first that applies is used."""
 
-LEAST_COSINE = 1 - 1e-6
-"""The lowest accepted cosine of an output vector to the original's; rounding gives 1 - 1e-10."""
+RESIDUALS: Mapping[Provider, type[RewritePass]] = {"cpu": FuseResiduals, "cuda": FuseSkipNorm}
+"""The fastest form of residual additions."""
 
-MOST_ERROR = 1e-5
-"""The highest accepted error of a number, relative to the largest one of its output."""
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far the outputs of a fused model may be from the original's.
+
+    Attributes:
+        cosine: The lowest cosine of an output vector to the original's.
+        error: The highest error of a number, relative to the largest one of its output.
+    """
+
+    cosine: float
+    error: float
+
+
+TOLERANCES: Mapping[ir.DataType, Tolerance] = {
+    ir.DataType.FLOAT: Tolerance(1 - 1e-6, 1e-5),
+    ir.DataType.FLOAT16: Tolerance(1 - 1e-5, 1e-2),
+    ir.DataType.BFLOAT16: Tolerance(1 - 5e-4, 6e-2),
+}
+"""By the type of the weights. Errors of rounding are about 80 units of the last place in single
+precision (1 - cosine: 1e-10), and 8 in half precision."""
 
 COMPARED = ((1, 1), (1, 7), (3, 16), (4, 33), (2, 128))
 """(batch, sequence) of the compared inputs; in each, all rows but the first are padded. Shapes that
@@ -86,8 +111,16 @@ class FusionReport:
     speedup: float
 
 
-def fusion_plan(model: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
-    """The plan that fuses every possible block, attention in the first of ``forms`` that applies.
+def fusion_plan(
+    model: ir.Model,
+    provider: Provider = "cpu",
+    forms: Sequence[FusedOperator] | None = None,
+) -> Plan:
+    """The plan that fuses every possible block.
+
+    Args:
+        forms: Attention operators, of which the first that applies is used (None: ``FORMS`` of the
+            provider).
 
     Raises:
         CannotRewrite: No block can be fused.
@@ -103,7 +136,7 @@ def fusion_plan(model: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan
     for block in report.blocks:
         if block.graph is not model.graph or block.idiom in IDIOMS.values():
             continue
-        for form in forms:
+        for form in forms or FORMS[provider]:
             refusal = fusion_refusal(block, form, shapes, opsets)
             if refusal is None:
                 chosen[block.name] = form
@@ -116,7 +149,7 @@ def fusion_plan(model: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan
             "use the model as it is",
             code="fusion.nothing",
         )
-    return Plan.of([FuseAttention(chosen), FuseGelu(gelu), FoldBiases(), FuseResiduals()])
+    return Plan.of([FuseAttention(chosen), FuseGelu(gelu), FoldBiases(), RESIDUALS[provider]()])
 
 
 def fuse_lossless(
@@ -125,7 +158,7 @@ def fuse_lossless(
     """Write the fused form of a model to ``path``, if it is equal and faster.
 
     For rows with at least one token that is not masked, every output must equal the original's
-    within ``LEAST_COSINE`` and ``MOST_ERROR``. Inputs and outputs keep names, types and shapes. The
+    within ``TOLERANCES``. Inputs and outputs keep names, types and shapes. The
     mean speed-up over ``TIMED`` must be at least ``MIN_LOSSLESS_GAIN``, and at least
     ``MIN_SPEEDUP`` at each shape. The written file itself is compared and timed.
 
@@ -140,11 +173,12 @@ def fuse_lossless(
         AttnserveError: The model cannot be read, or does not run.
     """
     model = load_model(source, in_place=True)
-    plan = fusion_plan(model)
+    plan = fusion_plan(model, provider)
     try:
         return _fuse_and_check(source, model, plan, path, provider, threads)
     except AttnserveError:
-        older = fusion_plan(model, [form for form in FORMS if form not in OPSETS])
+        forms = [form for form in FORMS[provider] if form not in OPSETS]
+        older = fusion_plan(model, provider, forms)
         if older.targets(FuseAttention) == plan.targets(FuseAttention):
             raise
     # Some versions of ONNX Runtime have no fast kernel for the newest operator. Not in the handler:
@@ -186,11 +220,12 @@ def _compare(model: ir.Model, pair: Sequence[Any]) -> tuple[float, float]:
                 f"the fused model has {other}, expected {one}", DEFECT, code="fusion.interface"
             )
     outputs = [output.name for output in pair[0].get_outputs()]
+    accepted = TOLERANCES[_weight_type(model)]
     distances: list[tuple[float, float]] = []
     for feed, expected in _runnable(model, COMPARED, pair[0], padded=True):
         for name, before, after in zip(outputs, expected, run(pair[1], feed), strict=True):
             cosine, error = _distance(before, after)
-            if not (cosine >= LEAST_COSINE and error <= MOST_ERROR):  # also if NaN
+            if not (cosine >= accepted.cosine and error <= accepted.error):  # also if NaN
                 raise CannotRewrite(
                     f"output {name!r} of the fused model differs at {_shape(feed)}: cosine "
                     f"{cosine:.7f}, error {error:.1e} of its largest number",
@@ -200,6 +235,15 @@ def _compare(model: ir.Model, pair: Sequence[Any]) -> tuple[float, float]:
             distances.append((cosine, error))
     cosines, errors = zip(*distances, strict=True)
     return min(cosines), max(errors)
+
+
+def _weight_type(model: ir.Model) -> ir.DataType:
+    """The floating-point type that holds most weights."""
+    sizes: Counter[ir.DataType] = Counter()
+    for value in model.graph.initializers.values():
+        if value.const_value is not None and value.const_value.dtype in TOLERANCES:
+            sizes[value.const_value.dtype] += value.const_value.size
+    return max(sizes, key=sizes.__getitem__, default=ir.DataType.FLOAT)
 
 
 def _distance(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:

@@ -300,8 +300,6 @@ class _Child:
         # Imported here: only this process needs the modules that rewrite graphs.
         from attnserve.planning.lossless_passes import fuse_lossless
 
-        if self._provider != "cpu":
-            raise CannotRewrite("operator fusion supports only the CPU")
         size = self._facts.weight_bytes
         if size > MAX_BYTES:
             raise CannotRewrite(

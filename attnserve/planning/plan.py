@@ -31,6 +31,7 @@ ORDER = (
     "fuse_gelu",
     "fold_biases",
     "fuse_residuals",
+    "fuse_skip_norm",
 )
 """The order in which the planner and requests apply passes; a plan.json may have any other. Passes
 that are not listed come before those that fuse operators."""

@@ -12,7 +12,7 @@ import psutil
 __all__ = ["gpu_bytes", "rss_bytes"]
 
 SAMPLE_S = 1.0
-"""How long a sample of the resident memory is reused: psutil takes 50 us, and every answer asks."""
+"""How long a sample is reused: psutil takes 50 us, NVML more, and every answer asks."""
 
 
 def rss_bytes() -> int:
@@ -28,12 +28,18 @@ def _sample(interval: int) -> int:
 def gpu_bytes() -> int | None:
     """Memory in use on the first visible GPU by all processes; None without a readable GPU.
 
-    That is the first entry of CUDA_VISIBLE_DEVICES, an index or a UUID.
+    That is the first entry of CUDA_VISIBLE_DEVICES, an index or a UUID. The sample is at most
+    ``SAMPLE_S`` old.
     """
     nvml = _nvml()
     if nvml is None:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    return _gpu_sample(nvml, visible, int(monotonic() / SAMPLE_S))
+
+
+@lru_cache(maxsize=1)
+def _gpu_sample(nvml: Any, visible: str, interval: int) -> int | None:
     try:
         if visible and not visible.isdecimal():
             device = nvml.nvmlDeviceGetHandleByUUID(visible)

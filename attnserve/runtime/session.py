@@ -271,6 +271,8 @@ def _start(
 def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
     if provider == "cpu":
         return ["CPUExecutionProvider"]
+    # Each session on CUDA warns that the provider is no plugin; errors are raised as exceptions.
+    ort.set_default_logger_severity(4)
     if hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
     if "CUDAExecutionProvider" not in ort.get_available_providers():

@@ -18,6 +18,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
 from graph_passes.passes.fuse_attention import FuseAttention, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu
+from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
 
@@ -95,13 +96,14 @@ def by_onnxscript(model: ir.Model, size: Size) -> ir.Model:
 
 
 def fused(
-    model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: FusedOperator = "multi_head"
+    model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: FusedOperator = "attention"
 ) -> ir.Model:
-    """Fuse attention and GELU into operators of ONNX Runtime (lossless)."""
+    """Fuse attention, GELU and residual norms into operators of ONNX Runtime (lossless)."""
     forms = {b.name: form for b in find_attention(model)[0] if fusion_refusal(b, form) is None}
     if forms:
         FuseAttention(forms)(model)
     FuseGelu([block.name for block in find_feed_forward(model)])(model)
+    FuseSkipNorm()(model)
     to_half(model, half)
     return model
 
@@ -110,14 +112,9 @@ def fused_in_bfloat16(model: ir.Model, size: Size) -> ir.Model:
     return fused(model, size, ir.DataType.BFLOAT16)
 
 
-def projecting_inside(model: ir.Model, size: Size) -> ir.Model:
-    """Fuse with one projection for queries, keys and values inside the operator."""
-    return fused(model, size, form="attention")
-
-
-def merged(model: ir.Model, size: Size) -> ir.Model:
-    """Fuse with one projection for queries, keys and values before the operator."""
-    return fused(model, size, form="merged")
+def projecting_outside(model: ir.Model, size: Size) -> ir.Model:
+    """Fuse with projections of queries, keys and values before the operator."""
+    return fused(model, size, form="multi_head")
 
 
 def pruned(model: ir.Model, size: Size) -> ir.Model:
@@ -127,15 +124,18 @@ def pruned(model: ir.Model, size: Size) -> ir.Model:
 
 
 def sparse(model: ir.Model, size: Size) -> ir.Model:
-    """Halve the head size by sparse mixing without sharing, and fuse."""
+    """Halve the head size by sparse mixing without sharing, and fuse.
+
+    Attention has no fast kernel for keys that are shorter than values; MultiHeadAttention has.
+    """
     _shorten(model)
-    return fused(model, size)
+    return fused(model, size, form="multi_head")
 
 
 def pruned_and_sparse(model: ir.Model, size: Size) -> ir.Model:
     _prune(model)
     _shorten(model)
-    return fused(model, size)
+    return fused(model, size, form="multi_head")
 
 
 def reused(model: ir.Model, size: Size) -> ir.Model:
@@ -156,8 +156,7 @@ FORMS: Mapping[str, Callable[[ir.Model, Size], ir.Model]] = {
     "ONNX Runtime fp16": by_onnxruntime,
     "onnxscript fp16": by_onnxscript,
     "fused fp16": fused,
-    "Attention fp16": projecting_inside,
-    "merged fp16": merged,
+    "MultiHeadAttention fp16": projecting_outside,
     "fused bf16": fused_in_bfloat16,
     "pruned fp16": pruned,
     "sparse fp16": sparse,

@@ -117,7 +117,9 @@ ATTENTION = {
     "fp16": {"Softmax": 2},
     "ONNX Runtime fp16": {"Attention": 2},
     "onnxscript fp16": {"MultiHeadAttention": 2},
-    "Attention fp16": {"Attention": 2},
+    "fused fp16": {"Attention": 2},
+    "fused bf16": {"Attention": 2},
+    "pruned fp16": {"Attention": 2},
     "reused fp16": {"Softmax": 1},
 }
 
@@ -289,7 +291,14 @@ def test_shapes_are_complete_and_unique():
     wanted = {(batch, tokens) for batch in (1, 8, 32, 128) for tokens in (32, 128, 512)}
     assert len(cuda.SHAPES) == 12 and set(cuda.SHAPES) == wanted
     assert set(cuda.SHAPES[:3]) == {(32, 128), (32, 512), (1, 32)}  # shapes of the bounds
-    assert list(SIZES) == list(cuda.SHARES) and sorted(cuda.SHARES.values())[-1] < 1
+    assert list(SIZES) == list(cuda.SHARES)
+
+
+@pytest.mark.parametrize("labels", [["BERT-base", "MiniLM"], ["tiny"], list(SIZES)])
+def test_deadlines_grow_and_leave_a_tenth(labels: list[str]):
+    ends = cuda._deadlines({label: SIZES.get(label, SMALL) for label in labels})
+    assert list(ends) == labels and list(ends.values()) == sorted(ends.values())
+    assert list(ends.values())[-1] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(

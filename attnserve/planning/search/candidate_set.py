@@ -25,7 +25,6 @@ from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
-from graph_passes.passes.fuse_residuals import FuseResiduals
 from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
 
 __all__ = ["CandidateSet", "Picked"]
@@ -132,8 +131,8 @@ class CandidateSet:
                     elif form != "as exported" and not needs_plain:
                         passes.append(FuseAttention({block.name: form}))
         passes.append(ReuseAttention(renumbered(edges, masks)))
-        if self.timing.residual_fusion_ms > 0:
-            passes += [FoldBiases(), FuseResiduals()]
+        if self.timing.residual_fusion is not None:
+            passes += [FoldBiases(), self.timing.residual_fusion]
         return Plan.of(passes, precision, in_float)
 
     def _mask(self, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None) -> list[int]:

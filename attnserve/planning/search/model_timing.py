@@ -23,6 +23,7 @@ from attnserve.planning.search.candidates import (
 from attnserve.planning.search.goal import SearchInput
 from attnserve.precision.convert import convert
 from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
+from graph_passes.passes.base import RewritePass
 
 __all__ = ["ModelTiming", "time_model"]
 
@@ -37,7 +38,8 @@ class ModelTiming:
         blocks: The latencies of each block's implementations and configurations.
         in_float: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
-        residual_fusion_ms: What ``FuseResiduals`` saves; 0 if it is not faster.
+        residual_fusion: The fastest form of residual additions; None for that of the model.
+        residual_fusion_ms: What it saves.
         other_ms: The rest of the model, after residual fusion.
     """
 
@@ -48,6 +50,7 @@ class ModelTiming:
     blocks: Mapping[Block, BlockLatency]
     in_float: Mapping[Block, BlockLatency]
     pairs: Sequence[ReusePair]
+    residual_fusion: RewritePass | None
     residual_fusion_ms: float
     other_ms: float
 
@@ -124,7 +127,7 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     if precision in INTEGER:
         in_float = replace(timer, precision="float32").time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
-    saved = timer.residual_fusion_ms()
+    residuals, saved = timer.residual_fusion()
     converted = convert(given.model, precision, given.data.fit, to_nearest=True)
     whole = Part(converted, tuple(feeds))
     total = timer.mean(table.measure({"model": whole})["model"])
@@ -133,4 +136,6 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     )
     # Blocks may take longer alone than in the model; the rest then counts as 0.
     other = max(total - in_blocks - saved, 0.0)
-    return ModelTiming(groups, lengths, target, table, blocks, in_float, pairs, saved, other)
+    return ModelTiming(
+        groups, lengths, target, table, blocks, in_float, pairs, residuals, saved, other
+    )

@@ -99,7 +99,9 @@ BREAKS: Mapping[str, tuple[str, str]] = {
     "crashes": ("lossless_passes.fuse_lossless = lambda *a, **k: os.abort()", "signal SIGABRT"),
     "hangs": ("import time; lossless_passes.fuse_lossless = lambda *a, **k: time.sleep(60)",
               "did not finish within 1 s"),
-    "is wrong": ("lossless_passes.LEAST_COSINE = 2", "differs at 1 x 1"),
+    "is wrong": ("never = lossless_passes.Tolerance(2, 0)\n"
+                 "kinds = lossless_passes.TOLERANCES\n"
+                 "lossless_passes.TOLERANCES = dict.fromkeys(kinds, never)", "differs at 1 x 1"),
     "is slower": ("lossless_passes.MIN_LOSSLESS_GAIN = 1e9",
                   "x as fast, expected at least 1000000000.0x"),
     "has a defect": ("lossless_passes.fusion_plan = None", "TypeError: 'NoneType' object is not"),

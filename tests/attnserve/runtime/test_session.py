@@ -271,6 +271,7 @@ def test_open_session_cuda_without_device_is_refused(monkeypatch: pytest.MonkeyP
         SessionOptions=SimpleNamespace,
         InferenceSession=start,
         get_available_providers=lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"],
+        set_default_logger_severity=lambda severity: None,
     )
     monkeypatch.setattr(sessions, "require_runtime", lambda: runtime)
     model = ir.from_onnx_text(EXP)

@@ -32,6 +32,7 @@ from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.fuse_residuals import FuseResiduals
+from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, mask_from_hex, mask_to_hex
 from graph_passes.passes.reuse_attention import ReuseAttention
@@ -98,6 +99,7 @@ PASSES: dict[str, RewritePass] = {
     "fuse_attention": FuseAttention({FIRST: "merged"}),
     "fuse_gelu": FuseGelu(["feed_forward_0"]),
     "fuse_residuals": FuseResiduals(),
+    "fuse_skip_norm": FuseSkipNorm(),
     "prune_heads": PruneHeads({FIRST: (1, 0, 1)}),
     "prune_neurons": PruneNeurons({"feed_forward_0": [1, 0, 1, 1, 0]}),
     "reuse_attention": ReuseAttention({SECOND: {0: (FIRST, 2), 2: (FIRST, 1)}}),

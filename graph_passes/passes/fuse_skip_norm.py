@@ -1,0 +1,145 @@
+"""FuseSkipNorm: write a residual addition and its norm as one operator of ONNX Runtime."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from graph_passes.analysis.constants import (
+    constant_array,
+    constant_shape,
+    constant_type,
+    is_constant,
+)
+from graph_passes.analysis.shapes import ShapeInfo
+from graph_passes.context import GraphContext
+from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
+from graph_passes.matching.feed_forward import find_feed_forward
+from graph_passes.matching.find import find_attention
+from graph_passes.matching.naming import pin_names
+from graph_passes.passes.base import RewritePass, small_shapes
+from graph_passes.passes.fuse_residuals import find_residuals
+from graph_passes.passes.invariants import Interface
+
+__all__ = ["FuseSkipNorm"]
+
+DOMAIN = "com.microsoft"
+
+DTYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+
+
+class FuseSkipNorm(RewritePass):
+    """Write a residual addition, the bias before it and the norm after it as one operator.
+
+    Before: s = (p + b) + r,   y = LayerNormalization(s, gain, shift)
+    After:  y, s = SkipLayerNormalization(p, r, gain, shift, b)
+
+    Exact except for rounding; in half precision the operator sums in half precision. It reads and
+    writes memory once instead of three times, which is faster on a GPU. ONNX Runtime's CPU kernel
+    is slower than the separate nodes: use ``FuseResiduals`` there. The model imports com.microsoft.
+    """
+
+    name: ClassVar[str] = "fuse_skip_norm"
+
+    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
+        found = _fusible(context.model, small_shapes(context))
+        return before.with_opset(DOMAIN, 1) if found else before
+
+    def rewrite_graph(self, context: GraphContext) -> bool:
+        norms = _fusible(context.model, small_shapes(context))
+        if norms:
+            # Names may come from the biases: plans refer to them.
+            pin_names(context.get(find_attention)[0])
+            pin_names(context.get(find_feed_forward))
+            context.model.opset_imports.setdefault(DOMAIN, 1)
+        for norm in norms:
+            _fuse(norm)
+        remove_unused(context.model)
+        return bool(norms)
+
+
+def _fusible(model: ir.Model, info: ShapeInfo) -> list[ir.Node]:
+    """The norms to fuse: the first of each sum."""
+    norms: dict[ir.Value | None, ir.Node] = {}
+    for norm in find_residuals(model):
+        if _applies(norm, info):
+            norms.setdefault(norm.inputs[0], norm)
+    return list(norms.values())
+
+
+def _applies(norm: ir.Node, info: ShapeInfo) -> bool:
+    added, gain = norm.inputs[0], norm.inputs[1]
+    total = None if added is None else added.producer()
+    assert total is not None
+    shapes = [info.shape(value) for value in total.inputs]
+    shape = shapes[0]
+    if shape is None or shapes[1] != shape or len(shape) not in (2, 3):
+        return False
+    if norm.attributes.get_int("axis", -1) not in (-1, len(shape) - 1):
+        return False
+    if any(value.uses() or value.is_graph_output() for value in norm.outputs[1:]):
+        return False
+    vectors = [value for value in norm.inputs[1:] if value is not None]
+    return (
+        total.graph is norm.graph
+        and gain is not None
+        and all(_is_vector(value, shape[-1]) for value in vectors)
+        and {constant_type(value) for value in vectors} <= DTYPES
+    )
+
+
+def _is_vector(value: ir.Value | None, size: int) -> bool:
+    return value is not None and is_constant(value) and tuple(constant_shape(value)) == (size,)
+
+
+def _fuse(norm: ir.Node) -> None:
+    (added, gain, *rest), graph = norm.inputs, norm.graph
+    assert added is not None and gain is not None and isinstance(graph, ir.Graph)
+    total = added.producer()
+    assert total is not None
+    make = Inserter(graph, total, f"{norm.name or norm.outputs[0].name or 'norm'}/fused")
+    size = constant_shape(gain)[0]
+    product, residual = total.inputs
+    bias: ir.Value | None = None
+    for place in (0, 1):
+        found = _without_bias(total.inputs[place], size)
+        if found is not None:
+            (product, bias), residual = found, total.inputs[1 - place]
+            break
+    # A constant may be the output of a node after the addition.
+    gain, shift = (_copied(make, value) for value in (gain, rest[0] if rest else None))
+    readers = [user for user, _ in added.uses() if user is not norm]
+    is_read = bool(readers) or added.is_graph_output()
+    inputs = [product, residual, gain, shift, bias]
+    while inputs[-1] is None:
+        inputs.pop()
+    outputs = make.ops(
+        "SkipLayerNormalization", inputs, ("skip_norm", "mean", "deviation", "sum")[: 4 if is_read
+        else 1], domain=DOMAIN, epsilon=norm.attributes.get_float("epsilon", 1e-5),
+    )  # fmt: skip
+    if is_read:
+        outputs[1].name = outputs[2].name = ""  # not computed
+        replace_uses(added, outputs[3])
+    replace_uses(norm.outputs[0], outputs[0])
+
+
+def _without_bias(value: ir.Value | None, size: int) -> tuple[ir.Value, ir.Value] | None:
+    """(p, b) of a value p + b that nothing else reads; None for other values."""
+    adds = None if value is None else value.producer()
+    if value is None or adds is None or adds.domain or adds.op_type != "Add":
+        return None
+    if len(value.uses()) != 1 or value.is_graph_output():
+        return None
+    for place in (0, 1):
+        product, bias = adds.inputs[1 - place], adds.inputs[place]
+        if product is not None and not is_constant(product) and _is_vector(bias, size):
+            assert bias is not None
+            return product, bias
+    return None
+
+
+def _copied(make: Inserter, value: ir.Value | None) -> ir.Value | None:
+    if value is None or value.producer() is None:
+        return value
+    return make.constant(constant_array(value), "vector", constant_type(value))

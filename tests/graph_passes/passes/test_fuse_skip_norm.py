@@ -1,0 +1,159 @@
+"""FuseSkipNorm: one operator for a bias, a residual addition and a norm."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.models.example_inputs import example_inputs
+from attnserve.runtime.session import open_session
+from benchmarks.gpu.encoder import random_encoder, to_half
+from graph_passes.matching.feed_forward import find_feed_forward
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.fold_biases import FoldBiases
+from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
+from tests.graph_passes.graphs import D, feeds, graph, run, text_of
+
+INPUTS = f"float[batch, sequence, {D}] x, float[batch, sequence, {D}] y"
+POST = """
+ sum = Add(x, y)
+ out = LayerNormalization(sum, gain, shift)"""
+BIASED = """
+ biased = Add(shift, y)
+ sum = Add(x, biased)
+ out = LayerNormalization<epsilon = 0.01>(sum, gain)"""
+PRE = """
+ turned = MatMul(x, W)
+ biased = Add(turned, shift)
+ sum = Add(biased, y)
+ normed = LayerNormalization<axis = 2>(sum, gain, shift)
+ again = MatMul(normed, W)
+ out = Add(sum, again)"""
+BEFORE = """
+ sum = Add(x, y)
+ again = MatMul(sum, W)
+ late = Constant<value_floats = [1.,2.,3.,4.,5.,6.,7.,8.,9.,10.,11.,12.]>()
+ normed = LayerNormalization(sum, late, shift)
+ out = Add(normed, again)"""
+
+
+def build(body: str, inputs: str = INPUTS) -> ir.Model:
+    random = np.random.default_rng(0)
+    constants = {
+        "gain": random.standard_normal(D).astype(np.float32),
+        "shift": random.standard_normal(D).astype(np.float32),
+        "W": random.standard_normal((D, D)).astype(np.float32),
+        "matrix": random.standard_normal((5, D)).astype(np.float32),
+    }
+    return graph(body, inputs=inputs, constants=constants)
+
+
+def operators(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)
+
+
+@pytest.mark.parametrize(
+    ("body", "kinds"),
+    [
+        (POST, {"SkipLayerNormalization": 1}),
+        (BIASED, {"SkipLayerNormalization": 1}),
+        (PRE, {"SkipLayerNormalization": 1, "MatMul": 2, "Add": 1}),
+        (BEFORE, {"SkipLayerNormalization": 1, "MatMul": 1, "Add": 1}),
+    ],
+    ids=["post-norm", "bias, no shift", "pre-norm", "sum read before"],
+)
+def test_fuse_skip_norm_keeps_the_output(body: str, kinds: dict[str, int]):
+    """Within 1e-5: sums have another order."""
+    model = build(body)
+    arrays = feeds(model)
+    before = run(model, arrays)
+    assert FuseSkipNorm()(model).modified
+    assert operators(model) == kinds
+    np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=1e-5)
+    assert model.opset_imports["com.microsoft"] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs"),
+    [
+        ("\n sum = Add(x, shift)\n out = LayerNormalization(sum, gain, shift)", INPUTS),
+        ("\n sum = Mul(x, y)\n out = LayerNormalization(sum, gain, shift)", INPUTS),
+        (POST, f"float[batch, sequence, {D}] x, float[sequence, {D}] y"),
+        (POST, f"float[batch, sequence, {D}] x, float[1, sequence, {D}] y"),
+        (POST, f"float[batch, 2, sequence, {D}] x, float[batch, 2, sequence, {D}] y"),
+        (
+            "\n sum = Add(x, y)\n out = LayerNormalization<axis = 1>(sum, matrix)",
+            f"float[batch, 5, {D}] x, float[batch, 5, {D}] y",
+        ),
+        (
+            "\n sum = Add(x, y)\n normed, mean = LayerNormalization(sum, gain)\n"
+            " out = Add(normed, mean)",
+            INPUTS,
+        ),
+        ("\n sum = Add(x, y)\n out = LayerNormalization(sum, scale)",
+         f"{INPUTS}, float[{D}] scale"),
+    ],
+    ids=["a bias", "a product", "rank 2", "broadcast", "rank 4", "two axes", "mean is read",
+         "gain is an input"],
+)  # fmt: skip
+def test_fuse_skip_norm_other_graph_is_unchanged(body: str, inputs: str):
+    model = build(body, inputs)
+    before = text_of(model)
+    assert not FuseSkipNorm()(model).modified
+    assert text_of(model) == before
+
+
+def test_fuse_skip_norm_twice_equals_once():
+    model = build(PRE)
+    FuseSkipNorm()(model)
+    before = text_of(model)
+    assert not FuseSkipNorm()(model).modified
+    assert text_of(model) == before
+
+
+def test_fuse_skip_norm_of_two_norms_fuses_the_first():
+    model = build("""
+ sum = Add(x, y)
+ a = LayerNormalization(sum, gain, shift)
+ b = LayerNormalization(sum, shift, gain)
+ out = Add(a, b)""")
+    arrays = feeds(model)
+    before = run(model, arrays)
+    FuseSkipNorm()(model)
+    assert operators(model) == {"SkipLayerNormalization": 1, "LayerNormalization": 1, "Add": 1}
+    np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=1e-5)
+
+
+def test_fuse_skip_norm_a_read_bias_stays():
+    model = build("""
+ biased = Add(shift, y)
+ sum = Add(x, biased)
+ normed = LayerNormalization(sum, gain)
+ out = Add(normed, biased)""")
+    arrays = feeds(model)
+    before = run(model, arrays)
+    FuseSkipNorm()(model)
+    assert operators(model) == {"SkipLayerNormalization": 1, "Add": 2}
+    np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_fuse_skip_norm_of_an_encoder(half: bool, folded: bool):
+    """Blocks keep their names, and can still be found."""
+    model = random_encoder(layers=2, hidden=32, heads=4, positions=32)
+    names = [b.name for b in (*find_attention(model)[0], *find_feed_forward(model))]
+    if half:
+        to_half(model)
+    arrays = example_inputs(model, 2, 9, padded=True)
+    (before,) = open_session(model, threads=1).run(None, arrays)
+    if folded:
+        FoldBiases()(model)
+    FuseSkipNorm()(model)
+    assert operators(model)["SkipLayerNormalization"] == 4
+    assert [b.name for b in (*find_attention(model)[0], *find_feed_forward(model))] == names
+    (after,) = open_session(model, threads=1).run(None, arrays)
+    np.testing.assert_allclose(after, before, rtol=0, atol=2e-2 if half else 1e-5)
