@@ -36,8 +36,8 @@ from attnserve.runtime.isolation import Worker, WorkerCrashed
 from attnserve.runtime.profile import read_profile
 from attnserve.runtime.session import (
     cpu_name,
+    gpu_name,
     open_session,
-    output_of,
     require_runtime,
 )
 from attnserve.versions import package_versions
@@ -297,7 +297,7 @@ def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
     return Machine(
         cpu=cpu_name(),
         cores=available_cores(),
-        gpu=output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
+        gpu=gpu_name(),
         provider=provider,
         threads=threads,
         platform=platform.platform(),

@@ -177,7 +177,7 @@ def fuse_lossless(
     try:
         return _fuse_and_check(source, model, plan, path, provider, threads)
     except AttnserveError:
-        forms = [form for form in FORMS[provider] if form not in OPSETS]
+        forms: list[FusedOperator] = [form for form in FORMS[provider] if form not in OPSETS]
         older = fusion_plan(model, provider, forms)
         if older.targets(FuseAttention) == plan.targets(FuseAttention):
             raise

@@ -33,6 +33,7 @@ from attnserve.models.graph_facts import GraphFacts
 from attnserve.models.loaded_model import NOT_REWRITTEN, Model
 from attnserve.models.onnx_validation import external_file
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment, limit_process
+from attnserve.runtime.session import gpu_name
 from attnserve.runtime.temporary import temporary_folder
 from graph_passes.errors import (
     AttnserveError,
@@ -122,6 +123,7 @@ class IsolationChecker:
             "provider": self._provider,
             "threads": self._threads,
             "rewrite": self._rewrite,
+            "gpu": gpu_name() if self._provider == "cuda" else None,
         }
         if self._is_cached and (cache := CheckCache(**settings)).folder is not None:
             return cache

@@ -26,8 +26,8 @@ from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import (
     Batch,
     cpu_name,
+    gpu_name,
     open_session,
-    output_of,
     require_runtime,
     run,
 )
@@ -379,8 +379,7 @@ def _setting(provider: Provider, threads: int) -> str:
     """The key of everything that affects times, except the part."""
     machine = f"{cpu_name()}, {available_cores()} cores"
     if provider == "cuda":
-        gpu = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-        machine += f", {gpu or 'an unknown GPU'}"
+        machine += f", {gpu_name() or 'an unknown GPU'}"
     version = require_runtime().__version__
     return f"{machine}, {provider}, {threads} threads, onnxruntime {version}"
 

@@ -46,6 +46,7 @@ __all__ = [
     "PROTOBUF_LIMIT_BYTES",
     "Batch",
     "cpu_name",
+    "gpu_name",
     "lacks_kernels",
     "open_session",
     "output_of",
@@ -319,6 +320,11 @@ def cpu_name() -> str:
         or platform.processor()
         or platform.machine()
     )
+
+
+def gpu_name() -> str | None:
+    """The model names of the NVIDIA GPUs, separated by commas; None without one."""
+    return output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 
 def output_of(program: str, *arguments: str) -> str | None:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -800,13 +800,46 @@ def int8() -> str:
 
 
 def cuda() -> str:
-    """The goals on a GPU, and what was measured of them."""
+    """The goals on a GPU and what was measured of them, and all forms by shape, for each card."""
+    parts: list[str] = []
+    for path in sorted(RESULTS.glob("cuda-*.json")):
+        result = load(path.stem)
+        machine = result["machine"]
+        parts.append(
+            f"{machine['gpu']}, ONNX Runtime {machine['onnxruntime']}. Parity in float32: largest"
+            f" difference {max(result['parity'].values()):.0e}."
+        )
+        parts += [_gpu_goals(result), *_gpu_forms(result)]
+        parts.append(f"*Data: `benchmarks/results/{path.name}`.*")
+    return "\n\n".join(parts) or "Nothing was measured."
+
+
+def _gpu_goals(result: Mapping[str, Any]) -> str:
     rows: list[list[str]] = []
-    for bound in load("cuda")["bounds"]:
+    for bound in result["bounds"]:
         low, high, value = bound["at_least"], bound["at_most"], bound["value"]
         goal = f"at least {low}" if low is not None else f"at most {high}"
         rows.append([bound["what"], goal, "not measured" if value is None else f"{value:.2f}"])
     return table(["quantity", "goal", "measured"], rows)
+
+
+def _gpu_forms(result: Mapping[str, Any]) -> Iterator[str]:
+    """Speed-ups over the exported model in float16, by size."""
+    for label, size in result["sizes"].items():
+        latency: dict[tuple[int, int], dict[str, float]] = {}
+        for cell in size["cells"]:
+            if "p50_ms" in cell:
+                shape = cell["batch"], cell["sequence"]
+                latency.setdefault(shape, {})[cell["form"]] = cell["p50_ms"]
+        first = {form for each in latency.values() for form in each} - {"fp32", "fp16"}
+        forms = [form for form in size["min_cosine"] if form in first]
+        rows = [
+            [f"{shape[0]} x {shape[1]}"]
+            + [times(each["fp16"] / each[form]) if form in each else "" for form in forms]
+            for shape, each in sorted(latency.items())
+        ]
+        yield f"{label}: speed-up over the exported model in float16, by texts x tokens"
+        yield table(["", *(form.removesuffix(" fp16") for form in forms)], rows)
 
 
 def with_results(readme: str) -> str:

@@ -56,12 +56,12 @@ class FuseAttention(AttentionPass[FusedOperator]):
 
     with m = max(steps(0), LOW), (B or 1, H or 1, S, T), shared by layers with equal masks. Exact
     for each query with a visible key. A query without one attends to all keys, evenly in single
-    precision; the original graph computes zeros, NaN, or the softmax of its finite mask value. The
-    scale s does not change. Rotary embeddings and q/k norm are computed before ai.onnx Attention or
-    MultiHeadAttention. Grouped key/value heads stay grouped in ai.onnx Attention, and are repeated
-    for MultiHeadAttention. Sparse heads get their own columns, H*K' instead of R. Blocks that are
-    this operator already do not change. The model imports com.microsoft if needed; its operators
-    support bfloat16 on a GPU only.
+    precision (ai.onnx Attention on CUDA: to none); the original graph computes zeros, NaN, or the
+    softmax of its finite mask value. The scale s does not change. Rotary embeddings and q/k norm
+    are computed before ai.onnx Attention or MultiHeadAttention. Grouped key/value heads stay
+    grouped in ai.onnx Attention, and are repeated for MultiHeadAttention. Sparse heads get their
+    own columns, H*K' instead of R. Blocks that are this operator already do not change. The model
+    imports com.microsoft if needed; its operators support bfloat16 on a GPU only.
 
     Attributes:
         targets: The operator for each block to rewrite.

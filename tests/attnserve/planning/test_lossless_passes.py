@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import onnx_ir as ir
 import pytest
 
 import attnserve
+from attnserve.context import RunContext
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning import lossless_passes
+from attnserve.planning.apply import apply_plan
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array
 from graph_passes.errors import CannotRewrite, InvalidModel
@@ -79,6 +82,31 @@ def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
         for path in (bert.model, tmp_path / "new.onnx")
     )
     assert np.abs(a - b).max() < 1e-5 * np.abs(a).max()
+
+
+@pytest.mark.usefixtures("any_speed")
+def test_fuse_lossless_half_precision_is_accepted(bert: Artifact, tmp_path: Path) -> None:
+    """Half precision rounds more, so that its outputs may differ by more."""
+    attnserve.optimize(bert.model, tmp_path / "half", precision="float16")
+    half = open_artifact(tmp_path / "half")
+    found = lossless_passes.fuse_lossless(half, tmp_path / "new.onnx", threads=1)
+    assert (found.attention, found.gelu) == (LAYERS, LAYERS)
+    assert 1e-5 < found.max_error < lossless_passes.TOLERANCES[ir.DataType.FLOAT16].error
+
+
+def test_fusion_plan_for_a_gpu_keeps_outputs(bert: Artifact) -> None:
+    """Within 1e-5, on the CPU."""
+    model = load_model(bert)
+    plan = lossless_passes.fusion_plan(model, "cuda")
+    new = model.clone()
+    apply_plan(plan, new, RunContext(), original=model, fit=False)
+    kinds = Counter(node.op_type for node in new.graph)
+    assert kinds["SkipLayerNormalization"] == 2 * LAYERS
+    assert kinds["Attention"] == kinds["Gelu"] == LAYERS
+    assert {node.domain for node in new.graph if node.op_type == "Attention"} == {"com.microsoft"}
+    feed = example_inputs(model, 3, 17, padded=True)
+    old_output, new_output = (open_session(m, threads=1).run(None, feed)[0] for m in (model, new))
+    np.testing.assert_allclose(new_output, old_output, rtol=0, atol=1e-5)
 
 
 @pytest.mark.usefixtures("any_speed")

@@ -21,6 +21,7 @@ from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.fuse_residuals import FuseResiduals
+from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
@@ -47,6 +48,7 @@ def passes() -> list[Any]:
         FuseGelu(["ffn_1"]),
         FoldBiases(),
         FuseResiduals(),
+        FuseSkipNorm(),
     ]  # fmt: skip
 
 

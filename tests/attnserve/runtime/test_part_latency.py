@@ -284,7 +284,7 @@ def test_setting_depends_on_the_number_of_cores(monkeypatch: pytest.MonkeyPatch)
 
 def test_setting_depends_on_the_gpu(monkeypatch: pytest.MonkeyPatch):
     gpus: list[str | None] = ["NVIDIA H200", "NVIDIA L4", None]
-    monkeypatch.setattr(latency, "output_of", lambda *_: gpus.pop(0))
+    monkeypatch.setattr(latency, "gpu_name", lambda: gpus.pop(0))
     settings = [LatencyTable(None, provider="cuda").setting for _ in range(3)]
     assert len(set(settings)) == 3 and "NVIDIA H200" in settings[0] and not gpus
     assert "NVIDIA" not in LatencyTable(None).setting  # the GPU is not queried

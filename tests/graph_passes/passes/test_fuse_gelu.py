@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
+from benchmarks.gpu.encoder import to_half
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
@@ -42,6 +44,28 @@ def test_fuse_gelu_keeps_the_output(body: str, operator: str):
     assert [node.op_type for node in fused] == [operator]
     assert not operators(model) & Counter(["Erf", "Tanh", "Pow", "Div"])
     np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("half", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+@pytest.mark.parametrize(("activation", "operator"), [(ERF, "Gelu"), (TANH, "FastGelu")])
+def test_fuse_gelu_of_half_precision(half: ir.DataType, activation: str, operator: str):
+    """Constants are rounded: sqrt(2) to 1.4141 in float16."""
+    model = build(f"{UP}{activation}{DOWN}")
+    to_half(model, half)
+    FuseGelu([NAME])(model)
+    assert operators(model)[operator] == 1
+
+
+@pytest.mark.parametrize("half", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+def test_fuse_gelu_of_similar_activation_in_half_precision_is_refused(half: ir.DataType):
+    """z * sigmoid(1.702 z) differs from GELU by 0.02."""
+    model = build(
+        f"{UP}\n factor = Constant<value_float = 1.702>()\n e = Mul(h, factor)"
+        f"\n s = Sigmoid(e)\n a = Mul(h, s){DOWN}"
+    )
+    to_half(model, half)
+    with raises(CannotRewrite, "not_gelu"):
+        FuseGelu([NAME])(model)
 
 
 def test_fuse_gelu_keeps_the_block_name():
