@@ -12,8 +12,10 @@ import pytest
 from starlette.testclient import TestClient
 
 import attnserve
+from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
+from attnserve.planning import lossless_passes
 from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.cuda_graphs import GraphRunner
@@ -21,7 +23,7 @@ from attnserve.runtime.io_binding import bound
 from attnserve.runtime.profile import read_runs
 from attnserve.runtime.session import open_session, why_no_cuda
 from benchmarks import cuda
-from benchmarks.gpu.encoder import random_encoder
+from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
 from service.app import create_app
 from service.settings import Settings
@@ -66,6 +68,22 @@ def test_forms_in_half_precision_agree(name: str):
     )
     # Reuse is an approximation: the layers of random weights attend differently.
     assert cosine.min() > (0.5 if name == "reused fp16" else 0.99)
+
+
+@pytest.mark.parametrize("half", [None, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+def test_models_are_fused_without_loss(
+    encoder: ir.Model, half: ir.DataType | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lossless_passes, "_gain", lambda pair, feed, seconds: 2.0)
+    if half is not None:
+        to_half(encoder, half)
+    save_model(encoder, tmp_path / "model.onnx")
+    report = lossless_passes.fuse_lossless(
+        open_artifact(tmp_path / "model.onnx"), tmp_path / "fused.onnx", provider="cuda"
+    )
+    assert (report.attention, report.gelu) == (2, 2)
+    kinds = [node.op_type for node in ir.load(tmp_path / "fused.onnx").graph]
+    assert kinds.count("SkipLayerNormalization") == 4
 
 
 def test_captured_graphs_give_the_answers_of_plain_runs(encoder: ir.Model):

@@ -72,11 +72,11 @@ class Tolerance:
 
 TOLERANCES: Mapping[ir.DataType, Tolerance] = {
     ir.DataType.FLOAT: Tolerance(1 - 1e-6, 1e-5),
-    ir.DataType.FLOAT16: Tolerance(1 - 1e-5, 1e-2),
-    ir.DataType.BFLOAT16: Tolerance(1 - 5e-4, 6e-2),
+    ir.DataType.FLOAT16: Tolerance(1 - 3e-5, 1e-2),
+    ir.DataType.BFLOAT16: Tolerance(1 - 2e-3, 6e-2),
 }
-"""By the type of the weights. Errors of rounding are about 80 units of the last place in single
-precision (1 - cosine: 1e-10), and 8 in half precision."""
+"""By the type of the weights. For all-MiniLM-L6-v2, rounding alone gives 1 - cosine of 1e-12, 4e-6
+and 4e-4, and errors of 6e-7, 1e-3 and 8e-3 (on a GPU)."""
 
 COMPARED = ((1, 1), (1, 7), (3, 16), (4, 33), (2, 128))
 """(batch, sequence) of the compared inputs; in each, all rows but the first are padded. Shapes that

@@ -42,7 +42,8 @@ def find_residuals(model: ir.Model) -> list[ir.Node]:
     """All LayerNormalization nodes of a sum of two computed values."""
     norms: list[ir.Node] = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        added = node.inputs[0] if node.op_type == "LayerNormalization" else None
+        is_norm = node.op_type == "LayerNormalization" and not node.domain
+        added = node.inputs[0] if is_norm else None
         adds = None if added is None else added.producer()
         if adds is None or adds.domain or adds.op_type != "Add":
             continue
