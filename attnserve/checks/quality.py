@@ -133,9 +133,9 @@ class Quality:
     def describe(self) -> str:
         """One line for people."""
         interval = (
-            f"no interval, {self.rows} texts"
+            f"no interval, {self.rows} rows"
             if self.ci95 is None
-            else f"95 % interval {self.ci95[0]:.4f} to {self.ci95[1]:.4f}, {self.rows} texts"
+            else f"95 % interval {self.ci95[0]:.4f} to {self.ci95[1]:.4f}, {self.rows} rows"
         )
         others = "".join(f", {name} {value:.4f}" for name, value in self.also.items())
         apart = [kind for kind in (self.file, self.lengths) if kind]

@@ -594,8 +594,8 @@ def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
     if quality.ci95 is None and quality.split in ("prove", "held out") and quality.rows:
         kind = f" of {quality.lengths}" if quality.lengths else ""
         warnings.append(
-            f"measured on {quality.rows} held-out texts{kind}, which is too few for an interval: "
-            f"give at least {MIN_ROWS * HELD_OUT} different texts{kind}"
+            f"measured on {quality.rows} held-out rows{kind}, which is too few for an interval: "
+            f"give at least {MIN_ROWS * HELD_OUT} different rows{kind}"
         )
     return warnings
 

@@ -495,7 +495,7 @@ def test_optimize_few_held_out_texts_are_warned_of(
     fidelity = Fidelity((), 1.0, 1.0, "held out of text.txt", (quality,))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
     report = optimize(tiny, tmp_path / "new", collab_dk=16, dry_run=True)
-    assert any("210 different texts of up to 29 tokens" in each for each in report.warnings)
+    assert any("210 different rows of up to 29 tokens" in each for each in report.warnings)
 
 
 def test_optimize_strip_cache_with_pruning_says_to_run_it_first(tmp_path: Path):
