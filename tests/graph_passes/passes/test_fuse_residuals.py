@@ -23,15 +23,22 @@ PRE = """
  turned = MatMul(normed, W)
  out = Add(sum, turned)"""
 
+TWICE = """
+ sum = Add(x, y)
+ a = LayerNormalization(sum, gain, shift)
+ b = LayerNormalization(sum, shift, gain)
+ out = Add(a, b)"""
 
-def build(body: str) -> ir.Model:
+
+def build(body: str, inputs: str = INPUTS) -> ir.Model:
     random = np.random.default_rng(0)
     constants = {
         "gain": random.standard_normal(D).astype(np.float32),
         "shift": random.standard_normal(D).astype(np.float32),
         "W": random.standard_normal((D, D)).astype(np.float32),
+        "matrix": random.standard_normal((5, D)).astype(np.float32),
     }
-    return graph(body, inputs=INPUTS, constants=constants)
+    return graph(body, inputs=inputs, constants=constants)
 
 
 def operators(model: ir.Model) -> Counter[str]:
@@ -98,11 +105,7 @@ def test_fuse_residuals_other_graph_is_unchanged(body: str):
 
 
 def test_fuse_residuals_of_two_norms_writes_one_sum():
-    model = build("""
- sum = Add(x, y)
- a = LayerNormalization(sum, gain, shift)
- b = LayerNormalization(sum, shift, gain)
- out = Add(a, b)""")
+    model = build(TWICE)
     arrays = feeds(model)
     before = run(model, arrays)
     FuseResiduals()(model)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
-import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
@@ -15,12 +12,9 @@ from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
-from tests.graph_passes.graphs import D, feeds, graph, run, text_of
+from tests.graph_passes.graphs import D, feeds, run, text_of
+from tests.graph_passes.passes.test_fuse_residuals import INPUTS, POST, TWICE, build, operators
 
-INPUTS = f"float[batch, sequence, {D}] x, float[batch, sequence, {D}] y"
-POST = """
- sum = Add(x, y)
- out = LayerNormalization(sum, gain, shift)"""
 BIASED = """
  biased = Add(shift, y)
  sum = Add(x, biased)
@@ -38,21 +32,6 @@ BEFORE = """
  late = Constant<value_floats = [1.,2.,3.,4.,5.,6.,7.,8.,9.,10.,11.,12.]>()
  normed = LayerNormalization(sum, late, shift)
  out = Add(normed, again)"""
-
-
-def build(body: str, inputs: str = INPUTS) -> ir.Model:
-    random = np.random.default_rng(0)
-    constants = {
-        "gain": random.standard_normal(D).astype(np.float32),
-        "shift": random.standard_normal(D).astype(np.float32),
-        "W": random.standard_normal((D, D)).astype(np.float32),
-        "matrix": random.standard_normal((5, D)).astype(np.float32),
-    }
-    return graph(body, inputs=inputs, constants=constants)
-
-
-def operators(model: ir.Model) -> Counter[str]:
-    return Counter(node.op_type for node in model.graph)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +94,7 @@ def test_fuse_skip_norm_twice_equals_once():
 
 
 def test_fuse_skip_norm_of_two_norms_fuses_the_first():
-    model = build("""
- sum = Add(x, y)
- a = LayerNormalization(sum, gain, shift)
- b = LayerNormalization(sum, shift, gain)
- out = Add(a, b)""")
+    model = build(TWICE)
     arrays = feeds(model)
     before = run(model, arrays)
     FuseSkipNorm()(model)
