@@ -312,6 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             provider, {name: SIZES[name] for name in options.sizes}, SHAPES, options.seconds
         )
     )
+    given = sys.argv[1:] if arguments is None else arguments
+    content["command"] = " ".join(["python -m benchmarks.cuda", *given])
     card = content["machine"]["gpu"] if provider == "cuda" else "tiny on cpu"
     write_json(options.results / f"cuda-{slug(card or 'unknown')}.json", content)
     for bound in content["bounds"]:

@@ -810,7 +810,7 @@ def cuda() -> str:
             f" difference {max(result['parity'].values()):.0e}."
         )
         parts += [_gpu_goals(result), *_gpu_forms(result)]
-        parts.append(f"*Data: `benchmarks/results/{path.name}`.*")
+        parts.append(f"*Command: `{result['command']}`. Data: `benchmarks/results/{path.name}`.*")
     return "\n\n".join(parts) or "Nothing was measured."
 
 
