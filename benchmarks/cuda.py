@@ -32,7 +32,7 @@ from attnserve.context import Provider
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.runtime.session import why_no_cuda
-from benchmarks._common import RESULTS, description, write_json
+from benchmarks._common import RESULTS, description, own_flags, write_json
 from benchmarks.gpu.collaborative_operators import expressions
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import ORIGINAL, OURS, SIZES, THEIRS, Size, collaborative
@@ -313,7 +313,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     )
     given = sys.argv[1:] if arguments is None else arguments
-    content["command"] = " ".join(["python -m benchmarks.cuda", *given])
+    content |= {
+        "command": " ".join(["python -m benchmarks.cuda", *given]),
+        "cpu_flags": own_flags(),
+    }
     card = content["machine"]["gpu"] if provider == "cuda" else "tiny on cpu"
     write_json(options.results / f"cuda-{slug(card or 'unknown')}.json", content)
     for bound in content["bounds"]:

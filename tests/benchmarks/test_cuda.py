@@ -364,7 +364,7 @@ def test_main_compares_a_pair_in_both_precisions(
 @pytest.mark.timing
 def test_main_measures_every_form_or_gives_the_reason(tmp_path: Path):
     """With the CPU in place of the GPU; it has no kernels for bfloat16."""
-    assert cuda.main(["--tiny-on-cpu", "--seconds", "300", "--results", str(tmp_path)]) == 0
+    assert cuda.main(["--tiny-on-cpu", "--seconds", "200", "--results", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "cuda-tiny-on-cpu.json").read_text())
     assert content["machine"]["provider"] == "cpu" and content["measured"]
     assert max(content["parity"].values()) < 1e-4
