@@ -40,6 +40,7 @@ from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjecti
 from graph_passes.context import GraphContext
 from graph_passes.emit.affine import emit_affine
 from graph_passes.emit.editing import Inserter, remove_unused, share_constants
+from graph_passes.errors import CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_name, pin_names
@@ -221,7 +222,12 @@ def refit(
             found = find_sites(model, chosen)
         for name in theirs.summed & set(remaining):
             beside = residual_of(found[name].output)
-            assert beside is not None, f"{name}: its residual is gone"
+            if beside is None:
+                raise CannotRewrite(
+                    f"{name}: its residual addition is part of another operator",
+                    "apply fuse_skip_norm after the passes that are not lossless",
+                    code="refit.residual",
+                )
             found[name] = replace(found[name], beside=beside[0])
         ahead = [_read(found[name] for name in each) for each in groups[index:]]
         wanted, later = ahead[0], list(chain(*ahead[1:]))

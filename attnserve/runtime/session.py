@@ -10,7 +10,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -124,7 +125,7 @@ def open_session(
         )
     ort = require_runtime()
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors are raised as exceptions
+    options.log_severity_level = FATAL  # errors are raised as exceptions
     options.intra_op_num_threads = threads or _quota()
     if not spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -180,6 +181,9 @@ def _quota() -> int:
     cores = available_cores()
     return cores if cores < (os.cpu_count() or 1) else 0
 
+
+WARNING, FATAL = 2, 4
+"""Levels of the log of ONNX Runtime."""
 
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 """The setting for the folder of the external data of a model in memory."""
@@ -245,7 +249,8 @@ def _start(
     ort: Any, source: str | bytes, name: str, options: Any, providers: Sequence[Any]
 ) -> onnxruntime.InferenceSession:
     try:
-        session = ort.InferenceSession(source, options, providers=providers)
+        with _quiet(ort) if len(providers) > 1 else nullcontext():
+            session = ort.InferenceSession(source, options, providers=providers)
     except Exception as error:  # onnxruntime has an exception class for each status
         if len(providers) == 1 and _is_of_kernels(error) and _holds_bfloat16(source):
             raise InvalidModel(
@@ -269,11 +274,22 @@ def _start(
     return session
 
 
+@contextmanager
+def _quiet(ort: Any) -> Generator[None]:
+    """Drop the warning of each session on CUDA that the provider is no plugin.
+
+    Not the session but the process writes it. Its level cannot be read: the default comes back.
+    """
+    ort.set_default_logger_severity(FATAL)
+    try:
+        yield
+    finally:
+        ort.set_default_logger_severity(WARNING)
+
+
 def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
     if provider == "cpu":
         return ["CPUExecutionProvider"]
-    # Each session on CUDA warns that the provider is no plugin; errors are raised as exceptions.
-    ort.set_default_logger_severity(4)
     if hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
     if "CUDAExecutionProvider" not in ort.get_available_providers():

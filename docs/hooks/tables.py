@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -805,9 +805,11 @@ def cuda() -> str:
     for path in sorted(RESULTS.glob("cuda-*.json")):
         result = load(path.stem)
         machine = result["machine"]
+        parity = result["parity"]
+        error = parity if isinstance(parity, str) else f"{max(parity.values()):.0e}"
         parts.append(
             f"{machine['gpu']}, ONNX Runtime {machine['onnxruntime']}. Parity in float32: largest"
-            f" difference {max(result['parity'].values()):.0e}."
+            f" difference {error}."
         )
         parts += [_gpu_goals(result), *_gpu_forms(result)]
         parts.append(f"*Command: `{result['command']}`. Data: `benchmarks/results/{path.name}`.*")
@@ -831,12 +833,13 @@ def _gpu_forms(result: Mapping[str, Any]) -> Iterator[str]:
             if "p50_ms" in cell:
                 shape = cell["batch"], cell["sequence"]
                 latency.setdefault(shape, {})[cell["form"]] = cell["p50_ms"]
-        first = {form for each in latency.values() for form in each} - {"fp32", "fp16"}
-        forms = [form for form in size["min_cosine"] if form in first]
+        forms = [form for form in dict.fromkeys(chain(*latency.values())) if "fp32" not in form]
+        forms = [form for form in forms if form != "fp16"]
         rows = [
             [f"{shape[0]} x {shape[1]}"]
             + [times(each["fp16"] / each[form]) if form in each else "" for form in forms]
             for shape, each in sorted(latency.items())
+            if "fp16" in each
         ]
         yield f"{label}: speed-up over the exported model in float16, by texts x tokens"
         yield table(["", *(form.removesuffix(" fp16") for form in forms)], rows)

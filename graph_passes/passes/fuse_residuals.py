@@ -32,7 +32,7 @@ class FuseResiduals(RewritePass):
         for added in dict.fromkeys(norm.inputs[0] for norm in norms):
             node = None if added is None else added.producer()
             assert added is not None and node is not None and isinstance(node.graph, ir.Graph)
-            make = Inserter(node.graph, node, node.name or added.name or "residual")
+            make = Inserter(node.graph, node, f"{added.name}/residual")
             replace_uses(added, make.op("Sum", list(node.inputs), "sum"))
         remove_unused(context.model)
         return bool(norms)

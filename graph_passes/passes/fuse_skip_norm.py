@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import onnx_ir as ir
@@ -12,7 +13,7 @@ from graph_passes.analysis.constants import (
     constant_type,
     is_constant,
 )
-from graph_passes.analysis.shapes import ShapeInfo
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at, infer_shapes_small
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.matching.feed_forward import find_feed_forward
@@ -43,29 +44,43 @@ class FuseSkipNorm(RewritePass):
     name: ClassVar[str] = "fuse_skip_norm"
 
     def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
-        found = _fusible(context.model, small_shapes(context))
-        return before.with_opset(DOMAIN, 1) if found else before
+        return before.with_opset(DOMAIN, 1) if _fusible(context) else before
 
     def rewrite_graph(self, context: GraphContext) -> bool:
-        norms = _fusible(context.model, small_shapes(context))
+        norms, info = _fusible(context), small_shapes(context)
         if norms:
             # Names may come from the biases: plans refer to them.
             pin_names(context.get(find_attention)[0])
             pin_names(context.get(find_feed_forward))
             context.model.opset_imports.setdefault(DOMAIN, 1)
         for norm in norms:
-            _fuse(norm)
+            _fuse(norm, info)
         remove_unused(context.model)
         return bool(norms)
 
 
-def _fusible(model: ir.Model, info: ShapeInfo) -> list[ir.Node]:
+def _fusible(context: GraphContext) -> list[ir.Node]:
     """The norms to fuse: the first of each sum."""
-    norms: dict[ir.Value | None, ir.Node] = {}
-    for norm in find_residuals(model):
-        if _applies(norm, info):
+    info, norms = small_shapes(context), dict[ir.Value | None, ir.Node]()
+    for norm in find_residuals(context.model):
+        if _applies(norm, info) and not _may_broadcast(norm, context.get(_with_axes_of_one)):
             norms.setdefault(norm.inputs[0], norm)
     return list(norms.values())
+
+
+def _with_axes_of_one(model: ir.Model) -> tuple[ShapeInfo, ...]:
+    """Shapes with each named axis of length 1 in turn, which tells axes of equal lengths apart."""
+    axes = infer_shapes_small(model, batch=2, sequence=5).axes
+    return tuple(infer_shapes_at(model, {**axes, name: 1}) for name in axes)
+
+
+def _may_broadcast(norm: ir.Node, infos: Iterable[ShapeInfo]) -> bool:
+    """Whether the summands have different shapes at some lengths; the operator wants equal ones."""
+    added = norm.inputs[0]
+    total = None if added is None else added.producer()
+    assert total is not None
+    shapes = [[info.shape(value) for value in total.inputs] for info in infos]
+    return any(None not in pair and pair[0] != pair[1] for pair in shapes)
 
 
 def _applies(norm: ir.Node, info: ShapeInfo) -> bool:
@@ -93,17 +108,18 @@ def _is_vector(value: ir.Value | None, size: int) -> bool:
     return value is not None and is_constant(value) and tuple(constant_shape(value)) == (size,)
 
 
-def _fuse(norm: ir.Node) -> None:
+def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
     (added, gain, *rest), graph = norm.inputs, norm.graph
     assert added is not None and gain is not None and isinstance(graph, ir.Graph)
     total = added.producer()
     assert total is not None
-    make = Inserter(graph, total, f"{norm.name or norm.outputs[0].name or 'norm'}/fused")
+    # Names of nodes need not be unique; those of values are, also in bodies.
+    make = Inserter(graph, total, f"{norm.outputs[0].name}/fused")
     size = constant_shape(gain)[0]
     product, residual = total.inputs
     bias: ir.Value | None = None
     for place in (0, 1):
-        found = _without_bias(total.inputs[place], size)
+        found = _without_bias(total.inputs[place], size, info)
         if found is not None:
             (product, bias), residual = found, total.inputs[1 - place]
             break
@@ -124,7 +140,9 @@ def _fuse(norm: ir.Node) -> None:
     replace_uses(norm.outputs[0], outputs[0])
 
 
-def _without_bias(value: ir.Value | None, size: int) -> tuple[ir.Value, ir.Value] | None:
+def _without_bias(
+    value: ir.Value | None, size: int, info: ShapeInfo
+) -> tuple[ir.Value, ir.Value] | None:
     """(p, b) of a value p + b that nothing else reads; None for other values."""
     adds = None if value is None else value.producer()
     if value is None or adds is None or adds.domain or adds.op_type != "Add":
@@ -133,7 +151,9 @@ def _without_bias(value: ir.Value | None, size: int) -> tuple[ir.Value, ir.Value
         return None
     for place in (0, 1):
         product, bias = adds.inputs[1 - place], adds.inputs[place]
-        if product is not None and not is_constant(product) and _is_vector(bias, size):
+        if product is None or is_constant(product) or not _is_vector(bias, size):
+            continue
+        if info.shape(product) == info.shape(value):
             assert bias is not None
             return product, bias
     return None

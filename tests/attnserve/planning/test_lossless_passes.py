@@ -12,15 +12,21 @@ import onnx_ir as ir
 import pytest
 
 import attnserve
+from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning import lossless_passes
 from attnserve.planning.apply import apply_plan
+from attnserve.planning.plan import Plan
 from attnserve.runtime.session import open_session
+from benchmarks.gpu.encoder import to_half
 from graph_passes.analysis.constants import constant_array
+from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidModel
+from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
+from graph_passes.passes.prune_heads import PruneHeads
 from tests import architectures
 from tests.errors import raises
 
@@ -117,6 +123,31 @@ def test_fusion_plan_for_a_gpu_keeps_outputs(cell: architectures.Cell) -> None:
     exact = 2e-2 if "fp16" in str(cell) else 1e-5
     for before, after in zip(outputs(model, feed), outputs(new, feed), strict=True):
         np.testing.assert_allclose(after, before, rtol=0, atol=exact)
+
+
+def test_plan_that_fuses_residuals_before_a_lossy_pass_is_refused() -> None:
+    (cell,) = (c for c in architectures.COMMITTED if str(c) == "BERT-torchscript17-eager")
+    model, original = load_model(cell.committed), load_model(cell.committed)
+    block = read_attention(model).blocks[0]
+    prune = PruneHeads({block.name: [1] + [0] * (block.num_heads - 1)})
+    with raises(CannotRewrite, "refit.residual", block.name):
+        apply_plan(Plan((FuseSkipNorm(), prune)), model, RunContext(), original=original)
+
+
+@pytest.mark.parametrize("cell", architectures.COMMITTED[:1], ids=str)
+def test_computed_type_is_that_of_the_products(cell: architectures.Cell) -> None:
+    """Weights may be stored in another type."""
+    model = load_model(cell.committed)
+    assert lossless_passes._computed_type(model) == ir.DataType.FLOAT
+    half = model.clone(deep_copy=True)
+    to_half(half)
+    assert lossless_passes._computed_type(half) == ir.DataType.FLOAT16
+    for name, value in list(model.graph.initializers.items()):
+        if value.dtype == ir.DataType.FLOAT:
+            make = Inserter(model.graph, model.graph[0], f"stored/{name}")
+            stored = make.constant(value.const_value.numpy(), "half", ir.DataType.FLOAT16)
+            ir.convenience.replace_all_uses_with(value, make.op("Cast", [stored], "single", to=1))
+    assert lossless_passes._computed_type(model) == ir.DataType.FLOAT
 
 
 def outputs(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:

@@ -15,8 +15,18 @@ from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.prune_neurons import PruneNeurons
 from tests.errors import raises
-from tests.graph_passes.graphs import feeds, run, text_of
-from tests.graph_passes.matching.test_feed_forward import DOWN, ERF, FORMS, NAME, TANH, UP, F, build
+from tests.graph_passes.graphs import D, feeds, run, text_of
+from tests.graph_passes.matching.test_feed_forward import (
+    DOWN,
+    ERF,
+    FORMS,
+    NAME,
+    TANH,
+    UP,
+    F,
+    build,
+    constants,
+)
 
 EXACT = 2e-6
 
@@ -66,6 +76,21 @@ def test_fuse_gelu_of_similar_activation_in_half_precision_is_refused(half: ir.D
     to_half(model, half)
     with raises(CannotRewrite, "not_gelu"):
         FuseGelu([NAME])(model)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_fuse_gelu_between_casts_has_the_type_of_the_model(half: str):
+    """The activation of some exports is computed in single precision."""
+    kind = ir.DataType[half.upper()]
+    names = ("W1", "b1", "W2", "b2")
+    own = {name: array.astype(kind.numpy()) for name, array in constants().items() if name in names}
+    body = ERF.replace("h,", "h32,").replace(" a =", " a32 =")
+    model = build(
+        f"{UP}\n h32 = Cast<to = 1>(h){body}\n a = Cast<to = {kind.value}>(a32){DOWN}", own,
+        inputs=f"{half}[batch, sequence, {D}] x", output=f"{half}[batch, sequence, {D}] out",
+    )  # fmt: skip
+    FuseGelu([NAME])(model)
+    assert operators(model) == {"MatMul": 2, "Add": 2, "Gelu": 1}
 
 
 def test_fuse_gelu_keeps_the_block_name():

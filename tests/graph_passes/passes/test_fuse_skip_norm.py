@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
@@ -10,7 +12,9 @@ from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import random_encoder, to_half
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
+from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
+from graph_passes.passes.fuse_residuals import FuseResiduals
 from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 from tests.graph_passes.graphs import D, feeds, run, text_of
 from tests.graph_passes.passes.test_fuse_residuals import INPUTS, POST, TWICE, build, operators
@@ -83,6 +87,50 @@ def test_fuse_skip_norm_other_graph_is_unchanged(body: str, inputs: str):
     before = text_of(model)
     assert not FuseSkipNorm()(model).modified
     assert text_of(model) == before
+
+
+def test_fuse_skip_norm_of_another_batch_axis_is_unchanged():
+    """Position ids may have one row; the operator broadcasts only its second input."""
+    inputs = "int64[rows, sequence] places, int64[batch, sequence] words"
+    body = "\n p = Gather(matrix, places)\n w = Gather(matrix, words)"
+    body += "\n sum = Add(p, w)\n out = LayerNormalization(sum, gain, shift)"
+    model = build(body, inputs)
+    assert not FuseSkipNorm()(model).modified
+
+
+def test_fuse_skip_norm_a_bias_that_broadcasts_its_product_stays():
+    model = build(
+        "\n biased = Add(x, shift)\n sum = Add(biased, y)\n out = LayerNormalization(sum, gain)",
+        f"float[batch, sequence, 1] x, float[batch, sequence, {D}] y",
+    )
+    arrays = feeds(model)
+    before = run(model, arrays)
+    FuseSkipNorm()(model)
+    assert operators(model) == {"Add": 1, "SkipLayerNormalization": 1}
+    np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rewrite", [FuseSkipNorm, FuseResiduals])
+def test_names_of_nodes_may_repeat_in_a_body(rewrite: type[RewritePass]):
+    tensor = f"float[batch, sequence, {D}]"
+    body = f"""
+ s0 = Add(x, y)
+ n0 = LayerNormalization(s0, gain, shift)
+ o = If(flag)<
+   then_branch = yes() => ({tensor} a)
+     {{ s1 = Add(n0, y)  n1 = LayerNormalization(s1, gain, shift)  a = Add(n1, n0) }},
+   else_branch = no() => ({tensor} c) {{ c = MatMul(n0, W) }}>
+ out = Add(o, s0)"""
+    model = build(body, f"{INPUTS}, bool flag")
+    for node in model.graph.all_nodes():
+        if (name := node.outputs[0].name) in ("s0", "s1", "n0", "n1"):
+            node.name = name[0]
+    x, y = np.random.default_rng(0).standard_normal((2, 2, 5, D)).astype(np.float32)
+    arrays = {"x": x, "y": y, "flag": np.array(True)}
+    before = run(model, arrays)
+    rewrite()(model)
+    onnx.checker.check_model(ir.to_proto(model), full_check=False)
+    np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=1e-5)
 
 
 def test_fuse_skip_norm_twice_equals_once():
