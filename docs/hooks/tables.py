@@ -102,7 +102,8 @@ def source(name: str, part: str | None = None) -> str:
         about.append(f"ONNX Runtime {machine['onnxruntime']}")
     if "date" in measured:
         about.append(measured["date"][:10])
-    others = {row["machine"]["cpu"] for row in measured.get("rows", []) if "machine" in row}
+    rows = measured.get("rows", [])
+    others = {row["machine"]["cpu"] for row in rows if "machine" in row} - {machine["cpu"]}
     if others:
         about.append(f"some rows: {', '.join(sorted(others))}")
     where = f"`benchmarks/results/{name}.json`"
