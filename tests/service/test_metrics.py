@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 import service
+from attnserve.runtime import memory_use
 from service.metrics import Metrics
 from tests.service.fake_nvml import FakeNvml, use_nvml
 from tests.service.tiny import ids_request, write_encoder
@@ -146,6 +147,7 @@ def test_gpu_memory_peak_is_kept_per_model_and_absent_before_first_answer(
     use_nvml(monkeypatch, nvml)
     for used, peak in ((7, 7), (50, 50), (9, 50), (50, 50), (51, 51)):
         nvml.used = used
+        memory_use._gpu_sample.cache_clear()  # a second later
         client.post(INFER, json=ids_request([2, 3]))
         series = 'attnserve_gpu_memory_peak_bytes{model="tiny",version="1"}'
         assert peaks() == (peak, [f"{series} {peak:.1f}"])
