@@ -135,8 +135,8 @@ class Metrics(Collector):
         )
         self.gpu_peak = gauge(
             "gpu_memory_peak_bytes",
-            "Peak memory in use on the GPU, by all its processes, sampled at answers of this version,"
-            " at most once a second; absent before the first answer.",
+            "Peak memory in use on the GPU, by all its processes, sampled at answers of this"
+            " version, at most once a second; absent before the first answer.",
             OF_MODEL,
         )
         self.quality: Callable[[], Mapping[Version, Mapping[str, Any]]] = dict
