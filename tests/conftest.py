@@ -56,6 +56,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-support", action="store_true", help="write the results to docs/support.md"
     )
+    parser.addoption(
+        "--on-gpu",
+        action="store_true",
+        help="run the models of the tests on a GPU",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--on-gpu"):
+        return
+    from attnserve.runtime import session
+    from attnserve.runtime.cuda import Cuda
+
+    if why := session.why_no_cuda():
+        raise pytest.UsageError(f"--on-gpu: {why}")
+
+    def on_gpu(ort: Any, provider: str, cuda: Cuda) -> list[Any]:
+        return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]
+
+    session._providers = on_gpu  # type: ignore[assignment]
 
 
 @pytest.hookimpl(tryfirst=True)
