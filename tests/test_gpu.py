@@ -1,15 +1,13 @@
-"""Sessions, rewrites, training and the service on a GPU; skipped where there is none."""
+"""Sessions, rewrites and training on a GPU; skipped where there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
-from starlette.testclient import TestClient
 
 import attnserve
 from attnserve.models.artifact import open_artifact
@@ -25,9 +23,6 @@ from attnserve.runtime.session import open_session, why_no_cuda
 from benchmarks import cuda
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
-from service.app import create_app
-from service.settings import Settings
-from tests.service.tiny import write_encoder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +51,7 @@ def test_rewritten_graphs_agree_in_float32(tmp_path: Path):
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != ORIGINAL])
 def test_forms_in_half_precision_agree(name: str):
-    """Half of the weights can be pruned, so pruning and sparse mixing lose nothing."""
+    """Half of the heads can be pruned, so pruning and sparse mixing lose little."""
     original = SIZE.build(64)
     feed = example_inputs(original, 2, 32, padded=True)
     kept = feed["attention_mask"] == 1
@@ -66,7 +61,7 @@ def test_forms_in_half_precision_agree(name: str):
     cosine = (got * expected).sum(-1) / (
         np.linalg.norm(got, axis=-1) * np.linalg.norm(expected, axis=-1)
     )
-    # Reuse is an approximation: the layers of random weights attend differently.
+    # Reuse is an approximation: layers with random weights have different probabilities.
     assert cosine.min() > (0.5 if name == "reused fp16" else 0.99)
 
 
@@ -119,7 +114,9 @@ def test_search_and_benchmark_run_on_the_gpu(encoder: ir.Model, tmp_path: Path):
     report = attnserve.bench(
         [model, tmp_path / "new"], batches=(8,), sequences=(24,), provider="cuda", rounds=20
     )
-    assert result.to_json() and all(row.peak_gpu_bytes for row in report.results)
+    quality = result.fidelity.quality
+    assert quality is not None and quality.value >= 0.9
+    assert all(row.peak_gpu_bytes for row in report.results)
 
 
 @pytest.mark.export
@@ -132,32 +129,7 @@ def test_training_on_the_gpu_improves_a_rewritten_model(encoder: ir.Model, tmp_p
         tmp_path / "small", tmp_path / "trained", teacher=model, data=data, minutes=0.3,
         measure="cosine", provider="cuda",
     )  # fmt: skip
-    assert report.to_json() and (tmp_path / "trained" / "model.onnx").is_file()
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., TestClient]]:
-    clients: list[TestClient] = []
-
-    def start(model: Path, **settings: Any) -> TestClient:
-        clients.append(TestClient(create_app(Settings(model=model, **settings))))
-        return clients[-1].__enter__()
-
-    yield start
-    for client in clients:
-        client.__exit__(None, None, None)
-
-
-def test_service_gives_the_vectors_of_the_cpu(start: Callable[..., TestClient], tmp_path: Path):
-    encoder = write_encoder(tmp_path / "tiny")
-    texts = ["a", "a b", ["a", "b c d"], "a b c d"] * 3
-    gpu = start(encoder, provider="cuda", cuda_graphs=3)
-    cpu = start(encoder, provider="cpu")
-    for text in texts:
-        got, expected = (one.post("/embed", json={"inputs": text}) for one in (gpu, cpu))
-        assert got.status_code == expected.status_code == 200, got.text
-        np.testing.assert_allclose(
-            got.json()["embeddings"], expected.json()["embeddings"], rtol=0, atol=1e-4
-        )
-    assert int(got.headers["x-gpu-bytes"]) > 0
-    assert "gpu" in gpu.get("/metrics").text
+    before, after = report.before.quality, report.after.quality
+    assert before is not None and after is not None
+    assert report.gain and after.value > before.value
+    assert (tmp_path / "trained" / "model.onnx").is_file()

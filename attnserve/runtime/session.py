@@ -276,9 +276,9 @@ def _start(
 
 @contextmanager
 def _quiet(ort: Any) -> Generator[None]:
-    """Drop the warning of each session on CUDA that the provider is no plugin.
+    """Suppress the warning of each session on CUDA that the provider is not a plugin.
 
-    Not the session but the process writes it. Its level cannot be read: the default comes back.
+    It is logged by the process, whose level cannot be read: afterwards, it is the default.
     """
     ort.set_default_logger_severity(FATAL)
     try:

@@ -16,6 +16,7 @@ from graph_passes.analysis.evaluation import MAX_ELEMENTS, evaluate
 from graph_passes.errors import InvalidModel
 
 __all__ = [
+    "FLOATS",
     "constant_array",
     "constant_shape",
     "constant_tensor",
@@ -23,6 +24,9 @@ __all__ = [
     "is_constant",
     "origin",
 ]
+
+FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+"""Single precision and the half precisions, in which transformers are run."""
 
 WRAPPERS = frozenset({"Identity", "Cast", "CastLike", "Transpose", "Reshape", "Squeeze",
                       "Unsqueeze", "Flatten", "Slice", "Split", "Concat", "Gather", "Where",

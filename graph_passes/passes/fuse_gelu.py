@@ -9,19 +9,18 @@ from typing import ClassVar, Literal
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.constants import constant_array, constant_type, is_constant
+from graph_passes.analysis.constants import FLOATS, constant_array, constant_type, is_constant
 from graph_passes.analysis.evaluation import evaluate
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, replace_uses
+from graph_passes.emit.fused_attention import DOMAIN
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets, NoParams, small_shapes
 from graph_passes.passes.invariants import Interface
 
 __all__ = ["FuseGelu", "fusible_gelus", "gelu_refusal"]
-
-DOMAIN = "com.microsoft"
 
 Operator = Literal["Gelu", "FastGelu"]
 
@@ -33,8 +32,6 @@ TOLERANCES: Mapping[ir.DataType, float] = {
 """Maximum error of an activation at inputs up to 12, by the type of its constants. The nodes are
 evaluated in single precision, so it is the rounding of the constants, e.g. of sqrt(2): up to 3e-5
 in float16 and 3e-4 in bfloat16."""
-
-FLOATS = TOLERANCES.keys()
 
 
 class FuseGelu(FeedForwardPass[NoParams]):
@@ -122,13 +119,15 @@ def _gelu(
 
 
 def _error(hidden: np.ndarray, expected: np.ndarray, z: np.ndarray) -> float:
+    """The largest error, relative to inputs above 1."""
     return float((np.abs(hidden - expected) / np.maximum(np.abs(z), 1.0)).max())
 
 
 def _tolerance(block: FeedForwardBlock) -> float:
+    """The tolerance of the least exact type of the constants between the products."""
     read = [value for node in block.nodes for value in node.inputs if value is not None]
     types = {constant_type(value) for value in read if is_constant(value)}
-    return max(TOLERANCES[dtype] for dtype in {ir.DataType.FLOAT, *types} & TOLERANCES.keys())
+    return max(TOLERANCES[dtype] for dtype in {ir.DataType.FLOAT, *types} & FLOATS)
 
 
 def _evaluated(
@@ -154,8 +153,8 @@ def _evaluated(
                 inputs.append(known)
             else:
                 return {}
-        if _is_float_cast(node):
-            arrays |= dict.fromkeys(node.outputs, inputs[0]) if inputs[0] is not None else {}
+        if _is_float_cast(node) and (given := inputs[0]) is not None and given.dtype.kind == "f":
+            arrays[node.outputs[0]] = given
             continue
         try:
             outputs = evaluate(node, inputs, opsets)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import (
+    FLOATS,
     constant_array,
     constant_shape,
     constant_type,
@@ -16,6 +17,7 @@ from graph_passes.analysis.constants import (
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at, infer_shapes_small
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
+from graph_passes.emit.fused_attention import DOMAIN
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_names
@@ -24,10 +26,6 @@ from graph_passes.passes.fuse_residuals import find_residuals
 from graph_passes.passes.invariants import Interface
 
 __all__ = ["FuseSkipNorm"]
-
-DOMAIN = "com.microsoft"
-
-DTYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
 class FuseSkipNorm(RewritePass):
@@ -38,7 +36,9 @@ class FuseSkipNorm(RewritePass):
 
     Exact except for rounding; in half precision the operator sums in half precision. It reads and
     writes memory once instead of three times, which is faster on a GPU. ONNX Runtime's CPU kernel
-    is slower than the separate nodes: use ``FuseResiduals`` there. The model imports com.microsoft.
+    is slower than the separate nodes: use ``FuseResiduals`` there. Norms do not change if the sum
+    broadcasts, if its rank is not 2 or 3, or if they have several axes or a scale that is not
+    constant. The model imports com.microsoft.
     """
 
     name: ClassVar[str] = "fuse_skip_norm"
@@ -76,17 +76,20 @@ def _with_axes_of_one(model: ir.Model) -> tuple[ShapeInfo, ...]:
 
 def _may_broadcast(norm: ir.Node, infos: Iterable[ShapeInfo]) -> bool:
     """Whether the summands have different shapes at some lengths; the operator wants equal ones."""
-    added = norm.inputs[0]
-    total = None if added is None else added.producer()
-    assert total is not None
-    shapes = [[info.shape(value) for value in total.inputs] for info in infos]
+    shapes = [[info.shape(value) for value in _sum_before(norm).inputs] for info in infos]
     return any(None not in pair and pair[0] != pair[1] for pair in shapes)
 
 
-def _applies(norm: ir.Node, info: ShapeInfo) -> bool:
-    added, gain = norm.inputs[0], norm.inputs[1]
+def _sum_before(norm: ir.Node) -> ir.Node:
+    """The addition that ``find_residuals`` found before a norm."""
+    added = norm.inputs[0]
     total = None if added is None else added.producer()
     assert total is not None
+    return total
+
+
+def _applies(norm: ir.Node, info: ShapeInfo) -> bool:
+    total, gain = _sum_before(norm), norm.inputs[1]
     shapes = [info.shape(value) for value in total.inputs]
     shape = shapes[0]
     if shape is None or shapes[1] != shape or len(shape) not in (2, 3):
@@ -100,7 +103,7 @@ def _applies(norm: ir.Node, info: ShapeInfo) -> bool:
         total.graph is norm.graph
         and gain is not None
         and all(_is_vector(value, shape[-1]) for value in vectors)
-        and {constant_type(value) for value in vectors} <= DTYPES
+        and {constant_type(value) for value in vectors} <= FLOATS
     )
 
 
@@ -109,10 +112,8 @@ def _is_vector(value: ir.Value | None, size: int) -> bool:
 
 
 def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
-    (added, gain, *rest), graph = norm.inputs, norm.graph
+    (added, gain, *rest), graph, total = norm.inputs, norm.graph, _sum_before(norm)
     assert added is not None and gain is not None and isinstance(graph, ir.Graph)
-    total = added.producer()
-    assert total is not None
     # Names of nodes need not be unique; those of values are, also in bodies.
     make = Inserter(graph, total, f"{norm.outputs[0].name}/fused")
     size = constant_shape(gain)[0]
@@ -125,15 +126,13 @@ def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
             break
     # A constant may be the output of a node after the addition.
     gain, shift = (_copied(make, value) for value in (gain, rest[0] if rest else None))
-    readers = [user for user, _ in added.uses() if user is not norm]
-    is_read = bool(readers) or added.is_graph_output()
+    is_read = added.is_graph_output() or any(user is not norm for user, _ in added.uses())
+    names = ("skip_norm", "mean", "deviation", "sum") if is_read else ("skip_norm",)
     inputs = [product, residual, gain, shift, bias]
     while inputs[-1] is None:
         inputs.pop()
-    outputs = make.ops(
-        "SkipLayerNormalization", inputs, ("skip_norm", "mean", "deviation", "sum")[: 4 if is_read
-        else 1], domain=DOMAIN, epsilon=norm.attributes.get_float("epsilon", 1e-5),
-    )  # fmt: skip
+    epsilon = norm.attributes.get_float("epsilon", 1e-5)
+    outputs = make.ops("SkipLayerNormalization", inputs, names, domain=DOMAIN, epsilon=epsilon)
     if is_read:
         outputs[1].name = outputs[2].name = ""  # not computed
         replace_uses(added, outputs[3])
@@ -160,6 +159,7 @@ def _without_bias(
 
 
 def _copied(make: Inserter, value: ir.Value | None) -> ir.Value | None:
+    """A constant as an initializer."""
     if value is None or value.producer() is None:
         return value
     return make.constant(constant_array(value), "vector", constant_type(value))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -48,15 +50,19 @@ BEFORE = """
     ],
     ids=["post-norm", "bias, no shift", "pre-norm", "sum read before"],
 )
-def test_fuse_skip_norm_keeps_the_output(body: str, kinds: dict[str, int]):
-    """Within 1e-5: sums have another order."""
+def test_fuse_skip_norm_keeps_the_output(body: str, kinds: Mapping[str, int]):
     model = build(body)
+    assert_fused(model, kinds)
+    assert model.opset_imports["com.microsoft"] == 1
+
+
+def assert_fused(model: ir.Model, kinds: Mapping[str, int]) -> None:
+    """The pass writes these operators; the output agrees within 1e-5 (sums have another order)."""
     arrays = feeds(model)
     before = run(model, arrays)
     assert FuseSkipNorm()(model).modified
     assert operators(model) == kinds
     np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=1e-5)
-    assert model.opset_imports["com.microsoft"] == 1
 
 
 @pytest.mark.parametrize(
@@ -103,15 +109,11 @@ def test_fuse_skip_norm_a_bias_that_broadcasts_its_product_stays():
         "\n biased = Add(x, shift)\n sum = Add(biased, y)\n out = LayerNormalization(sum, gain)",
         f"float[batch, sequence, 1] x, float[batch, sequence, {D}] y",
     )
-    arrays = feeds(model)
-    before = run(model, arrays)
-    FuseSkipNorm()(model)
-    assert operators(model) == {"Add": 1, "SkipLayerNormalization": 1}
-    np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=1e-5)
+    assert_fused(model, {"Add": 1, "SkipLayerNormalization": 1})
 
 
 @pytest.mark.parametrize("rewrite", [FuseSkipNorm, FuseResiduals])
-def test_names_of_nodes_may_repeat_in_a_body(rewrite: type[RewritePass]):
+def test_residual_passes_accept_node_names_that_repeat_in_a_body(rewrite: type[RewritePass]):
     tensor = f"float[batch, sequence, {D}]"
     body = f"""
  s0 = Add(x, y)
@@ -142,12 +144,8 @@ def test_fuse_skip_norm_twice_equals_once():
 
 
 def test_fuse_skip_norm_of_two_norms_fuses_the_first():
-    model = build(TWICE)
-    arrays = feeds(model)
-    before = run(model, arrays)
-    FuseSkipNorm()(model)
-    assert operators(model) == {"SkipLayerNormalization": 1, "LayerNormalization": 1, "Add": 1}
-    np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=1e-5)
+    kinds = {"SkipLayerNormalization": 1, "LayerNormalization": 1, "Add": 1}
+    assert_fused(build(TWICE), kinds)
 
 
 def test_fuse_skip_norm_a_read_bias_stays():
@@ -156,11 +154,7 @@ def test_fuse_skip_norm_a_read_bias_stays():
  sum = Add(x, biased)
  normed = LayerNormalization(sum, gain)
  out = Add(normed, biased)""")
-    arrays = feeds(model)
-    before = run(model, arrays)
-    FuseSkipNorm()(model)
-    assert operators(model) == {"SkipLayerNormalization": 1, "Add": 2}
-    np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=1e-5)
+    assert_fused(model, {"SkipLayerNormalization": 1, "Add": 2})
 
 
 @pytest.mark.parametrize("folded", [False, True])

@@ -21,7 +21,7 @@ from attnserve.models.onnx_files import save_model
 from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.cuda_graphs import GraphRunner
-from attnserve.runtime.session import open_session, require_runtime
+from attnserve.runtime.session import open_session, require_runtime, why_no_cuda
 from benchmarks.gpu.encoder import random_encoder
 from service.engine import device
 from service.engine.device import on_device
@@ -139,6 +139,25 @@ def test_warm_up_tests_whether_padding_is_allowed(tmp_path: Path, graphs: list[A
     masked = Model(open_artifact(tmp_path / "masked.onnx"), cuda_graphs=2)
     masked.warm_up()  # attention reads all tokens but those that the mask hides
     assert (graphs[2][0]._rows, graphs[2][0]._tokens) == (True, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_cuda() is not None, reason="this machine has no usable GPU")
+def test_embed_on_a_gpu_gives_vectors_of_the_cpu(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    encoder = write_encoder(tmp_path / "tiny")
+    gpu = start(encoder, provider="cuda", cuda_graphs=3, probe=True)
+    cpu = start(encoder, provider="cpu")
+    for text in ["a", "a b", ["a", "b c d"], "a b c d"] * 3:
+        got, expected = (one.post("/embed", json={"inputs": text}) for one in (gpu, cpu))
+        assert got.status_code == expected.status_code == 200, got.text
+        np.testing.assert_allclose(
+            got.json()["embeddings"], expected.json()["embeddings"], rtol=0, atol=1e-4
+        )
+        assert int(got.headers["x-gpu-bytes"]) > 0
+    samples = [line.split() for line in gpu.get("/metrics").text.splitlines()]
+    assert any(len(s) == 2 and s[0] == "attnserve_gpu_memory_bytes" for s in samples)
 
 
 # ---- from the first line of the log to the last --------------------------------------------------
