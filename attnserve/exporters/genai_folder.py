@@ -135,7 +135,7 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
             raise InvalidModel(
                 f"{artifact.model}: the cached keys of layer {layer} have another shape than its"
                 " values, which onnxruntime-genai cannot hold",
-                "use a model that was made without --collab-cache",
+                "use a model that was made without `collab_cache`",
                 code="genai.cache_shape",
             )
     tokens = _Tokens.read(artifact, logits.shape[-1])
