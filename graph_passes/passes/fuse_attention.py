@@ -59,9 +59,10 @@ class FuseAttention(AttentionPass[FusedOperator]):
     precision (ai.onnx Attention on CUDA: to none); the original graph computes zeros, NaN, or the
     softmax of its finite mask value. The scale s does not change. Rotary embeddings and q/k norm
     are computed before ai.onnx Attention or MultiHeadAttention. Grouped key/value heads stay
-    grouped in ai.onnx Attention, and are repeated for MultiHeadAttention. Sparse heads get their
-    own columns, H*K' instead of R. Blocks that are this operator already do not change. The model
-    imports com.microsoft if needed; its operators support bfloat16 on a GPU only.
+    grouped in ai.onnx Attention, and are repeated for MultiHeadAttention. Sparse heads that share
+    dimensions are refused: the operator would compute H*K' columns instead of R. Blocks that are
+    this operator already do not change. The model imports com.microsoft if needed; its operators
+    support bfloat16 on a GPU only.
 
     Attributes:
         targets: The operator for each block to rewrite.
@@ -114,7 +115,7 @@ def fusion_refusal(
     if refusal := (
         no_output_projection(block)
         or (rotary_or_norm(block) if projects_inside else None)
-        or emission_refusal(block, info, allow_sparse=True)
+        or emission_refusal(block, info)
     ):
         return refusal
     output, parts = block.output, (block.q, block.k, block.v)
