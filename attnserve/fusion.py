@@ -40,7 +40,7 @@ FORMS: Mapping[Provider, Sequence[FusedOperator]] = {
 }
 """Attention operators, fastest first; the first that applies is used."""
 
-PROJECTING = frozenset({"attention", "merged"})
+PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
 """Operators that contain the projections, which integer conversions could not convert then."""
 
 COUNTED = ((1, 1), (1, 512))
@@ -136,7 +136,8 @@ def fuse_for(model: ir.Model, precision: Precision) -> tuple[RewritePass, ...]:
         The passes; none if nothing can be fused.
     """
     provider: Provider = "cuda" if precision in ("float16", "bfloat16") else "cpu"
-    forms = [form for form in FORMS[provider] if not (precision in INTEGER and form in PROJECTING)]
+    refused = PROJECTING if precision in INTEGER else frozenset[FusedOperator]()
+    forms = [form for form in FORMS[provider] if form not in refused]
     try:
         passes = fusion_passes(model, provider, forms)
     except CannotRewrite:

@@ -33,6 +33,7 @@ from attnserve.data.datasets import (
 )
 from attnserve.data.lengths import Lengths, check_lengths, length_bounds, middle_length
 from attnserve.data.token_statistics import token_statistics
+from attnserve.fusion import fuse_for
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import source_entry
 from attnserve.models.onnx_files import load_model
@@ -40,7 +41,7 @@ from attnserve.models.outputs import check_output, check_target, default_output,
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan
-from attnserve.planning.plan import Plan
+from attnserve.planning.plan import Plan, targets_of
 from attnserve.planning.plan_file import (
     planned_lengths,
     planned_measure,
@@ -190,8 +191,9 @@ def optimize(
     """Rewrite a model, compare it with the original, and write it with attnserve.json beside it.
 
     Requested rewrites are applied in this order: skip, prune, reuse, prune neurons, refit,
-    collaborate, refit, convert the precision. With ``keep`` or ``target_speedup`` the rewrites are
-    searched for (``attnserve.plan``); with ``plan`` they are read from a file.
+    collaborate, refit, fuse operators and convert the precision. With ``keep`` or
+    ``target_speedup`` the rewrites are searched for (``attnserve.plan``); with ``plan`` they are
+    read from a file.
 
     Args:
         model: An .onnx file or an artifact folder; it is never changed. Its weights are read from
@@ -329,6 +331,8 @@ def optimize(
         )  # fmt: skip
         rewritten = _apply(planned.plan, original, report, data, context, shape, fit=refit)
         rewritten = replace(rewritten, warnings=planned.warnings)
+        if precision != "float32":
+            rewritten = _fused(rewritten, shape)
     calibration = data.fit if data is not None else ()
     converted = rewritten.converted or convert(
         rewritten.model, rewritten.plan.precision, calibration,
@@ -504,6 +508,19 @@ def _apply(
     model = original.clone()
     applied = apply_plan(plan, model, context, original=original, data=data, fit=fit, shape=shape)
     return _Rewritten(plan, model, applied)
+
+
+def _fused(rewritten: _Rewritten, shape: tuple[int, int]) -> _Rewritten:
+    """The rewritten model in fused operators, before its conversion to another precision."""
+    plan, model = rewritten.plan, rewritten.model
+    passes = fuse_for(model, plan.precision)
+    macs = count_macs(model, *shape)
+    steps = [Step(one.name, name, macs_after=macs) for one in passes for name in targets_of(one)]
+    return replace(
+        rewritten,
+        plan=Plan.of([*plan.passes, *passes], plan.precision, plan.float_blocks),
+        applied=replace(rewritten.applied, steps=(*rewritten.applied.steps, *steps)),
+    )
 
 
 def _cost(cost: Cost, graph: ir.Model, shape: tuple[int, int]) -> ModelCost:
