@@ -126,21 +126,26 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass]) -> None:
         )
 
 
-def fuse_for(model: ir.Model, precision: Precision) -> tuple[RewritePass, ...]:
-    """Fuse a float32 model in place before its conversion to another precision.
+def fuse_for(
+    model: ir.Model, precision: Precision, provider: Provider = "cpu"
+) -> tuple[RewritePass, ...]:
+    """Fuse a float32 model in place, before its conversion to another precision if that differs.
 
-    Half precision is for GPUs, integers and float32 are for CPUs. Operators that contain the
-    projections are left out for integers.
+    Operators that contain the projections are left out for integers.
+
+    Args:
+        provider: Where the model runs; half precision is for GPUs.
 
     Returns:
         The passes; none if nothing can be fused.
     """
-    provider: Provider = "cuda" if precision in ("float16", "bfloat16") else "cpu"
-    refused = PROJECTING if precision in INTEGER else frozenset[FusedOperator]()
-    forms = [form for form in FORMS[provider] if form not in refused]
+    runs_on: Provider = "cuda" if precision in ("float16", "bfloat16") else provider
+    forms: Sequence[FusedOperator] = FORMS[runs_on]
+    if precision in INTEGER:
+        forms = [form for form in forms if form not in PROJECTING]
     try:
-        passes = fusion_passes(model, provider, forms)
+        passes = fusion_passes(model, runs_on, forms)
+        fuse(model, passes)
     except CannotRewrite:
         return ()
-    fuse(model, passes)
     return passes
