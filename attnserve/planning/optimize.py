@@ -373,7 +373,8 @@ def optimize(
         rewritten.model, rewritten.plan.precision, calibration,
         float_blocks=rewritten.plan.float_blocks,
     )  # fmt: skip
-    speed = measure_served(
+    speed = rewritten.found and rewritten.found.speed
+    speed = speed or measure_served(
         original, rewritten.model, converted, rewritten.plan.precision,
         is_lossy=bool(rewritten.plan.changed), shapes=timed, data=calibration, context=context,
     )  # fmt: skip
