@@ -268,9 +268,10 @@ def test_reuse_attention_writes_these_nodes() -> None:
     assert [name.removeprefix(f"{SECOND}/reuse/") for name in names if name] == [
         "query/product", "query/biased", "query/heads", "query/heads_apart",
         "key/product", "key/biased", "key/heads", "key/heads_apart",
-        "keys", "scores", "biased", "softmax", "probabilities_taken", "probabilities_joined",
+        "keys", "scores", "biased", "softmax", "probabilities_taken",
         "value/product", "value/biased", "value/heads", "value/heads_apart",
-        "context", "by_token", "merged_heads", "output_product", "output",
+        "values", "context", "values_2", "context_2", "contexts_joined",
+        "by_token", "merged_heads", "output_product", "output",
     ]  # fmt: skip
 
 
