@@ -550,7 +550,5 @@ class _PlanBuilder:
         return [
             block
             for block in find_attention(model)[0]
-            if block.name in names
-            and block.probabilities is not None
-            and block.graph is model.graph
+            if block.name in names and block.probability_values and block.graph is model.graph
         ]
