@@ -8,18 +8,47 @@ original; shared dimensions rarely are on a CPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.checks.compare import compare
+from attnserve.choices import Precision
+from attnserve.context import RunContext
+from attnserve.data.datasets import Dataset
+from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_sharing import SharingForm
-from attnserve.runtime.interleaved_timer import Speedup
+from attnserve.planning.served_speed import example_feeds, fused_copy, time_models
+from attnserve.precision.convert import convert
+from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
+from graph_passes.analysis.cost import count_macs
+from graph_passes.context import GraphContext
+from graph_passes.passes.collaborate import Collaborate
 
-__all__ = ["FormReport", "MixingChoice", "choose_mixing"]
+__all__ = ["FormComparison", "FormReport", "MixingChoice", "choose_mixing"]
 
-Built = TypeVar("Built")
+
+class Form(Protocol):
+    """A form of the model that was built from a plan."""
+
+    @property
+    def model(self) -> ir.Model: ...
+    @property
+    def applied(self) -> ApplyReport: ...
+
+
+Built = TypeVar("Built", bound=Form)
+
+STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
+"""(batch, sequence) at which a form must not be slower either, if the model takes them."""
+
+LARGEST_SHAPE, LARGEST_MACS = (8, 512), 60_000_000_000
+"""Another such shape, for models that need no more MACs there."""
 
 SAME_ERROR = 1.02
 """The largest error, relative to that of the dense form, that counts as equal."""
@@ -37,13 +66,14 @@ class FormReport:
 
     Attributes:
         form: "dense", "sparse" or "own".
-        error: Of the outputs on calibration data, or of the weights without.
+        error: Of the outputs on calibration data, or of the weights without; None if the form was
+            too slow to be fitted.
         speedup: Over the fused original, in the form that serving runs.
         slowest: The speed-up at the slowest shape.
     """
 
     form: str
-    error: float
+    error: float | None
     speedup: Speedup
     slowest: float
 
@@ -64,51 +94,125 @@ class MixingChoice:
         return {"chosen": self.chosen, "why": self.why, "forms": forms}
 
 
+@dataclass(frozen=True, eq=False)
+class FormComparison:
+    """Compares forms with the original and its fused form.
+
+    Attributes:
+        timed: (batch, sequence) at which the model should be fast.
+    """
+
+    original: ir.Model
+    data: Dataset | None
+    precision: Precision
+    timed: Sequence[tuple[int, int]]
+    context: RunContext
+
+    def error(self, form: Form) -> float:
+        """The largest relative error of an output on data; of the weights without data."""
+        if self.data is None:
+            steps = [step for step in form.applied.steps if step.rewrite == Collaborate.name]
+            return float(np.sqrt(np.mean([(step.relative_error or 0.0) ** 2 for step in steps])))
+        rows = self.data.choose or self.data.fit
+        found = compare(self.original, form.model, rows, "form", context=self.context)
+        return max(output.relative_error for output in found.outputs)
+
+    def sketch(self, plan: Plan) -> ir.Model:
+        """The graph of a plan with weights that are not fitted, to be timed."""
+        model = self.original.clone()
+        with GraphContext.of(model) as context:
+            for one in plan.passes:
+                (one.unfitted(context) if isinstance(one, Collaborate) else one)(model)
+        return model
+
+    def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, float]] | None:
+        """Speed-ups over the fused original, as served: the mean, and that of the slowest shape.
+
+        Returns:
+            None if they cannot be timed.
+        """
+        shapes = list(dict.fromkeys([*self.timed, *STEADY]))
+        macs = count_macs(self.original, *LARGEST_SHAPE)
+        if macs is not None and macs <= LARGEST_MACS:
+            shapes.append(LARGEST_SHAPE)
+        served = [self._served(each) for each in (self.original, *models)]
+        feeds = example_feeds(self.original, shapes, self.context.seed)
+        found = time_models(served, feeds, context=self.context)
+        if found is None:
+            return None
+        times = dict(zip(*found, strict=True))
+        wanted = [shape for shape in self.timed if shape in times] or list(times)
+        return [
+            (
+                paired_speedup([times[s][0] for s in wanted], [times[s][row] for s in wanted]),
+                min(paired_speedup([t[0]], [t[row]]).value for t in times.values()),
+            )
+            for row in range(1, len(served))
+        ]
+
+    def _served(self, model: ir.Model) -> ir.Model:
+        calibration = self.data.fit if self.data is not None else ()
+        fused = fused_copy(model, self.precision, self.context.provider)
+        return convert(fused, self.precision, calibration, to_nearest=True)
+
+
 def choose_mixing(
-    plans: Mapping[SharingForm, Plan],
-    build: Callable[[Plan], Built],
-    error_of: Callable[[Built], float],
-    speeds_of: Callable[[Sequence[Built]], Sequence[tuple[Speedup, float]] | None],
+    plans: Mapping[SharingForm, Plan], build: Callable[[Plan], Built], comparison: FormComparison
 ) -> tuple[Built, MixingChoice | None]:
     """Build the forms, compare them, and return the fastest one.
+
+    Sparse mixing takes longest to fit: its speed is measured first, and it is fitted if it would be
+    the fastest.
 
     Args:
         plans: By form, the dense one first; own dimensions in several sizes, ascending.
         build: Applies a plan.
-        error_of: The error of a built form.
-        speeds_of: Speed-ups of built forms over the fused original, the mean and the slowest; None
-            if they cannot be timed.
 
     Returns:
         The built form, and the report; the dense form and None if forms cannot be timed.
     """
-    built: dict[str, Built] = {}
-    errors: dict[str, float] = {}
-    for kind, forms in groupby(plans, key=lambda form: form.kind):
-        for form in forms:  # the first with at most the error of the dense form
-            built[kind] = build(plans[form])
-            errors[kind] = error_of(built[kind])
-            if errors[kind] <= SAME_ERROR * errors["dense"]:
-                break
-    able = [kind for kind, error in errors.items() if error <= SAME_ERROR * errors["dense"]]
-    speeds = speeds_of([built[kind] for kind in able])
+    built = {"dense": build(plans[SharingForm("dense")])}
+    errors = {"dense": comparison.error(built["dense"])}
+    bound = SAME_ERROR * errors["dense"]
+    for form in (form for form in plans if form.kind == "own"):
+        built["own"] = build(plans[form])
+        errors["own"] = comparison.error(built["own"])
+        if errors["own"] <= bound:
+            break
+    models = {kind: form.model for kind, form in built.items() if errors[kind] <= bound}
+    sparse = plans.get(SharingForm("sparse"))
+    if sparse is not None:
+        models["sparse"] = comparison.sketch(sparse)
+    speeds = comparison.speeds(list(models.values()))
     if speeds is None:
         return built["dense"], None
     reports = {
-        kind: FormReport(kind, errors[kind], mean, slowest)
-        for kind, (mean, slowest) in zip(able, speeds, strict=True)
+        kind: FormReport(kind, errors.get(kind), mean, slowest)
+        for kind, (mean, slowest) in zip(models, speeds, strict=True)
     }
-    steady = [one for one in reports.values() if one.slowest >= NO_SLOWER]
-    fastest = max(one.speedup.value for one in steady or reports.values())
-    near = [one for one in steady or reports.values() if SAME_SPEED * one.speedup.value >= fastest]
-    chosen = min(near, key=lambda one: one.error)
-    what = "at no length slower than it" if steady else "each form is slower than it at a length"
-    others = [one for one in reports.values() if one is not chosen]
-    beside = ", ".join(f"{one.form} {one.speedup.value:.2f}x" for one in others)
-    lossier = [kind for kind in errors if kind not in able]
+    if sparse is not None and _fastest(reports).form == "sparse":
+        built["sparse"] = build(sparse)
+        errors["sparse"] = comparison.error(built["sparse"])
+        reports["sparse"] = replace(reports["sparse"], error=errors["sparse"])
+    fitted = {
+        kind: one for kind, one in reports.items() if one.error is not None and one.error <= bound
+    }
+    chosen = _fastest(fitted)
+    others = [one for one in reports.values() if one.form != chosen.form]
+    lossier = [kind for kind, error in errors.items() if error > bound]
     why = (
-        f"{chosen.speedup.value:.2f}x the speed of the fused original, {what}"
-        + (f"; {beside}" if beside else "")
+        f"{chosen.speedup.value:.2f}x the speed of the fused original, "
+        + ("at no length slower than it" if chosen.slowest >= NO_SLOWER else "slower at a length")
+        + "".join(f"; {one.form} {one.speedup.value:.2f}x" for one in others)
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )
     return built[chosen.form], MixingChoice(chosen.form, tuple(reports.values()), why)
+
+
+def _fastest(forms: Mapping[str, FormReport]) -> FormReport:
+    """The fastest form, if possible slower at no shape; of equal ones the most exact."""
+    steady = [one for one in forms.values() if one.slowest >= NO_SLOWER]
+    able = steady or list(forms.values())
+    most = max(one.speedup.value for one in able)
+    near = [one for one in able if SAME_SPEED * one.speedup.value >= most]
+    return min(near, key=lambda one: math.inf if one.error is None else one.error)

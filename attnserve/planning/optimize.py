@@ -41,7 +41,7 @@ from attnserve.models.outputs import check_output, check_target, default_output,
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan
-from attnserve.planning.mixing_choice import MixingChoice, choose_mixing
+from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
 from attnserve.planning.plan import Plan, targets_of
 from attnserve.planning.plan_file import (
     planned_lengths,
@@ -53,16 +53,8 @@ from attnserve.planning.requested_rewrites import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
-from attnserve.planning.served_speed import (
-    ServedSpeed,
-    example_feeds,
-    fused_copy,
-    measure_served,
-    served_lengths,
-    time_models,
-)
+from attnserve.planning.served_speed import ServedSpeed, measure_served, served_lengths
 from attnserve.precision.convert import Precision, check_cpu, convert
-from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from attnserve.versions import versions
 from graph_passes.analysis.cost import (
     Cost,
@@ -84,13 +76,6 @@ GPU_ONLY = (
     "bfloat16 runs on a GPU only (provider cuda): ONNX Runtime has no CPU kernels for it and "
     "refuses the model"
 )
-
-STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
-"""(batch, sequence) at which a form of shared dimensions must not be slower, if the model takes
-them."""
-
-LARGEST_SHAPE, LARGEST_MACS = (8, 512), 60_000_000_000
-"""Another such shape, for models that need no more MACs there."""
 
 LOW_QUALITY = 0.9
 """A warning is given below this value of the measure, which a constant predictor cannot reach."""
@@ -359,10 +344,8 @@ def optimize(
             fit=refit,
         )  # fmt: skip
         if planned.forms:
-            chooser = _FormChooser(original, data, precision, timed, context)
-            rewritten, form = choose_mixing(
-                planned.forms, build, chooser.error_of, chooser.speeds_of
-            )
+            comparison = FormComparison(original, data, precision, timed, context)
+            rewritten, form = choose_mixing(planned.forms, build, comparison)
         else:
             rewritten = build(planned.plan)
         rewritten = replace(rewritten, warnings=planned.warnings)
@@ -529,56 +512,6 @@ def _require_no_rewrites(parameters: Mapping[str, Any], mode: str) -> None:
                 f"leave `{name}` out, or `plan`, `keep` and `target_speedup`",
                 code="optimize.conflict",
             )
-
-
-@dataclass(frozen=True, eq=False)
-class _FormChooser:
-    """Compares forms of shared dimensions with the original.
-
-    Attributes:
-        timed: (batch, sequence) at which the model should be fast.
-    """
-
-    original: ir.Model
-    data: Dataset | None
-    precision: Precision
-    timed: Sequence[tuple[int, int]]
-    context: RunContext
-
-    def error_of(self, rewritten: _Rewritten) -> float:
-        """The largest relative error of an output on data; of the weights without data."""
-        if self.data is None:
-            steps = [s for s in rewritten.applied.steps if s.rewrite == Collaborate.name]
-            return float(np.sqrt(np.mean([(s.relative_error or 0.0) ** 2 for s in steps])))
-        rows = self.data.choose or self.data.fit
-        found = compare(self.original, rewritten.model, rows, "form", context=self.context)
-        return max(output.relative_error for output in found.outputs)
-
-    def speeds_of(self, forms: Sequence[_Rewritten]) -> list[tuple[Speedup, float]] | None:
-        """The speed-up of each form over the fused original: the mean, and the slowest shape."""
-        shapes = list(dict.fromkeys([*self.timed, *STEADY]))
-        macs = count_macs(self.original, *LARGEST_SHAPE)
-        if macs is not None and macs <= LARGEST_MACS:
-            shapes.append(LARGEST_SHAPE)
-        models = [self._served(each) for each in (self.original, *(f.model for f in forms))]
-        feeds = example_feeds(self.original, shapes, self.context.seed)
-        found = time_models(models, feeds, context=self.context)
-        if found is None:
-            return None
-        times = dict(zip(*found, strict=True))
-        wanted = [shape for shape in self.timed if shape in times] or list(times)
-        return [
-            (
-                paired_speedup([times[s][0] for s in wanted], [times[s][row] for s in wanted]),
-                min(paired_speedup([t[0]], [t[row]]).value for t in times.values()),
-            )
-            for row in range(1, len(models))
-        ]
-
-    def _served(self, model: ir.Model) -> ir.Model:
-        calibration = self.data.fit if self.data is not None else ()
-        fused = fused_copy(model, self.precision, self.context.provider)
-        return convert(fused, self.precision, calibration, to_nearest=True)
 
 
 def _apply(

@@ -178,6 +178,29 @@ class Collaborate(AttentionPass[SharedDimensions]):
             for name, params in self.targets.items()
         })  # fmt: skip
 
+    def unfitted(self, context: GraphContext) -> Collaborate:
+        """The same pass with factors of these sizes and no meaning, for models that are only timed.
+
+        Rotary positions get their own factors, which are computed from the weights.
+        """
+        decompose_fused(context, self.targets.keys())
+        targets = dict(self.targets)
+        for block, params in self._changed(context):
+            if block.q.rotary_terms:
+                continue
+            heads, rank = len(block.own_heads), params.rank
+            size = min(params.head_size or rank, rank)
+            mixing = np.zeros((heads, rank))
+            read = (np.arange(heads)[:, None] * size + np.arange(size)) % rank  # H K'
+            np.put_along_axis(mixing, read, 1.0, axis=1)
+            query, key = (
+                np.full((part.matrix().shape[0], rank), 1e-2) for part in (block.q, block.k)
+            )
+            content = np.full((heads, len(key)), 1e-2)
+            factors = CollaborativeFactors(query, key, mixing, content, 1.0, 0)
+            targets[block.name] = params.model_copy(update={"factors": factors})
+        return Collaborate(targets)
+
     @classmethod
     def refusal(
         cls, block: AttentionBlock, params: SharedDimensions | None, context: GraphContext
