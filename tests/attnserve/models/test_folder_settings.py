@@ -168,6 +168,22 @@ def test_other_kind_of_model_is_refused(hub: Path, kind: str) -> None:
         open_artifact(hub)
 
 
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "last"),
+        ({"architectures": ["Qwen3ForCausalLM"], "is_causal": False}, "mean"),
+        ({"architectures": ["BertForMaskedLM"]}, "mean"),
+    ],
+)
+def test_default_pooling_of_a_language_model_is_the_last_token(
+    hub: Path, config: dict[str, Any], pooling: str
+) -> None:
+    (hub / "modules.json").unlink()
+    write_json(hub / "config.json", config)
+    assert read_settings(hub).embedding.pooling == open_artifact(hub).pooling == pooling
+
+
 def test_pooling_keys_of_older_versions(hub: Path) -> None:
     write_json(hub / POOLING, {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": False})
     assert open_artifact(hub).pooling == "mean"  # the default of the library
