@@ -7,8 +7,10 @@ modules other than a pooling the whole chain of modules, as Optimum exports it.
 
 from __future__ import annotations
 
+import atexit
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -316,8 +318,6 @@ def change(folder: Path, files: Mapping[str, Any]) -> None:
 @cache
 def network_folder(encodes: bool, name: str, changes: str) -> Path:
     """A folder with a random network and its tokenizer."""
-    import tempfile
-
     import torch
     import transformers
 
@@ -342,6 +342,7 @@ def network_folder(encodes: bool, name: str, changes: str) -> Path:
             if weight.ndim == 2:
                 weight.copy_(0.4 * torch.randn(weight.shape))
     folder = Path(tempfile.mkdtemp(prefix="network-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     network.save_pretrained(folder)
     tokenizer(name, folder)
     return folder
