@@ -18,6 +18,7 @@ __all__ = [
     "Pooling",
     "Precision",
     "SearchMeasure",
+    "Side",
     "Similarity",
     "TaskName",
 ]
@@ -30,7 +31,8 @@ Importance = Literal["energy", "loo", "voting"]
 LearnedTask = Literal["sts", "classification"]
 Measure = Literal["auto", "similarity", "r2", "kl", "top1", "cosine"]
 Mixing = Literal["auto", "dense", "sparse"]
-Padding = Literal["right", "left"]
+Side = Literal["right", "left"]
+Padding = Side
 Pooling = Literal["mean", "cls", "last", "none"]
 Precision = Literal["float32", "float16", "bfloat16", "int8", "int8-full", "int4"]
 SearchMeasure = Literal[Measure, "score"]

@@ -1,4 +1,4 @@
-"""Heads of exported models: pooling, dense layers, and the score of a reranker.
+"""Heads of exported models: the modules of an embedding, and the score of a reranker.
 
 They are PyTorch modules after the hidden states. torch is passed in, because it is an optional
 dependency; its objects are typed ``Any``.
@@ -6,26 +6,18 @@ dependency; its objects are typed ``Any``.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attnserve.choices import Pooling
-from attnserve.models.json_files import read_json
-from attnserve.models.sentence_transformers import (
-    Embedding,
-    TokenScore,
-    read_prompt,
-    read_token_score,
-)
+from attnserve.models.folder_settings import FolderSettings, Module, torch_name
+from attnserve.models.settings_files import Dense, LayerNorm, LogitScore, Normalize, Pooling
 from graph_passes.errors import InvalidModel
 
 __all__ = [
-    "dense_layers",
+    "embedding_head",
     "first_line",
     "pair_template",
-    "pooling_head",
     "scorer",
-    "scores_by_token",
     "token_score",
 ]
 
@@ -45,40 +37,26 @@ PAIR_TEMPLATES = {
 (Zhang et al. 2025, Qwen3 Embedding)."""
 
 
-def scores_by_token(source: Path) -> bool:
-    """Whether a model folder has a language model instead of a classifier.
-
-    Raises:
-        InvalidModel: A file is malformed.
-    """
-    path = source / "config.json"
-    config: Any = read_json(path) if path.is_file() else {}
-    names = config.get("architectures") if isinstance(config, dict) else None
-    return read_token_score(source) is not None or any(
-        str(one).endswith("ForCausalLM") for one in names or ()
-    )
-
-
-def token_score(source: Path, tokenizer: Any) -> TokenScore:
+def token_score(settings: FolderSettings, tokenizer: Any) -> LogitScore:
     """The tokens of a reranker: those that it states, else "yes" against "no".
 
     Raises:
         InvalidModel: Both are not in the vocabulary.
     """
     vocabulary = tokenizer.get_vocab()
-    found = read_token_score(source)
+    found = settings.token_score
     if found is None and {"yes", "no"} <= vocabulary.keys():
-        found = TokenScore(vocabulary["yes"], vocabulary["no"])
-    if found is None or max(found.true_id, found.false_id or 0) >= len(tokenizer):
+        found = LogitScore(true_token_id=vocabulary["yes"], false_token_id=vocabulary["no"])
+    if found is None or max(found.true_token_id, found.false_token_id or 0) >= len(tokenizer):
         raise InvalidModel(
-            f"{source}: a reranker without classifier needs the tokens 'yes' and 'no'",
+            f"{settings.folder}: a reranker without classifier needs the tokens 'yes' and 'no'",
             "state true_token_id and false_token_id in a module LogitScore (sentence-transformers)",
             code="export.answer_tokens",
         )
     return found
 
 
-def pair_template(source: Path, tokenizer: Any, model_type: str) -> str:
+def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> str:
     """The text of a pair, with {query} and {document}, by the chat template or ``PAIR_TEMPLATES``.
 
     As in sentence-transformers, a chat template has the roles query and document; the default
@@ -87,7 +65,9 @@ def pair_template(source: Path, tokenizer: Any, model_type: str) -> str:
     Raises:
         InvalidModel: Neither has it.
     """
-    prompt = read_prompt(source)
+    prompt = settings.prompt
+    variables = dict(settings.transformer.processing_kwargs.chat_template)
+    variables.pop("restore_suffix", None)  # the end of a template is never truncated here
     texts = ([("system", prompt)] if prompt else []) + [
         ("query", "{query}"), ("document", "{document}"),
     ]  # fmt: skip
@@ -97,21 +77,21 @@ def pair_template(source: Path, tokenizer: Any, model_type: str) -> str:
             for role, text in texts
         ]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
         except Exception:  # no chat template, or one of another form, which raises any error
             continue
         if text.count("{query}") == text.count("{document}") == 1:
             return text
     if model_type not in PAIR_TEMPLATES:
         raise InvalidModel(
-            f"{source}: the model states no template of a query and a document",
+            f"{settings.folder}: the model states no template of a query and a document",
             "add a chat_template.jinja with the roles query and document (sentence-transformers)",
             code="export.no_template",
         )
     return PAIR_TEMPLATES[model_type]
 
 
-def scorer(torch: Any, network: Any, score: TokenScore) -> tuple[Any, Any]:
+def scorer(torch: Any, network: Any, score: LogitScore) -> tuple[Any, Any]:
     """The network without its language head, and a module from its hidden states to the score.
 
     The head is linear, so that two of its rows suffice: the vocabulary is not multiplied.
@@ -120,20 +100,22 @@ def scorer(torch: Any, network: Any, score: TokenScore) -> tuple[Any, Any]:
         InvalidModel: The logits are not linear in the hidden states.
     """
     base, output = network.base_model, network.get_output_embeddings()
-    weight = output.weight[[score.true_id]]
-    bias: Any = None if output.bias is None else output.bias[[score.true_id]]
-    if score.false_id is not None:
-        weight = weight - output.weight[[score.false_id]]
-        bias = None if output.bias is None else bias - output.bias[[score.false_id]]
+    weight = output.weight[[score.true_token_id]]
+    bias: Any = None if output.bias is None else output.bias[[score.true_token_id]]
+    if score.false_token_id is not None:
+        weight = weight - output.weight[[score.false_token_id]]
+        bias = None if output.bias is None else bias - output.bias[[score.false_token_id]]
     linear = torch.nn.Linear(weight.shape[1], 1, bias=bias is not None)
     linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
-    head = pooling_head(torch, "last", [linear])
+    vector = "sentence_embedding"
+    last, layer = _pooling(torch, ["lasttoken"]), _layer(torch, linear)
+    head = _head(torch, [("token_embeddings", vector, last), (vector, vector, layer)])
     ids = torch.arange(8)[None] % network.config.vocab_size
     with torch.no_grad():
         logits = network(input_ids=ids).logits[:, -1]
-        expected = logits[:, score.true_id]
-        if score.false_id is not None:
-            expected = expected - logits[:, score.false_id]
+        expected = logits[:, score.true_token_id]
+        if score.false_token_id is not None:
+            expected = expected - logits[:, score.false_token_id]
         hidden = base(input_ids=ids).last_hidden_state
         found = head(hidden, torch.ones_like(ids))[:, 0]
     if float((found - expected).abs().max()) > LINEAR * float(logits.abs().max()):
@@ -145,52 +127,147 @@ def scorer(torch: Any, network: Any, score: TokenScore) -> tuple[Any, Any]:
     return base, head
 
 
-def dense_layers(torch: Any, embedding: Embedding) -> list[Any]:
-    """The dense layers of an embedding, with their activations.
+def embedding_head(torch: Any, modules: Sequence[Module]) -> Any:
+    """A module from (hidden states B S D, mask B S) through modules of sentence-transformers.
 
     Raises:
-        InvalidModel: The weights of a layer cannot be read.
+        InvalidModel: The weights of a module cannot be read.
     """
-    from safetensors.torch import load_file
-
-    layers: list[Any] = []
-    for one in embedding.dense:
-        try:
-            weights = load_file(one.weights)
-            weight, bias = weights["linear.weight"], weights.get("linear.bias")
-            linear = torch.nn.Linear(*reversed(weight.shape), bias=bias is not None)
-            linear.load_state_dict(
-                {"weight": weight.float()} | ({} if bias is None else {"bias": bias.float()})
-            )
-        except Exception as error:  # SafetensorError, KeyError, RuntimeError of another shape
-            raise InvalidModel(
-                f"{one.weights}: not the weights of a linear layer: {first_line(error)}",
-                "download the model again",
-                code="export.load",
-            ) from error
-        layers += [linear, getattr(torch.nn, one.activation)()]
-    return layers
+    return _head(torch, [_step(torch, one) for one in modules])
 
 
-def pooling_head(torch: Any, pooling: Pooling, layers: list[Any]) -> Any:
-    """A module from (hidden states B S D, mask B S) through a pooling and these layers."""
+def _head(torch: Any, steps: Sequence[tuple[str, str, Any]]) -> Any:
+    """A module of steps: (the value that it reads, the one that it writes, a module of both)."""
 
     class Head(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = torch.nn.Sequential(*layers)
+            self.layers = torch.nn.ModuleList(layer for *_, layer in steps)
 
         def forward(self, hidden: Any, mask: Any) -> Any:
-            weights = mask.to(hidden.dtype)
-            if pooling != "mean":  # one token: the first or the last one that is real
-                places = torch.arange(mask.shape[1]) + 1
-                order = places if pooling == "last" else -places + mask.shape[1] + 1
-                found = mask * order  # B S
-                weights = (found == found.max(dim=1, keepdim=True).values).to(hidden.dtype)
-            pooled = (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
-            return self.layers(pooled)
+            values = {"token_embeddings": hidden}
+            for source, target, layer in steps:
+                values[target] = layer(values[source], mask)
+            return values["sentence_embedding"]
 
     return Head()
+
+
+def _step(torch: Any, module: Module) -> tuple[str, str, Any]:
+    settings = module.settings
+    if isinstance(settings, Pooling):
+        return "token_embeddings", "sentence_embedding", _pooling(torch, settings.modes)
+    assert isinstance(settings, Dense | LayerNorm | Normalize)
+    if isinstance(settings, Normalize):
+        layer = _layer(torch, lambda x: torch.nn.functional.normalize(x, dim=-1))
+    elif isinstance(settings, LayerNorm):
+        weights = _weights(module)
+        norm = torch.nn.LayerNorm(len(weights["norm.weight"]))
+        layer = _layer(torch, _loaded(module, "norm", norm, weights))
+    else:
+        layer = _dense(torch, module, settings)
+    return settings.module_input_name, settings.output, layer
+
+
+def _pooling(torch: Any, modes: Sequence[str]) -> Any:
+    """A module that pools hidden states (B S D); the vectors of several poolings are joined."""
+
+    def pooled(mode: str, hidden: Any, mask: Any) -> Any:
+        real = mask.to(hidden.dtype)
+        if mode == "max":
+            lowest = torch.finfo(hidden.dtype).min
+            return hidden.masked_fill(mask[..., None] == 0, lowest).max(1).values
+        weights = real
+        if mode == "weightedmean":  # by the position after padding
+            weights = real * torch.cumsum(real, 1)
+        elif mode in ("cls", "lasttoken"):  # the first or the last token that is real
+            places = torch.arange(mask.shape[1]) + 1
+            order = places if mode == "lasttoken" else -places + mask.shape[1] + 1
+            found = mask * order  # B S
+            weights = (found == found.max(dim=1, keepdim=True).values).to(hidden.dtype)
+        count = weights.sum(1, keepdim=True)
+        if mode == "mean_sqrt_len_tokens":
+            count = torch.sqrt(count)
+        return (hidden * weights[..., None]).sum(1) / count
+
+    class Pool(torch.nn.Module):
+        def forward(self, hidden: Any, mask: Any) -> Any:
+            return torch.cat([pooled(mode, hidden, mask) for mode in modes], dim=-1)
+
+    return Pool()
+
+
+def _layer(torch: Any, apply: Callable[[Any], Any]) -> Any:
+    """A module that needs no mask."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.apply_to = apply
+
+        def forward(self, values: Any, mask: Any) -> Any:
+            return self.apply_to(values)
+
+    return Layer()
+
+
+def _dense(torch: Any, module: Module, settings: Dense) -> Any:
+    """A linear layer with its activation, and the input added if ``use_residual``."""
+    weights = _weights(module)
+    layers: dict[str, Any] = {}
+    for name in ("linear", "residual"):
+        if (weight := weights.get(f"{name}.weight")) is not None:
+            made = torch.nn.Linear(*reversed(weight.shape), bias=f"{name}.bias" in weights)
+            layers[name] = _loaded(module, name, made, weights)
+    if "linear" not in layers:
+        raise _not_weights(module, KeyError("linear.weight"))
+    activation = getattr(torch.nn, torch_name(settings.activation_function))()
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleDict(layers)
+
+        def forward(self, values: Any, mask: Any) -> Any:
+            made = activation(layers["linear"](values))
+            if not settings.use_residual:
+                return made
+            return made + (layers["residual"](values) if "residual" in layers else values)
+
+    return Layer()
+
+
+def _weights(module: Module) -> Mapping[str, Any]:
+    from safetensors.torch import load_file
+
+    if not module.weights.is_file():
+        raise InvalidModel(
+            f"{module.weights}: no such file; pickled weights are never loaded",
+            "save the model with sentence-transformers 2.3 or later",
+            code="export.no_weights",
+        )
+    try:
+        return load_file(module.weights)
+    except Exception as error:  # SafetensorError is no OSError
+        raise _not_weights(module, error) from error
+
+
+def _loaded(module: Module, name: str, layer: Any, weights: Mapping[str, Any]) -> Any:
+    """``layer`` with the weights of this name, in float32."""
+    own = {k.removeprefix(f"{name}."): w.float() for k, w in weights.items() if k.startswith(name)}
+    try:
+        layer.load_state_dict(own)
+    except Exception as error:  # RuntimeError of another shape, KeyError
+        raise _not_weights(module, error) from error
+    return layer
+
+
+def _not_weights(module: Module, error: Exception) -> InvalidModel:
+    return InvalidModel(
+        f"{module.weights}: not the weights of a module {module.kind}: {first_line(error)}",
+        "download the model again",
+        code="export.load",
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -28,25 +28,18 @@ import onnx_ir as ir
 
 from attnserve.choices import Activation, Attention, Exporter, Pooling
 from attnserve.exporters.heads import (
-    dense_layers,
+    embedding_head,
     first_line,
     pair_template,
-    pooling_head,
     scorer,
-    scores_by_token,
     token_score,
 )
 from attnserve.models.artifact import COMPANIONS
+from attnserve.models.folder_settings import Embedding, FolderSettings, read_settings
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.outputs import check_output, staged
 from attnserve.models.record import write_record
-from attnserve.models.sentence_transformers import (
-    Embedding,
-    read_activation,
-    read_embedding,
-    read_max_length,
-)
-from attnserve.models.tokenizer import UNBOUNDED
+from attnserve.models.tokenizer import UNBOUNDED, lower_case
 from attnserve.paths import StrPath
 from attnserve.runtime.session import open_session
 from attnserve.versions import package_versions
@@ -89,11 +82,6 @@ TOLERANCE = 1e-3
 
 SCORING = Task("AutoModelForCausalLM", ("logits",), per_token=False)
 """The task "rerank" of a language model whose score is the logit of one token after the pair."""
-
-PROBLEMS: dict[str | None, Activation] = {
-    "multi_label_classification": "sigmoid", "regression": "identity",
-}  # fmt: skip
-"""The activation of classifiers by ``problem_type`` of transformers; others have the default."""
 
 EXAMPLE = (2, 7)
 CHECKED = ((3, 11), (1, 24))
@@ -150,8 +138,9 @@ def export(
 ) -> ExportReport:
     """Export a Hugging Face model with dynamic axes "batch" and "sequence".
 
-    Pooling, normalization, prompts and dense layers of sentence-transformers are read from the
-    model's folder. Dense layers become part of the graph, which then pools itself.
+    The settings of sentence-transformers are read from the model's folder (``read_settings``).
+    Modules other than one pooling and a normalization become part of the graph, which then pools
+    itself.
 
     Args:
         model: A folder with config.json, weights and tokenizer, or an id on the Hugging Face hub.
@@ -188,22 +177,29 @@ def export(
     kind = TASKS[name]
     torch, transformers = _require_torch()
     source = _find(model)
+    settings = read_settings(source)
+    source = source / settings.encoder
+    if name == "rerank" and settings.is_language_model:
+        kind = SCORING
     with _quiet():
-        if name == "rerank" and scores_by_token(source):
-            kind = SCORING
         network, tokenizer = _load(transformers, source, kind, attention)
+    if settings.transformer.do_lower_case:  # also for programs that read tokenizer.json alone
+        lower_case(tokenizer.backend_tokenizer)
     limit = _position_limit(network)
     embedding, head, activation, template = Embedding(pooling="none"), None, None, None
+    width = network.config.hidden_size
     if name == "feature-extraction":
-        embedding = read_embedding(source)
+        embedding = settings.embedding
         embedding = replace(embedding, dimensions=dimensions or embedding.dimensions)
-        if embedding.dense:
-            head = pooling_head(torch, embedding.pooling, dense_layers(torch, embedding))
+        if embedding.head:
+            head = embedding_head(torch, embedding.head)
+            kind = Task(kind.auto_class, ("sentence_embedding",), per_token=False)
+            width = _head_width(torch, head, width, source)
     elif kind is SCORING:
-        template = pair_template(source, tokenizer, network.config.model_type)
+        template = pair_template(settings, tokenizer, network.config.model_type)
         with _quiet():
-            network, head = scorer(torch, network, token_score(source, tokenizer))
-        activation = read_activation(source, 1)
+            network, head = scorer(torch, network, token_score(settings, tokenizer))
+        activation = settings.activation(1, of_problem=False)
     elif name == "rerank" and network.config.num_labels != 1:
         raise InvalidArgument(
             f"{model}: the model has {network.config.num_labels} classes: a reranker has one score",
@@ -211,14 +207,10 @@ def export(
             code="export.not_reranker",
         )
     elif name in ("rerank", "sequence-classification"):
-        activation = read_activation(source, network.config.num_labels)
-        if name == "sequence-classification" and activation is None:
-            activation = PROBLEMS.get(network.config.problem_type)
-    width = network.config.hidden_size
-    if head is not None and kind is not SCORING:
-        kind = Task(kind.auto_class, ("sentence_embedding",), per_token=False)
-        embedding = replace(embedding, pooling="none", dense=())
-        width = head.layers[-2].out_features
+        activation = settings.activation(network.config.num_labels, of_problem=name != "rerank")
+        embedding = replace(
+            embedding, prompts=settings.prompts, default_prompt=settings.default_prompt
+        )
     if (embedding.dimensions or 0) > width:
         raise InvalidArgument(
             f"`dimensions` is {embedding.dimensions}: expected at most {width}, the size of the"
@@ -226,7 +218,8 @@ def export(
             "reduce it",
             code="export.dimensions",
         )
-    max_length = _max_length(source, tokenizer, limit)
+    max_length = _max_length(settings, tokenizer, limit)
+    limit = limit and max(limit, max_length or 0)
     inputs = _input_names(network, tokenizer)
     wrapper = _wrapper(torch, network, inputs, kind.outputs, head)
     example, *feeds = (
@@ -268,7 +261,7 @@ def export(
             relative_error=relative,
             seconds=time.perf_counter() - started,
         )
-        write_record(stage, _record(report, model))
+        write_record(stage, {**settings.text_record(), **_record(report, model)})
     return report
 
 
@@ -601,12 +594,35 @@ def _compare(
     return absolute, relative
 
 
-def _max_length(source: Path, tokenizer: Any, limit: int | None) -> int | None:
-    """Maximum tokens of a text, by sentence-transformers, else the tokenizer, within ``limit``."""
-    stated = read_max_length(source)
+def _head_width(torch: Any, head: Any, width: int, source: Path) -> int:
+    """The size of the embeddings that a head makes of hidden states of this size.
+
+    Raises:
+        InvalidModel: The weights of a module have other sizes.
+    """
+    try:
+        with torch.no_grad():
+            made = head(torch.zeros(1, 2, width), torch.ones(1, 2, dtype=torch.int64))
+    except RuntimeError as error:
+        raise InvalidModel(
+            f"{source}: the modules do not fit hidden states of size {width}: {first_line(error)}",
+            "download the model again",
+            code="export.load",
+        ) from error
+    return int(made.shape[-1])
+
+
+def _max_length(settings: FolderSettings, tokenizer: Any, limit: int | None) -> int | None:
+    """Maximum tokens of a text: the stated one, else that of the tokenizer, within the positions.
+
+    Rotary and relative positions limit only texts of models that state no length, as in
+    sentence-transformers.
+    """
+    if (stated := settings.transformer.max_length) is not None:
+        return stated if settings.model.relative else min(stated, limit or stated)
     # transformers sets 1e30 for a tokenizer without a limit.
     known = tokenizer.model_max_length if tokenizer.model_max_length <= UNBOUNDED else None
-    return min((n for n in (stated or known, limit) if n), default=None)
+    return min((n for n in (known, limit) if n), default=None)
 
 
 def _record(report: ExportReport, source: str) -> dict[str, Any]:

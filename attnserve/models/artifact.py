@@ -17,10 +17,11 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, cast
 
-from attnserve.choices import Activation, Padding, Pooling, Similarity
+from attnserve.choices import Activation, Padding, Pooling, Side, Similarity
+from attnserve.models.folder_settings import parse_settings, read_settings
 from attnserve.models.json_files import read_json
 from attnserve.models.record import RECORD, check_fields, described_model, parse_record, read_record
-from attnserve.models.sentence_transformers import stated_embedding
+from attnserve.models.settings_files import ModelConfig
 from attnserve.paths import StrPath
 from graph_passes.errors import InvalidModel
 
@@ -34,14 +35,6 @@ __all__ = [
     "open_artifact",
 ]
 
-
-POSITIONS_AFTER_PADDING = frozenset(
-    {
-        "camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet",
-        "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
-    }
-)  # fmt: skip
-"""Values of ``model_type`` in config.json whose position ids start at ``pad_token_id`` + 1."""
 
 COMPANIONS = (
     "tokenizer.json",
@@ -138,6 +131,16 @@ class Artifact:
         return self.record.get("padding") or "right"
 
     @property
+    def lower_case(self) -> bool:
+        """Whether texts are written in lower case before the tokenizer normalizes them."""
+        return bool(self.record.get("lower_case", False))
+
+    @property
+    def truncation_side(self) -> Side | None:
+        """The side at which long texts lose tokens; None for that of the tokenizer's files."""
+        return self.record.get("truncation_side")
+
+    @property
     def activation(self) -> Activation | None:
         """What turns logits into scores; None for softmax, or sigmoid of a single logit."""
         return self.record.get("activation")
@@ -156,13 +159,8 @@ class Artifact:
         Raises:
             InvalidModel: config.json is not valid.
         """
-        if (stated := self.record.get("first_position")) is not None:
-            return stated
-        config = self.config
-        if config.get("model_type") not in POSITIONS_AFTER_PADDING:
-            return 0
-        pad = config.get("pad_token_id", 1)
-        return pad + 1 if isinstance(pad, int) else 0
+        stated = self.record.get("first_position")
+        return self.settings.first_position if stated is None else stated
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -174,6 +172,16 @@ class Artifact:
         path = self.companion("config.json")
         config: Any = read_json(path) if path else {}
         return cast(dict[str, Any], config) if isinstance(config, dict) else {}
+
+    @cached_property
+    def settings(self) -> ModelConfig:
+        """The keys of config.json that the tokenizer and scores need.
+
+        Raises:
+            InvalidModel: It is not valid.
+        """
+        path = self.companion("config.json")
+        return ModelConfig() if path is None else parse_settings(path, ModelConfig)
 
     def prompt(self, *names: str) -> str:
         """The prompt with the first of these names that exists, else the default prompt."""
@@ -225,14 +233,14 @@ class Artifact:
 
     @property
     def labels(self) -> dict[int, str]:
-        """Names of the classes: ``id2label`` in the record, else in config.json, else none.
+        """Names of the classes: ``id2label`` in the record, else those of config.json, or none.
 
         Raises:
             InvalidModel: They are not names by number, or config.json is not valid.
         """
         labels: Any = self.record.get("id2label")
         if labels is None:
-            labels = self.config.get("id2label")
+            labels = self.settings.labels
         if isinstance(labels, list):
             labels = dict(enumerate(labels))
         if not isinstance(labels, dict):
@@ -267,11 +275,10 @@ def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
         if described_model(found, shared) is None:  # else it is that of a model beside it
             record = {key: value for key, value in found.items() if key not in ("files", "others")}
     if "pooling" not in record:
-        folders = [model.parent] if shared is None else [model.parent, shared]
-        stated = next(((f, one) for f in folders if (one := stated_embedding(f))), None)
-        if stated is not None:
-            check_fields(stated[0] / "modules.json", stated[1], "download the model again")
-            record = stated[1] | record
+        settings = read_settings(model.parent, *([] if shared is None else [shared]))
+        stated = settings.record()
+        check_fields(settings.folder / "modules.json", stated, "download the model again")
+        record = stated | record
     return Artifact(model, record, shared)
 
 

@@ -19,7 +19,26 @@ if TYPE_CHECKING:
     import onnxruntime
     from jaxtyping import Bool, Float, Int
 
-__all__ = ["embed_texts", "output_name", "pool", "run_texts", "shorten"]
+__all__ = [
+    "VECTOR_OUTPUTS",
+    "default_output",
+    "embed_texts",
+    "output_name",
+    "pool",
+    "run_texts",
+    "shorten",
+]
+
+VECTOR_OUTPUTS = ("sentence_embedding", "last_hidden_state", "token_embeddings")
+"""Names that exporters give to the embedding of a text and to hidden states, the best first."""
+
+
+def default_output(names: Sequence[str]) -> str:
+    """The output that embeddings are made of, by its name; the first one if none is known.
+
+    A graph with an embedding and hidden states gives the embedding, which it pools itself.
+    """
+    return next((name for name in VECTOR_OUTPUTS if name in names), names[0])
 
 
 def run_texts(
@@ -34,7 +53,7 @@ def run_texts(
     """Yield (indices into ``encodings``, a model output, mask of real tokens) of each batch.
 
     Args:
-        output: The name of the output; None for the first one.
+        output: The name of the output; None for the default one (``output_name``).
 
     A model with a fixed number of rows gets batches of that many, of which the last one is filled.
 
@@ -73,7 +92,9 @@ def run_texts(
 
 
 def output_name(session: onnxruntime.InferenceSession, name: str | None) -> str:
-    """The name of an output, which must exist; that of the first one for None.
+    """The name of an output, which must exist; for None the default one.
+
+    This is the first one if it holds logits, else see ``default_output``.
 
     Raises:
         InvalidArgument: The model has no such output.
@@ -82,10 +103,11 @@ def output_name(session: onnxruntime.InferenceSession, name: str | None) -> str:
     if name is not None and name not in names:
         raise InvalidArgument(
             f"`output` is {name!r}: the outputs of the model are {', '.join(names)}",
-            "correct it in attnserve.json",
+            "correct it in attnserve.json; or export the folder of the model, so that its modules"
+            " become part of the graph",
             code="text.output",
         )
-    return name or names[0]
+    return name or (names[0] if names[0] == "logits" else default_output(names))
 
 
 def pool(

@@ -19,7 +19,7 @@ import numpy as np
 from attnserve.choices import Activation
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
-from attnserve.models.embeddings import output_name, pool
+from attnserve.models.embeddings import VECTOR_OUTPUTS, default_output, output_name, pool
 from attnserve.models.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import Encoding, Text, load_encoder, model_inputs
@@ -166,6 +166,8 @@ class Model:
         if self.encoder and (tokens is None or tokens > self.encoder.special_tokens):
             self.encoder = self.encoder.with_length(tokens)
         self.labels = artifact.labels
+        if self.encoder:
+            self._check_text_output()
         self.created = int(artifact.model.stat().st_mtime)
         self.rows_are_independent = False
         self.max_rows: int | None = 1
@@ -311,7 +313,9 @@ class Model:
         if self.artifact.output is not None:
             return output_name(self._session, self.artifact.output)
         names = [tensor.name for tensor in self.outputs]
-        return "logits" if task != "embed" and "logits" in names else names[0]
+        if task == "embed":
+            return default_output(names)
+        return "logits" if "logits" in names else names[0]
 
     def vectors(
         self, task: TextTask, inputs: Mapping[str, np.ndarray], output: np.ndarray
@@ -347,6 +351,21 @@ class Model:
                 "check its weights, and that it does not overflow in half precision",
             )
         return vectors
+
+    def _check_text_output(self) -> None:
+        """Check that the graph has hidden states, if the folder states how to pool them.
+
+        Raises:
+            InvalidModel: It has BERT's pooler_output instead.
+        """
+        stated = self.artifact.record.get("pooling")
+        if stated not in (None, "none") and self.text_output("embed") == "pooler_output":
+            raise InvalidModel(
+                f"{self.artifact.model}: `pooling` is {stated}, but the graph has no hidden states:"
+                f" its output is pooler_output",
+                "export the model again, or set `pooling` to none in attnserve.json",
+                code="model.no_output",
+            )
 
     @property
     def _length_axes(self) -> set[int | str | None]:
@@ -392,12 +411,41 @@ class Model:
         output = next(
             (tensor for tensor in self.outputs if tensor.name == (named or "logits")), None
         )
-        axes = (output or self.outputs[0]).axes
+        found = output or self.outputs[0]
+        axes = found.axes
         if len(axes) != 2:
             return False
-        if named is None or named == "logits":
-            return bool(output or self.labels)
-        return self.artifact.activation is not None or len(self.labels) == axes[1]
+        if output is not None and output.name == "logits":
+            return True
+        counted = len(self.labels) == axes[1]
+        if named is not None:
+            return self.artifact.activation is not None or counted
+        is_vector = found.name in VECTOR_OUTPUTS
+        return bool(self.labels) and not is_vector and (counted or not isinstance(axes[1], int))
+
+    @property
+    def scores_instead(self) -> str | None:
+        """What the model gives instead of embeddings, and how to get it; None if it embeds texts.
+
+        Logits are told by their name, by the classes, or by the size of the vocabulary.
+        """
+        name = self.text_output("embed")
+        axes = next(tensor.axes for tensor in self.outputs if tensor.name == name)
+        artifact, is_logits = self.artifact, name.endswith("logits")
+        is_classes = name == "logits" or (artifact.output is not None and self.classifies)
+        if len(axes) == 2 and isinstance(axes[1], int):
+            is_score = self.classifies and name == self.text_output("classify")
+            is_classes = is_classes or is_logits or is_score
+        if len(axes) == 2 and is_classes and axes[1] not in self._length_axes:
+            if self.reranks:
+                return "scores of pairs: use /rerank, or /predict for single texts"
+            return "scores of classes: use /predict"
+        is_vocabulary = axes[-1:] == (artifact.config.get("vocab_size"),) and (
+            artifact.settings.is_for("LM") or artifact.settings.is_for("LMHeadModel")
+        )
+        if len(axes) == 3 and (is_logits or is_vocabulary):
+            return f"logits of tokens: send token ids to /v2/models/{self.name}/infer"
+        return None
 
     @property
     def reranks(self) -> bool:

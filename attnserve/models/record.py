@@ -30,6 +30,8 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "padding": (lambda value: value in (None, "right", "left"), "right or left"),
     "similarity": (lambda value: value in (None, "cosine", "dot"), "cosine or dot"),
+    "lower_case": (lambda value: isinstance(value, bool | None), "true or false"),
+    "truncation_side": (lambda value: value in (None, "right", "left"), "right or left"),
     "normalize": (lambda value: isinstance(value, bool | None), "true or false"),
     "max_length": (lambda value: _is_count(value), "a number of tokens above 0"),
     "dimensions": (lambda value: _is_count(value), "a number of dimensions above 0"),

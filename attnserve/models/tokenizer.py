@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
-from attnserve.choices import Padding
+from attnserve.choices import Padding, Side
 from attnserve.models.artifact import Artifact
-from attnserve.models.json_files import read_json
+from attnserve.models.folder_settings import parse_settings
+from attnserve.models.settings_files import TokenizerConfig
 from graph_passes.errors import (
     AttnserveError,
     InvalidArgument,
@@ -41,6 +42,7 @@ __all__ = [
     "TextInput",
     "load_encoder",
     "load_tokenizer",
+    "lower_case",
     "model_inputs",
     "text_input",
 ]
@@ -52,6 +54,15 @@ PAD_TOKENS = ("[PAD]", "<pad>")
 UNBOUNDED = 1_000_000
 """Larger values of ``model_max_length`` mean no limit; Hugging Face writes 1e30."""
 
+
+BERT_TOKENIZERS = frozenset(
+    f"{name}Tokenizer"
+    for name in (
+        "Bert", "ConvBert", "DistilBert", "Electra", "Funnel", "LayoutLM", "Lxmert", "MPNet",
+        "MobileBert", "RetriBert", "Splinter", "SqueezeBert",
+    )
+)  # fmt: skip
+"""Values of ``tokenizer_class`` whose normalizer transformers makes by tokenizer_config.json."""
 
 Text = str | tuple[str, str]
 """A text, or a pair of texts such as a query and a document."""
@@ -106,6 +117,7 @@ class TextEncoder:
         template: The text of a pair, with {query} and {document} in place of the two texts. It
             states all special tokens. None joins pairs as the tokenizer does.
         first_position: The position id of the first token.
+        truncation_side: The side at which long texts lose tokens.
 
     Raises:
         InvalidArgument: ``max_length`` allows only special tokens.
@@ -120,6 +132,7 @@ class TextEncoder:
         padding: Padding = "right",
         template: str | None = None,
         first_position: int = 0,
+        truncation_side: Side = "right",
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -129,6 +142,7 @@ class TextEncoder:
         self.max_length = max_length
         self.padding: Padding = padding
         self.first_position = first_position
+        self.truncation_side: Side = truncation_side
         self.length: int | None = None
         self._template = _Template(template) if template else None
         self._check_length(max_length)
@@ -204,7 +218,8 @@ class TextEncoder:
                         "shorten it, or set `truncate`",
                         code="text.too_long",
                     )
-                kept = _kept(raws[index], limit, self._spans(texts[index]))
+                spans = self._spans(texts[index])
+                kept = _kept(raws[index], limit, self.truncation_side, spans)
                 encodings[index] = _select(raws[index], kept)
         return encodings
 
@@ -239,10 +254,11 @@ class TextEncoder:
             "text.tokenizer_failed",
         ):
             raw = self._tokenizer.encode(list(words), is_pretokenized=True)
-        kept = _kept(raw, self.max_length or len(raw))
+        kept = _kept(raw, self.max_length or len(raw), self.truncation_side)
         places: list[int | None] = [None] * len(words)
+        word_ids = raw.word_ids
         for place, index in reversed(list(enumerate(kept))):
-            if (word := raw.word_ids[index]) is not None:
+            if (word := word_ids[index]) is not None:
                 places[word] = place
         return _select(raw, kept), places
 
@@ -342,15 +358,17 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
     Raises:
         See ``load_tokenizer``.
     """
-    positions: Any = artifact.config.get("max_position_embeddings")
-    has_limit = isinstance(positions, int) and positions > artifact.first_position
+    settings, stated = artifact.settings, artifact.max_length
+    limits = [n for n in (stated, settings.table_size) if n is not None]
     return load_tokenizer(
         tokenizer or artifact.tokenizer or artifact.folder,
-        max_length=artifact.max_length,
-        positions=positions - artifact.first_position if has_limit else None,
+        max_length=None if stated is None else min(limits),
+        positions=settings.positions,
         padding=artifact.padding,
         template=artifact.template,
         first_position=artifact.first_position,
+        lowers=artifact.lower_case,
+        truncation_side=artifact.truncation_side,
     )
 
 
@@ -362,20 +380,24 @@ def load_tokenizer(
     padding: Padding = "right",
     template: str | None = None,
     first_position: int = 0,
+    lowers: bool = False,
+    truncation_side: Side | None = None,
 ) -> TextEncoder:
     """Load a tokenizer.json.
 
     Args:
-        path: The file or its folder. The pad token and the maximum length are read from
-            tokenizer_config.json in the same folder, if it exists.
+        path: The file or its folder. tokenizer_config.json is read in the same folder, if it
+            exists.
         max_length: Maximum number of tokens, with special tokens; None for the value of
-            tokenizer_config.json.
-        positions: The maximum if that states none: the positions of the model.
+            tokenizer_config.json, within ``positions``.
+        positions: The positions of the model.
+        lowers: Whether texts are written in lower case before anything else.
+        truncation_side: None for the side of tokenizer_config.json, else of tokenizer.json.
         padding, template, first_position: See ``TextEncoder``.
 
     Raises:
         InvalidData: The file does not exist.
-        InvalidModel: The file is not a valid tokenizer.json.
+        InvalidModel: The file is not a valid tokenizer.json, or tokenizer_config.json is invalid.
         InvalidArgument: ``max_length`` allows only special tokens.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -392,23 +414,34 @@ def load_tokenizer(
         "text.not_tokenizer",
     ):
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    config = _read_config(file.with_name("tokenizer_config.json"))
-    stated = config.get("model_max_length")
-    if max_length is None and isinstance(stated, int) and 0 < stated <= UNBOUNDED:
-        max_length = stated
-    max_length = max_length or positions
+    config = parse_settings(file.with_name("tokenizer_config.json"), TokenizerConfig)
+    if max_length is None:
+        stated = config.model_max_length
+        known = isinstance(stated, int) and 0 < stated <= UNBOUNDED
+        max_length = min((n for n in (stated if known else None, positions) if n), default=None)
     with _errors_as(
         InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
     ):
-        pad_id = _pad_id(tokenizer, config)
+        side = (tokenizer.truncation or {}).get("direction", "right")
+        _configure(tokenizer, config)
+        if lowers:
+            lower_case(tokenizer)
         return TextEncoder(
             tokenizer,
-            pad_id=pad_id,
+            pad_id=_pad_id(tokenizer, config),
             max_length=max_length,
             padding=padding,
             template=template,
             first_position=first_position,
+            truncation_side=truncation_side or config.truncation_side or side,
         )
+
+
+def lower_case(tokenizer: Tokenizer) -> None:
+    """Write texts in lower case before anything else, as ``do_lower_case`` does."""
+    given: Any = tokenizer.normalizer
+    rest = [] if given is None else [given]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
 
 
 def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, TextInput]:
@@ -466,55 +499,75 @@ class _Template:
         return [texts.get(part, part) for part in self.parts]
 
 
-def _kept(raw: Any, limit: int, spans: Sequence[tuple[int, int]] | None = None) -> list[int]:
+def _kept(
+    raw: Any, limit: int, side: Side, spans: Sequence[tuple[int, int]] | None = None
+) -> list[int]:
     """The tokens that stay if an encoding of ``tokenizers`` is truncated to ``limit``.
 
     Special tokens stay. Of a pair, the longer text loses tokens until both are equally long. Of a
-    template with these spans, the last one loses its end first, then the one before. An
-    ``Encoding`` loses its end.
+    template with these spans, the last one loses its tokens first, then the one before. An
+    ``Encoding`` loses its end, or its beginning by ``side``.
+
+    The library's own truncation is a state of the tokenizer, which requests with other limits
+    share, and it keeps the rest of both texts of a pair in all combinations.
     """
+    count, right = len(raw), side == "right"
     if isinstance(raw, Encoding):
-        return list(range(limit))
+        return list(range(limit) if right else range(count - limit, count))
     if spans is not None:
+        offsets: list[tuple[int, int]] = raw.offsets  # a new list each time
+        order = range(count)[::-1] if right else range(count)
         droppable = [
             index
             for start, end in reversed(spans)
-            for index in reversed(range(len(raw)))
-            if start <= raw.offsets[index][0] and raw.offsets[index][1] <= end
+            for index in order
+            if start <= offsets[index][0] and offsets[index][1] <= end
         ]
-        gone = set(droppable[: max(len(raw) - limit, 0)])
-        return [index for index in range(len(raw)) if index not in gone]
+        gone = set(droppable[: max(count - limit, 0)])
+        return [index for index in range(count) if index not in gone]
     sequences: list[int | None] = raw.sequence_ids
-    sizes = [sequences.count(0), sequences.count(1)]
-    room = max(limit - sequences.count(None), 0)
-    short = min(sizes)
-    if sum(sizes) > room:
+    counts = [sequences.count(0), sequences.count(1)]
+    sizes, room, short = counts, max(limit - sequences.count(None), 0), min(counts)
+    if sum(counts) > room:
         long = max(room - short, (room + 1) // 2)
         short = room - long
-        sizes = [short, long] if sizes[0] <= sizes[1] else [long, short]
+        sizes = [short, long] if counts[0] <= counts[1] else [long, short]
+    firsts = [0 if right else n - size for n, size in zip(counts, sizes, strict=True)]
     kept: list[int] = []
+    seen = [0, 0]
     for index, sequence in enumerate(sequences):
-        if sequence is not None:
-            sizes[sequence] -= 1
-        if sequence is None or sizes[sequence] >= 0:
+        if sequence is None:
+            kept.append(index)
+            continue
+        place = seen[sequence] - firsts[sequence]
+        seen[sequence] += 1
+        if 0 <= place < sizes[sequence]:
             kept.append(index)
     return kept
 
 
 def _select(raw: Any, kept: Sequence[int]) -> Encoding:
-    return Encoding([raw.ids[i] for i in kept], [raw.type_ids[i] for i in kept])
+    ids, type_ids = raw.ids, raw.type_ids  # new lists each time
+    return Encoding([ids[i] for i in kept], [type_ids[i] for i in kept])
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    config: Any = read_json(path) if path.is_file() else {}
-    return cast(dict[str, Any], config) if isinstance(config, dict) else {}
+def _configure(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
+    """Set what transformers sets after it reads tokenizer.json."""
+    if str(config.tokenizer_class).removesuffix("Fast") in BERT_TOKENIZERS:
+        tokenizer.normalizer = normalizers.BertNormalizer(
+            handle_chinese_chars=bool(config.tokenize_chinese_chars),
+            strip_accents=config.strip_accents,
+            lowercase=bool(config.do_lower_case),
+        )
+    if config.split_special_tokens:
+        tokenizer.encode_special_tokens = True
 
 
-def _pad_id(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int:
+def _pad_id(tokenizer: Tokenizer, config: TokenizerConfig) -> int:
     """The pad id of tokenizer.json, else of tokenizer_config.json, else ``PAD_TOKENS``, else 0."""
     if tokenizer.padding is not None:
         return int(tokenizer.padding["pad_id"])
-    stated: Any = config.get("pad_token")
+    stated: Any = config.pad_token
     stated = stated.get("content") if isinstance(stated, dict) else stated
     ids = (tokenizer.token_to_id(name) for name in (stated, *PAD_TOKENS) if isinstance(name, str))
     return next((found for found in ids if found is not None), 0)

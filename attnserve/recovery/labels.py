@@ -34,6 +34,7 @@ from attnserve.choices import LearnedTask, Pooling
 from attnserve.data.datasets import Dataset, wanted_inputs
 from attnserve.data.text_files import read_table
 from attnserve.models.artifact import Artifact
+from attnserve.models.embeddings import default_output
 from attnserve.models.tokenizer import Encoding, load_encoder
 from attnserve.recovery.batches import TOKENS, row_contents
 from attnserve.recovery.distillation import served_vectors
@@ -174,7 +175,7 @@ class Labels:
         self.pooling: Pooling = artifact.pooling
         self.dimensions = artifact.dimensions
         outputs = [value.name or "" for value in teacher.graph.outputs]
-        self.output = artifact.output or outputs[0]
+        self.output = artifact.output or default_output(outputs)
         if self.output not in outputs:
             raise InvalidArgument(
                 f"`output` is {self.output!r}: the outputs of the model are {', '.join(outputs)}",

@@ -17,6 +17,7 @@ from typer.main import get_command
 import attnserve
 import graph_passes.passes
 from attnserve.cli.app import app
+from attnserve.models.settings_files import FILES, SettingsFile
 from service.app import create_app
 from service.deploy.ray import RaySettings
 from service.metrics import Metrics
@@ -172,6 +173,24 @@ def _settings(kind: type[BaseSettings]) -> str:
 
 def _setting_default(value: Any) -> str:
     return "" if value is None or value == () else f"`{value}`"
+
+
+def model_folders() -> str:
+    """The keys of every file of a model folder: read, or known to change nothing."""
+    return "\n\n".join(map(_settings_file, FILES))
+
+
+def _settings_file(kind: type[SettingsFile]) -> str:
+    about = _paragraphs(kind.__doc__ or "")
+    rows = [
+        f"| `{name}` | {_cell(field.description or '')} |"
+        for name, field in kind.model_fields.items()
+        if not field.exclude
+    ]
+    rows += [f"| `{name}` | changes nothing: {_cell(why)} |" for name, why in kind.ignored.items()]
+    return "\n".join(
+        [f"## {kind.__name__}", "", about, "", "| key | meaning |", "|---|---|", *rows]
+    )
 
 
 def metrics() -> str:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from service.api.openai import OpenAIError
 from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import respond
 from service.api.texts import TextBody, TextList
+from service.engine.engine import Engine
 
 router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 cohere = APIRouter(
@@ -97,7 +99,7 @@ class CohereResponse(Body):
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """The relevance of each text to the query, most relevant first (text-embeddings-inference)."""
     engine = acquire_engine(request, body.model, body.version)
-    pairs = [(body.query, text) for text in body.texts]
+    pairs = _pairs(engine, body.query, body.texts)
     answer = await run(request, engine.run_task, "rerank", pairs, truncate=body.truncate)
     activation = "identity" if body.raw_scores else engine.model.artifact.activation
     ranks = [
@@ -112,7 +114,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
     engine = acquire_engine(request, body.model)
-    pairs = [(body.query, text) for text in body.documents]
+    pairs = _pairs(engine, body.query, body.documents)
     answer = await run(request, engine.run_task, "rerank", pairs)
     ranked = _ranked(answer.outputs["rerank"], engine.model.artifact.activation)[: body.top_n]
     results = [
@@ -123,6 +125,11 @@ async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     usage = {"total_tokens": answer.tokens}
     content = {"results": results, "model": engine.name, "usage": usage}
     return respond(request, engine, answer, content)
+
+
+def _pairs(engine: Engine, query: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    """The query, after the default prompt of a cross-encoder, with each text."""
+    return [(engine.model.artifact.prompt() + query, text) for text in texts]
 
 
 def _ranked(logits: np.ndarray, activation: Activation | None) -> list[tuple[int, float]]:

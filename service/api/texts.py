@@ -186,7 +186,9 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     it they are class numbers.
     """
     engine = acquire_engine(request, body.model, body.version)
-    answer = await run(request, engine.run_task, "classify", body.inputs, truncate=body.truncate)
+    prompt = engine.model.artifact.prompt()
+    texts = [prompt + text for text in body.inputs]
+    answer = await run(request, engine.run_task, "classify", texts, truncate=body.truncate)
     labels = engine.model.labels
     predictions = [
         [

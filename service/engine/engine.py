@@ -237,23 +237,30 @@ class Engine:
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            NotFound: The model has no tokenizer, or is no classifier or reranker.
+            NotFound: The model has no tokenizer, or has no embeddings, classes or reranker.
             InvalidData: A text is too long, or the model takes no texts.
             InvalidArgument: The outputs of the model are not embeddings.
             TooLarge: Too many texts, characters or tokens in one request.
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
         model = self.model
+        if task == "embed" and (instead := model.scores_instead) is not None:
+            what, _, fix = instead.partition(": ")
+            raise NotFound(
+                f"{self.name} has no embeddings, but {what}", fix, code="model.no_embeddings"
+            )
         if task == "classify" and not model.classifies:
             raise NotFound(
                 f"{self.name} has no classes: no output 'logits' of shape [batch, classes]",
                 "use /embed for vectors, or name its scores in attnserve.json (`output`, and"
                 " `activation`: identity for probabilities)",
+                code="model.no_classes",
             )
         if task == "rerank" and not model.reranks:
             raise NotFound(
                 f"{self.name} is no reranker: no output 'logits' of shape [batch, 1]",
                 "export a reranker with the task rerank",
+                code="model.no_reranker",
             )
         with self._counted() as stages:
             self._check_texts(texts)

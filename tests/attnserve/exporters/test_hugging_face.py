@@ -22,7 +22,7 @@ from attnserve.choices import Padding
 from attnserve.exporters.hugging_face import ExportReport, export
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import embed_texts, run_texts
-from attnserve.models.sentence_transformers import read_activation
+from attnserve.models.folder_settings import read_settings
 from attnserve.models.tokenizer import load_encoder, load_tokenizer
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
@@ -303,15 +303,43 @@ def test_export_reads_pooling(
         {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
         {"pooling_mode": "weightedmean"},
         {"pooling_mode": ["mean", "max"]},
-        {},
     ],
 )
-def test_export_other_pooling_is_refused(
+def test_export_other_pooling_is_part_of_the_graph(
     config: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    """Its vectors are those of sentence-transformers: see tests/service/test_hub_folders.py."""
+    modules(source, "Pooling")
+    write_json(source / "1_Pooling" / "config.json", config)
+    report = fast(source, tmp_path / "out")
+    assert (report.pooling, report.outputs) == ("none", ("sentence_embedding",))
+
+
+@pytest.mark.parametrize(
+    ("config", "code"), [({}, "export.pooling"), ({"pooling_mode": "middle"}, "export.config")]
+)
+def test_export_unknown_pooling_is_refused(
+    config: dict[str, Any], code: str, source: Path, tmp_path: Path
 ) -> None:
     modules(source, "Pooling")
     write_json(source / "1_Pooling" / "config.json", config)
-    refused(source, tmp_path / "out", InvalidModel, "export.pooling")
+    refused(source, tmp_path / "out", InvalidModel, code, "1_Pooling")
+
+
+def test_export_reads_a_network_in_a_folder_of_its_own(source: Path, tmp_path: Path) -> None:
+    """Older folders have the network in 0_Transformer."""
+    inner = source / "0_Transformer"
+    inner.mkdir()
+    for path in [one for one in source.iterdir() if one.is_file()]:
+        path.rename(inner / path.name)
+    write_json(inner / "sentence_bert_config.json", {"max_seq_length": 11, "do_lower_case": True})
+    entries = [{"path": "0_Transformer", "type": "sentence_transformers.models.Transformer"},
+               {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]  # fmt: skip
+    write_json(source / "modules.json", entries)
+    write_json(source / "1_Pooling" / "config.json", {"pooling_mode": "cls"})
+    report = fast(source, tmp_path / "out")
+    artifact = open_artifact(tmp_path / "out")
+    assert (report.pooling, report.max_length, artifact.lower_case) == ("cls", 11, True)
 
 
 def test_export_module_after_pooling_is_refused(source: Path, tmp_path: Path) -> None:
@@ -611,10 +639,10 @@ def test_read_activation_of_cross_encoder(
     config: Any, classes: int, activation: str | None, tmp_path: Path
 ) -> None:
     write_json(tmp_path / "config.json", config)
-    assert read_activation(tmp_path, classes) == activation
+    assert read_settings(tmp_path).activation(classes) == activation
     write_json(tmp_path / "config_sentence_transformers.json", {"activation_fn": "torch.nn.Tanh"})
     with raises(InvalidModel, "export.activation", "torch.nn.Tanh"):
-        read_activation(tmp_path, classes)
+        read_settings(tmp_path).activation(classes)
 
 
 @pytest.mark.parametrize(

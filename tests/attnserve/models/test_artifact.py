@@ -62,36 +62,37 @@ def test_open_artifact_record_precedes_modules(hub: Path):
     assert open_artifact(hub).pooling == "cls"
 
 
-@pytest.mark.parametrize("kind", ["dense", "pooling", "prompt"])
+@pytest.mark.parametrize("kind", ["dense", "pooling"])
 def test_open_artifact_what_the_graph_has_to_compute_is_its_output(hub: Path, kind: str):
-    """Dense layers, and poolings that are not supported; everything else is still read."""
+    """Dense layers, and poolings that attnserve.json does not have; the rest is still read."""
     write_json(
         hub / "config_sentence_transformers.json",
         {"prompts": {"query": "Q: "}, "truncate_dim": 3, "similarity_fn_name": "dot"},
     )
     if kind == "dense":
         write_modules(hub, "Transformer", "Pooling", "Dense", "Normalize")
-    elif kind == "pooling":
-        write_json(hub / "1_Pooling" / "config.json", {"pooling_mode": "weightedmean"})
     else:
-        write_json(
-            hub / "1_Pooling" / "config.json", {"pooling_mode": "mean", "include_prompt": False}
-        )
+        write_json(hub / "1_Pooling" / "config.json", {"pooling_mode": "weightedmean"})
     artifact = open_artifact(hub)
     assert (artifact.output, artifact.pooling) == ("sentence_embedding", "none")
     assert (artifact.prompt("query"), artifact.dimensions) == ("Q: ", 3)
     assert (artifact.similarity, artifact.normalize) == ("dot", True)
 
 
-def test_open_artifact_unknown_similarity_is_the_default(hub: Path):
-    write_json(hub / "config_sentence_transformers.json", {"similarity_fn_name": "euclidean"})
+@pytest.mark.parametrize("name", ["euclidean", "manhattan", "maxsim"])
+def test_open_artifact_unknown_similarity_is_refused(hub: Path, name: str):
+    write_json(hub / "config_sentence_transformers.json", {"similarity_fn_name": name})
+    with raises(InvalidModel, "export.config", "similarity_fn_name", name):
+        open_artifact(hub)
+    write_record(hub / "onnx", {"pooling": "cls"})  # says what the folder does not
     assert open_artifact(hub).similarity == "cosine"
 
 
-@pytest.mark.parametrize("names", [("Transformer",), ("Transformer", "LogitScore"), ("BoW",)])
-def test_open_artifact_ignores_modules_without_pooling(hub: Path, names: tuple[str, ...]):
+@pytest.mark.parametrize("names", [("Transformer",), ("Transformer", "LogitScore")])
+def test_open_artifact_without_pooling_reads_only_lengths(hub: Path, names: tuple[str, ...]):
     write_modules(hub, *names)
-    assert open_artifact(hub).record == {}
+    write_json(hub / "1_LogitScore" / "config.json", {"true_token_id": 5})
+    assert open_artifact(hub).record == {"max_length": 256}
 
 
 @pytest.mark.parametrize("mode", [None, 5, True, [1], [["cls"]], {"a": 1}])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from attnserve.choices import Padding
+from attnserve.choices import Padding, Side
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import pool
 from attnserve.models.tokenizer import (
@@ -383,6 +383,20 @@ def test_batch_inputs_padding_side_and_position_ids(padding: Padding, tokenizer:
     encoder = TextEncoder(tokenizer, pad_id=PAD, padding=padding, first_position=2)
     inputs = encoder.batch_inputs(encoder.encode(["a b", "c"]), names)
     assert inputs["position_ids"][1][real].tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("side", "given", "pair"),
+    [("right", [5, 6, 7], [5, 7, 7, 6, 5, 7]), ("left", [6, 7, 5], [5, 7, 7, 6, 6, 7])],
+)
+def test_encode_truncates_given_ids_and_templates_at_either_side(
+    side: Side, given: list[int], pair: list[int], tokenizer: Tokenizer
+) -> None:
+    encoder = TextEncoder(tokenizer, pad_id=PAD, max_length=3, truncation_side=side)
+    assert ids(encoder.encode([Encoding([5, 6, 7, 5], [0] * 4)])) == [given]
+    text = "a {query} b {document} c"
+    encoder = TextEncoder(tokenizer, pad_id=PAD, max_length=6, template=text, truncation_side=side)
+    assert ids(encoder.encode([("c c", "a a b")])) == [pair]
 
 
 # --- templates ----------------------------------------------------------------------------------

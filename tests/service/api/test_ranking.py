@@ -202,6 +202,19 @@ def test_embed_default_prompt_is_used_without_a_name(
     np.testing.assert_allclose(answer.json()["similarities"], [expected], rtol=1e-5)
 
 
+def test_default_prompt_of_a_cross_encoder_precedes_query_and_text(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    prompted = {"prompts": {"own": "a a "}, "default_prompt": "own"}
+    counts: list[tuple[int, int]] = []
+    for name, record in (("plain", {}), ("prompted", prompted)):
+        client = start(write_reranker(tmp_path / name, **record))
+        ranked = client.post("/v1/rerank", json={"query": "b", "documents": ["c", "b c"]}).json()
+        predicted = client.post("/predict", json={"inputs": ["b", "c"]}).json()
+        counts.append((ranked["usage"]["total_tokens"], predicted["usage"]["tokens"]))
+    assert counts == [(11, 6), (15, 10)]
+
+
 def test_embed_unknown_prompt_or_prompt_of_ids_is_refused(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:

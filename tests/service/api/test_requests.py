@@ -71,12 +71,12 @@ def test_embed_reports_padding_of_its_batches(
 # 1000 numbers per token, and as many as the first token says.
 LARGE = """
 <ir_version: 10, opset_import: ["": 18]>
-large (int64[batch, sequence] input_ids) => (float[batch, sequence, 1000] logits, float[n] n_ones)
+large (int64[batch, sequence] input_ids) => (float[batch, sequence, 1000] hidden, float[n] n_ones)
   <int64[1] axis = {2}, int64[3] repeats = {1, 1, 1000}, int64[2] one = {1, 1}, int64[1] last = {1}>
 {
     ids = Cast<to = 1>(input_ids)
     wide = Unsqueeze(ids, axis)
-    logits = Tile(wide, repeats)
+    hidden = Tile(wide, repeats)
     first = Slice(input_ids, zeros, one)
     zeros = Sub(one, one)
     count = Squeeze(first)
@@ -106,8 +106,8 @@ def test_outputs_above_limit_are_refused_before_the_run_if_their_size_is_known(
         return client.post(route, json=body).status_code, held.started - before
 
     infer = "/v2/models/large/infer"
-    assert post(infer, large_request([1, 1, 1], "logits")) == (200, 1)
-    assert post(infer, large_request([1, 1, 1, 1], "logits")) == (413, 0)
+    assert post(infer, large_request([1, 1, 1], "hidden")) == (200, 1)
+    assert post(infer, large_request([1, 1, 1, 1], "hidden")) == (413, 0)
     assert post(infer, large_request([3000, 1, 1, 1], "n_ones")) == (200, 1)
     assert post(infer, large_request([3001], "n_ones")) == (413, 1)
     # A run of a text of 4 tokens makes the same output.
@@ -306,7 +306,7 @@ def test_large_json_is_compressed_if_the_client_accepts_it(
 ) -> None:
     write_model(tmp_path / "large.onnx", LARGE)
     client = start(tmp_path / "large.onnx")
-    request = large_request([1] * length, "logits") | {"parameters": {"binary_data_output": binary}}
+    request = large_request([1] * length, "hidden") | {"parameters": {"binary_data_output": binary}}
     found = client.post(ROUTE, json=request, headers={"accept-encoding": accepted})
     plain = client.post(ROUTE, json=request, headers={"accept-encoding": "identity"})
     assert (found.headers.get("content-encoding") == "gzip") is is_compressed

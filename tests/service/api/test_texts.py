@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import parser
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
+from attnserve.models.artifact import open_artifact
+from attnserve.models.loaded_model import Model
+from graph_passes.errors import InvalidModel
 from service.api.texts import SimilarityRequest
+from service.errors import NotFound
+from tests.errors import raises
 from tests.service.tiny import (
     ECHO,
     hidden_states,
@@ -348,6 +356,131 @@ def test_texts_output_of_one_number_per_token_is_refused(
         if len(texts) > 1 or axis == "sequence":
             answer = client.post(route, json=body)
             assert answer.status_code == status, (route, answer.text)
+
+
+# Scores of 8 classes per text, or of a vocabulary of 8 per token.
+SCORES = """
+<ir_version: 10, opset_import: ["": 18]>
+scores (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+  => (float[batch, {axes}] {name}) <int64[1] last = {{-1}}, int64[3] wide = {{1, 1, 8}}>
+{{
+    numbers = Cast<to = 1>(input_ids)
+    each = Unsqueeze(numbers, last)
+    tokens = Tile(each, wide)
+    texts = ReduceMean<keepdims = 0>(tokens, one)
+    one = Neg(last)
+    {name} = Identity({source})
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("axes", "name", "config", "route"),
+    [
+        ("8", "logits", {}, "/predict"),
+        ("8", "output", {"id2label": {str(i): "x" for i in range(8)}}, "/predict"),
+        ("sequence, 8", "logits", {}, "/v2/models/scores/infer"),
+        ("sequence, 8", "lm_logits", {}, "/v2/models/scores/infer"),
+        ("sequence, 8", "output", {"architectures": ["XForCausalLM"], "vocab_size": 8}, "/infer"),
+        ("sequence, 8", "output", {"architectures": ["XForMaskedLM"], "vocab_size": 8}, "/infer"),
+    ],
+)
+def test_embed_scores_are_refused_with_the_right_route(
+    start: Callable[..., TestClient], tmp_path: Path, axes: str, name: str, config: object,
+    route: str,
+) -> None:  # fmt: skip
+    source = "tokens" if "," in axes else "texts"
+    write_model(tmp_path / "scores.onnx", SCORES.format(axes=axes, name=name, source=source))
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    client = start(tmp_path / "scores.onnx")
+    for path, body in (
+        ("/embed", {"inputs": ["a", "b c"]}),
+        ("/v1/embeddings", {"model": "scores", "input": "a"}),
+        ("/similarity", {"source": "a", "targets": ["b"]}),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 404 and route in answer.text, answer.text
+    app: Any = client.app
+    engine = app.state.repository.engine("scores")
+    with raises(NotFound, "model.no_embeddings", "scores"):
+        asyncio.run(engine.run_task("embed", ["a"]))
+
+
+def test_embed_reranker_names_rerank(start: Callable[..., TestClient], tmp_path: Path) -> None:
+    graph = SCORES.replace("wide = {{1, 1, 8}}", "wide = {{1, 1, 1}}")
+    write_model(tmp_path / "m.onnx", graph.format(axes="1", name="logits", source="texts"))
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    answer = start(tmp_path / "m.onnx").post("/embed", json={"inputs": "a"})
+    assert answer.status_code == 404 and "/rerank" in answer.text
+
+
+def test_embed_vector_with_names_of_classes_in_config_is_served(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    """config.json of an encoder may hold id2label of a classifier that it was made of."""
+    graph = SCORES.format(axes="8", name="sentence_embedding", source="texts")
+    write_model(tmp_path / "m.onnx", graph)
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}')
+    client = start(tmp_path / "m.onnx")
+    assert client.post("/embed", json={"inputs": "a"}).json()["embeddings"] == [[3] * 8]
+    assert client.post("/predict", json={"inputs": "a"}).status_code == 404
+
+
+# Hidden states, and another output.
+TWO_OUTPUTS = """
+<ir_version: 10, opset_import: ["": 18]>
+two (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+  => (float[batch, sequence, 2] {hidden}, float[batch, 2] {other})
+  <int64[1] last = {{-1}}, int64[3] wide = {{1, 1, 2}}, float ten = {{10}}>
+{{
+    numbers = Cast<to = 1>(input_ids)
+    each = Unsqueeze(numbers, last)
+    {hidden} = Tile(each, wide)
+    one = Neg(last)
+    texts = ReduceMax<keepdims = 0>({hidden}, one)
+    {other} = Mul(texts, ten)
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("hidden", "other", "swapped", "vector"),
+    [
+        ("token_embeddings", "sentence_embedding", False, [40, 40]),
+        ("last_hidden_state", "sentence_embedding", False, [40, 40]),
+        ("last_hidden_state", "pooler_output", True, [3, 3]),
+        ("token_embeddings", "pooler_output", True, [3, 3]),
+        ("hidden", "other", False, [3, 3]),
+    ],
+)
+def test_embed_sentence_embedding_precedes_hidden_states_and_these_other_outputs(
+    start: Callable[..., TestClient], tmp_path: Path, hidden: str, other: str, swapped: bool,
+    vector: list[float],
+) -> None:  # fmt: skip
+    model = parser.parse_model(TWO_OUTPUTS.format(hidden=hidden, other=other))
+    if swapped:
+        outputs = [*model.graph.output][::-1]
+        del model.graph.output[:]
+        model.graph.output.extend(outputs)
+    onnx.save(model, tmp_path / "m.onnx")
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    client = start(tmp_path / "m.onnx")
+    assert client.post("/embed", json={"inputs": "a"}).json()["embeddings"] == [vector]
+
+
+def test_model_with_pooler_output_in_place_of_hidden_states_is_refused(tmp_path: Path) -> None:
+    """BERT's pooler is no pooling of sentence-transformers."""
+    graph = SCORES.format(axes="8", name="pooler_output", source="texts")
+    write_model(tmp_path / "model.onnx", graph)
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    record = tmp_path / "attnserve.json"
+    record.write_text('{"pooling": "cls"}')
+    with raises(InvalidModel, "model.no_output", "pooler_output"):
+        Model(open_artifact(tmp_path))
+    record.write_text('{"pooling": "none"}')
+    assert Model(open_artifact(tmp_path)).text_output("embed") == "pooler_output"
 
 
 # Rows whose second token is "d" have no output.

@@ -1,0 +1,431 @@
+"""Read what a model folder says about its texts, vectors and scores.
+
+Export, ONNX files of the hub and the service share this reader. The files and their keys are in
+``settings_files``. Whatever may change vectors or scores and is not known is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from attnserve.choices import Activation, Pooling, Similarity
+from attnserve.models.json_files import read_json
+from attnserve.models.settings_files import (
+    MODULES,
+    TRANSFORMER_FILES,
+    Dense,
+    Library,
+    LogitScore,
+    ModelConfig,
+    ModuleEntry,
+    Normalize,
+    SettingsFile,
+    Transformer,
+)
+from attnserve.models.settings_files import Pooling as PoolingFile
+from graph_passes.errors import InvalidModel
+
+__all__ = [
+    "ACTIVATIONS",
+    "Embedding",
+    "FolderSettings",
+    "Module",
+    "parse_settings",
+    "read_settings",
+    "torch_name",
+]
+
+POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+"""The poolings of attnserve.json, by their names in sentence-transformers."""
+
+ACTIVATIONS = frozenset({"Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"})
+"""Supported activations of a module Dense, by their names in ``torch.nn``."""
+
+SCORES: Mapping[str, Activation] = {
+    "Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity",
+}  # fmt: skip
+"""Supported activations of scores, by their names in ``torch.nn``."""
+
+PROBLEMS: Mapping[str | None, Activation] = {
+    "multi_label_classification": "sigmoid", "regression": "identity",
+}  # fmt: skip
+"""The activation of classifiers by ``problem_type`` of transformers; others have the default."""
+
+EMBEDDING_MODULES = frozenset({"Pooling", "Dense", "Normalize", "LayerNorm"})
+KINDS = (None, "SentenceTransformer", "CrossEncoder")
+
+File = TypeVar("File", bound=SettingsFile)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module: the name of its class, its configuration file, and the settings in it."""
+
+    kind: str
+    path: Path
+    settings: SettingsFile
+
+    @property
+    def weights(self) -> Path:
+        return self.path.with_name("model.safetensors")
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """How hidden states become an embedding, by the keys of attnserve.json.
+
+    ``dimensions`` is the number of dimensions to keep, None for all; ``prompts`` are texts before
+    an input by name, and ``default_prompt`` the name of the one that is used without a name.
+    ``head`` are the modules after the network, in order, if ``pooling`` and ``normalize`` do not
+    say all; then ``pooling`` is "none": the graph has to compute them.
+    """
+
+    pooling: Pooling = "mean"
+    normalize: bool = False
+    dimensions: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict[str, str])
+    default_prompt: str | None = None
+    similarity: Similarity = "cosine"
+    head: tuple[Module, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """The keys of attnserve.json; those without a value are left out."""
+        default = Embedding()
+        names = ("dimensions", "prompts", "default_prompt", "similarity")
+        stated = {key: getattr(self, key) for key in names}
+        stated = {key: x for key, x in stated.items() if x != getattr(default, key)}
+        return {"pooling": self.pooling, "normalize": self.normalize, **stated}
+
+
+@dataclass(frozen=True)
+class FolderSettings:
+    """The settings of a model folder.
+
+    Attributes:
+        modules: The modules of modules.json after the network; none without that file.
+        library: config_sentence_transformers.json.
+        transformer: The file of the module Transformer.
+        config: The path of config.json, which is read on first use.
+        encoder: The folder of the module Transformer in that of the model, mostly "".
+    """
+
+    folder: Path
+    modules: tuple[Module, ...]
+    library: Library
+    transformer: Transformer
+    config: Path
+    encoder: str
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        return parse_settings(self.config, ModelConfig)
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """Texts before an input; none if all are empty, as sentence-transformers saves them."""
+        prompts = {name: text or "" for name, text in (self.library.prompts or {}).items()}
+        return prompts if any(prompts.values()) else {}
+
+    @property
+    def default_prompt(self) -> str | None:
+        return self.library.default_prompt_name if self.prompts else None
+
+    @property
+    def prompt(self) -> str:
+        """The text of the default prompt; empty without one."""
+        return self.prompts.get(self.default_prompt or "", "")
+
+    @property
+    def token_score(self) -> LogitScore | None:
+        """The score of a generative reranker; None for other models."""
+        found = (one.settings for one in self.modules if isinstance(one.settings, LogitScore))
+        return next(found, None)
+
+    @property
+    def is_language_model(self) -> bool:
+        return self.token_score is not None or self.model.is_for("ForCausalLM")
+
+    @property
+    def embedding(self) -> Embedding:
+        """The embedding; without modules it is the mean, or the last token of a language model.
+
+        Raises:
+            InvalidModel: A module is not supported, or the pooling leaves out prompts.
+        """
+        self._check_encoder()
+        steps = tuple(one for one in self.modules if one.kind in EMBEDDING_MODULES)
+        last = self.model.is_for("ForCausalLM") and self.model.is_causal is not False
+        pooling: Pooling = "last" if last else "mean"
+        normalize = bool(steps) and _normalizes(steps[-1])
+        head: tuple[Module, ...] = ()
+        if steps:
+            simple = self._simple_pooling(steps)
+            pooling, head = (simple, ()) if simple else ("none", steps)
+        return Embedding(
+            pooling=pooling,
+            normalize=normalize,
+            dimensions=self.library.truncate_dim,
+            prompts=self.prompts,
+            default_prompt=self.default_prompt,
+            similarity=self.library.similarity_fn_name or "cosine",
+            head=head,
+        )
+
+    def activation(self, classes: int, *, of_problem: bool = True) -> Activation | None:
+        """What turns logits into scores.
+
+        Args:
+            classes: The number of logits of a text.
+            of_problem: Whether ``problem_type`` counts, if no cross-encoder states an activation.
+
+        Returns:
+            None for the default: softmax, or the sigmoid of a single logit. sentence-transformers
+            returns the logits of several classes by default; they do not count as an activation.
+
+        Raises:
+            InvalidModel: Another activation is stated.
+        """
+        nested = self.model.sentence_transformers
+        stated = (
+            self.library.activation_fn
+            or (nested and nested.activation_fn)
+            or self.model.sbert_ce_default_activation_function  # before version 4
+        )
+        problem = PROBLEMS.get(self.model.problem_type) if of_problem else None
+        if stated is None:
+            return problem
+        if (name := torch_name(stated)) not in SCORES:
+            raise InvalidModel(
+                f"{self.folder}: activation_fn is {stated}: expected one of"
+                f" {', '.join(SCORES)} of torch.nn",
+                "remove it from config.json and config_sentence_transformers.json to serve the"
+                " sigmoid of the logit",
+                code="export.activation",
+            )
+        return problem if name == "Identity" and classes > 1 else SCORES[name]
+
+    def record(self) -> dict[str, Any]:
+        """The keys of attnserve.json that an ONNX file in this folder needs; empty without any.
+
+        What the graph has to compute is its output sentence_embedding, which Optimum writes.
+
+        Raises:
+            InvalidModel: A setting is not supported.
+        """
+        length = self.transformer.max_length
+        stated = self.text_record() | ({} if length is None else {"max_length": length})
+        kinds = {one.kind for one in self.modules} - {"Dropout"}
+        if kinds == {"LogitScore"}:
+            return stated
+        embedding = self.embedding
+        if kinds:
+            output = {"output": "sentence_embedding"} if embedding.head else {}
+            return {**embedding.record(), **output, **stated}
+        if embedding.pooling != "mean":
+            stated["pooling"] = embedding.pooling
+        activation = self.activation(self.model.classes)
+        scores = {
+            "prompts": self.prompts, "default_prompt": self.default_prompt,
+            "activation": activation,
+        }  # fmt: skip
+        return stated | {key: value for key, value in scores.items() if value}
+
+    def text_record(self) -> dict[str, Any]:
+        """The keys of attnserve.json about the text itself."""
+        side = self.transformer.tokenizer_args.truncation_side
+        lower = {"lower_case": True} if self.transformer.do_lower_case else {}
+        return lower | ({"truncation_side": side} if side else {})
+
+    def _simple_pooling(self, steps: tuple[Module, ...]) -> Pooling | None:
+        """The pooling, if it is one of attnserve.json and nothing but normalization follows."""
+        first = steps[0].settings
+        if not isinstance(first, PoolingFile) or not all(map(_normalizes, steps[1:])):
+            return None
+        return POOLINGS.get("+".join(first.modes))
+
+    def _check_encoder(self) -> None:
+        """Check that the modules make embeddings of texts, and that all of them are known."""
+        listed = self.folder / "modules.json"
+        if (kind := self.library.model_type) not in KINDS:
+            raise InvalidModel(
+                f"{self.folder / 'config_sentence_transformers.json'}: model_type is {kind}:"
+                f" expected SentenceTransformer or CrossEncoder",
+                "remove the file to use the network without it",
+                code="settings.model_type",
+            )
+        for one in self.modules:
+            self._check_module(one)
+        steps = [one for one in self.modules if one.kind in EMBEDDING_MODULES]
+        if steps and not any(one.kind == "Pooling" for one in steps):
+            raise InvalidModel(
+                f"{listed}: no module Pooling: expected one, which makes one vector of a text",
+                "add it, or remove modules.json to use the encoder with mean pooling",
+                code="export.pooling",
+            )
+        if steps:
+            self._check_output()
+
+    def _check_module(self, one: Module) -> None:
+        if one.kind not in EMBEDDING_MODULES | {"Dropout"}:
+            raise InvalidModel(
+                f"{self.folder / 'modules.json'}: the module {one.kind} is not supported",
+                "remove it from modules.json to use the encoder without it",
+                code="export.module",
+            )
+        settings = one.settings
+        if isinstance(settings, PoolingFile) and not settings.include_prompt and self.prompts:
+            raise InvalidModel(
+                f"{one.path}: include_prompt is false: a pooling that leaves out the prompt is not"
+                " supported",
+                "set include_prompt to true, if the embeddings may differ",
+                code="export.include_prompt",
+            )
+        name = settings.activation_function if isinstance(settings, Dense) else "torch.nn.Tanh"
+        if torch_name(name) not in ACTIVATIONS:
+            expected = f"expected one of {', '.join(sorted(ACTIVATIONS))} of torch.nn"
+            raise _malformed(one.path, "activation_function", f"{expected}, found {name}")
+
+    def _check_output(self) -> None:
+        """Check that the network gives the hidden states of plain texts."""
+        asked = self.transformer
+        modality = asked.modality_config
+        text = modality.get("text") if modality else None
+        found: dict[str, tuple[Any, Any]] = {
+            "transformer_task": (asked.transformer_task, "feature-extraction"),
+            "module_output_name": (asked.module_output_name, "token_embeddings"),
+        }
+        if modality is not None:
+            names = text and text.method_output_name
+            found["modality_config"] = (sorted({*modality} & {"text", "message"}), ["text"])
+            found["method"] = (text and text.method, "forward")
+            found["method_output_name"] = (
+                names[0] if isinstance(names, list) and len(names) == 1 else names,
+                "last_hidden_state",
+            )
+        for key, (value, expected) in found.items():
+            if value not in (None, expected):
+                raise _malformed(
+                    self.folder / self.encoder / TRANSFORMER_FILES[0],
+                    key,
+                    f"expected {expected} for embeddings of texts, found {value}",
+                )
+
+
+def read_settings(*folders: Path) -> FolderSettings:
+    """The settings of a model, from the first of these folders that has a file.
+
+    Raises:
+        InvalidModel: A file is malformed, or has a key that is not known.
+    """
+
+    def find(*parts: str) -> Path:
+        paths = [folder.joinpath(*parts) for folder in folders]
+        return next((path for path in paths if path.is_file()), paths[-1])
+
+    entries = _entries(find("modules.json"))
+    networks = [entry for entry in entries if _kind(entry) == "Transformer"]
+    encoder = networks[0].path if networks else ""
+    files = [find(encoder, name) for name in TRANSFORMER_FILES]
+    file = next((path for path in files if path.is_file() and read_json(path)), files[0])
+    modules: list[Module] = []
+    for entry in entries:
+        if (kind := _kind(entry)) == "Transformer" and entry is networks[0]:
+            continue
+        path = find(entry.path, "config.json")
+        settings = SettingsFile()
+        if kind in MODULES and kind != "Transformer":
+            if kind == "Pooling" and not (path.is_file() and read_json(path)):
+                raise InvalidModel(
+                    f"{path}: the pooling is missing", "download the model again",
+                    code="export.pooling",
+                )  # fmt: skip
+            settings = parse_settings(path, MODULES[kind])
+        modules.append(Module(kind, path, settings))
+    library = parse_settings(find("config_sentence_transformers.json"), Library)
+    settings = FolderSettings(
+        find("modules.json").parent,
+        tuple(modules),
+        library,
+        parse_settings(file, Transformer),
+        find(encoder, "config.json"),
+        encoder,
+    )
+    default = library.default_prompt_name
+    if default is not None and default not in (library.prompts or {}):
+        path = find("config_sentence_transformers.json")
+        raise _malformed(
+            path, "default_prompt_name", f"expected a name of prompts, found {default}"
+        )
+    return settings
+
+
+def parse_settings(path: Path, kind: type[File]) -> File:
+    """The settings in a JSON file; the defaults if it does not exist.
+
+    Raises:
+        InvalidModel: A value is invalid, or a key is not known.
+    """
+    content: Any = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise InvalidModel(
+            f"{path}: expected a JSON object", "download the model again", code="export.config"
+        )
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise _invalid(path, error) from error
+
+
+def torch_name(name: str) -> str:
+    """The name of a class of ``torch.nn`` without its modules; "" for other classes."""
+    return name.rpartition(".")[2] if name.startswith("torch.nn.") else ""
+
+
+def _normalizes(module: Module) -> bool:
+    return isinstance(module.settings, Normalize) and module.settings.is_of_texts
+
+
+def _kind(entry: ModuleEntry) -> str:
+    """The name of a class of sentence-transformers; the whole name of others, which are unknown."""
+    package, _, name = entry.type.partition(".")
+    return name.rpartition(".")[2] if package == "sentence_transformers" else entry.type
+
+
+def _entries(path: Path) -> list[ModuleEntry]:
+    if not path.is_file():
+        return []
+    try:
+        return TypeAdapter(list[ModuleEntry]).validate_python(read_json(path))
+    except ValidationError as error:
+        if error.errors()[0]["type"] == "extra_forbidden":
+            raise _invalid(path, error) from error
+        raise InvalidModel(
+            f"{path}: expected a list of modules with type and path",
+            "download the model again",
+            code="export.modules",
+        ) from error
+
+
+def _invalid(path: Path, error: ValidationError) -> InvalidModel:
+    """The first fault of a file. Unknown keys have a code of their own."""
+    first = error.errors()[0]
+    parts = [str(part) for part in first["loc"] if not str(part).startswith("literal[")]
+    key = ".".join(parts)
+    if first["type"] == "extra_forbidden":
+        return InvalidModel(
+            f"{path}: {key} is {str(first['input'])[:80]!r}: this key is not known, and may change"
+            " the result",
+            "remove it, if the result may differ",
+            code="settings.unknown_key",
+        )
+    return _malformed(path, key, f"{first['msg']}, found {str(first['input'])[:80]!r}")
+
+
+def _malformed(path: Path, key: str, expected: str) -> InvalidModel:
+    return InvalidModel(f"{path}: {key}: {expected}", "correct the file", code="export.config")

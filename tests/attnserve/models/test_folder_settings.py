@@ -1,0 +1,375 @@
+"""What a model folder says: every key is read, known to be harmless, or refused by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from attnserve.models.artifact import open_artifact
+from attnserve.models.folder_settings import read_settings
+from attnserve.models.settings_files import MODULES, TRANSFORMER_FILES, Library, Transformer
+from attnserve.models.tokenizer import load_encoder
+from graph_passes.errors import InvalidModel
+from tests.attnserve.models.files import write_json, write_modules
+from tests.errors import raises
+
+SENTENCE, LIBRARY = "sentence_bert_config.json", "config_sentence_transformers.json"
+TOKENIZER, POOLING = "tokenizer_config.json", "1_Pooling/config.json"
+RUN = {"method": "forward", "method_output_name": "last_hidden_state"}
+SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "key"),
+    [
+        (SENTENCE, {"attend_twice": True}, "attend_twice"),
+        (SENTENCE, {"processing_kwargs": {"text": {"stride": 3}}}, "processing_kwargs.text.stride"),
+        (SENTENCE, {"processing_kwargs": {"speech": {}}}, "processing_kwargs.speech"),
+        (SENTENCE, {"tokenizer_args": {"add_eos": True}}, "tokenizer_args.add_eos"),
+        (SENTENCE, {"model_kwargs": {"rotary_factor": 2}}, "model_args.rotary_factor"),
+        (SENTENCE, {"config_args": {"num_layers": 2}}, "config_args.num_layers"),
+        (LIBRARY, {"centered": True}, "centered"),
+        (POOLING, {"pooling_mode": "cls", "weights": "idf"}, "weights"),
+        (POOLING, {"pooling_mode_cls_token": True, "pooling_mode_median": True}, "_median"),
+        ("2_Normalize/config.json", {"p": 1}, "p"),
+        ("modules.json", [{"type": "a.B", "path": "", "only": "query"}], "only"),
+    ],
+)
+def test_unknown_key_is_refused_by_its_name(hub: Path, file: str, content: Any, key: str) -> None:
+    write_json(hub / file, content)
+    with raises(InvalidModel, "settings.unknown_key", key, str(hub / file)):
+        open_artifact(hub)
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"max_seq_length": "12"}, "max_seq_length"),
+        ({"query_length": 32}, "query_length"),
+        ({"tokenizer_name_or_path": "other"}, "tokenizer_name_or_path"),
+        ({"processing_kwargs": {"text": {"truncation": "only_first"}}}, "truncation"),
+        ({"processing_kwargs": {"text": {"add_special_tokens": False}}}, "add_special_tokens"),
+        ({"transformer_task": "fill-mask"}, "transformer_task"),
+        ({"modality_config": {"text": {**RUN, "method": "get_text_features"}}}, "method"),
+        ({"modality_config": {"text": {**RUN, "method_output_name": "pooler_output"}}},
+         "method_output_name"),
+        ({"modality_config": {"message": {**RUN, "format": "flat"}}}, "modality_config"),
+        ({"module_output_name": "sentence_embedding"}, "module_output_name"),
+    ],
+)  # fmt: skip
+def test_value_that_is_not_supported_is_refused_by_its_name(
+    hub: Path, content: dict[str, Any], key: str
+) -> None:
+    write_json(hub / SENTENCE, content)
+    with raises(InvalidModel, "export.config", key, SENTENCE):
+        open_artifact(hub)
+
+
+def test_keys_that_change_nothing_are_accepted(hub: Path) -> None:
+    expected = open_artifact(hub).record
+    write_json(hub / LIBRARY, {
+        "__version__": {"sentence_transformers": "9"}, "requirements": {},
+        "model_type": "SentenceTransformer", "prompts": {"query": None},
+    })  # fmt: skip
+    modality = {"text": RUN}
+    write_json(hub / SENTENCE, {
+        "max_seq_length": 256, "unpad_inputs": None, "transformer_task": "feature-extraction",
+        "modality_config": modality, "module_output_name": "token_embeddings",
+        "model_args": {"dtype": "float16"}, "tokenizer_args": {"use_fast": True},
+        "processing_kwargs": {"text": {"padding": "max_length"}}, "query_length": None,
+    })  # fmt: skip
+    named = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+    write_json(hub / "2_Normalize" / "config.json", named)
+    write_json(hub / POOLING, {"pooling_mode": ["cls"], "include_prompt": True,
+                               "embedding_dimension": 8})  # fmt: skip
+    assert open_artifact(hub).record == expected
+
+
+def test_no_key_is_read_and_ignored_at_once() -> None:
+    for file in (Library, Transformer, *MODULES.values()):
+        assert not file.ignored.keys() & file.model_fields.keys()
+        assert all(file.ignored.values())
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["sentence_transformers.models.LSTM", "custom_st.Transformer", "pylate.models.Pooling"]
+)
+def test_unknown_module_is_refused_by_its_name(hub: Path, kind: str) -> None:
+    write_modules(hub, "Transformer", "Pooling", "Normalize")
+    listed = [
+        {"type": "sentence_transformers.models.Transformer", "path": ""},
+        {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+        {"type": kind, "path": "2_Other"},
+    ]
+    write_json(hub / "modules.json", listed)
+    with raises(InvalidModel, "export.module", kind.rpartition(".")[2], "modules.json"):
+        open_artifact(hub)
+
+
+@pytest.mark.parametrize(
+    ("names", "normalize"),
+    [
+        (("Normalize", "Dense"), False),
+        (("Dense", "Normalize"), True),
+        (("Normalize", "Dense", "Normalize"), True),
+        (("Dropout", "LayerNorm"), False),
+    ],
+)
+def test_modules_after_the_pooling_keep_their_order(
+    hub: Path, names: tuple[str, ...], normalize: bool
+) -> None:
+    write_modules(hub, "Transformer", "Pooling", *names)
+    embedding = read_settings(hub).embedding
+    kinds = [one.kind for one in embedding.head]
+    assert kinds == ["Pooling", *(name for name in names if name != "Dropout")]
+    assert (embedding.pooling, embedding.normalize) == ("none", normalize)
+    artifact = open_artifact(hub)
+    assert (artifact.output, artifact.normalize) == ("sentence_embedding", normalize)
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"activation_function": "mine.Tanh"}, "activation_function"),
+        ({"activation_function": "torch.nn.modules.activation.Softmax"}, "activation_function"),
+        ({"module_output_name": "scores"}, "module_output_name"),
+    ],
+)
+def test_dense_layer_that_is_not_supported_is_refused(
+    hub: Path, content: dict[str, Any], key: str
+) -> None:
+    write_modules(hub, "Transformer", "Pooling", "Dense")
+    write_json(hub / "2_Dense" / "config.json", content)
+    with raises(InvalidModel, "export.config", key, "2_Dense"):
+        open_artifact(hub)
+
+
+def test_pooling_without_the_prompt_is_refused_if_there_are_prompts(hub: Path) -> None:
+    write_json(hub / POOLING, {"pooling_mode": "cls", "include_prompt": False})
+    assert open_artifact(hub).pooling == "cls"
+    write_json(hub / LIBRARY, {"prompts": {"query": "Q: "}})
+    with raises(InvalidModel, "export.include_prompt", "1_Pooling"):
+        open_artifact(hub)
+
+
+@pytest.mark.parametrize("kind", ["SparseEncoder", "MultiVectorEncoder"])
+def test_other_kind_of_model_is_refused(hub: Path, kind: str) -> None:
+    write_json(hub / LIBRARY, {"model_type": kind})
+    with raises(InvalidModel, "settings.model_type", kind):
+        open_artifact(hub)
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "last"),
+        ({"architectures": ["Qwen3ForCausalLM"], "is_causal": False}, "mean"),
+        ({"architectures": ["BertForMaskedLM"]}, "mean"),
+    ],
+)
+def test_default_pooling_of_a_language_model_is_the_last_token(
+    hub: Path, config: dict[str, Any], pooling: str
+) -> None:
+    (hub / "modules.json").unlink()
+    write_json(hub / "config.json", config)
+    assert read_settings(hub).embedding.pooling == open_artifact(hub).pooling == pooling
+
+
+def test_pooling_keys_of_older_versions(hub: Path) -> None:
+    write_json(hub / POOLING, {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": False})
+    assert open_artifact(hub).pooling == "mean"  # the default of the library
+    write_json(hub / POOLING, {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True})
+    assert open_artifact(hub).output == "sentence_embedding"
+    write_json(hub / POOLING, {"pooling_mode": "lasttoken", "pooling_mode_cls_token": True})
+    assert open_artifact(hub).pooling == "last"
+
+
+# --- scores -------------------------------------------------------------------------------------
+
+LABELS = {"id2label": {"0": "a", "1": "b", "2": "c"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "library", "activation"),
+    [
+        ({"problem_type": "multi_label_classification", **LABELS}, {}, "sigmoid"),
+        ({"problem_type": "regression", "num_labels": 1}, {}, "identity"),
+        ({"problem_type": "single_label_classification", **LABELS}, {}, None),
+        ({"num_labels": 1}, {"activation_fn": IDENTITY}, "identity"),
+        ({"id2label": {"0": "a"}}, {"activation_fn": SIGMOID}, "sigmoid"),
+        ({"id2label": {"0": "a"}, "problem_type": "regression"}, {"activation_fn": SIGMOID},
+         "sigmoid"),
+        (LABELS, {"activation_fn": IDENTITY}, None),
+        ({"problem_type": "multi_label_classification", **LABELS}, {"activation_fn": IDENTITY},
+         "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": IDENTITY, "version": "4.0.1"},
+          "num_labels": 1}, {}, "identity"),
+        ({"sbert_ce_default_activation_function": IDENTITY, "num_labels": 1}, {}, "identity"),
+    ],
+)  # fmt: skip
+def test_activation_of_an_onnx_file_is_that_of_the_folder(
+    hub: Path, config: dict[str, Any], library: dict[str, Any], activation: str | None
+) -> None:
+    (hub / "modules.json").unlink()
+    write_json(hub / "config.json", config)
+    write_json(hub / LIBRARY, library)
+    assert open_artifact(hub).activation == activation
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "value"),
+    [
+        ({"problem_type": "ranking"}, "export.config", "problem_type"),
+        ({"sentence_transformers": {"activation_fn": "mine.Sigmoid"}}, "export.activation", "mine"),
+        ({"sentence_transformers": {"scale": 2}}, "settings.unknown_key", "scale"),
+        ({"sbert_ce_default_activation_function": "torch.nn.ELU"}, "export.activation", "ELU"),
+    ],
+)
+def test_activation_that_is_not_known_is_refused(
+    hub: Path, config: dict[str, Any], code: str, value: str
+) -> None:
+    (hub / "modules.json").unlink()
+    write_json(hub / "config.json", config)
+    with raises(InvalidModel, code, value):
+        open_artifact(hub)
+
+
+@pytest.mark.parametrize(
+    ("config", "labels"),
+    [
+        ({"architectures": ["BertForSequenceClassification"]}, {0: "LABEL_0", 1: "LABEL_1"}),
+        ({"architectures": ["BertForSequenceClassification"], "id2label": {"0": "x"}}, {0: "x"}),
+        ({"architectures": ["BertModel"]}, {}),
+    ],
+)
+def test_labels_that_transformers_does_not_save_are_its_default(
+    hub: Path, config: dict[str, Any], labels: dict[int, str]
+) -> None:
+    write_json(hub / "config.json", config)
+    assert open_artifact(hub).labels == labels
+
+
+def test_prompts_of_a_cross_encoder_are_read(hub: Path) -> None:
+    write_modules(hub, "Transformer")
+    write_json(hub / LIBRARY, {"prompts": {"own": "Q: "}, "default_prompt_name": "own",
+                               "model_type": "CrossEncoder"})  # fmt: skip
+    assert open_artifact(hub).prompt() == "Q: "
+
+
+# --- texts --------------------------------------------------------------------------------------
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "c", "A", "B"]
+CLS, SEP, A, B, C = 2, 3, 4, 5, 6
+
+
+@pytest.fixture
+def texts(hub: Path) -> Path:
+    """The folder with a tokenizer of words, in upper and lower case."""
+    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
+    )  # fmt: skip
+    made.save(str(hub / "tokenizer.json"))
+    (hub / SENTENCE).unlink()
+    write_json(hub / "config.json", {"model_type": "bert", "max_position_embeddings": 8})
+    return hub
+
+
+def ids(folder: Path, text: str | tuple[str, str]) -> list[int]:
+    (found,) = load_encoder(open_artifact(folder)).encode([text])
+    return found.ids
+
+
+@pytest.mark.parametrize("name", TRANSFORMER_FILES)
+def test_length_and_lower_case_are_read_from_every_name(texts: Path, name: str) -> None:
+    write_json(texts / name, {"max_seq_length": 5, "do_lower_case": True})
+    assert ids(texts, "A B c a b") == [CLS, A, B, C, SEP]
+    write_json(texts / name, {"max_seq_length": 4, "do_lower_case": False})
+    assert ids(texts, "A B c a b") == [CLS, 7, 8, SEP]
+
+
+@pytest.mark.parametrize(
+    ("content", "length"),
+    [
+        ({"processing_kwargs": {"text": {"max_length": 4}}, "max_seq_length": 6}, 4),
+        ({"processing_kwargs": {"common": {"max_length": 5}, "text": {"max_length": 4}}}, 5),
+        ({"tokenizer_args": {"model_max_length": 4}, "max_seq_length": 6}, 4),
+        ({"processor_kwargs": {"model_max_length": 5}}, 5),
+        ({"max_seq_length": 100}, 8),  # no more than the positions
+        ({}, 8),
+    ],
+)
+def test_length_by_precedence_within_the_positions(
+    texts: Path, content: dict[str, Any], length: int
+) -> None:
+    write_json(texts / SENTENCE, content)
+    assert len(ids(texts, "a b c " * 9)) == length
+
+
+def test_rotary_positions_do_not_limit_a_stated_length(texts: Path) -> None:
+    config = {"model_type": "qwen3", "max_position_embeddings": 8, "rope_parameters": {}}
+    write_json(texts / "config.json", config)
+    assert len(ids(texts, "a b c " * 9)) == 8
+    write_json(texts / SENTENCE, {"max_seq_length": 12})
+    assert len(ids(texts, "a b c " * 9)) == 12
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        (TOKENIZER, {"truncation_side": "left"}),
+        (SENTENCE, {"tokenizer_args": {"truncation_side": "left"}}),
+    ],
+)
+def test_truncation_at_the_left_equals_that_of_tokenizers(
+    texts: Path, file: str, content: dict[str, Any]
+) -> None:
+    write_json(texts / file, content)
+    assert ids(texts, "a b c a b c b") == [CLS, B, C, A, B, C, B, SEP]
+    own = Tokenizer.from_file(str(texts / "tokenizer.json"))
+    own.enable_truncation(8, strategy="longest_first", direction="left")
+    for pair in (("a b c a", "c c"), ("a b", "a b c a b c"), ("a b c", "a b c b"), ("a", "b")):
+        assert ids(texts, pair) == own.encode(*pair).ids
+
+
+def test_truncation_side_of_tokenizer_json_counts_if_nothing_else_does(texts: Path) -> None:
+    own = Tokenizer.from_file(str(texts / "tokenizer.json"))
+    own.enable_truncation(100, direction="left")
+    own.save(str(texts / "tokenizer.json"))
+    assert ids(texts, "a b c a b c b") == [CLS, B, C, A, B, C, B, SEP]
+    write_json(texts / TOKENIZER, {"truncation_side": "right"})
+    assert ids(texts, "a b c a b c b") == [CLS, A, B, C, A, B, C, SEP]
+    write_json(texts / TOKENIZER, {"truncation_side": "middle"})
+    with raises(InvalidModel, "export.config", "truncation_side"):
+        ids(texts, "a")
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"tokenizer_class": "BertTokenizerFast", "do_lower_case": True}, [CLS, A, B, SEP]),
+        ({"tokenizer_class": "BertTokenizer"}, [CLS, A, B, SEP]),
+        ({"tokenizer_class": "BertTokenizer", "do_lower_case": False}, [CLS, 7, 8, SEP]),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": True}, [CLS, 7, 8, SEP]),
+    ],
+)
+def test_lower_case_of_bert_is_that_of_tokenizer_config(
+    texts: Path, config: dict[str, Any], found: list[int]
+) -> None:
+    """As in transformers: tokenizer.json has another normalizer, or none."""
+    own = Tokenizer.from_file(str(texts / "tokenizer.json"))
+    own.normalizer = normalizers.BertNormalizer(lowercase=False)
+    own.save(str(texts / "tokenizer.json"))
+    write_json(texts / TOKENIZER, config)
+    assert ids(texts, "A B") == found

@@ -1,0 +1,70 @@
+"""Served vectors and scores of model folders equal those of sentence-transformers and transformers.
+
+Each folder of ``tests/hub_folders.py`` is served twice: exported, and by its own ONNX file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from tests.hub_folders import CASES, QUERY, TEXTS, Case, expected, write_folder
+
+pytestmark = [
+    pytest.mark.export,
+    # The libraries warn about their own use of torch; what they return is compared.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+if find_spec("sentence_transformers") is None:
+    pytest.skip("pip install 'attnserve[dev]'", allow_module_level=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_served_answers_equal_those_of_the_libraries(
+    name: str, start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    from attnserve.exporters.hugging_face import export
+
+    case, models = CASES[name], tmp_path / "models"
+    write_folder(case, models / "hub")
+    wanted = expected(case, models / "hub", tmp_path / "copy")
+    task = None if case.kind == "embedding" else "sequence-classification"
+    if case.kind == "rerank" and case.config["num_labels"] == 1:
+        task = "rerank"
+    export(models / "hub", models / "export", task=task, exporter="torchscript")
+    client = start(models, rewrite=False)
+    for model in ("export", "hub"):
+        for prompt, values in wanted.items():
+            found = served(client, case, model, prompt, values.ndim)
+            if case.kind != "embedding":
+                np.testing.assert_allclose(found, values, rtol=1e-4, atol=1e-4)
+                continue
+            norms = np.linalg.norm(found, axis=1) * np.linalg.norm(values, axis=1)
+            assert ((found * values).sum(1) / norms).min() >= 0.99999, (model, prompt)
+            if "dimensions" not in name:  # shortened vectors are normalized again
+                np.testing.assert_allclose(found, values, atol=1e-4 * np.abs(values).max())
+
+
+def served(client: TestClient, case: Case, model: str, prompt: str, axes: int) -> np.ndarray:
+    """The answer of the service in the form of ``expected``."""
+    if case.kind == "embedding":
+        named = {"prompt_name": prompt} if prompt else {}
+        answer = client.post("/embed", json={"model": model, "inputs": TEXTS, **named})
+        assert answer.status_code == 200, answer.text
+        return np.array(answer.json()["embeddings"])
+    if axes == 1:
+        body = {"model": model, "query": QUERY, "texts": TEXTS}
+        answer = client.post("/rerank", json=body)
+        assert answer.status_code == 200, answer.text
+        ranks = sorted(answer.json(), key=lambda one: one["index"])
+        return np.array([one["score"] for one in ranks])
+    answer = client.post("/predict", json={"model": model, "inputs": TEXTS})
+    assert answer.status_code == 200, answer.text
+    found = [{one["label"]: one["score"] for one in text} for text in answer.json()["predictions"]]
+    return np.array([[one[f"LABEL_{at}"] for at in range(len(one))] for one in found])
