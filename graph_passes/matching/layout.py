@@ -15,10 +15,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.constants import constant_array, is_constant, origin
+from graph_passes.analysis.constants import constant_array, constant_type, is_constant, origin
 from graph_passes.analysis.evaluation import MAX_ELEMENTS, evaluate
 from graph_passes.analysis.shapes import ShapeInfo
-from graph_passes.blocks import BroadcastLayout, Linear, OutputProjection, Projection
+from graph_passes.blocks import (
+    BroadcastLayout,
+    Linear,
+    OutputProjection,
+    Projection,
+    QuantizedProduct,
+)
 from graph_passes.matching.element_map import (
     ElementMap,
     LinearTrace,
@@ -32,6 +38,7 @@ from graph_passes.matching.element_map import (
     split_heads,
 )
 from graph_passes.matching.products import linear
+from graph_passes.matching.quantized import quantized_linear, quantized_reader
 from graph_passes.matching.rotary_and_norms import (
     NORMS,
     apply_norm,
@@ -131,12 +138,21 @@ class LayoutReader:
         factor = 1.0 if cached is None else float(cached[1].offset.flat[0])
         first = next(iter(terms.values()))
         count, length = trace.source.rows.size, first.factor_index.shape[2]
-        source_input, sequence_first = self._whole(trace.source.tokens, first.sequence_first)
+        source = trace.source
+        source_input, sequence_first = self._whole(source.tokens, first.sequence_first)
+        dtype, product = constant_type(source.weight), None
+        if source.product is not None:
+            known = self.info.known[source.product]
+            is_flat = known.shape[:-1] != self.shape(source_input)[:-1]
+            dtype, product = known.dtype, QuantizedProduct(source.product, known.shape[-1], is_flat)
         lengths = (length, count // length) if sequence_first else (count // length, length)
         return Projection(
             input=source_input,
-            weight=origin(trace.source.weight),
-            contracted=trace.source.contracted,
+            weight=origin(source.weight),
+            contracted=source.contracted,
+            width=source.width,
+            dtype=dtype,
+            product=product,
             columns=first.columns,
             gain=first.gain / factor,
             offset=first.offset / factor,
@@ -173,15 +189,17 @@ class LayoutReader:
                 return None
             value = node.outputs[0]
             path.append(node)
-        product = None if node is None else linear(node, self.shape)
-        if node is None or product is None or product.tokens is not value or labels.size != size:
+        product, quantized = None, quantized_reader(value, self.info)
+        if quantized is not None:
+            columns = labels.shape[-1]
+        elif node is not None and (product := linear(node, self.shape)) is not None:
+            if product.tokens is not value or product.scale != 1.0 or not self._in_order(product):
+                return None
+            columns = product.width
+        else:
             return None
-        by_token = labels.reshape(-1, product.width)
-        if (
-            product.scale != 1.0
-            or by_token.shape[0] != batch * length
-            or not self._in_order(product)
-        ):
+        by_token = labels.reshape(-1, columns)
+        if labels.size != size or by_token.shape[0] != batch * length:
             return None
         # Label l is element (b, h, s, v). Each token must have its elements in the same order.
         b, h, s, v = np.unravel_index(by_token, order)
@@ -193,6 +211,20 @@ class LayoutReader:
         if np.unique(elements).size != heads * width:
             return None
         rows = np.argsort(elements).reshape(heads, width)
+        if quantized is not None:
+            reader, weight = quantized
+            return OutputProjection(
+                value,
+                origin(weight),
+                (),
+                rows,
+                None,
+                value,
+                (*path, reader),
+                sequence_first=not by_batch,
+                is_quantized=True,
+            )
+        assert product is not None and node is not None
         bias, output, add = self._bias(node)
         return OutputProjection(
             value,
@@ -241,6 +273,9 @@ class LayoutReader:
             raise MatchFailure(
                 f"the {role} is {value.name!r}, {what}: not the output of a projection"
             )
+        if (product := quantized_linear(value, self.info)) is not None:
+            nodes = dict.fromkeys((product.node, node))
+            return replace(self._numbered(product, self.shape(value)), nodes=tuple(nodes))
         if node.op_type in LINEAR and any(map(is_constant, node.inputs[:2])):
             return self._source(node, role)
         if reach == 0:
@@ -522,6 +557,8 @@ def _cached(
         input=past.value,
         weight=None,
         contracted=(),
+        width=0,
+        dtype=ir.DataType.FLOAT,
         columns=columns,
         gain=ones,
         offset=0.0 * ones,

@@ -64,7 +64,8 @@ class FuseGelu(FeedForwardPass[NoParams]):
             gelu = _gelu(block, small_shapes(context), opsets)
             assert gelu is not None
             operator, value = gelu
-            make = Inserter(block.graph, block.product, f"{block.name}/fused")
+            # Before the last node: those that quantize the neurons come before the product.
+            make = Inserter(block.graph, block.nodes[-1], f"{block.name}/fused")
             replace_uses(block.hidden, make.op(operator, [value], "gelu", domain=DOMAIN))
             opsets.setdefault(DOMAIN, 1)
 
@@ -134,7 +135,7 @@ def _evaluated(
     block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> dict[ir.Value, np.ndarray]:
     """Evaluate the nodes between the products on numbers from -12 to 12."""
-    first = block.products[0].outputs[0]
+    first = block.first[0].output
     shape = info.shape(first)
     if shape is None:
         return {}
