@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import FLOATS, constant_array, constant_type, is_constant
 from graph_passes.analysis.evaluation import evaluate
-from graph_passes.analysis.shapes import ShapeInfo
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, replace_uses
@@ -60,6 +60,7 @@ class FuseGelu(FeedForwardPass[NoParams]):
 
     def rewrite(self, targets: FeedForwardTargets[NoParams], context: GraphContext) -> None:
         opsets = context.model.opset_imports
+        runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
         for block, _ in targets:
             gelu = _gelu(block, small_shapes(context), opsets)
             assert gelu is not None
@@ -67,7 +68,19 @@ class FuseGelu(FeedForwardPass[NoParams]):
             # Before the last node: those that quantize the neurons come before the product.
             make = Inserter(block.graph, block.nodes[-1], f"{block.name}/fused")
             replace_uses(block.hidden, make.op(operator, [value], "gelu", domain=DOMAIN))
+            _redirect_shapes(block, runs)
             opsets.setdefault(DOMAIN, 1)
+
+
+def _redirect_shapes(block: FeedForwardBlock, runs: Sequence[ShapeInfo]) -> None:
+    """Let nodes that read the shape of an activation read that of the first value of this shape."""
+    first: dict[object, ir.Value] = {}
+    for value in (block.first[0].output, *(v for node in block.nodes for v in node.outputs)):
+        shapes = tuple(info.shape(value) for info in runs)
+        for user, place in list(value.uses()):
+            if (user.domain, user.op_type) == ("", "Shape") and None not in shapes:
+                user.replace_input_with(place, first.get(shapes, value))
+        first.setdefault(shapes, value)
 
 
 def fusible_gelus(model: ir.Model) -> list[str]:
