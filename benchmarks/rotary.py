@@ -20,10 +20,11 @@ from rich.console import Console
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.apply import apply_plan, count_macs
+from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.runtime.session import open_session
 from benchmarks._common import description, number_table, write_result
+from graph_passes.analysis.cost import count_macs
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from tests.stories import LENGTH, stories

@@ -73,8 +73,8 @@ class GraphFacts:
             tuple(sorted(external_data_locations(artifact.model))),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """The facts as JSON values; arrays are base64 of the npz format."""
+    def cost_json(self) -> dict[str, Any]:
+        """The facts that differ in an equivalent graph, as JSON values."""
         macs = self.cost.macs
         return {
             "macs": None if macs is None else _polynomial_to_json(macs),
@@ -86,11 +86,17 @@ class GraphFacts:
                 name: value.shape and [d if isinstance(d, int) else d.value for d in value.shape]
                 for name, value in self.cost.inputs.items()
             },
+            "weight_bytes": self.weight_bytes,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as JSON values; arrays are base64 of the npz format."""
+        return {
+            **self.cost_json(),
             "id_bounds": dict(self.id_bounds),
             "examples": [_encoded(example) for example in self.examples],
             "int8_warning": self.int8_warning,
             "batch_invariant": self.batch_invariant,
-            "weight_bytes": self.weight_bytes,
             "external": list(self.external),
         }
 

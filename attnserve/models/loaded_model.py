@@ -106,10 +106,11 @@ class Model:
         cuda_graphs: Maximum number of shapes captured as CUDA graphs; 0 for none.
         concurrency: Maximum number of concurrent runs.
         spinning: Whether idle threads wait actively.
-        graph: An equivalent file that is run instead of the artifact's; cost, inputs and lineage
-            are still those of the artifact.
+        graph: An equivalent file that is run instead of the artifact's; inputs and lineage are
+            still those of the artifact.
         operators: Report of the operator fusion that made ``graph``, or why there was none.
-        facts: Facts of the artifact's graph; None reads them here.
+        facts: Facts of the artifact's graph, with the costs of the one that runs; None reads those
+            of the artifact here.
 
     Raises:
         InvalidModel: It cannot be read, or has an input or output that is not a plain tensor.

@@ -13,10 +13,10 @@ from attnserve.checks.certify import read_attention
 from attnserve.checks.compare import empty_axes, random_batches, shaped_for
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
+from attnserve.fusion import DEFECT
 from attnserve.models.opset import raise_opset
 from attnserve.planning.plan import Plan, targets_of
-from graph_passes.analysis.cost import macs_at
-from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
+from graph_passes.analysis.cost import count_macs, infer_at, macs_at
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.collaborative import cache_width
@@ -31,9 +31,7 @@ from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.skip_attention import skipped
 
-__all__ = ["DEFECT", "ApplyReport", "Step", "apply_plan", "count_macs"]
-
-DEFECT = "this is a defect of attnserve: please report it with the model; nothing was written"
+__all__ = ["ApplyReport", "Step", "apply_plan"]
 
 
 @dataclass(frozen=True)
@@ -262,7 +260,7 @@ class _Application:
         return blocks | {block.name: block for block in self.graph_context.get(find_attention)[0]}
 
     def _macs_by_block(self) -> dict[str, int]:
-        shapes = self.graph_context.get(_shapes, *self.shape)
+        shapes = self.graph_context.get(infer_at, *self.shape)
         macs = {b.name: macs_at(shapes, (*b.products, b.product))[0]
                 for b in self.graph_context.get(find_feed_forward)}  # fmt: skip
         attention = [*self.graph_context.get(find_attention)[0], *skipped(self.model)]
@@ -284,13 +282,3 @@ def _facts(block: AttentionBlock | FeedForwardBlock | None, params: Any) -> dict
         if block.k.past is not None and isinstance(factors, CollaborativeFactors):
             facts["cache_width"] = cache_width(factors)
     return facts
-
-
-def _shapes(model: ir.Model, batch: int, sequence: int) -> Any:
-    return infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=sequence))
-
-
-def count_macs(model: ir.Model, batch: int, sequence: int) -> int | None:
-    """MACs of one run; None if something in the graph cannot be counted."""
-    total, uncounted = macs_at(_shapes(model, batch, sequence), model.graph)
-    return None if uncounted else total

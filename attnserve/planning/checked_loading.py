@@ -53,7 +53,7 @@ def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Mo
     Raises:
         AttnserveError: The original cannot be loaded.
     """
-    facts = GraphFacts.from_json(checked.facts)
+    facts = GraphFacts.from_json({**checked.facts, **checked.running})
     try:
         model = open_model(
             artifact, graph=checked.rewritten, operators=checked.operators, facts=facts
@@ -64,7 +64,9 @@ def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Mo
             raise
         # For example a deleted file, or no memory.
         why = {"rewritten": False, "why": error.what}
-        return _open(artifact, replace(checked, rewritten=None, operators=why), open_model)
+        return _open(
+            artifact, replace(checked, rewritten=None, operators=why, running={}), open_model
+        )
     return model
 
 

@@ -1,16 +1,14 @@
-"""Lossless operator fusion: write a model in the operators that ONNX Runtime runs fastest.
+"""Choose what serving runs: a model as its file has it, or with fused operators.
 
-Attention and GELU become one operator each, residual sums and biases use the fewest nodes. Nothing
-is approximated, but sums are computed in another order, and the speed-up depends on the machine.
-The new model is therefore compared with the original and timed before it is used.
+``fusion`` rewrites the graph. Its speed depends on the machine, and sums are computed in another
+order. The new model is therefore compared with the original and timed before it is used.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,46 +16,26 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.certify import read_attention
-from attnserve.context import Provider, RunContext
+from attnserve.context import Provider
+from attnserve.fusion import DEFECT, FORMS, fuse, fusion_passes
 from attnserve.models.artifact import Artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model, save_model
-from attnserve.models.opset import raise_opset
-from attnserve.planning.apply import DEFECT, apply_plan
-from attnserve.planning.plan import Plan
 from attnserve.planning.search.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.runtime.interleaved_timer import InterleavedTimer, time_functions
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import AttnserveError, CannotRewrite
+from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
-from graph_passes.passes.fold_biases import FoldBiases
-from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention, fusion_refusal
-from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
-from graph_passes.passes.fuse_residuals import FuseResiduals
-from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
+from graph_passes.passes.fuse_attention import FuseAttention
+from graph_passes.passes.fuse_gelu import FuseGelu
 
-__all__ = [
-    "TOLERANCES",
-    "FusionReport",
-    "Tolerance",
-    "fuse_lossless",
-    "fusion_plan",
-]
-
-FORMS: Mapping[Provider, Sequence[FusedOperator]] = {
-    "cpu": ("onnx", "attention", "multi_head"),
-    "cuda": ("attention", "multi_head", "onnx"),
-}
-"""Attention operators, fastest first; the first that applies is used."""
+__all__ = ["TOLERANCES", "FusionReport", "Tolerance", "fuse_lossless"]
 
 PRODUCTS = frozenset({"MatMul", "Gemm", "Attention", "MultiHeadAttention"})
 """Operators whose output has the type in which the model computes."""
-
-RESIDUALS: Mapping[Provider, type[RewritePass]] = {"cpu": FuseResiduals, "cuda": FuseSkipNorm}
-"""The fastest form of residual additions."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +64,17 @@ COMPARED = ((1, 1), (1, 7), (3, 16), (4, 33), (2, 128))
 the model refuses are left out, but at least one must run."""
 
 TIMED = ((1, 16), (8, 16), (1, 128), (1, 384))
-"""(batch, sequence) at which both models are timed, if the model accepts them. Fused attention
-gains most at the longest."""
+"""(batch, sequence) at which the forms are timed, if the model accepts them; no length is above the
+longest that is served. Fused attention gains most at the longest."""
 
 TIMED_S = 0.8
-"""Approximate time of all measurements."""
+"""Approximate time of all measurements of two forms."""
+
+MAX_FORMS = 4
+"""Fused forms that are timed beside the file's: each is a session with its own weights."""
+
+BETTER = 1.01
+"""The speed-up over fusing every block from which on a form with blocks of the file is run."""
 
 TIMER = InterleavedTimer(sample_seconds=5e-4, min_rounds=4, max_rounds=80)
 """Large models run for seconds at the longest shape."""
@@ -105,6 +89,8 @@ class FusionReport:
         min_cosine: The lowest cosine of all compared vectors.
         max_error: The largest error, relative to the largest number of the output.
         speedup: The geometric mean over the timed shapes, each by the fastest runs.
+        speedups: By shape.
+        kept: Attention blocks that could be fused, and are faster as the file has them.
     """
 
     attention: int
@@ -112,47 +98,8 @@ class FusionReport:
     min_cosine: float
     max_error: float
     speedup: float
-
-
-def fusion_plan(
-    model: ir.Model,
-    provider: Provider = "cpu",
-    forms: Sequence[FusedOperator] | None = None,
-) -> Plan:
-    """The plan that fuses every possible block.
-
-    Args:
-        forms: Attention operators, of which the first that applies is used (None: ``FORMS`` of the
-            provider).
-
-    Raises:
-        CannotRewrite: No block can be fused.
-    """
-    shapes, opsets = infer_shapes_small(model, batch=2, sequence=5), dict(model.opset_imports)
-    with suppress(CannotRewrite):
-        newest = model.clone()
-        raise_opset(newest, max(OPSETS.values()))
-        opsets = dict(newest.opset_imports)
-    report = read_attention(model)
-    reasons = [unmatched.reason for unmatched in report.unmatched]
-    chosen: dict[str, FusedOperator] = {}
-    for block in report.blocks:
-        if block.graph is not model.graph or block.idiom in IDIOMS.values():
-            continue
-        for form in forms or FORMS[provider]:
-            refusal = fusion_refusal(block, form, shapes, opsets)
-            if refusal is None:
-                chosen[block.name] = form
-                break
-            reasons.append(refusal.reason)
-    gelu = fusible_gelus(model)
-    if not chosen and not gelu:
-        raise CannotRewrite(
-            f"no block can be written in a faster operator: {(reasons or ['none was found'])[0]}",
-            "use the model as it is",
-            code="fusion.nothing",
-        )
-    return Plan.of([FuseAttention(chosen), FuseGelu(gelu), FoldBiases(), RESIDUALS[provider]()])
+    speedups: Mapping[str, float] = field(default_factory=dict[str, float])
+    kept: Sequence[str] = ()
 
 
 def fuse_lossless(
@@ -163,7 +110,8 @@ def fuse_lossless(
     For rows with at least one token that is not masked, every output must equal the original's
     within ``TOLERANCES``. Inputs and outputs keep names, types and shapes. The mean speed-up over
     ``TIMED`` must be at least ``MIN_LOSSLESS_GAIN``, and at least ``MIN_SPEEDUP`` at each shape.
-    The written file itself is compared and timed.
+    Attention of a kind that is faster in the file's form keeps that form. The written file itself
+    is compared and timed.
 
     Args:
         source: The model; it is not changed.
@@ -176,38 +124,87 @@ def fuse_lossless(
         AttnserveError: The model cannot be read, or does not run.
     """
     model = load_model(source, in_place=True)
-    plan = fusion_plan(model, provider)
+    passes = fusion_passes(model, provider)
     try:
-        return _fuse_and_check(source, model, plan, path, provider, threads)
+        return _fuse_and_check(source, model, passes, path, provider, threads)
     except AttnserveError:
         forms: list[FusedOperator] = [form for form in FORMS[provider] if form not in OPSETS]
-        older = fusion_plan(model, provider, forms)
-        if older.targets(FuseAttention) == plan.targets(FuseAttention):
+        older = fusion_passes(model, provider, forms)
+        if _operators(older) == _operators(passes):
             raise
     # Some versions of ONNX Runtime have no fast kernel for the newest operator. Not in the handler:
     # its exception keeps the sessions of the first attempt.
     return _fuse_and_check(source, model, older, path, provider, threads)
 
 
+def _operators(passes: Sequence[RewritePass]) -> dict[str, FusedOperator]:
+    """The operator of each fused attention block."""
+    fused = (one.targets for one in passes if isinstance(one, FuseAttention))
+    return {name: form for targets in fused for name, form in targets.items()}
+
+
 def _fuse_and_check(
-    source: Artifact, model: ir.Model, plan: Plan, path: Path, provider: Provider, threads: int
+    source: Artifact,
+    model: ir.Model,
+    passes: Sequence[RewritePass],
+    path: Path,
+    provider: Provider,
+    threads: int,
 ) -> FusionReport:
-    """Apply one plan, and check the result; see ``fuse_lossless``."""
-    new = model.clone()
-    apply_plan(plan, new, RunContext(), original=model, fit=False)
-    save_model(new, path)
-    del new  # only its file is used
-    pair = tuple(
-        open_session(file, provider=provider, threads=threads) for file in (source.model, path)
-    )
-    min_cosine, max_error = _compare(model, pair)
+    """Write the fastest fused form, and check it; see ``fuse_lossless``."""
+    forms = _forms(model, passes)
+    files = [path, *(path.with_name(f"{path.stem}.{i}{path.suffix}") for i in range(1, len(forms)))]
+    try:
+        for form, file in zip(forms, files, strict=True):
+            new = model.clone()
+            fuse(new, form)
+            save_model(new, file)
+            del new  # only its file is used
+        sessions = [
+            open_session(file, provider=provider, threads=threads)
+            for file in (source.model, *files)
+        ]
+        gains = _speedups(model, sessions, source.max_length)
+        means = [float(np.exp(np.mean(np.log(list(each.values()))))) for each in gains]
+        best = max(range(len(forms)), key=means.__getitem__)
+        best = best if means[best] >= BETTER * means[0] else 0
+        _require_faster(means[best], gains[best])
+        min_cosine, max_error = _compare(model, (sessions[0], sessions[1 + best]))
+        if best:
+            files[best].replace(path)
+    finally:
+        for file in files[1:]:
+            file.unlink(missing_ok=True)
+    fused = _operators(forms[best])
+    gelu = [one for one in forms[best] if isinstance(one, FuseGelu)]
     return FusionReport(
-        len(plan.targets(FuseAttention)),
-        len(plan.targets(FuseGelu)),
+        len(fused),
+        sum(len(one.targets) for one in gelu),
         min_cosine,
         max_error,
-        _speedup(model, pair),
+        means[best],
+        gains[best],
+        sorted(_operators(passes).keys() - fused.keys()),
     )
+
+
+def _forms(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
+    """All blocks fused; then, for each kind of attention, all but the blocks of that kind.
+
+    Attention of a kind has the same operator, heads and widths, and so the same speed.
+    """
+    operators = _operators(passes)
+    kinds: dict[Hashable, list[str]] = {}
+    for block in find_attention(model)[0]:
+        if block.name in operators:
+            sizes = (block.num_heads, block.head_size, block.v_head_size, block.input_size)
+            kinds.setdefault((operators[block.name], block.kind, *sizes), []).append(block.name)
+    others = [one for one in passes if not isinstance(one, FuseAttention)]
+    forms: list[Sequence[RewritePass]] = [passes]
+    for names in kinds.values():
+        rest = {name: form for name, form in operators.items() if name not in names}
+        forms.append([FuseAttention(rest), *others] if rest else others)
+    return forms[:MAX_FORMS]
 
 
 def _compare(model: ir.Model, pair: Sequence[Any]) -> tuple[float, float]:
@@ -265,17 +262,30 @@ def _distance(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
         return float(cosines.min()), float(np.abs(a - b).max() / np.abs(a).max())
 
 
-def _speedup(model: ir.Model, pair: Sequence[Any]) -> float:
-    """The speed-up of the second session over the first.
+def _speedups(
+    model: ir.Model, sessions: Sequence[Any], longest: int | None
+) -> list[dict[str, float]]:
+    """The speed-ups of all sessions but the first over the first, by shape."""
+    lengths = {length: min(length, longest or length) for _, length in TIMED}
+    shapes = list(dict.fromkeys((batch, lengths[length]) for batch, length in TIMED))
+    gains: list[dict[str, float]] = [{} for _ in sessions[1:]]
+    seconds = TIMED_S / len(shapes) * len(sessions) / 2
+    for feed, _ in _runnable(model, shapes, sessions[0]):
+        for session in sessions[1:]:
+            run(session, feed)  # allocates, and picks kernels
+        for gain, value in zip(gains, _gains(sessions, feed, seconds), strict=True):
+            gain[_shape(feed)] = value
+    return gains
 
-    Raises:
-        CannotRewrite: It is too low.
-    """
-    gains: dict[str, float] = {}
-    for feed, _ in _runnable(model, TIMED, pair[0]):
-        run(pair[1], feed)  # allocates, and picks kernels
-        gains[_shape(feed)] = _gain(pair, feed, TIMED_S / len(TIMED))
-    mean = float(np.exp(np.mean(np.log(list(gains.values())))))
+
+def _gains(sessions: Sequence[Any], feed: Batch, seconds: float) -> list[float]:
+    """The time of the first session over those of the others, by the fastest run of each."""
+    times = time_functions([partial(run, session, feed) for session in sessions], seconds, TIMER)
+    return [float(times[0].min() / each.min()) for each in times[1:]]
+
+
+def _require_faster(mean: float, gains: Mapping[str, float]) -> None:
+    """Raises: CannotRewrite: The speed-up is too low."""
     slowest = min(gains, key=gains.__getitem__)
     if mean < MIN_LOSSLESS_GAIN:
         raise CannotRewrite(
@@ -290,13 +300,6 @@ def _speedup(model: ir.Model, pair: Sequence[Any]) -> float:
             "use the model as it is",
             code="fusion.slow",
         )
-    return mean
-
-
-def _gain(pair: Sequence[Any], feed: Batch, seconds: float) -> float:
-    """The time of the first session over that of the second, by the fastest run of each."""
-    times = time_functions([partial(run, session, feed) for session in pair], seconds, TIMER)
-    return float(times[0].min() / times[1].min())
 
 
 def _runnable(

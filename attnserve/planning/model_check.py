@@ -19,7 +19,7 @@ import subprocess
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
@@ -74,6 +74,7 @@ class CheckResult:
         rewritten: The model with fused operators; None if the original is run.
         operators: The fusion report, or why there was no fusion.
         facts: ``GraphFacts`` as JSON.
+        running: Facts of the model with fused operators that replace those of ``facts``.
     """
 
     identity: str
@@ -81,6 +82,7 @@ class CheckResult:
     rewritten: Path | None
     operators: Mapping[str, Any]
     facts: Mapping[str, Any]
+    running: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def external_is_current(self) -> bool:
@@ -161,12 +163,13 @@ class IsolationChecker:
             return None
         try:
             result = _result(artifact, content, stored["facts"], stored["operators"])
-            is_fused = result.operators["rewritten"]
+            is_fused, running = result.operators["rewritten"], stored["running"]
         except Exception:  # of another version, or damaged
             return None
         if result.identity != stored["identity"]:
             return None
-        return replace(result, rewritten=self._cache.file(content) if is_fused else None)
+        fused = self._cache.file(content) if is_fused else None
+        return replace(result, rewritten=fused, running=running)
 
     def _try(self, artifact: Artifact, content: str) -> CheckResult:
         """The result of a new check.
@@ -191,6 +194,7 @@ class IsolationChecker:
                 result = _result(artifact, content, facts, NOT_REWRITTEN)
                 child.call("run", timeout_s=deadline - monotonic())
                 operators, is_final = self._fuse(child, new, deadline)
+                running = operators.pop("running", {})
         except FORWARDED_ERRORS:
             raise
         except WorkerCrashed as error:
@@ -205,10 +209,11 @@ class IsolationChecker:
             raise InvalidModel(error.what, error.fix, code=error.code) from error
         result = replace(result, operators=operators)
         if fused and new and operators["rewritten"] and new.is_file():
-            result = replace(result, rewritten=new.replace(fused))
+            result = replace(result, rewritten=new.replace(fused), running=running)
         elif new:
             new.unlink(missing_ok=True)
-        stored = {"identity": result.identity, "facts": facts, "operators": operators}
+        stored = {"identity": result.identity, "facts": facts, "operators": operators,
+                  "running": dict(result.running)}  # fmt: skip
         is_fused = result.rewritten is not None
         self._cache.write(content, stored, fused=is_fused, is_final=is_final)
         return result
@@ -226,13 +231,13 @@ class IsolationChecker:
 
     def _fuse(
         self, child: Worker, new: Path | None, deadline: float
-    ) -> tuple[Mapping[str, Any], bool]:
+    ) -> tuple[dict[str, Any], bool]:
         """The report of the fusion, and whether it would be the same again.
 
         A failure does not fail the check.
         """
         if not self._rewrite:
-            return NOT_REWRITTEN, True
+            return dict(NOT_REWRITTEN), True
         if new is None:
             return {"rewritten": False, "why": "there is no folder for it"}, False
         timeout_s = round(min(FUSION_TIMEOUT_S, deadline - monotonic()), 1)
@@ -298,7 +303,7 @@ class _Child:
         model.close()
 
     def fuse(self, new: Path) -> dict[str, Any]:
-        """Write the model with fused operators."""
+        """Write the model with fused operators; "running" are its costs."""
         # Imported here: only this process needs the modules that rewrite graphs.
         from attnserve.planning.lossless_passes import fuse_lossless
 
@@ -308,4 +313,5 @@ class _Child:
                 f"it holds {size / 1e9:.1f} GB of weights, more than {MAX_BYTES / 1e9:g}"
             )
         found = fuse_lossless(self._artifact, new, provider=self._provider, threads=self._threads)
-        return {"rewritten": True, **asdict(found)}
+        running = GraphFacts.read(replace(self._artifact, model=new)).cost_json()
+        return {"rewritten": True, **asdict(found), "running": running}

@@ -39,7 +39,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.paths import StrPath, as_path, as_paths
-from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
+from attnserve.planning.apply import ApplyReport, Step, apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.planning.plan_file import (
     planned_lengths,
@@ -53,7 +53,13 @@ from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
 from attnserve.precision.convert import Precision, check_cpu, convert
 from attnserve.versions import versions
-from graph_passes.analysis.cost import Cost, break_even, model_cost, parameter_bytes
+from graph_passes.analysis.cost import (
+    Cost,
+    break_even,
+    count_macs,
+    model_cost,
+    parameter_bytes,
+)
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument
 from graph_passes.passes.collaborate import Collaborate

@@ -22,13 +22,13 @@ import onnx_ir as ir
 from attnserve.context import Provider
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
-from attnserve.planning.apply import count_macs
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.interleaved_timer import QUICK, time_functions
 from attnserve.runtime.io_binding import bound, shrink_arena
 from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_runs
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
+from graph_passes.analysis.cost import count_macs
 from graph_passes.errors import AttnserveError
 
 Shape = tuple[int, int]

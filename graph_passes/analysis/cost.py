@@ -18,13 +18,15 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
-from graph_passes.analysis.shapes import RULES, ShapeInfo, infer_shapes_at, named_axes
+from graph_passes.analysis.shapes import RULES, ShapeInfo, bind_axes, infer_shapes_at, named_axes
 from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
     "Cost",
     "Polynomial",
     "break_even",
+    "count_macs",
+    "infer_at",
     "macs_at",
     "model_cost",
     "node_macs",
@@ -188,6 +190,17 @@ def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
     """Every initializer once, in all graphs."""
     initializers = (v.const_value for g in model.graphs() for v in g.initializers.values())
     return list({id(tensor): tensor for tensor in initializers if tensor is not None}.values())
+
+
+def infer_at(model: ir.Model, batch: int, sequence: int) -> ShapeInfo:
+    """The shapes of a model at a batch and a length."""
+    return infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+
+
+def count_macs(model: ir.Model, batch: int, sequence: int) -> int | None:
+    """MACs of one run; None if something in the graph cannot be counted."""
+    total, uncounted = macs_at(infer_at(model, batch, sequence), model.graph)
+    return None if uncounted else total
 
 
 def macs_at(info: ShapeInfo, nodes: Iterable[ir.Node]) -> tuple[int, tuple[str, ...]]:

@@ -40,20 +40,17 @@ ENTANGLED_BIAS = Refusal(
 )
 
 
-def emission_refusal(
-    block: AttentionBlock, info: ShapeInfo | None = None, *, allow_sparse: bool = False
-) -> Refusal | None:
+def emission_refusal(block: AttentionBlock, info: ShapeInfo | None = None) -> Refusal | None:
     """Why some heads of a block cannot be emitted in plain operators; None if they can.
 
     Args:
         info: Shapes, if known: masks may have too many axes.
-        allow_sparse: Accept sparse collaborative heads; their shared columns are duplicated.
     """
     if len(block.own_heads) < block.num_heads:
         return Refusal(
             "reuses_heads", "some of its heads reuse the probabilities of another layer already"
         )
-    if block.is_collaborative or (block.is_sparse and not allow_sparse):
+    if block.is_collaborative or block.is_sparse:
         return Refusal(
             "collaborative", "its heads are collaborative: they share their queries and keys"
         )

@@ -24,6 +24,10 @@ SPLIT_ORDER = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
 
 TOKEN_LAYOUT = Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
 
+REDUCES_BY_INPUT = 18
+"""The opset whose ReduceMean takes axes as an input. Before it, and in bodies, which state no
+opset, a mean is a matrix product."""
+
 MOST_RUNS = 4
 """Consecutive elements are copied as slices if a permutation has at most so many runs of them."""
 
@@ -223,8 +227,7 @@ def _apply_norm(
 ) -> ir.Value:
     """Emit u / sqrt(mean(u^2) + epsilon), in float32 at least: squares overflow in float16.
 
-    The mean is a matrix product, which does not depend on the opset. A centered norm uses
-    LayerNormalization.
+    A centered norm uses LayerNormalization.
     """
     half = dtype.itemsize < 4
     single = ir.DataType.FLOAT if half else dtype
@@ -234,9 +237,12 @@ def _apply_norm(
         ones = make.constant(np.ones(size), "ones", single)
         value = make.op("LayerNormalization", [value, ones], "normed", epsilon=norm.epsilon)
     else:
-        mean = make.constant(np.full((size, 1), 1 / size), "mean", single)
         squared = make.op("Mul", [value, value], "squared")
-        squares = make.op("MatMul", [squared, mean], "mean_square")
+        if make.graph.opset_imports.get("", 0) >= REDUCES_BY_INPUT:
+            squares = make.op("ReduceMean", [squared, make.integers([-1], "last")], "mean_square")
+        else:
+            mean = make.constant(np.full((size, 1), 1 / size), "mean", single)
+            squares = make.op("MatMul", [squared, mean], "mean_square")
         safe = make.op("Add", [squares, make.constant(norm.epsilon, "epsilon", single)], "safe")
         value = make.op("Div", [value, make.op("Sqrt", [safe], "root")], "normed")
     if half:

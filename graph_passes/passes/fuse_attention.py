@@ -59,10 +59,11 @@ class FuseAttention(AttentionPass[FusedOperator]):
     precision (ai.onnx Attention on CUDA: to none); the original graph computes zeros, NaN, or the
     softmax of its finite mask value. The scale s does not change. Rotary embeddings and q/k norm
     are computed before ai.onnx Attention or MultiHeadAttention. Grouped key/value heads stay
-    grouped in ai.onnx Attention, and are repeated for MultiHeadAttention. Sparse heads get their
-    own columns, H*K' instead of R. Products with quantized weights stay as they are, so that the
-    operator must not contain them. Blocks that are this operator already do not change. The model
-    imports com.microsoft if needed; its operators support bfloat16 on a GPU only.
+    grouped in ai.onnx Attention, and are repeated for MultiHeadAttention. Sparse heads that share
+    dimensions are refused: the operator would compute H*K' columns instead of R. Products with
+    quantized weights stay as they are, so that operators that contain the projections are refused.
+    Blocks that are this operator already do not change. The model imports com.microsoft if needed;
+    its operators support bfloat16 on a GPU only.
 
     Attributes:
         targets: The operator for each block to rewrite.
@@ -115,7 +116,7 @@ def fusion_refusal(
     if refusal := (
         no_output_projection(block)
         or (rotary_or_norm(block) if projects_inside else None)
-        or emission_refusal(block, info, allow_sparse=True)
+        or emission_refusal(block, info)
     ):
         return refusal
     output, parts = block.output, (block.q, block.k, block.v)

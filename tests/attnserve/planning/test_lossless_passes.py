@@ -14,6 +14,7 @@ import pytest
 import attnserve
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
+from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
@@ -25,6 +26,7 @@ from benchmarks.gpu.encoder import to_half
 from graph_passes.analysis.constants import constant_array
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidModel
+from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 from graph_passes.passes.prune_heads import PruneHeads
 from tests import architectures
@@ -43,7 +45,9 @@ def bert(tiny_bert: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the timing: a tiny model is not faster."""
-    monkeypatch.setattr(lossless_passes, "_gain", lambda pair, feed, seconds: 2.0)
+    monkeypatch.setattr(
+        lossless_passes, "_gains", lambda sessions, feed, seconds: [2.0] * len(sessions[1:])
+    )
 
 
 def scaled(by: float) -> Callable[[ir.Model], None]:
@@ -113,9 +117,8 @@ PLANNED = {
 def test_fusion_plan_for_a_gpu_keeps_outputs(cell: architectures.Cell) -> None:
     """Compared on the CPU, within 1e-5, or 2e-2 in float16."""
     model = load_model(cell.committed)
-    plan = lossless_passes.fusion_plan(model, "cuda")
     new = model.clone()
-    apply_plan(plan, new, RunContext(), original=model, fit=False)
+    fuse(new, fusion_passes(model, "cuda"))
     kinds = Counter(node.op_type for node in new.graph)
     assert kinds["SkipLayerNormalization"] >= 2 and "Softmax" not in kinds
     architecture = architectures.ARCHITECTURES[cell.architecture]
@@ -181,14 +184,11 @@ def test_fuse_lossless_different_result_is_refused(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     change: Callable[[ir.Model], None], code: str, values: Sequence[str],
 ) -> None:  # fmt: skip
-    apply_plan = lossless_passes.apply_plan
-
-    def apply_and_change(plan: Any, model: ir.Model, *args: Any, **kwargs: Any) -> Any:
-        report = apply_plan(plan, model, *args, **kwargs)
+    def fuse_and_change(model: ir.Model, passes: Sequence[RewritePass]) -> None:
+        fuse(model, passes)
         change(model)
-        return report
 
-    monkeypatch.setattr(lossless_passes, "apply_plan", apply_and_change)
+    monkeypatch.setattr(lossless_passes, "fuse", fuse_and_change)
     with raises(CannotRewrite, f"fusion.{code}", *values):
         lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
@@ -213,10 +213,10 @@ def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
 @pytest.mark.parametrize(
     ("gains", "why"),
     [
-        ({16: 1.02, 128: 1.021, 384: 1.021}, None),
-        ({16: 1.019, 128: 1.019, 384: 1.019}, "1.02x"),
-        ({16: 1.5, 128: 0.969, 384: 1.5}, "0.97x as fast at 1 x 128"),
-        ({16: 1.5, 128: 0.97, 384: 0.97}, None),
+        ({16: 1.02, 64: 1.021}, None),
+        ({16: 1.019, 64: 1.019}, "1.02x"),
+        ({16: 1.5, 64: 0.969}, "0.97x as fast at 1 x 64"),
+        ({16: 1.5, 64: 0.97}, None),
     ],
 )
 def test_fuse_lossless_slow_result_is_refused(
@@ -227,7 +227,9 @@ def test_fuse_lossless_slow_result_is_refused(
     why: str | None,
 ) -> None:
     monkeypatch.setattr(
-        lossless_passes, "_gain", lambda pair, feed, seconds: gains[feed["input_ids"].shape[1]]
+        lossless_passes,
+        "_gains",
+        lambda sessions, feed, seconds: [gains[feed["input_ids"].shape[1]]] * len(sessions[1:]),
     )
     if why is None:
         lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
@@ -239,7 +241,7 @@ def test_fuse_lossless_slow_result_is_refused(
 def test_gain_is_the_ratio_of_the_fastest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     times = np.array([[9.0, 8, 3, 9, 7], [5, 9, 6, 8, 2]])
     monkeypatch.setattr(lossless_passes, "time_functions", lambda *arguments: times)
-    assert lossless_passes._gain((None, None), {}, 0) == 1.5
+    assert lossless_passes._gains((None, None), {}, 0) == [1.5]
 
 
 NO_ATTENTION = """

@@ -104,7 +104,7 @@ BREAKS: Mapping[str, tuple[str, str]] = {
                  "lossless_passes.TOLERANCES = dict.fromkeys(kinds, never)", "differs at 1 x 1"),
     "is slower": ("lossless_passes.MIN_LOSSLESS_GAIN = 1e9",
                   "x as fast, expected at least 1000000000.0x"),
-    "has a defect": ("lossless_passes.fusion_plan = None", "TypeError: 'NoneType' object is not"),
+    "has a defect": ("lossless_passes.fusion_passes = None", "TypeError: 'NoneType' object is not"),
     "babbles": ("lossless_passes.fuse_lossless = lambda *a, **k: print('{') or sys.exit(0)\n"
                 "import sys", "exit status 0: {"),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from attnserve.checks.certify import read_attention
 from attnserve.models.onnx_files import load_model
 from attnserve.models.opset import raise_opset
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.cost import model_cost
+from graph_passes.analysis.cost import count_macs, model_cost, parameter_bytes
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock, Causal, PositionBias
 from graph_passes.emit.fused_attention import LOW, OPSETS, FusedOperator
@@ -557,22 +557,33 @@ def test_fuse_attention_dense_collaborative_heads_are_refused(form: FusedOperato
 
 
 @each_form
-def test_fuse_attention_sparse_heads_get_own_columns(form: FusedOperator) -> None:
-    """The output does not change, and the block is found with standard heads."""
+def test_fuse_attention_heads_that_share_dimensions_are_refused(form: FusedOperator) -> None:
+    """The operator would compute H * K' columns of the queries and keys instead of R."""
+    model = attention()
+    factors = factor(only(model), 4, head_size=2)
+    Collaborate.with_factors({NAME: factors}, sparse=True)(model)
+    assert only(model).form == "sparse" and only(model).is_sparse
+    assert codes(model, form) == ["collaborative"]
 
-    def build() -> ir.Model:
-        model = attention()
-        factors = factor(only(model), 4, head_size=2)
-        return Collaborate.with_factors({NAME: factors}, sparse=True)(model).model
 
-    before = only(build())
-    assert before.form == "sparse" and before.is_sparse
-    model = fuse(build(), form)
-    assert [node.op_type for node in operators(model)] == [OPERATOR[form]]
-    assert not {"Softmax", "Gather"} & {node.op_type for node in model.graph}
-    assert_same_output(model, build())
-    (after,) = read_attention(model).blocks
-    assert (after.form, after.head_size) == ("standard", before.head_size)
+@each_form
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_fuse_attention_truncated_heads_cost_no_more(kept: int, form: FusedOperator) -> None:
+    """Heads with dimensions of their own are fused with as many MACs, and at most one bias more."""
+    before = attention()
+    factors = factor(only(before), kept * H, head_size=kept)
+    Collaborate.with_factors({NAME: factors}, sparse=True)(before)
+    assert not only(before).is_sparse
+    after = fuse(before.clone(), form)
+    assert_same_output(after, before)
+    for length in (1, 7, 100):
+        assert count_macs(after, 2, length) == count_macs(before, 2, length)
+    vectors = sum(
+        value.const_value.nbytes
+        for value in after.graph.initializers.values()
+        if value.const_value is not None and len(value.const_value.shape) < 2
+    )
+    assert parameter_bytes(after) - vectors <= parameter_bytes(before)
 
 
 @each_form

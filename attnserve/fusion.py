@@ -1,0 +1,145 @@
+"""Lossless operator fusion: write a model in the operators that ONNX Runtime runs fastest.
+
+Attention and GELU become one operator each, residual sums and biases use the fewest nodes. Nothing
+is approximated, but sums are computed in another order. No fusion adds multiply-accumulates: heads
+that share query and key dimensions keep their form. Serving fuses what it loads
+(``planning.lossless_passes``), and every conversion of the precision fuses first, because products
+of integers are not matched any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import onnx_ir as ir
+
+from attnserve.checks.certify import read_attention
+from attnserve.choices import INTEGER, Precision
+from attnserve.context import Provider
+from attnserve.models.opset import raise_opset
+from graph_passes.analysis.cost import count_macs
+from graph_passes.analysis.shapes import infer_shapes_small
+from graph_passes.context import GraphContext
+from graph_passes.emit.fused_attention import OPSETS, FusedOperator
+from graph_passes.errors import CannotRewrite, InvalidModel
+from graph_passes.passes.base import RewritePass
+from graph_passes.passes.fold_biases import FoldBiases
+from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention, fusion_refusal
+from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
+from graph_passes.passes.fuse_residuals import FuseResiduals
+from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
+
+__all__ = ["DEFECT", "FORMS", "fuse", "fuse_for", "fusion_passes"]
+
+DEFECT = "this is a defect of attnserve: please report it with the model; nothing was written"
+
+FORMS: Mapping[Provider, Sequence[FusedOperator]] = {
+    "cpu": ("onnx", "attention", "multi_head"),
+    "cuda": ("attention", "multi_head", "onnx"),
+}
+"""Attention operators, fastest first; the first that applies is used."""
+
+PROJECTING = frozenset({"attention", "merged"})
+"""Operators that contain the projections, which integer conversions could not convert then."""
+
+COUNTED = ((1, 1), (1, 512))
+"""(batch, sequence) at which MACs are compared: they have no more terms than two lengths tell."""
+
+RESIDUALS: Mapping[Provider, type[RewritePass]] = {"cpu": FuseResiduals, "cuda": FuseSkipNorm}
+"""The fastest form of residual additions."""
+
+
+def fusion_passes(
+    model: ir.Model,
+    provider: Provider = "cpu",
+    forms: Sequence[FusedOperator] | None = None,
+) -> tuple[RewritePass, ...]:
+    """The passes that fuse every possible block.
+
+    Args:
+        forms: Attention operators, of which the first that applies is used (None: ``FORMS`` of the
+            provider).
+
+    Raises:
+        CannotRewrite: No block can be fused.
+    """
+    shapes, opsets = infer_shapes_small(model, batch=2, sequence=5), dict(model.opset_imports)
+    with suppress(CannotRewrite):
+        newest = model.clone()
+        raise_opset(newest, max(OPSETS.values()))
+        opsets = dict(newest.opset_imports)
+    report = read_attention(model)
+    reasons = [unmatched.reason for unmatched in report.unmatched]
+    chosen: dict[str, FusedOperator] = {}
+    for block in report.blocks:
+        if block.graph is not model.graph or block.idiom in IDIOMS.values():
+            continue
+        for form in forms or FORMS[provider]:
+            refusal = fusion_refusal(block, form, shapes, opsets)
+            if refusal is None:
+                chosen[block.name] = form
+                break
+            reasons.append(refusal.reason)
+    gelu = fusible_gelus(model)
+    if not chosen and not gelu:
+        raise CannotRewrite(
+            f"no block can be written in a faster operator: {(reasons or ['none was found'])[0]}",
+            "use the model as it is",
+            code="fusion.nothing",
+        )
+    blocks: list[RewritePass] = [FuseAttention(chosen)] if chosen else []
+    blocks += [FuseGelu(gelu)] if gelu else []
+    return (*blocks, FoldBiases(), RESIDUALS[provider]())
+
+
+def fuse(model: ir.Model, passes: Sequence[RewritePass]) -> None:
+    """Run fusion passes on a model in place, and certify the attention that they rewrite.
+
+    Raises:
+        CannotRewrite: The opset of an operator is out of reach.
+        InvalidModel: A rewritten block fails certification, or costs more than before.
+    """
+    before = [count_macs(model, *shape) for shape in COUNTED]
+    attention = [one for one in passes if isinstance(one, FuseAttention)]
+    forms: set[FusedOperator] = {form for one in attention for form in one.targets.values()}
+    if needed := max((OPSETS.get(form, 0) for form in forms), default=0):
+        raise_opset(model, needed)
+    with GraphContext.of(model) as context:
+        for one in passes:
+            one(model)
+        certified = {block.name for block in context.get(read_attention).blocks}
+    for shape, old in zip(COUNTED, before, strict=True):
+        new = count_macs(model, *shape)
+        if old is not None and new is not None and new > old:
+            raise InvalidModel(
+                f"the fused model has {new} MACs at {shape[1]} tokens, and the original {old}",
+                DEFECT,
+                code="internal.fusion_macs",
+            )
+    names = {name for one in attention for name in one.targets}
+    if lost := sorted(names - certified):
+        raise InvalidModel(
+            f"{lost[0]} is not certified after its fusion",
+            DEFECT,
+            code="internal.certificate",
+        )
+
+
+def fuse_for(model: ir.Model, precision: Precision) -> tuple[RewritePass, ...]:
+    """Fuse a float32 model in place before its conversion to another precision.
+
+    Half precision is for GPUs, integers and float32 are for CPUs. Operators that contain the
+    projections are left out for integers.
+
+    Returns:
+        The passes; none if nothing can be fused.
+    """
+    provider: Provider = "cuda" if precision in ("float16", "bfloat16") else "cpu"
+    forms = [form for form in FORMS[provider] if not (precision in INTEGER and form in PROJECTING)]
+    try:
+        passes = fusion_passes(model, provider, forms)
+    except CannotRewrite:
+        return ()
+    fuse(model, passes)
+    return passes
