@@ -308,7 +308,7 @@ class LayoutReader:
                     return concat_traces(node, pieces, node.attributes.get_int("axis", -1), role)
                 case _:
                     pass
-        raise _between(node, role)
+        raise _unsupported(node, role)
 
     def trace_past(self, value: ir.Value, role: str, part: int | None = None) -> LinearTrace:
         """Trace cached heads, an input (B, H, P, K) of the graph or one part of (2, B, H, P, K)."""
@@ -378,7 +378,7 @@ class LayoutReader:
                     return apply_position_factor(node, inner, other, self.info, role)
                 return self._with_constant(node, inner, constant.astype(np.float64), left, role)
         if node.op_type == "Div":
-            raise _between(node, role)
+            raise _unsupported(node, role)
         failures: list[MatchFailure] = []
         traces = [self._attempt(value, role, reach, failures) for value in (a, b)]
         if node.op_type == "Mul":
@@ -388,7 +388,7 @@ class LayoutReader:
         elif None not in traces:
             return add_traces(node, [t for t in traces if t is not None], role)
         # An operator before this one may be the problem, as in both terms of a rotation.
-        raise next(filter(_is_of_tokens, failures), _between(node, role))
+        raise next(filter(_is_of_tokens, failures), _unsupported(node, role))
 
     def _attempt(
         self, value: ir.Value, role: str, reach: int, failures: list[MatchFailure]
@@ -502,20 +502,9 @@ def _is_of_tokens(failure: MatchFailure) -> bool:
     return isinstance(failure, UnsupportedNode) and failure.node.op_type not in ("Cos", "Sin")
 
 
-def _between(node: ir.Node, role: str) -> MatchFailure:
-    """The reason why a node does not match, or that a quantized product precedes it."""
-    pending, seen = [node], {node}
-    while pending and len(seen) < 4 * REACH:
-        reached = pending.pop(0)
-        if reached.op_type in QUANTIZED:
-            return MatchFailure(
-                f"the {role} is projected in integers ({describe(reached)}): "
-                "rewrite the float model, then quantize the result"
-            )
-        parents = {value.producer() for value in reached.inputs if value is not None}
-        pending += [parent for parent in parents if parent is not None and parent not in seen]
-        seen.update(pending)
-    return UnsupportedNode(node, role)
+def _unsupported(node: ir.Node, role: str) -> UnsupportedNode:
+    advice = "rewrite the float model, then quantize the result"
+    return UnsupportedNode(node, role, advice if node.op_type in QUANTIZED else "")
 
 
 def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
