@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import FLOATS, constant_array, constant_type, is_constant
 from graph_passes.analysis.evaluation import evaluate
-from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, replace_uses
@@ -21,6 +21,8 @@ from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets, NoPara
 from graph_passes.passes.invariants import Interface
 
 __all__ = ["FuseGelu", "fusible_gelus", "gelu_refusal"]
+
+LAID_OUT = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 
 Operator = Literal["Gelu", "FastGelu"]
 
@@ -60,27 +62,26 @@ class FuseGelu(FeedForwardPass[NoParams]):
 
     def rewrite(self, targets: FeedForwardTargets[NoParams], context: GraphContext) -> None:
         opsets = context.model.opset_imports
-        runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
         for block, _ in targets:
             gelu = _gelu(block, small_shapes(context), opsets)
             assert gelu is not None
             operator, value = gelu
-            # Before the last node: those that quantize the neurons come before the product.
-            make = Inserter(block.graph, block.nodes[-1], f"{block.name}/fused")
-            replace_uses(block.hidden, make.op(operator, [value], "gelu", domain=DOMAIN))
-            _redirect_shapes(block, runs)
+            activation = _activation(block)
+            last = activation.producer()
+            assert last is not None
+            make = Inserter(block.graph, last, f"{block.name}/fused")
+            replace_uses(activation, make.op(operator, [value], "gelu", domain=DOMAIN))
             opsets.setdefault(DOMAIN, 1)
 
 
-def _redirect_shapes(block: FeedForwardBlock, runs: Sequence[ShapeInfo]) -> None:
-    """Let nodes that read the shape of an activation read that of the first value of this shape."""
-    first: dict[object, ir.Value] = {}
-    for value in (block.first[0].output, *(v for node in block.nodes for v in node.outputs)):
-        shapes = tuple(info.shape(value) for info in runs)
-        for user, place in list(value.uses()):
-            if (user.domain, user.op_type) == ("", "Shape") and None not in shapes:
-                user.replace_input_with(place, first.get(shapes, value))
-        first.setdefault(shapes, value)
+def _activation(block: FeedForwardBlock) -> ir.Value:
+    """The neurons before they are flattened; exporters read their shape too."""
+    value = block.hidden
+    while (node := value.producer()) in block.nodes and node is not None:
+        if node.domain or node.op_type not in LAID_OUT or node.inputs[0] is None:
+            break
+        value = node.inputs[0]
+    return value
 
 
 def fusible_gelus(model: ir.Model) -> list[str]:
@@ -112,14 +113,16 @@ def _gelu(
     block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[Operator, ir.Value] | None:
     """The operator that computes the neurons, and its input: the last value that matches."""
-    arrays = _evaluated(block, info, opsets)
-    hidden = arrays.pop(block.hidden, None)
-    if hidden is None or info.shape(block.hidden) is None:
+    activation, arrays = _activation(block), _evaluated(block, info, opsets)
+    hidden = arrays.get(activation)
+    if hidden is None or info.shape(activation) is None:
         return None
-    for value, z in reversed(arrays.items()):
-        if z.shape != hidden.shape or info.shape(value) != info.shape(block.hidden):
+    before = list(arrays)[: list(arrays).index(activation)]
+    for value in reversed(before):
+        z = arrays[value]
+        if z.shape != hidden.shape or info.shape(value) != info.shape(activation):
             continue
-        if info.known[value].dtype != info.known[block.hidden].dtype:  # between casts
+        if info.known[value].dtype != info.known[activation].dtype:  # between casts
             continue
         # In half precision, both may be near.
         errors: dict[Operator, float] = {
