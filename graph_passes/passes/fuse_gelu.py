@@ -77,10 +77,10 @@ class FuseGelu(FeedForwardPass[NoParams]):
 def _activation(block: FeedForwardBlock) -> ir.Value:
     """The neurons before they are flattened; exporters read their shape too."""
     value = block.hidden
-    while (node := value.producer()) in block.nodes and node is not None:
-        if node.domain or node.op_type not in LAID_OUT or node.inputs[0] is None:
-            break
-        value = node.inputs[0]
+    for node in reversed(block.nodes):
+        inner = node.inputs[0]
+        if value is node.outputs[0] and node.op_type in LAID_OUT and inner is not None:
+            value = inner
     return value
 
 
