@@ -23,6 +23,7 @@ from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.context import GraphContext
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import CannotRewrite, InvalidModel
+from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention, fusion_refusal
@@ -40,7 +41,7 @@ FORMS: Mapping[Provider, Sequence[FusedOperator]] = {
 }
 """Attention operators, fastest first; the first that applies is used."""
 
-PROJECTING = frozenset({"attention", "merged"})
+PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
 """Operators that contain the projections, which integer conversions could not convert then."""
 
 COUNTED = ((1, 1), (1, 512))
@@ -54,12 +55,15 @@ def fusion_passes(
     model: ir.Model,
     provider: Provider = "cpu",
     forms: Sequence[FusedOperator] | None = None,
+    *,
+    is_timed_only: bool = False,
 ) -> tuple[RewritePass, ...]:
     """The passes that fuse every possible block.
 
     Args:
         forms: Attention operators, of which the first that applies is used (None: ``FORMS`` of the
             provider).
+        is_timed_only: See ``fuse``.
 
     Raises:
         CannotRewrite: No block can be fused.
@@ -69,10 +73,14 @@ def fusion_passes(
         newest = model.clone()
         raise_opset(newest, max(OPSETS.values()))
         opsets = dict(newest.opset_imports)
-    report = read_attention(model)
-    reasons = [unmatched.reason for unmatched in report.unmatched]
+    if is_timed_only:
+        blocks, unmatched = find_attention(model)
+    else:
+        report = read_attention(model)
+        blocks, unmatched = report.blocks, report.unmatched
+    reasons = [one.reason for one in unmatched]
     chosen: dict[str, FusedOperator] = {}
-    for block in report.blocks:
+    for block in blocks:
         if block.graph is not model.graph or block.idiom in IDIOMS.values():
             continue
         for form in forms or FORMS[provider]:
@@ -88,19 +96,22 @@ def fusion_passes(
             "use the model as it is",
             code="fusion.nothing",
         )
-    blocks: list[RewritePass] = [FuseAttention(chosen)] if chosen else []
-    blocks += [FuseGelu(gelu)] if gelu else []
-    return (*blocks, FoldBiases(), RESIDUALS[provider]())
+    fused: list[RewritePass] = [FuseAttention(chosen)] if chosen else []
+    fused += [FuseGelu(gelu)] if gelu else []
+    return (*fused, FoldBiases(), RESIDUALS[provider]())
 
 
-def fuse(model: ir.Model, passes: Sequence[RewritePass]) -> None:
+def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool = False) -> None:
     """Run fusion passes on a model in place, and certify the attention that they rewrite.
+
+    Args:
+        is_timed_only: The model is timed and then dropped: nothing is certified.
 
     Raises:
         CannotRewrite: The opset of an operator is out of reach.
         InvalidModel: A rewritten block fails certification, or costs more than before.
     """
-    before = [count_macs(model, *shape) for shape in COUNTED]
+    before = [] if is_timed_only else [count_macs(model, *shape) for shape in COUNTED]
     attention = [one for one in passes if isinstance(one, FuseAttention)]
     forms: set[FusedOperator] = {form for one in attention for form in one.targets.values()}
     if needed := max((OPSETS.get(form, 0) for form in forms), default=0):
@@ -108,6 +119,8 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass]) -> None:
     with GraphContext.of(model) as context:
         for one in passes:
             one(model)
+        if is_timed_only:
+            return
         certified = {block.name for block in context.get(read_attention).blocks}
     for shape, old in zip(COUNTED, before, strict=True):
         new = count_macs(model, *shape)
@@ -126,20 +139,31 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass]) -> None:
         )
 
 
-def fuse_for(model: ir.Model, precision: Precision) -> tuple[RewritePass, ...]:
-    """Fuse a float32 model in place before its conversion to another precision.
+def fuse_for(
+    model: ir.Model,
+    precision: Precision,
+    provider: Provider = "cpu",
+    *,
+    is_timed_only: bool = False,
+) -> tuple[RewritePass, ...]:
+    """Fuse a float32 model in place, before its conversion to another precision if that differs.
 
-    Half precision is for GPUs, integers and float32 are for CPUs. Operators that contain the
-    projections are left out for integers.
+    Operators that contain the projections are left out for integers.
+
+    Args:
+        provider: Where the model runs; half precision is for GPUs.
+        is_timed_only: See ``fuse``.
 
     Returns:
         The passes; none if nothing can be fused.
     """
-    provider: Provider = "cuda" if precision in ("float16", "bfloat16") else "cpu"
-    forms = [form for form in FORMS[provider] if not (precision in INTEGER and form in PROJECTING)]
+    runs_on: Provider = "cuda" if precision in ("float16", "bfloat16") else provider
+    forms: Sequence[FusedOperator] = FORMS[runs_on]
+    if precision in INTEGER:
+        forms = [form for form in forms if form not in PROJECTING]
     try:
-        passes = fusion_passes(model, provider, forms)
+        passes = fusion_passes(model, runs_on, forms, is_timed_only=is_timed_only)
+        fuse(model, passes, is_timed_only=is_timed_only)
     except CannotRewrite:
         return ()
-    fuse(model, passes)
     return passes

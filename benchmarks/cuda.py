@@ -2,13 +2,15 @@
 
     python -m benchmarks.cuda                                  everything, in less than 8 minutes
     python -m benchmarks.cuda ORIGINAL.onnx OPTIMIZED.onnx [--batch 1 --seq 128]    one pair
+    python -m benchmarks.cuda --collab-dk 128 256              shared queries and keys, end to end
 
 Parity is measured first, in float32 without TF32: graphs of the same function must agree. Then
 encoders of the sizes of MiniLM, BERT-base and BERT-large are measured at several shapes (texts x
 tokens) in the forms of benchmarks/gpu/forms.py. Their weights are random, and half of them can be
 pruned. Cells without enough time are "not measured" in the result file,
-benchmarks/results/cuda-<card>.json. Without a GPU, cuda.json states the reason, and the exit code
-is 0. The exit code is 1 if parity fails.
+benchmarks/results/cuda-<card>.json. ``--collab-dk`` measures the forms of
+benchmarks/gpu/collab_dk.py alone and writes collab-dk-<card>.json. Without a GPU, cuda.json states
+the reason, and the exit code is 0. The exit code is 1 if parity fails.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from attnserve.checks.compare import verify
 from attnserve.context import Provider
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
+from attnserve.precision.convert import Precision
 from attnserve.runtime.session import why_no_cuda
 from benchmarks._common import RESULTS, description, own_flags, write_json
+from benchmarks.gpu import collab_dk
 from benchmarks.gpu.collaborative_operators import expressions
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import ORIGINAL, OURS, SIZES, THEIRS, Size, collaborative
@@ -54,6 +58,8 @@ from graph_passes.passes.fuse_attention import FuseAttention
 PARITY = 1e-3
 """Largest difference of graphs of the same function, in float32."""
 SECONDS = 440.0
+COLLAB_DK_SECONDS = 1500.0
+"""Half of it is for factorizing, converting and fusing."""
 SHARES = {"BERT-base": 0.45, "MiniLM": 0.15, "BERT-large": 0.3}
 """Shares of the seconds of all sizes; a tenth of the time is for one short text."""
 COMPILING_S = 300.0
@@ -65,6 +71,7 @@ SHAPES: Sequence[Shape] = (
 )  # fmt: skip
 """Texts and tokens per text, the most important first."""
 SHORT = (1, 32)
+COLLAB_DK_SIZES = ("BERT-base", "MiniLM")
 TINY = {"tiny": Size(2, 64, 4)}
 TINY_SHAPES: Sequence[Shape] = ((1, 8), (2, 8), (2, 32))
 TORCH = "torch.compile, SDPA, fp16"
@@ -181,6 +188,40 @@ def everything(
     return content
 
 
+def shared_dimensions(
+    provider: Provider,
+    sizes: Mapping[str, Size],
+    shapes: Sequence[Shape],
+    ranks: Sequence[int],
+    seconds: float,
+    precisions: Sequence[Precision] = collab_dk.PRECISIONS,
+) -> dict[str, Any]:
+    """Measure the forms of ``collab_dk`` end to end and return the content of the result file.
+
+    Args:
+        seconds: Time limit; half of the time of a size is for building its forms.
+    """
+    begin = perf_counter()
+    content: dict[str, Any] = {
+        "measured": True,
+        "machine": asdict(describe_machine(provider)),
+        "conditions": CONDITIONS,
+        "R": list(ranks),
+        "sizes": {},
+    }
+    deadlines = _deadlines(sizes)
+    for label, size in sizes.items():
+        deadline = begin + seconds * deadlines[label]
+        half = (perf_counter() + deadline) / 2
+        with tempfile.TemporaryDirectory(prefix="attnserve-") as name:
+            done = collab_dk.build(size, ranks, shapes, Path(name), provider, half, precisions)
+            measure(done, shapes, provider, deadline)
+        content["sizes"][label] = asdict(size) | done.to_json()
+        _print(label, done)
+    content["seconds"] = round(perf_counter() - begin, 1)
+    return content
+
+
 def _deadlines(sizes: Mapping[str, Size]) -> dict[str, float]:
     """The time at which each size must end, as a share of all seconds."""
     total = sum(SHARES.get(label, 1.0) for label in sizes)
@@ -285,7 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--min-cosine", type=float, default=0.9, help="minimum cosine of a pair")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit")
+    parser.add_argument("--seconds", type=float, default=None, help="time limit")
+    parser.add_argument("--collab-dk", nargs="+", type=int, metavar="R", default=[],
+                        help="measure shared queries and keys alone, at these R")  # fmt: skip
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     # To test this program without a GPU.
@@ -296,34 +339,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     provider: Provider = "cpu" if options.tiny_on_cpu else "cuda"
     if provider == "cuda" and (why := why_no_cuda()):
         print(f"benchmarks/cuda.py: nothing measured: {why}")
-        if not options.models:
+        if not options.models and not options.collab_dk:
             nothing = {"sizes": {}, "cuda_graphs": why, "service": why}
             content = {"measured": False, "why": why, "bounds": bounds(nothing)}
             write_json(options.results / "cuda.json", content)
         return 0
     if options.models:
         return _pair(options, provider)
-    content = (
-        everything(
-            provider, TINY, TINY_SHAPES, options.seconds, matrix=64, ranks=(16,), requests=20
-        )
-        if options.tiny_on_cpu
-        else everything(
-            provider, {name: SIZES[name] for name in options.sizes}, SHAPES, options.seconds
-        )
-    )
     given = sys.argv[1:] if arguments is None else arguments
-    content |= {
+    command = {
         "command": " ".join(["python -m benchmarks.cuda", *given]),
         "cpu_flags": own_flags(),
     }
-    card = content["machine"]["gpu"] if provider == "cuda" else "tiny on cpu"
-    write_json(options.results / f"cuda-{slug(card or 'unknown')}.json", content)
+    seconds = SECONDS if options.seconds is None else options.seconds
+    if options.collab_dk:
+        tiny = options.tiny_on_cpu
+        sizes = {name: SIZES[name] for name in options.sizes if name in COLLAB_DK_SIZES}
+        content = shared_dimensions(
+            provider, TINY if tiny else sizes, TINY_SHAPES[:2] if tiny else SHAPES,
+            options.collab_dk, options.seconds or COLLAB_DK_SECONDS,
+        )  # fmt: skip
+        path = options.results / f"collab-dk-{_card(content, provider)}.json"
+        write_json(path, content | command)
+        return 0
+    content = (
+        everything(provider, TINY, TINY_SHAPES, seconds, matrix=64, ranks=(16,), requests=20)
+        if options.tiny_on_cpu
+        else everything(provider, {name: SIZES[name] for name in options.sizes}, SHAPES, seconds)
+    )
+    content |= command
+    write_json(options.results / f"cuda-{_card(content, provider)}.json", content)
     for bound in content["bounds"]:
         print(f"{'not measured' if bound['holds'] is None else bound['holds']}: {bound['what']}: "
               f"{bound['value']}")  # fmt: skip
     errors = content["parity"]
     return 0 if isinstance(errors, dict) and max(errors.values()) <= PARITY else 1
+
+
+def _card(content: Mapping[str, Any], provider: Provider) -> str:
+    return slug((content["machine"]["gpu"] if provider == "cuda" else "tiny on cpu") or "unknown")
 
 
 def slug(card: str) -> str:

@@ -445,8 +445,8 @@ class AttentionBlock:
         product: The node that multiplies queries and keys, or the fused operator.
         logits: The scaled scores before ``steps``; None inside a fused operator.
         logits_axes: The permutation of the logits to (B, H, S, T) or (B*H, S, T).
-        probabilities: (B, H, S, T) or (B*H, S, T); None inside a fused operator or in another
-            layout.
+        probabilities: Of all heads, (B, H, S, T) or (B*H, S, T); None inside a fused operator, in
+            another layout, or if own and reused heads are in values of their own.
         context: probabilities @ v, (B, H, S, V) or in the layout of the operator.
         context_axes: The permutation of the context to (B, H, S, V) or (B*H, S, V); None for a
             fused operator's (B, S, H*V) or (B, H, S, V).
@@ -454,8 +454,9 @@ class AttentionBlock:
         idiom: The function in ``idioms`` or ``operators`` that matched it.
         position: The position encoding: none, a bias by head, or rotary embeddings.
         reused: Heads that reuse probabilities of other blocks. Then q and k have the other heads
-            only, in order; v, the probabilities and the context have all heads.
-        own_probabilities: The probabilities computed from q and k, if some heads are reused.
+            only, in order; v and the context have all heads.
+        own_probabilities: The probabilities of the heads of q and k, equal to ``probabilities`` if
+            no head is reused; None if all are.
     """
 
     name: str
@@ -502,6 +503,19 @@ class AttentionBlock:
         """The heads that compute their own probabilities: those of q and k, in order."""
         taken = [reused.heads for reused in self.reused]
         return np.setdiff1d(np.arange(self.num_heads), np.concatenate([[], *taken]))
+
+    @property
+    def probability_values(self) -> tuple[ir.Value, ...]:
+        """The values with the probabilities of all heads: one, or own and then ``reused`` ones.
+
+        Empty if the graph does not have them by head.
+        """
+        if self.probabilities is not None:
+            return (self.probabilities,)
+        own = (self.own_probabilities,) if self.q.num_heads else ()
+        values = (*own, *(reused.value for reused in self.reused))
+        found = tuple(value for value in values if value is not None)
+        return found if len(found) == len(values) else ()
 
     @property
     def num_kv_heads(self) -> int:

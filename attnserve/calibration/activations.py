@@ -17,7 +17,14 @@ from graph_passes.errors import InvalidData
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["by_head", "no_token", "not_finite", "observe", "row_count"]
+__all__ = [
+    "by_head",
+    "no_token",
+    "not_finite",
+    "observe",
+    "probabilities_by_head",
+    "row_count",
+]
 
 
 def observe(
@@ -56,6 +63,21 @@ def by_head(block: AttentionBlock, context: np.ndarray) -> Float[np.ndarray, "B 
     if block.context_axes is not None:
         context = context.transpose(block.context_axes)
     return context.reshape(-1, block.num_heads, *context.shape[-2:])
+
+
+def probabilities_by_head(
+    block: AttentionBlock, arrays: Sequence[np.ndarray]
+) -> Float[np.ndarray, "B H S T"]:
+    """The attention probabilities of all heads of a block, from its ``probability_values``."""
+    if block.probabilities is not None:
+        return arrays[0].reshape(-1, block.num_heads, *arrays[0].shape[-2:])
+    own = arrays[: len(arrays) - len(block.reused)]
+    parts = [array.reshape(-1, block.q.num_heads, *array.shape[-2:]) for array in own]
+    heads = [block.own_heads] * len(own)
+    for reused, array in zip(block.reused, arrays[len(own) :], strict=True):
+        parts.append(array[:, reused.sources])
+        heads.append(reused.heads)
+    return np.concatenate(parts, axis=1)[:, np.argsort(np.concatenate(heads))]
 
 
 def row_count(batch: Batch) -> int:

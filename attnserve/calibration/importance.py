@@ -396,7 +396,7 @@ def _results(model: ir.Model, blocks: Sequence[AttentionBlock]) -> list[ir.Value
     inner |= {value for block in blocks for value in block.product.outputs} - {
         block.context for block in blocks
     }
-    inner |= {block.probabilities for block in blocks if block.probabilities is not None}
+    inner |= {value for block in blocks for value in block.probability_values}
     outputs = [
         value
         for value in model.graph.outputs

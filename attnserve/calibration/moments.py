@@ -30,7 +30,8 @@ def collect_moments(
     One batch at a time is run and reduced. Padding is excluded.
 
     Args:
-        blocks: Their probabilities must be values of the graph (decompose fused operators first).
+        blocks: Their own probabilities must be values of the graph (decompose fused operators
+            first).
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
@@ -44,9 +45,10 @@ def collect_moments(
 
 
 def _observed(block: AttentionBlock) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    assert block.probabilities is not None, f"{block.name}: its probabilities are not in the graph"
+    own = block.own_probabilities
+    assert own is not None, f"{block.name}: its probabilities are not in the graph"
     assert block.v.output is not None
-    return block.x, block.y, block.probabilities, block.v.output
+    return block.x, block.y, own, block.v.output
 
 
 class _BlockSums:
@@ -69,10 +71,13 @@ class _BlockSums:
         v: np.ndarray,
         batch: Mapping[str, np.ndarray],
     ) -> None:
-        """One batch: x (B, S, D), y (B, T, E), probabilities and v, heads apart or in the batch."""
+        """One batch: x (B, S, D), y (B, T, E), own probabilities and v.
+
+        Heads are apart or in the batch.
+        """
         real = token_mask(batch, x.shape[:2])
         B, S, own = *x.shape[:2], self.block.own_heads
-        p = probabilities.reshape(B, self.block.num_heads, S, -1)[:, own]
+        p = probabilities.reshape(B, len(own), S, -1)
         p = np.where(real[:, None, :, None], p, 0)  # padded queries see nothing
         exact = np.promote_types(v.dtype, np.float32)  # squares of half precision overflow
         written = v.reshape(B, -1, *v.shape[-2:]) @ self.writes.astype(exact)  # B H T V

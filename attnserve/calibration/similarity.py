@@ -11,13 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import no_token, not_finite, observe, row_count
+from attnserve.calibration.activations import (
+    no_token,
+    not_finite,
+    observe,
+    probabilities_by_head,
+    row_count,
+)
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import token_mask
@@ -131,9 +137,9 @@ def measure_similarity(
         )
     sums = _Sums(blocks)
     share = max(1, most_queries // max(1, sum(map(row_count, batches))))
-    values = [[_probabilities(block)] for block in blocks]
+    values = [_probabilities(block) for block in blocks]
     for batch, arrays in observe(model, values, batches, context, "compare heads"):
-        sums.add([p for (p,) in arrays], batch, share)
+        sums.add(arrays, batch, share)
     return sums.similarity()
 
 
@@ -153,23 +159,25 @@ def similarities(
         InvalidData: The model refuses a batch.
     """
     runner = LayerwiseRunner(model, batches, context=context)
-    values = [[*map(_probabilities, blocks)] for blocks in groups]
+    values = [[*chain(*map(_probabilities, blocks))] for blocks in groups]
     share = max(1, MOST_QUERIES // max(1, sum(map(row_count, batches))))
     for index, blocks in enumerate(groups):
         sums = _Sums(blocks)
         later = list(chain(*values[index + 1 :]))
         runs = runner.run_to(values[index], later)
         for batch, arrays in zip(batches, runs, strict=True):
-            sums.add(arrays, batch, share)
+            each = iter(arrays)
+            sums.add([[*islice(each, len(_probabilities(b)))] for b in blocks], batch, share)
         try:
             yield sums.similarity()
         except InvalidData:
             yield None
 
 
-def _probabilities(block: AttentionBlock) -> ir.Value:
-    assert block.probabilities is not None, f"{block.name}: its probabilities are not in the graph"
-    return block.probabilities
+def _probabilities(block: AttentionBlock) -> tuple[ir.Value, ...]:
+    values = block.probability_values
+    assert values, f"{block.name}: its probabilities are not in the graph"
+    return values
 
 
 class _Sums:
@@ -184,11 +192,11 @@ class _Sums:
         self.queries = np.zeros(layers, dtype=np.int64)
         self.alike = np.ones((layers, layers), dtype=bool)
 
-    def add(self, probabilities: Sequence[np.ndarray], batch: Batch, share: int) -> None:
-        """Add one batch: the probabilities of each block, (B, H, S, T) or (B*H, S, T)."""
+    def add(self, probabilities: Sequence[Sequence[np.ndarray]], batch: Batch, share: int) -> None:
+        """Add one batch: the ``probability_values`` of each block."""
         groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         apart = [
-            p.reshape(-1, block.num_heads, *p.shape[-2:])  # B H S T
+            probabilities_by_head(block, p)  # B H S T
             for block, p in zip(self.blocks, probabilities, strict=True)
         ]
         for index, (block, p) in enumerate(zip(self.blocks, apart, strict=True)):

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import no_token, not_finite, observe
+from attnserve.calibration.activations import (
+    no_token,
+    not_finite,
+    observe,
+    probabilities_by_head,
+)
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import token_mask
 from attnserve.runtime.session import Batch
@@ -162,7 +167,7 @@ def measure_ranks(
     values = [_scores(block) for block in blocks]
     chosen = [batches[i] for i in _evenly(len(batches), MOST_TEXTS)]
     for batch, arrays in observe(model, values, chosen, context, "measure ranks"):
-        for block, (logits, p) in zip(blocks, arrays, strict=True):
+        for block, (logits, *p) in zip(blocks, arrays, strict=True):
             found[block.name] += _ranks(block, logits, p, batch, -(-MOST_TEXTS // len(chosen)))
     ranks: dict[str, ScoreRanks] = {}
     for block in blocks:
@@ -188,18 +193,19 @@ def text_lengths(
     Raises:
         InvalidData: The model refuses a batch.
     """
-    assert block.probabilities is not None, f"{block.name}: its probabilities are not in the graph"
+    values = block.probability_values
+    assert values, f"{block.name}: its probabilities are not in the graph"
     lengths: list[int] = []
-    observed = observe(model, [[block.probabilities]], batches, context, "count tokens")
-    for batch, [[p]] in observed:
-        apart = p.reshape(-1, block.num_heads, *p.shape[-2:])
-        lengths += token_mask(batch, (len(apart), p.shape[-1])).sum(1).tolist()
+    for batch, [p] in observe(model, [values], batches, context, "count tokens"):
+        apart = probabilities_by_head(block, p)
+        lengths += token_mask(batch, (len(apart), apart.shape[-1])).sum(1).tolist()
     return np.array(lengths)
 
 
 def _scores(block: AttentionBlock) -> list[ir.Value]:
-    assert block.logits is not None and block.probabilities is not None, block.name
-    return [block.logits, block.probabilities]
+    values = block.probability_values
+    assert block.logits is not None and values, block.name
+    return [block.logits, *values]
 
 
 def _rank(captured: np.ndarray, share: float) -> np.ndarray:
@@ -242,12 +248,16 @@ def _evenly(count: int, most: int) -> list[int]:
 
 
 def _ranks(
-    block: AttentionBlock, logits: np.ndarray, p: np.ndarray, batch: Batch, most: int
+    block: AttentionBlock,
+    logits: np.ndarray,
+    p: Sequence[np.ndarray],
+    batch: Batch,
+    most: int,
 ) -> list[tuple[int, np.ndarray, np.ndarray]]:
     """(n, ranks of scores, ranks of probabilities) of some rows of one batch."""
     scores = logits if block.logits_axes is None else logits.transpose(block.logits_axes)
     scores = scores.reshape(-1, block.q.num_heads, *scores.shape[-2:])  # B O S T
-    attended = p.reshape(-1, block.num_heads, *p.shape[-2:])  # B H S T
+    attended = probabilities_by_head(block, p)
     B, _, S, T = attended.shape
     queries, keys = token_mask(batch, (B, S)), token_mask(batch, (B, T))
     real = [row for row in range(B) if queries[row].any() and keys[row].any()]

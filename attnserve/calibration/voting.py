@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import by_head, no_token, not_finite, observe
+from attnserve.calibration.activations import (
+    by_head,
+    no_token,
+    not_finite,
+    observe,
+    probabilities_by_head,
+)
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import token_mask
 from attnserve.runtime.session import Batch
@@ -115,17 +121,17 @@ def _groups(block: AttentionBlock, groups: int | Mapping[str, int]) -> int:
 
 
 def _feature_maps(block: AttentionBlock) -> list[ir.Value]:
-    values, probabilities = block.v.output, block.probabilities
+    values, probabilities = block.v.output, block.probability_values
     assert values is not None, f"{block.name}: its values are not in the graph"
-    assert probabilities is not None, f"{block.name}: its probabilities are not in the graph"
-    return [values, probabilities, block.context]
+    assert probabilities, f"{block.name}: its probabilities are not in the graph"
+    return [values, block.context, *probabilities]
 
 
 def _products(
     block: AttentionBlock, seen: Sequence[np.ndarray], batch: Batch
 ) -> Float[np.ndarray, "3 H H"]:
     """Inner products of the heads' values, probabilities and contexts in one batch."""
-    values, probabilities, context = seen
+    values, context, *probabilities = seen
     out = by_head(block, context)
     B, _, S, V = out.shape
     values = values.transpose(block.v.axes)
@@ -134,7 +140,7 @@ def _products(
     values = values.reshape(B, -1, *values.shape[-2:])  # B G T V
     values = values.repeat(block.num_heads // values.shape[1], axis=1)
     queries, keys = token_mask(batch, (B, S)), token_mask(batch, (B, values.shape[2]))
-    apart = probabilities.reshape(B, block.num_heads, S, -1)
+    apart = probabilities_by_head(block, probabilities)
     maps = [(values, keys), (apart, queries), (out, queries)]
     return np.stack([_gram(array, real) for array, real in maps])
 

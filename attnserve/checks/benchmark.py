@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -30,7 +30,13 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import is_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.cpu import available_cores
-from attnserve.runtime.interleaved_timer import BENCHMARK, Sampler, sampler
+from attnserve.runtime.interleaved_timer import (
+    BENCHMARK,
+    Sampler,
+    Speedup,
+    paired_speedup,
+    sampler,
+)
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.isolation import Worker, WorkerCrashed
 from attnserve.runtime.profile import read_profile
@@ -49,8 +55,6 @@ __all__ = ["BenchReport", "Decoding", "Machine", "Measurement", "bench", "descri
 
 SHAPE_SECONDS = 8.0
 """Approximate time to measure one shape if the number of rounds is not given."""
-
-RESAMPLES = 2000
 
 Inputs = Mapping[str, np.ndarray]
 
@@ -120,22 +124,20 @@ class Measurement:
     def p99_ms(self) -> float:
         return self.percentile_ms(99)
 
-    @property
-    def ratios(self) -> np.ndarray:
-        """Time of the first model over this one per round: float64 (N,); above 1 is faster."""
-        return np.divide(self.first_ms, self.samples_ms)
+    @cached_property
+    def speedup(self) -> Speedup:
+        """The speed-up over the first model."""
+        return paired_speedup(
+            [np.array(self.first_ms)], [np.array(self.samples_ms)], seed=self.seed
+        )
 
     @property
     def speedup_vs_first(self) -> float:
-        return float(np.median(self.ratios))
+        return self.speedup.value
 
     @property
     def speedup_ci95(self) -> tuple[float, float]:
-        """Bootstrap interval of ``speedup_vs_first``: (2.5th, 97.5th percentile)."""
-        random = np.random.default_rng(self.seed)
-        resampled = random.choice(self.ratios, size=(RESAMPLES, len(self.ratios)))  # resample, N
-        low, high = np.percentile(np.median(resampled, axis=1), (2.5, 97.5))
-        return float(low), float(high)
+        return self.speedup.low, self.speedup.high
 
     @property
     def gmacs_per_second(self) -> float | None:

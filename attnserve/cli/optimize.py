@@ -267,6 +267,10 @@ def optimize(
         _show_report(report, dry_run)
 
 
+NO_GAIN = 1.01
+"""Speed-ups below it are no gain."""
+
+
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     lossy = {rewrite.name for rewrite in report.plan.passes if rewrite.lossy}
     steps = [step for step in report.steps if step.rewrite in lossy]
@@ -309,8 +313,18 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
         f"minimum {report.fidelity.min_cosine:.4f} ({report.fidelity.data})"
     )
+    if report.mixing is not None:
+        print_line(f"mixing {report.mixing.chosen}: {report.mixing.why}")
     if report.found is not None:
         print_line(report.found.verdict)
+    if (speed := report.speed) is not None:
+        print_line(f"speed: {speed.describe(report.plan.precision)}")
+        if steps or report.plan.precision != "float32":
+            gains = speed.served.value >= NO_GAIN
+            print_line(
+                f"{'' if gains else 'no gain: '}served, this model runs at "
+                f"{speed.served.value:.2f}x the speed of the fused original"
+            )
 
 
 @app.command(

@@ -105,7 +105,7 @@ class PassedOn:
 
     def __init__(self, readers: int = 0) -> None:
         self._readers = readers
-        self._probabilities: Tensor | None = None
+        self._probabilities: tuple[Tensor, ...] | None = None
         self._tokens: list[Tensor | None] = []
         self._unread = 0
 
@@ -120,13 +120,13 @@ class PassedOn:
         self._readers += 1
         return self._readers - 1
 
-    def put(self, probabilities: Tensor) -> None:
+    def put(self, probabilities: tuple[Tensor, ...]) -> None:
         if self._readers and not _is_repeated():
             self._probabilities, self._unread = probabilities, self._readers
             self._tokens = [None] * self._readers
 
-    def take(self, reader: int, tokens: Tensor) -> Tensor:
-        """The probabilities (B, H, S, T), for the reader at this place and its queries (B, S, D).
+    def take(self, reader: int, tokens: Tensor) -> tuple[Tensor, ...]:
+        """The parts of the probabilities, for the reader at this place and its queries (B, S, D).
 
         Raises:
             InvalidArgument: There are none: the layer was not called before, or the backward pass
@@ -224,10 +224,21 @@ class AttentionLayer(nn.Module):
         """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E)."""
         raise NotImplementedError
 
+    @property
+    def part_heads(self) -> tuple[int, ...]:
+        """The number of heads of each part of the probabilities."""
+        return (self.num_heads,)
+
+    def probability_parts(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: Rotation | None = None
+    ) -> tuple[Tensor, ...]:
+        """Attention probabilities (B, h, S, T) of consecutive heads; arguments as in ``attend``."""
+        return (self.probabilities(query, key, mask, rotation),)
+
     def probabilities(
         self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: Rotation | None = None
     ) -> Tensor:
-        """Attention probabilities (B, H, S, T); arguments as in ``attend``."""
+        """The probabilities (B, H, S, T) that the layer computes from its ``logits``."""
         logits = self.logits(query, key, rotation)
         if mask is not None and mask.dtype == torch.bool:
             # A finite value: rows without any key become uniform instead of NaN.
@@ -243,23 +254,28 @@ class AttentionLayer(nn.Module):
         value: Tensor,
         mask: Tensor | None = None,
         rotation: Rotation | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The output (B, S, D) and the probabilities (B, H, S, T), batch first.
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The output (B, S, D) and the ``probability_parts``, batch first.
+
+        Each part is multiplied with its values. Joined probabilities would be a copy of S x T
+        elements for each head, which training keeps.
 
         Args:
             mask: Broadcasts to (B, H, S, T). Boolean: True where attention is not allowed.
                 Otherwise added to the logits.
             rotation: Rotary positions of queries and keys, which have the same length.
         """
-        probabilities = self.probabilities(query, key, mask, rotation)
-        self.passed_on.put(probabilities)
+        parts = self.probability_parts(query, key, mask, rotation)
+        self.passed_on.put(parts)
         values = by_head(self.v_proj(value), self.num_heads)
-        dropped = nn.functional.dropout(probabilities, self.dropout, self.training)
-        context = dropped @ values  # B H S V
+        values_of_parts = values.split(self.part_heads, 1) if len(parts) > 1 else (values,)
+        dropped = [nn.functional.dropout(part, self.dropout, self.training) for part in parts]
+        context = joined([p @ v for p, v in zip(dropped, values_of_parts, strict=True)])  # B H S V
         if self.keep_maps:
+            probabilities = joined(parts)
             real = _real_tokens(mask, probabilities, is_self=key is query)
             self.latest.put(FeatureMaps(values, probabilities, context, *real))
-        return self.out_proj(context.transpose(1, 2).flatten(2)), probabilities
+        return self.out_proj(context.transpose(1, 2).flatten(2)), parts
 
     def forward(
         self,
@@ -313,9 +329,10 @@ class AttentionLayer(nn.Module):
         if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             self._check(tokens[0], tokens[1], tokens[2], key_padding_mask, attn_mask)
         mask = self._mask(tokens[0], tokens[1], key_padding_mask, attn_mask, is_causal)
-        out, probabilities = self.attend(*tokens, mask=mask)
+        out, parts = self.attend(*tokens, mask=mask)
         weights = None
         if need_weights:
+            probabilities = joined(parts)
             weights = probabilities.mean(1) if average_attn_weights else probabilities
         if unbatched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -553,6 +570,11 @@ def input_projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
 def by_head(tokens: Tensor, heads: int) -> Tensor:
     """Split (B, T, H*K) into heads (B, H, T, K)."""
     return tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts (B, h, ...) of consecutive heads as one tensor (B, H, ...)."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], 1)
 
 
 def rotated(heads: Tensor, rotation: Rotation) -> Tensor:

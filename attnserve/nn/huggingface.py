@@ -104,8 +104,8 @@ class HuggingFaceAttention(nn.Module):
         position_embeddings: Rotation | None = None,
         is_causal: bool | None = None,
         **_: object,
-    ) -> tuple[Tensor, Tensor]:
-        """The output (B, S, D) and the probabilities (B, H, S, T).
+    ) -> tuple[Tensor, None]:
+        """The output (B, S, D), and None in place of the probabilities, as with sdpa attention.
 
         Args:
             attention_mask: Broadcasts to (B, H, S, T): True where attention is allowed, or added to
@@ -132,12 +132,10 @@ class HuggingFaceAttention(nn.Module):
             mask = torch.ones(S, S, dtype=torch.bool, device=hidden_states.device).triu(1)
         elif mask is not None and mask.dtype == torch.bool:
             mask = ~mask
-        out, probabilities = self.layer.attend(
-            hidden_states, tokens, tokens, mask, position_embeddings
-        )
+        out = self.layer.attend(hidden_states, tokens, tokens, mask, position_embeddings)[0]
         if self.norm is not None and self.dropout is not None:
             out = self.norm(hidden_states + self.dropout(out))
-        return out, probabilities
+        return out, None
 
 
 def swap(

@@ -21,7 +21,8 @@ class ReuseAttention(AttentionLayer):
 
         A_l = [A_l,1 ... A_l,H-K computed, R_(l-1),1 ... R_(l-1),K reused],    R_l = A_l
 
-    Values and output projection are its own.
+    Values and output projection are its own. Computed and reused probabilities stay apart, and each
+    part has a product with its values.
 
     Args:
         embed_dim, num_heads, others: See ``AttentionLayer``.
@@ -58,6 +59,7 @@ class ReuseAttention(AttentionLayer):
             scale=head_size**-0.5 if scale is None else scale, bias=bias, **others,
         )  # fmt: skip
         self.reused_heads = reused_heads
+        self.reused_parts = _first_heads(source.part_heads, reused_heads)
         self.source = source.passed_on  # not the layer: it would become a part of this one
         self._place = self.source.add_reader()
         own = num_heads - reused_heads
@@ -92,17 +94,34 @@ class ReuseAttention(AttentionLayer):
                         mine.bias.copy_(old.bias[:rows])
         return made
 
-    def probabilities(
+    @property
+    def part_heads(self) -> tuple[int, ...]:
+        own = () if self.own is None else self.own.part_heads
+        return (*own, *(heads for heads, _ in self.reused_parts))
+
+    def probability_parts(
         self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: Rotation | None = None
-    ) -> Tensor:
-        reused = self.source.take(self._place, query)
-        if self.reused_heads < reused.shape[1]:  # TorchScript would export a Slice of all heads
-            reused = reused[:, : self.reused_heads]
+    ) -> tuple[Tensor, ...]:
+        taken = self.source.take(self._place, query)
+        reused = tuple(  # TorchScript would export a Slice of all heads
+            part if heads == most else part[:, :heads]
+            for part, (heads, most) in zip(taken, self.reused_parts, strict=False)
+        )
         if self.own is None:
             return reused
         if mask is not None and mask.ndim == 4 and mask.shape[1] == self.num_heads:
             mask = mask[:, : self.own.num_heads]
-        return torch.cat([self.own.probabilities(query, key, mask, rotation), reused], 1)
+        return (self.own.probabilities(query, key, mask, rotation), *reused)
+
+
+def _first_heads(parts: Sequence[int], count: int) -> tuple[tuple[int, int], ...]:
+    """The first heads of a layer as (heads, size) of each part that they are in."""
+    taken: list[tuple[int, int]] = []
+    for size in parts:
+        if count > 0:
+            taken.append((min(size, count), size))
+        count -= size
+    return tuple(taken)
 
 
 class SkipAttention(AttentionLayer):
@@ -121,9 +140,9 @@ class SkipAttention(AttentionLayer):
         value: Tensor,
         mask: Tensor | None = None,
         rotation: Rotation | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         B, S, _ = query.shape
-        return torch.zeros_like(query), query.new_zeros(B, self.num_heads, S, key.shape[1])
+        return torch.zeros_like(query), (query.new_zeros(B, self.num_heads, S, key.shape[1]),)
 
 
 def reuse_transformer(

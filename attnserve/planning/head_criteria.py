@@ -67,9 +67,7 @@ def by_voting(given: PruningInput) -> Masks:
     plain = [
         block
         for block in find_attention(decomposed)[0]
-        if block.name in names
-        and block.probabilities is not None
-        and block.graph is decomposed.graph
+        if block.name in names and block.probability_values and block.graph is decomposed.graph
     ]
     groups = {b.name: max(1, b.num_heads - round(given.share * b.num_heads)) for b in plain}
     votes = voting_to_stay(decomposed, plain, given.batches, groups=groups, context=given.context)

@@ -33,6 +33,7 @@ from attnserve.data.datasets import (
 )
 from attnserve.data.lengths import Lengths, check_lengths, length_bounds, middle_length
 from attnserve.data.token_statistics import token_statistics
+from attnserve.fusion import fuse_for
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import source_entry
 from attnserve.models.onnx_files import load_model
@@ -40,7 +41,8 @@ from attnserve.models.outputs import check_output, check_target, default_output,
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan
-from attnserve.planning.plan import Plan
+from attnserve.planning.mixing_choice import MixingChoice, choose_mixing
+from attnserve.planning.plan import Plan, targets_of
 from attnserve.planning.plan_file import (
     planned_lengths,
     planned_measure,
@@ -51,7 +53,16 @@ from attnserve.planning.requested_rewrites import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
+from attnserve.planning.served_speed import (
+    ServedSpeed,
+    example_feeds,
+    fused_copy,
+    measure_served,
+    served_lengths,
+    time_models,
+)
 from attnserve.precision.convert import Precision, check_cpu, convert
+from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from attnserve.versions import versions
 from graph_passes.analysis.cost import (
     Cost,
@@ -73,6 +84,13 @@ GPU_ONLY = (
     "bfloat16 runs on a GPU only (provider cuda): ONNX Runtime has no CPU kernels for it and "
     "refuses the model"
 )
+
+STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
+"""(batch, sequence) at which a form of shared dimensions must not be slower, if the model takes
+them."""
+
+LARGEST_SHAPE, LARGEST_MACS = (8, 512), 60_000_000_000
+"""Another such shape, for models that need no more MACs there."""
 
 LOW_QUALITY = 0.9
 """A warning is given below this value of the measure, which a constant predictor cannot reach."""
@@ -114,6 +132,8 @@ class OptimizeReport:
     also_proved: tuple[Fidelity, ...] = ()
     int8_weight_bits: Literal[7, 8] | None = None
     int8_activations: Int8Activations | None = None
+    speed: ServedSpeed | None = None
+    mixing: MixingChoice | None = None
 
     def to_json(self) -> dict[str, Any]:
         int8 = {"weight_bits": self.int8_weight_bits, "activations": self.int8_activations}
@@ -132,6 +152,9 @@ class OptimizeReport:
             "sequence": self.sequence,
             "warnings": list(self.warnings),
             "plan": self.plan.to_json(),
+            "served_speedup": self.speed and self.speed.served.value,
+            "speedups": self.speed and self.speed.to_json(),
+            **({} if self.mixing is None else {"mixing": self.mixing.to_json()}),
             **{f"int8_{name}": value for name, value in int8.items() if value is not None},
             **({} if self.found is None else self._search_json(self.found)),
             **(
@@ -190,8 +213,9 @@ def optimize(
     """Rewrite a model, compare it with the original, and write it with attnserve.json beside it.
 
     Requested rewrites are applied in this order: skip, prune, reuse, prune neurons, refit,
-    collaborate, refit, convert the precision. With ``keep`` or ``target_speedup`` the rewrites are
-    searched for (``attnserve.plan``); with ``plan`` they are read from a file.
+    collaborate, refit, fuse operators and convert the precision. With ``keep`` or
+    ``target_speedup`` the rewrites are searched for (``attnserve.plan``); with ``plan`` they are
+    read from a file.
 
     Args:
         model: An .onnx file or an artifact folder; it is never changed. Its weights are read from
@@ -202,8 +226,9 @@ def optimize(
         collab_cache: Rewrite cached keys of decoders too: the cache, an input and an output of the
             model, then holds R shared dimensions (and H content logits) per token instead of H*K.
         mixing: "dense" lets every head read all R dimensions, as in the paper; "sparse" lets it
-            read some of them; "auto" takes the one with fewer MACs at ``sequence`` among those that
-            need no more than the original at any length.
+            read some of them; "auto" takes the fastest of both and of heads with fewer dimensions
+            of their own, by measured time and at no more error than "dense"
+            (``mixing_choice``).
         head_dk: The mean number of dimensions that a head reads in sparse mixing, from 1 to K.
             Without ``collab_dk`` nothing is shared.
         reuse: Heads that reuse the probabilities of earlier heads: ``partial:K[:P]``, ``full:P``,
@@ -308,6 +333,8 @@ def optimize(
     before = model_cost(original)
     before_cost = _cost(before, original, shape)
     new_meter = partial(QualityMeter, original, artifact, measure=measure)
+    timed = [(batch, each) for each in served_lengths(sequence, data)]
+    form: MixingChoice | None = None
     if isinstance(mode, Goal):
         assert data is not None
         result = search(
@@ -321,18 +348,35 @@ def optimize(
     elif isinstance(mode, Path):
         assert data is not None
         read, fit_context = read_plan(mode, artifact, data, context)
-        rewritten = _apply(read, original, report, data, fit_context, shape, fit=True)
-    else:
-        planned = plan_request(
-            mode, original, report, data, context, new_meter=new_meter, length=length,
-            longest=artifact.max_length,
+        rewritten = _apply(
+            read, original=original, report=report, data=data, context=fit_context, shape=shape,
+            fit=True,
         )  # fmt: skip
-        rewritten = _apply(planned.plan, original, report, data, context, shape, fit=refit)
+    else:
+        planned = plan_request(mode, original, report, data, context, new_meter=new_meter)
+        build = partial(
+            _apply, original=original, report=report, data=data, context=context, shape=shape,
+            fit=refit,
+        )  # fmt: skip
+        if planned.forms:
+            chooser = _FormChooser(original, data, precision, timed, context)
+            rewritten, form = choose_mixing(
+                planned.forms, build, chooser.error_of, chooser.speeds_of
+            )
+        else:
+            rewritten = build(planned.plan)
         rewritten = replace(rewritten, warnings=planned.warnings)
+        if precision != "float32":
+            rewritten = _fused(rewritten, shape)
     calibration = data.fit if data is not None else ()
     converted = rewritten.converted or convert(
         rewritten.model, rewritten.plan.precision, calibration,
         float_blocks=rewritten.plan.float_blocks,
+    )  # fmt: skip
+    speed = rewritten.found and rewritten.found.speed
+    speed = speed or measure_served(
+        original, rewritten.model, converted, rewritten.plan.precision,
+        is_lossy=bool(rewritten.plan.changed), shapes=timed, data=calibration, context=context,
     )  # fmt: skip
     compared = partial(compare, original, converted, context=context)
     if rewritten.found is not None and rewritten.found.gain:
@@ -372,6 +416,8 @@ def optimize(
         also_proved=tuple(also),
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),
+        speed=speed,
+        mixing=form,
     )
     _require_cosine(optimized, min_cosine)
     if isinstance(mode, Path):
@@ -485,14 +531,64 @@ def _require_no_rewrites(parameters: Mapping[str, Any], mode: str) -> None:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class _FormChooser:
+    """Compares forms of shared dimensions with the original.
+
+    Attributes:
+        timed: (batch, sequence) at which the model should be fast.
+    """
+
+    original: ir.Model
+    data: Dataset | None
+    precision: Precision
+    timed: Sequence[tuple[int, int]]
+    context: RunContext
+
+    def error_of(self, rewritten: _Rewritten) -> float:
+        """The largest relative error of an output on data; of the weights without data."""
+        if self.data is None:
+            steps = [s for s in rewritten.applied.steps if s.rewrite == Collaborate.name]
+            return float(np.sqrt(np.mean([(s.relative_error or 0.0) ** 2 for s in steps])))
+        rows = self.data.choose or self.data.fit
+        found = compare(self.original, rewritten.model, rows, "form", context=self.context)
+        return max(output.relative_error for output in found.outputs)
+
+    def speeds_of(self, forms: Sequence[_Rewritten]) -> list[tuple[Speedup, float]] | None:
+        """The speed-up of each form over the fused original: the mean, and the slowest shape."""
+        shapes = list(dict.fromkeys([*self.timed, *STEADY]))
+        macs = count_macs(self.original, *LARGEST_SHAPE)
+        if macs is not None and macs <= LARGEST_MACS:
+            shapes.append(LARGEST_SHAPE)
+        models = [self._served(each) for each in (self.original, *(f.model for f in forms))]
+        feeds = example_feeds(self.original, shapes, self.context.seed)
+        found = time_models(models, feeds, context=self.context)
+        if found is None:
+            return None
+        times = dict(zip(*found, strict=True))
+        wanted = [shape for shape in self.timed if shape in times] or list(times)
+        return [
+            (
+                paired_speedup([times[s][0] for s in wanted], [times[s][row] for s in wanted]),
+                min(paired_speedup([t[0]], [t[row]]).value for t in times.values()),
+            )
+            for row in range(1, len(models))
+        ]
+
+    def _served(self, model: ir.Model) -> ir.Model:
+        calibration = self.data.fit if self.data is not None else ()
+        fused = fused_copy(model, self.precision, self.context.provider)
+        return convert(fused, self.precision, calibration, to_nearest=True)
+
+
 def _apply(
     plan: Plan,
+    *,
     original: ir.Model,
     report: MatchReport,
     data: Dataset | None,
     context: RunContext,
     shape: tuple[int, int],
-    *,
     fit: bool,
 ) -> _Rewritten:
     """Apply a plan to a copy of the model."""
@@ -504,6 +600,19 @@ def _apply(
     model = original.clone()
     applied = apply_plan(plan, model, context, original=original, data=data, fit=fit, shape=shape)
     return _Rewritten(plan, model, applied)
+
+
+def _fused(rewritten: _Rewritten, shape: tuple[int, int]) -> _Rewritten:
+    """The rewritten model in fused operators, before its conversion to another precision."""
+    plan, model = rewritten.plan, rewritten.model
+    passes = fuse_for(model, plan.precision)
+    macs = count_macs(model, *shape)
+    steps = [Step(one.name, name, macs_after=macs) for one in passes for name in targets_of(one)]
+    return replace(
+        rewritten,
+        plan=Plan.of([*plan.passes, *passes], plan.precision, plan.float_blocks),
+        applied=replace(rewritten.applied, steps=(*rewritten.applied.steps, *steps)),
+    )
 
 
 def _cost(cost: Cost, graph: ir.Model, shape: tuple[int, int]) -> ModelCost:

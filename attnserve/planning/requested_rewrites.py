@@ -35,7 +35,7 @@ from attnserve.planning.head_selection import (
 )
 from attnserve.planning.neuron_selection import choose_neurons
 from attnserve.planning.plan import Plan
-from attnserve.planning.requested_sharing import SharingChooser, refused
+from attnserve.planning.requested_sharing import SharingChooser, SharingForm, refused
 from attnserve.planning.search.block_loss import loss_curves
 from attnserve.planning.search.candidates import group_blocks
 from attnserve.planning.search.limits import MULTIPLE
@@ -163,10 +163,16 @@ def _require_share(name: str, share: float | None, of: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRequest:
-    """A plan, and warnings about what was requested and cannot be done."""
+    """A plan, and warnings about what was requested and cannot be done.
+
+    Attributes:
+        forms: Plans of the same rewrites with other forms of shared dimensions, that of ``plan``
+            included; empty if the request leaves no choice.
+    """
 
     plan: Plan
     warnings: tuple[str, ...]
+    forms: Mapping[SharingForm, Plan] = field(default_factory=dict["SharingForm", "Plan"])
 
 
 def plan_request(
@@ -177,16 +183,12 @@ def plan_request(
     context: RunContext,
     *,
     new_meter: Callable[[], QualityMeter],
-    length: int = 128,
-    longest: int | None = None,
 ) -> PlannedRequest:
     """Turn a request into a plan.
 
     Args:
         report: The certified attention of ``model``.
         new_meter: Makes a meter that compares outputs with those of ``model``.
-        length: Tokens at which the costs of dense and sparse mixing are compared.
-        longest: The most tokens that the model takes.
 
     Raises:
         InvalidModel: The model has no attention.
@@ -195,9 +197,7 @@ def plan_request(
     """
     if request.has_rewrites:
         require_attention(report)
-    return _PlanBuilder(
-        request, GraphContext(model), report, data, context, new_meter, length, longest
-    ).build()
+    return _PlanBuilder(request, GraphContext(model), report, data, context, new_meter).build()
 
 
 STRIP_FIRST = (
@@ -215,8 +215,6 @@ class _PlanBuilder:
     data: Dataset | None
     context: RunContext
     new_meter: Callable[[], QualityMeter]
-    length: int
-    longest: int | None
     skipped: dict[str, Literal["affine", "constant"]] = field(default_factory=dict[str, Any])
     masks: Masks = field(default_factory=Masks)
     edges: MutableEdges = field(default_factory=MutableEdges)
@@ -227,17 +225,21 @@ class _PlanBuilder:
         self.skipped = self._skipped()
         self.masks = self._masks()
         self.edges = self._edges()
-        shared = self._shared()
-        passes: list[RewritePass] = [
-                  SkipAttention(self.skipped), PruneHeads(self.masks),
-                  ReuseAttention(renumbered(self.edges, self.masks)),
-                  PruneNeurons(self._neurons()), Collaborate(shared)]  # fmt: skip
-        if self.request.strip_cache:
-            passes.append(StripCache())
-        plan = Plan.of(passes, self.request.precision)
+        neurons = PruneNeurons(self._neurons())
+        reuse = ReuseAttention(renumbered(self.edges, self.masks))
+        others: list[RewritePass] = [
+            SkipAttention(self.skipped), PruneHeads(self.masks), reuse, neurons,
+            *([StripCache()] if self.request.strip_cache else []),
+        ]  # fmt: skip
+        plans: dict[SharingForm, Plan] = {}
+        for form, shared in self._shared().items():
+            plan = Plan.of([*others, Collaborate(shared)], self.request.precision)
+            if plan.to_json() not in [known.to_json() for known in plans.values()]:
+                plans[form] = plan
+        plan = next(iter(plans.values()))
         if self.request.has_rewrites and not plan.passes:
             raise self._nothing("rewritten as requested")
-        return PlannedRequest(plan, tuple(self.warnings))
+        return PlannedRequest(plan, tuple(self.warnings), plans if len(plans) > 1 else {})
 
     @property
     def model(self) -> ir.Model:
@@ -403,24 +405,28 @@ class _PlanBuilder:
 
     # ---- collaborate -----------------------------------------------------------------------------
 
-    def _shared(self) -> dict[str, SharedDimensions]:
-        """The shared dimensions of each layer."""
+    def _shared(self) -> dict[SharingForm, dict[str, SharedDimensions]]:
+        """The shared dimensions of each layer, in each form that the request allows."""
         if self.request.collab_dk is None and self.request.head_dk is None:
-            return {}
+            return {SharingForm("dense"): {}}
         chooser = SharingChooser(
             self.request,
             own_heads={b.name: self._own_heads(b) for b in self.blocks
                        if b.name not in self.removed},
             unobserved=[b.name for b in self.blocks if self.data is not None and self._in_body(b)],
-            length=self.length,
-            longest=self.longest,
         )  # fmt: skip
         ranks = self._ranks(self.request.collab_dk)
-        shared = chooser.choose([(b, ranks[b.name]) for b in self.blocks if b.name in ranks])
+        layers = [(block, ranks[block.name]) for block in self.blocks if block.name in ranks]
+        first, *others = chooser.forms
+        forms = {first: chooser.choose(layers, first)}
         self.warnings += chooser.warnings
-        if not (shared or self.skipped or self.masks or self.edges):
+        for form in others:
+            shared = chooser.choose(layers, form)
+            if shared.keys() == forms[first].keys():  # a form may rule out some layers
+                forms[form] = shared
+        if not (forms[first] or self.skipped or self.masks or self.edges):
             raise self._nothing("factored")
-        return shared
+        return forms
 
     def _own_heads(self, block: AttentionBlock) -> int:
         """The number of heads that compute their own probabilities after pruning and reuse."""
@@ -544,7 +550,5 @@ class _PlanBuilder:
         return [
             block
             for block in find_attention(model)[0]
-            if block.name in names
-            and block.probabilities is not None
-            and block.graph is model.graph
+            if block.name in names and block.probability_values and block.graph is model.graph
         ]

@@ -1,20 +1,41 @@
-"""Choose R and the mixing of collaborative heads for each layer of a request."""
+"""Choose R and the mixing of collaborative heads for each layer of a request.
+
+A layer has one of three forms. With dense mixing every head reads all R dimensions, as in the
+paper. With sparse mixing a head reads some of them. With own dimensions nothing is shared: each
+head is truncated by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from attnserve.planning.mixing_cost import choose_head_size, widest_head
 from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.collaborative import padded_size
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.passes.collaborate import SharedDimensions, collaborate_refusal, exact_rank
 
 if TYPE_CHECKING:
     from attnserve.planning.requested_rewrites import Request
 
-__all__ = ["SharingChooser", "refused"]
+__all__ = ["SharingChooser", "SharingForm", "refused"]
+
+
+OWN_STEPS = 8
+"""The most head sizes of own dimensions that are tried: 64 dimensions in multiples of 8."""
+
+
+class SharingForm(NamedTuple):
+    """The form of the query and key dimensions of all layers.
+
+    Attributes:
+        step: Of own dimensions: how many head sizes above the least one, whose heads have at least
+            R dimensions together.
+    """
+
+    kind: Literal["dense", "sparse", "own"]
+    step: int = 0
 
 
 @dataclass(eq=False)
@@ -25,18 +46,28 @@ class SharingChooser:
         own_heads: By layer, the number of heads that compute their own probabilities once other
             rewrites are applied. Layers that lose all heads are missing.
         unobserved: Layers that the calibration data cannot reach.
-        length, longest: See ``plan_request``.
-        warnings: Receives the reasons of layers that are left as they are.
+            warnings: Receives the reasons of layers that are left as they are.
     """
 
     request: Request
     own_heads: Mapping[str, int]
     unobserved: Collection[str]
-    length: int
-    longest: int | None
     warnings: list[str] = field(default_factory=list[str])
 
-    def choose(self, layers: Sequence[tuple[AttentionBlock, int]]) -> dict[str, SharedDimensions]:
+    @property
+    def forms(self) -> tuple[SharingForm, ...]:
+        """The forms that the request allows; several have to be compared."""
+        request = self.request
+        if request.head_dk is not None:
+            return (SharingForm("sparse" if request.collab_dk is not None else "own"),)
+        if request.mixing != "auto":
+            return (SharingForm(request.mixing),)
+        own = (SharingForm("own", step) for step in range(OWN_STEPS))
+        return (SharingForm("dense"), SharingForm("sparse"), *own)
+
+    def choose(
+        self, layers: Sequence[tuple[AttentionBlock, int]], form: SharingForm
+    ) -> dict[str, SharedDimensions]:
         """The parameters of each layer that can be factored.
 
         Args:
@@ -51,18 +82,19 @@ class SharingChooser:
         shared: dict[str, SharedDimensions] = {}
         for block, rank in layers:
             name = block.name
-            refusal = self._refusal(block)
+            refusal = self._refusal(block, form)
             if refusal is None:
                 self._check_sizes(block, rank)
             own = self.own_heads.get(name)
             if own is None or not (own or refusal):
                 continue  # no head is left to factor
-            if request.collab_dk is None and request.head_dk is not None:
-                rank = max(own, 1) * request.head_dk  # nothing is shared: each head is truncated
+            size = self._head_size(block, own, rank, form)
+            if form.kind == "own" and (cut := request.head_dk or size):
+                rank = max(own, 1) * cut  # nothing is shared: each head is truncated
             if refusal is not None and is_named:
                 raise refused(name, refusal, "leave this layer out of `layers`")
             left = -(-own * exact_rank(block) // block.num_heads)
-            is_truncated = bool(block.q.rotary_terms) and request.head_dk is not None
+            is_truncated = bool(block.q.rotary_terms) and size is not None
             if refusal is None and own < block.num_heads and rank >= left and not is_truncated:
                 refusal = Refusal(
                     "nothing_shared",
@@ -77,15 +109,12 @@ class SharingChooser:
                     f"{name} lies in the body of another node, which calibration cannot observe: "
                     "it is factored by its weights alone"
                 )
-            head_size = self._head_size(block, own, rank)
-            shared[name] = SharedDimensions(
-                rank=rank, head_size=head_size, cache=request.collab_cache
-            )
+            shared[name] = SharedDimensions(rank=rank, head_size=size, cache=request.collab_cache)
         return shared
 
-    def _refusal(self, block: AttentionBlock) -> Refusal | None:
+    def _refusal(self, block: AttentionBlock, form: SharingForm) -> Refusal | None:
         caches = self.request.collab_cache
-        shared = self.request.head_dk is None
+        shared = self.request.head_dk is None and form.kind != "own"
         refusal = collaborate_refusal(block, caches=caches, shared=shared)
         if refusal is None or refusal.code != "cached":
             return refusal
@@ -139,36 +168,54 @@ class SharingChooser:
                 code="request.range",
             )
 
-    def _head_size(self, block: AttentionBlock, own: int, rank: int) -> int | None:
+    def _head_size(
+        self, block: AttentionBlock, own: int, rank: int, form: SharingForm
+    ) -> int | None:
         """The mean number of dimensions that a head reads; None for dense mixing."""
-        mixing, head_dk = self.request.mixing, self.request.head_dk
+        head_dk, is_asked = self.request.head_dk, self.request.mixing == "sparse"
         if block.q.rotary_terms:
-            if head_dk is None and mixing == "sparse":
+            if head_dk is None and is_asked:
                 self.warnings.append(
                     f"{block.name} gets one shared key head: rotary positions rule out sparse "
                     "mixing"
                 )
+            return head_dk or (_own_size(block, own, rank, form) if form.kind == "own" else None)
+        is_exact = self.request.mixing == "auto" and rank >= exact_rank(block)
+        if form.kind == "dense" or is_exact:
             return head_dk
-        if mixing == "dense":
-            return None
         if block.k.past is not None:
-            if mixing == "sparse" or head_dk is not None:
+            if is_asked or head_dk is not None:
                 self.warnings.append(
                     f"{block.name} gets dense mixing: its cache holds what all heads share"
                 )
             return None
         if head_dk is not None:
             return head_dk
-        if mixing == "sparse":
-            return min(rank, widest_head(block.head_size) or block.head_size)
-        return choose_head_size(
-            rank,
-            heads=own,
-            head_size=block.head_size,
-            widths=(block.input_size, block.k.matrix().shape[0]),
-            length=self.length,
-            longest=self.longest,
-        )
+        if form.kind == "own":
+            return _own_size(block, own, rank, form)
+        return min(rank, max(_head_sizes(block), default=block.head_size))
+
+
+def _own_size(block: AttentionBlock, own: int, rank: int, form: SharingForm) -> int | None:
+    """The size of own dimensions; None if heads cannot be shorter."""
+    sizes = _head_sizes(block)
+    least = next((i for i, size in enumerate(sizes) if size * max(own, 1) >= rank), len(sizes))
+    return sizes[min(least + form.step, len(sizes) - 1)] if sizes else None
+
+
+def _head_sizes(block: AttentionBlock) -> list[int]:
+    """The numbers of dimensions of a head that cost less than its own, ascending.
+
+    Each is the largest that is padded to its size; content takes one more dimension, but for rotary
+    positions, which turn pairs of elements.
+    """
+    if block.q.rotary_terms:
+        return [k for k in range(2, block.head_size, 2) if padded_size(k) == k]
+    return [
+        k
+        for k in range(1, block.head_size)
+        if padded_size(k + 1) == k + 1 and padded_size(k + 1) <= block.head_size
+    ]
 
 
 def refused(name: str, refusal: Refusal, fix: str) -> CannotRewrite:

@@ -31,6 +31,7 @@ from attnserve.data.datasets import (
     thinned,
 )
 from attnserve.data.text_files import read_sentences
+from attnserve.fusion import fuse_for
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.masks import token_mask
@@ -174,6 +175,8 @@ def recover(
     rewritten, original = load_model(artifact), load_model(original_artifact)
     if not trainable_weights(rewritten):  # some converters write weights as nodes
         common.LiftConstantsToInitializersPass()(rewritten)
+    if int8:
+        fuse_for(rewritten, "int8")
     target = check_target(Path(output), artifact, rewritten, force=force)
     for path in (original_artifact.model, *external_files(original)):
         for file in (target, data_file(target)):

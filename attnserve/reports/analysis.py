@@ -313,7 +313,7 @@ def _unobservable(block: AttentionBlock, model: ir.Model, fused: Refusal | None)
     """Why the attention of a block cannot be observed; empty if it can."""
     if block.graph is not model.graph:
         return "it is in a subgraph (If, Loop), whose values cannot be graph outputs"
-    if block.probabilities is None:
+    if not block.probability_values:
         if fused is not None:
             return fused.reason
         return "the graph has no probabilities of shape (batch, heads, queries, keys)"

@@ -11,10 +11,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-__all__ = ["BENCHMARK", "QUICK", "InterleavedTimer", "Sampler", "sampler", "time_functions"]
+__all__ = ["BENCHMARK", "QUICK", "InterleavedTimer", "Sampler", "Speedup",
+           "paired_speedup", "sampler", "time_functions"]  # fmt: skip
 
 Sampler = Callable[[int], float]
 """Runs a function a number of times and returns the mean seconds per run."""
@@ -95,3 +97,41 @@ def time_functions(
 ) -> np.ndarray:
     """Milliseconds per run of functions in this process: float64 (functions, rounds)."""
     return timer.measure([sampler(function) for function in functions], seconds)
+
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """A ratio of times with its 95 % interval; above 1 is faster."""
+
+    value: float
+    low: float
+    high: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"value": self.value, "ci95": [self.low, self.high]}
+
+
+def paired_speedup(
+    first: Sequence[np.ndarray], other: Sequence[np.ndarray], *, seed: int = 0
+) -> Speedup:
+    """The speed-up of a function over the first one, from samples of the same rounds.
+
+    At each shape it is the median ratio of a round, so that drift cancels; over shapes it is the
+    geometric mean. The interval is a bootstrap over the rounds of each shape.
+
+    Args:
+        first, other: Milliseconds by round, (rounds,), at each shape.
+    """
+    random = np.random.default_rng(seed)
+    logs: list[float] = []
+    resampled = np.zeros(RESAMPLES)
+    for a, b in zip(first, other, strict=True):
+        ratios = np.log(np.divide(a, b))
+        logs.append(float(np.median(ratios)))
+        drawn = random.choice(ratios, size=(RESAMPLES, len(ratios)))
+        resampled += np.median(drawn, axis=1) / len(first)
+    low, high = np.exp(np.percentile(resampled, (2.5, 97.5)))
+    return Speedup(float(np.exp(np.mean(logs))), float(low), float(high))

@@ -21,7 +21,7 @@ import onnx_ir as ir
 from attnserve.context import Provider
 from attnserve.runtime.cache import cache_folder, write_atomically
 from attnserve.runtime.cpu import available_cores
-from attnserve.runtime.interleaved_timer import time_functions
+from attnserve.runtime.interleaved_timer import QUICK, InterleavedTimer, time_functions
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import (
     Batch,
@@ -286,14 +286,18 @@ def _attribute(attribute: ir.Attr, number: dict[ir.Value, int]) -> str:
 
 
 def time_sessions(
-    sessions: Sequence[Any], feeds: Sequence[Batch], *, seconds: float = GROUP_SECONDS
+    sessions: Sequence[Any],
+    feeds: Sequence[Batch],
+    *,
+    seconds: float = GROUP_SECONDS,
+    timer: InterleavedTimer = QUICK,
 ) -> np.ndarray:
     """Milliseconds per run of each session on its feed, interleaved: (sessions, rounds).
 
     On CUDA, inputs and outputs stay on the device, as in the whole model.
     """
     runs = [bound(session, feed) for session, feed in zip(sessions, feeds, strict=True)]
-    return time_functions(runs, seconds)
+    return time_functions(runs, seconds, timer)
 
 
 class LatencyTable:

@@ -88,7 +88,7 @@ def build(size: Size, shapes: Sequence[Shape], folder: Path, deadline: float) ->
             macs = {shape: count_macs(model, *shape) for shape in shapes}
             done.forms.append(Form(name, path, macs))
         except Exception as error:  # other tools raise any exception
-            done.not_built[name] = _why(error)
+            done.not_built[name] = why(error)
     return done
 
 
@@ -116,7 +116,7 @@ def measure(
             sessions[form.name].run(None, feeds[SMALL])
         except Exception as error:  # bfloat16 on a CPU
             sessions.pop(form.name, None)
-            done.not_built[form.name] = _why(error)
+            done.not_built[form.name] = why(error)
             done.forms.remove(form)
             continue
     done.fidelity |= _fidelity(sessions, example_inputs(graph, 2, max(t for _, t in shapes) // 2,
@@ -155,7 +155,7 @@ def timed(runs: Mapping[str, Callable[[], object]], seconds: float) -> dict[str,
             spent += perf_counter() - start
             able[name] = run
         except Exception as error:  # usually out of memory
-            results[name] = _why(error)
+            results[name] = why(error)
     if able and spent * QUICK.min_rounds > 2 * seconds:
         results |= dict.fromkeys(able, BUDGET)
     elif able:
@@ -207,7 +207,7 @@ def profiled(
                 session.run(None, dict(feeds[shape]))
             ran.append(shape)
         except Exception as error:
-            failed[shape] = {"peak_bytes": None, "not_profiled": _why(error)}
+            failed[shape] = {"peak_bytes": None, "not_profiled": why(error)}
             break
     path = Path(session.end_profiling())
     runs = read_runs(path)[1::2] if ran else ()
@@ -342,5 +342,6 @@ def kernels(
     return selected
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

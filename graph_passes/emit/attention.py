@@ -9,6 +9,8 @@ All operators have the same semantics from opset 11 on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -80,16 +82,37 @@ MASKS = (Mask, PositionBias, Weighted)
 def emit_context(
     make: Inserter,
     block: AttentionBlock,
-    probabilities: ir.Value,
-    heads: np.ndarray,
+    parts: Sequence[tuple[ir.Value, np.ndarray]],
     info: ShapeInfo,
 ) -> ir.Value:
-    """Emit probabilities (B, H, S, T) @ v of some heads, (B, H, S, V)."""
+    """Emit probabilities @ v of some heads, (B, H, S, V), in the order of the parts.
+
+    The values of all parts are one product. The contexts of several parts are joined; joined
+    probabilities would copy S x T elements for each head.
+
+    Args:
+        parts: Probabilities (B, h, S, T), each with its h heads of the block.
+    """
+    heads = np.concatenate([heads for _, heads in parts])
     v = emit_heads(make.part("value"), block.v, block.v.scale, heads)
     v.type = ir.TensorType(block.v.dtype)
-    dtype = type_of(probabilities, info) or block.v.dtype
-    v = in_precision(make, v, dtype, info)
-    return make.op("MatMul", [probabilities, v], "context", dtype=dtype)
+    contexts: list[ir.Value] = []
+    first = 0
+    for probabilities, heads in parts:
+        values = v
+        if len(parts) > 1:
+            ends = [make.integers([n], "end") for n in (first, first + len(heads), 1)]
+            values = make.op("Slice", [v, *ends], "values", dtype=v.dtype)
+            first += len(heads)
+        dtype = type_of(probabilities, info) or block.v.dtype
+        values = in_precision(make, values, dtype, info)
+        contexts.append(make.op("MatMul", [probabilities, values], "context", dtype=dtype))
+    if len(contexts) == 1:
+        return contexts[0]
+    dtype = contexts[-1].dtype
+    assert dtype is not None
+    contexts = [in_precision(make, context, dtype, info) for context in contexts]
+    return make.op("Concat", contexts, "contexts_joined", axis=1, dtype=dtype)
 
 
 def emit_output(

@@ -69,7 +69,7 @@ def emit_softmax(
 
 def probabilities_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
     """The precision of a block's own probabilities."""
-    return type_of(block.probabilities, info) or block.q.dtype
+    return type_of(block.own_probabilities, info) or block.q.dtype
 
 
 def _logits_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
@@ -228,12 +228,12 @@ def _causal(make: Inserter, logits: ir.Value, *, ends_together: bool) -> ir.Valu
 
 
 def probabilities_by_head(make: Inserter, block: AttentionBlock, info: ShapeInfo) -> ir.Value:
-    """The probabilities of a block as (B, H, S, T), after a Reshape if they are (B*H, S, T)."""
-    value = block.probabilities
+    """The own probabilities of a block, as (B, H, S, T) after a Reshape if they are (B*H, S, T)."""
+    value = block.own_probabilities
     assert value is not None, f"{block.name}: its probabilities are not in the graph"
     shape = info.shape(value)
     if shape is None or len(shape) == 4:
         return value
-    apart = _split_heads(make, value, block.num_heads, "probabilities_by_head")
+    apart = _split_heads(make, value, block.q.num_heads, "probabilities_by_head")
     apart.type = ir.TensorType(probabilities_type(block, info))
     return apart

@@ -29,7 +29,15 @@ from graph_passes.matching.layout import LayoutReader
 from graph_passes.matching.naming import assign_names, attention_name
 from graph_passes.matching.operators import FUSED_OPERATORS, OPERATORS, OperatorMatch
 from graph_passes.matching.products import ContextProduct, ScoreProduct
-from graph_passes.matching.reuse import head_sources, products_of, reused_heads
+from graph_passes.matching.reuse import (
+    IN_ORDER,
+    SELECTIONS,
+    head_sources,
+    joining_node,
+    products_of,
+    reused_heads,
+    whole_values,
+)
 from graph_passes.matching.rotary_and_norms import depends_on
 from graph_passes.matching.scores import ContextMatch, match_context, match_logits
 
@@ -73,8 +81,9 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
             blocks += [] if block is None else [block]
     blocks, lost = _check_sources(blocks)
     reusing, failed = _find_reusing(blocks, reader)
-    blocks = assign_names(_in_order([*blocks, *reusing], model), "attention", attention_name)
-    return blocks, [*unmatched, *lost, *failed]
+    blocks, apart = _join_parts([*blocks, *reusing], reader)
+    blocks = assign_names(_in_order(blocks, model), "attention", attention_name)
+    return blocks, [*unmatched, *lost, *failed, *apart]
 
 
 def _match_node(node: ir.Node, reader: LayoutReader) -> AttentionBlock | None:
@@ -143,11 +152,11 @@ def _reused_beside(context: ContextMatch, reader: LayoutReader) -> tuple[Reused,
 
 
 def _softmaxes(joined: ir.Node) -> set[ir.Value]:
-    """The inputs of a Concat of probabilities, before any Gather and Identity."""
+    """The inputs of a Concat of probabilities, before heads are selected."""
     values: set[ir.Value] = set()
     for value in joined.inputs:
         node = None if value is None else value.producer()
-        while value is not None and node is not None and node.op_type in ("Gather", "Identity"):
+        while value is not None and node is not None and node.op_type in (*SELECTIONS, "Identity"):
             value = node.inputs[0]
             node = None if value is None else value.producer()
         if value is not None:
@@ -246,6 +255,66 @@ def _between(value: ir.Value, sources: Collection[ir.Value]) -> list[ir.Node]:
     return [*above, node]
 
 
+def _join_parts(
+    blocks: Sequence[AttentionBlock], reader: LayoutReader
+) -> tuple[list[AttentionBlock], list[Unmatched]]:
+    """Join blocks whose contexts are concatenated: own heads, and reused heads by source."""
+    joins: dict[ir.Node, dict[ir.Value | None, AttentionBlock]] = {}
+    for block in blocks:
+        has_output = block.output is not None or block.context_axes != IN_ORDER
+        join = None if has_output else joining_node(block.context, reader.info)
+        if join is not None:
+            joins.setdefault(join[0], {})[join[1]] = block
+    joined: dict[AttentionBlock, AttentionBlock | None] = {}
+    unmatched: list[Unmatched] = []
+    for node, found in joins.items():
+        parts = [found[value] for value in node.inputs if value in found]
+        if len(parts) < len(node.inputs) or not any(part.reused for part in parts):
+            continue
+        joined |= dict.fromkeys(parts)
+        first = next((part for part in parts if part.q.num_heads), parts[0])
+        try:
+            joined[first] = _joined_block(node, first, parts, reader)
+        except MatchFailure as failure:
+            unmatched.append(Unmatched(first.product, failure.reason))
+    found = [joined.get(block, block) for block in blocks]
+    return [block for block in found if block is not None], unmatched
+
+
+def _joined_block(
+    node: ir.Node, first: AttentionBlock, parts: Sequence[AttentionBlock], reader: LayoutReader
+) -> AttentionBlock:
+    """The block of a Concat of contexts; ``first`` has the own heads, if there are any."""
+    if sum(part.q.num_heads > 0 for part in parts) > 1:
+        raise MatchFailure(f"{describe(node)} joins the heads of several softmaxes")
+    values = [part.v.output for part in parts if part.v.output is not None]
+    whole = whole_values(values, reader.info)
+    if whole is None or len({part.v.scale for part in parts}) > 1:
+        raise MatchFailure(f"{describe(node)} joins contexts of different values")
+    v = replace(reader.match_projection(whole, "value"), scale=first.v.scale)
+    context, heads = node.outputs[0], v.num_heads
+    known = (v.sequences(reader.shape), heads, v.head_size)
+    labels, order = _context_labels(reader.shape(context), known, IN_ORDER)
+    output = reader.match_output_projection(context, labels, order)
+    starts = np.cumsum([0, *(part.num_heads for part in parts)])
+    reused = tuple(
+        replace(taken, heads=taken.heads + start)
+        for part, start in zip(parts, starts, strict=False)
+        for taken in part.reused
+    )
+    nodes = [*first.nodes, *(n for part in parts for n in part.nodes), node]
+    nodes += () if output is None else output.nodes
+    return replace(
+        first,
+        v=v,
+        output=output,
+        context=context,
+        probabilities=None,
+        reused=reused,
+        nodes=tuple(dict.fromkeys(nodes)),
+    )
+
+
 def _in_order(blocks: Sequence[AttentionBlock], model: ir.Model) -> list[AttentionBlock]:
     """Sort blocks by the execution order of their contexts."""
     if not any(block.idiom == "reused_probabilities" for block in blocks):
@@ -319,7 +388,7 @@ def _make_block(
         idiom=idiom,
         position=_position(q, k, read.steps, reader),
         reused=reused,
-        own_probabilities=own,
+        own_probabilities=own if reused else probabilities,
     )
 
 

@@ -1,8 +1,10 @@
 """Match attention blocks that reuse the probabilities of another block (reuse transformer).
 
-A product with values may read all heads of another layer's softmax, some heads (Gather), or own and
-reused heads (Concat over heads). ``head_sources`` traces such a value to the softmaxes;
-``products_of`` finds all products that read a softmax.
+A product with values may read all heads of another layer's softmax, some heads (Gather, Slice,
+Split), or own and reused heads (Concat over heads). ``head_sources`` traces such a value to the
+softmaxes; ``products_of`` finds all products that read a softmax. A block may also have a product
+for its own heads and one for each source, whose contexts are concatenated: ``joining_node`` finds
+the Concat, ``whole_values`` the values of all heads.
 """
 
 from __future__ import annotations
@@ -17,9 +19,19 @@ from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Reused
 from graph_passes.matching.element_map import MatchFailure, describe
+from graph_passes.matching.layout import only_consumer
 from graph_passes.matching.products import ContextProduct, context_product
 
-__all__ = ["HeadSources", "head_sources", "products_of", "reused_heads"]
+__all__ = [
+    "IN_ORDER",
+    "SELECTIONS",
+    "HeadSources",
+    "head_sources",
+    "joining_node",
+    "products_of",
+    "reused_heads",
+    "whole_values",
+]
 
 HEADS = 1
 """The axis of (B, H, S, T) that counts heads."""
@@ -28,6 +40,12 @@ REACH = 8
 """Maximum number of nodes between a softmax and a product that reuses it."""
 
 IN_ORDER = (0, 1, 2, 3)
+
+SELECTIONS = ("Gather", "Slice", "Split")
+"""Operators that select heads."""
+
+CASTS = ("Identity", "Cast")
+"""Operators between the heads of a value and a product with them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +78,10 @@ def head_sources(
     if first is None:
         return None
     match node.op_type:
-        case "Identity":
+        case "Identity" | "Cast":
             return head_sources(first, known, info, reach - 1)
-        case "Gather":
-            inner, index = head_sources(first, known, info, reach - 1), _index(node)
+        case "Gather" | "Slice" | "Split":
+            inner, index = head_sources(first, known, info, reach - 1), _selected(value, info)
             return None if inner is None or index is None else inner.take(index)
         case "Concat" if _is_of_heads(node):
             parts = [head_sources(v, known, info, reach - 1) for v in node.inputs if v is not None]
@@ -84,17 +102,47 @@ def _splits_heads(node: ir.Node, known: Collection[ir.Value], info: ShapeInfo) -
     return before is not None and after is not None and before[-2:] == after[-2:]
 
 
-def _index(node: ir.Node) -> np.ndarray | None:
-    """The constant indices of a Gather over heads, else None."""
+def _selected(value: ir.Value, info: ShapeInfo) -> np.ndarray | None:
+    """The heads that a Gather, Slice or Split over heads selects, if they are constant."""
+    node = value.producer()
+    assert node is not None
+    shape = info.shape(node.inputs[0])
+    if shape is None or len(shape) != 4:
+        return None
+    heads = np.arange(shape[HEADS])
+    if node.op_type == "Gather":
+        return _gathered(node, heads)
+    if node.op_type == "Slice":
+        return _sliced(node, heads, info)
+    sizes = [info.shape(output) for output in node.outputs]
+    if not _is_of_heads(node) or None in sizes:
+        return None
+    ends = np.cumsum([0, *(size[HEADS] for size in sizes if size is not None)])
+    place = value.index() or 0
+    return heads[ends[place] : ends[place + 1]]
+
+
+def _gathered(node: ir.Node, heads: np.ndarray) -> np.ndarray | None:
     index = node.inputs[1]
     if not _is_of_heads(node) or not is_constant(index):
         return None
     array = constant_array(index)
-    return array.astype(np.int64) if array.ndim == 1 and (array >= 0).all() else None
+    in_range = array.ndim == 1 and ((array >= 0) & (array < len(heads))).all()
+    return array.astype(np.int64) if in_range else None
+
+
+def _sliced(node: ir.Node, heads: np.ndarray, info: ShapeInfo) -> np.ndarray | None:
+    """The heads of a Slice of this axis alone; its bounds are inputs from opset 10 on."""
+    given = [info.elements(value) for value in node.inputs[1:]]
+    numbers = [int(a.reshape(())) for a in given if a is not None and a.size == 1]
+    if len(numbers) < max(3, len(given)):
+        return None
+    start, end, axis, step = (*numbers, 1)[:4]
+    return heads[start:end:step] if axis in (HEADS, HEADS - 4) and step > 0 else None
 
 
 def _is_of_heads(node: ir.Node) -> bool:
-    default = 0 if node.op_type == "Gather" else None
+    default = 0 if node.op_type in ("Gather", "Split") else None
     return node.attributes.get_int("axis", default) in (HEADS, HEADS - 4)
 
 
@@ -132,9 +180,38 @@ def products_of(
             if product is not None:
                 yield product, value
                 continue
-            laid_out = node.op_type in ("Identity", "Reshape", "Gather") and index == 0
+            laid_out = node.op_type in ("Identity", "Reshape", *SELECTIONS) and index == 0
             if not (laid_out or (node.op_type == "Concat" and _is_of_heads(node))) or reach == 0:
                 continue
-            if node.outputs[0] not in seen:
-                seen.add(node.outputs[0])
-                pending.append((node.outputs[0], reach - 1))
+            new = [output for output in node.outputs if output not in seen]
+            seen.update(new)
+            pending += [(output, reach - 1) for output in new]
+
+
+def joining_node(context: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Value] | None:
+    """The Concat over heads that alone reads a context (B, H, S, V), and its input."""
+    shape = info.shape(context)
+    node = only_consumer(context) if shape is not None and len(shape) == 4 else None
+    while node is not None and node.op_type in CASTS:
+        context = node.outputs[0]
+        node = only_consumer(context)
+    if node is None or node.op_type != "Concat" or not _is_of_heads(node):
+        return None
+    return node, context
+
+
+def whole_values(parts: Sequence[ir.Value], info: ShapeInfo) -> ir.Value | None:
+    """The value (B, H, T, V) of which ``parts`` are all heads in order, if there is one."""
+    node = parts[0].producer()
+    for _ in range(REACH):
+        is_part = node is not None and node.op_type in (*CASTS, *SELECTIONS)
+        whole = node.inputs[0] if node is not None and is_part else None
+        shape = info.shape(whole)
+        if whole is None or shape is None or len(shape) != 4:
+            return None
+        sources = [head_sources(part, (whole,), info) for part in parts]
+        heads = [head for source in sources if source is not None for head in source.heads]
+        if None not in sources and heads == [*range(shape[HEADS])]:
+            return whole
+        node = whole.producer()
+    return None

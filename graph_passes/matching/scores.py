@@ -230,9 +230,18 @@ def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutRead
     nodes: list[ir.Node] = []
     value, labels = softmax.probabilities, logits.labels
     probabilities = value if _plain(labels, logits.shape) else None
-    while not (products := _products(value, labels, logits.shape, reader)):
+    while True:
+        contexts = [
+            ContextMatch((), probabilities, product)
+            for product in _products(value, labels, logits.shape, reader)
+        ]
         if probabilities is value and (joined := _joined(value, reader)) is not None:
-            return replace(joined, nodes=(*nodes, *joined.nodes))
+            contexts.append(joined)
+        if contexts:
+            # If several products read the probabilities, the later ones belong to layers that
+            # reuse them.
+            first = _first(contexts)
+            return replace(first, nodes=(*nodes, *first.nodes))
         if (node := _drops_at_random(value, reader)) is not None:
             raise MatchFailure(
                 f"{describe(node)} is a dropout in training mode: export in evaluation mode"
@@ -245,18 +254,16 @@ def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutRead
             labels = reader.apply_layout(step[-1], labels, 0)
         value = step[-1].outputs[0]
         probabilities = value if _plain(labels, logits.shape) else probabilities
-    # If several products read the probabilities, the later ones belong to layers that reuse them.
-    return ContextMatch(tuple(nodes), probabilities, _first(products))
 
 
-def _first(products: Sequence[ContextProduct]) -> ContextProduct:
-    """The product that is executed first."""
-    if len(products) == 1:
-        return products[0]
-    by_node = {product.node: product for product in products}
-    graph = products[0].node.graph
+def _first(found: Sequence[ContextMatch]) -> ContextMatch:
+    """The match whose product is executed first."""
+    if len(found) == 1:
+        return found[0]
+    by_node = {context.product.node: context for context in found}
+    graph = found[0].product.node.graph
     assert graph is not None
-    return next((by_node[node] for node in graph if node in by_node), products[0])
+    return next((by_node[node] for node in graph if node in by_node), found[0])
 
 
 def _joined(own: ir.Value, reader: LayoutReader) -> ContextMatch | None:
@@ -269,7 +276,8 @@ def _joined(own: ir.Value, reader: LayoutReader) -> ContextMatch | None:
         value = node.outputs[0]
         read = [context_product(user, value, (0, 1, 2, 3), reader.info) for user, _ in value.uses()]
         if products := [product for product in read if product is not None]:
-            return ContextMatch((node,), value, _first(products), joined=node, own=own)
+            found = [ContextMatch((node,), value, each, joined=node, own=own) for each in products]
+            return _first(found)
     return None
 
 

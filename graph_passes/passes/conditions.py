@@ -45,7 +45,8 @@ def caller_reads(block: AttentionBlock) -> Refusal | None:
             "returned",
             "its keys and values are outputs of the graph (a cache), whose shapes would change",
         )
-    if block.probabilities is not None and block.probabilities.is_graph_output():
+    probabilities = (block.probabilities, block.own_probabilities)
+    if any(value is not None and value.is_graph_output() for value in probabilities):
         return Refusal("returned", "its probabilities are an output of the graph")
     return None
 
@@ -70,8 +71,8 @@ def rotary_or_norm(block: AttentionBlock) -> Refusal | None:
 
 
 def no_probabilities(block: AttentionBlock) -> Refusal | None:
-    """Whether no value of the graph holds the probabilities by head."""
-    if block.probabilities is None:
+    """Whether no value of the graph holds the block's own probabilities by head."""
+    if block.own_probabilities is None:
         return Refusal(
             "probability_layout",
             "its probabilities are nowhere laid out as (batch, heads, queries, keys)",

@@ -107,5 +107,5 @@ def _keep_heads(block: AttentionBlock, kept: np.ndarray, info: ShapeInfo) -> Non
         return
     make = Inserter(block.graph, block.output.nodes[-1], f"{block.name}/pruned")
     probabilities = emit_probabilities(make, block, kept, info)
-    context = emit_context(make, block, probabilities, kept, info)
+    context = emit_context(make, block, [(probabilities, kept)], info)
     emit_output(make, block, context, kept, info)

@@ -14,7 +14,7 @@ from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
-from graph_passes.emit.editing import Inserter, in_precision, type_of
+from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import heads_refusal
 from graph_passes.emit.probabilities import (
     emit_probabilities,
@@ -61,8 +61,9 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 
     Queries, keys, scores and softmax of reused heads are deleted: (1 - K/2H) of the layer's
     products and parameters remain. Values and output stay, ordered so that heads with the same
-    source are adjacent. Exact where both heads attend alike, lossy elsewhere. Masks, lengths and
-    position biases of both layers must be equal. Fused operators of the sources are decomposed.
+    source are adjacent: each source has a product with its values, and the contexts are joined.
+    Exact where both heads attend alike, lossy elsewhere. Masks, lengths and position biases of both
+    layers must be equal. Fused operators of the sources are decomposed.
 
     Attributes:
         targets: For each block, its reused heads and their sources.
@@ -111,7 +112,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
             decompose_fused(context, sources | self.targets.keys())
             super().requires(model)
             for block in self.find(context):
-                if block.name in sources and block.probabilities is None:
+                if block.name in sources and block.own_probabilities is None:
                     raise CannotRewrite(
                         f"{block.name}: its probabilities are inside a fused operator",
                         "choose another source",
@@ -179,7 +180,7 @@ def renumbered(edges: Edges, masks: Mapping[str, Sequence[int]]) -> dict[str, Re
 
 def source_refusal(block: AttentionBlock) -> Refusal | None:
     """Why the probabilities of a block cannot be reused by another; None if they can."""
-    if block.logits is None and block.probabilities is None:
+    if block.logits is None and block.own_probabilities is None:
         return decomposition_refusal(block)
     return no_probabilities(block)
 
@@ -237,26 +238,23 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Available:
-    """The probabilities (B, H, S, T) that layers provide so far, and the place of each head.
-
-    Attributes:
-        split: Layers of which only some heads compute probabilities.
-    """
+    """The probabilities (B, h, S, T) that layers compute so far, and the place of each head."""
 
     info: ShapeInfo
     blocks: Mapping[str, AttentionBlock]
     values: dict[str, tuple[ir.Value, dict[int, int]]] = field(default_factory=dict)
-    split: set[str] = field(default_factory=set[str])
 
     def of(self, name: str, before: ir.Node) -> tuple[ir.Value, dict[int, int]]:
         """Those of a layer; ``before`` is the first node that reads them in another."""
         if name not in self.values:
             block = self.blocks[name]
-            whole = probabilities_by_head(
-                Inserter(block.graph, before, f"{name}/shared"), block, self.info
-            )
-            self.values[name] = whole, {head: head for head in range(block.num_heads)}
+            make = Inserter(block.graph, before, f"{name}/shared")
+            self.put(block, probabilities_by_head(make, block, self.info), block.own_heads)
         return self.values[name]
+
+    def put(self, block: AttentionBlock, value: ir.Value, heads: np.ndarray) -> None:
+        """Record the heads of a layer that compute probabilities, in order."""
+        self.values[block.name] = value, {head: i for i, head in enumerate(heads.tolist())}
 
 
 def _reuse(
@@ -267,29 +265,21 @@ def _reuse(
     product = block.output.nodes[-1]
     make = Inserter(block.graph, product, f"{block.name}/reuse")
     own = np.array([head for head in range(block.num_heads) if head not in edges], np.int64)
-    pieces: list[ir.Value] = []
-    order = own.tolist()
+    parts: list[tuple[ir.Value, np.ndarray]] = []
     if len(own):
-        pieces.append(emit_probabilities(make, block, own, available.info))
-        available.values[block.name] = pieces[0], {head: i for i, head in enumerate(own.tolist())}
-        available.split.add(block.name)
+        parts.append((emit_probabilities(make, block, own, available.info), own))
+        available.put(block, *parts[0])
     for source in dict.fromkeys(source for source, _ in edges.values()):
         value, places = available.of(source, product)
         taken = sorted(
             (places[theirs], head) for head, (layer, theirs) in edges.items() if layer == source
         )
-        index = np.array([place for place, _ in taken], np.int64)
-        order += [head for _, head in taken]
-        if source in available.split or not np.array_equal(index, np.arange(len(places))):
+        index, heads = np.array(taken, np.int64).T
+        if not np.array_equal(index, np.arange(len(places))):
             at = make.integers(index, "source_heads")
             dtype = probabilities_type(available.blocks[source], available.info)
             value = make.op("Gather", [value, at], "probabilities_taken", axis=1, dtype=dtype)
-        pieces.append(value)
-    heads = np.array(order, np.int64)
-    dtype = type_of(pieces[-1], available.info) or block.v.dtype  # the type of the last source
-    pieces = [in_precision(make, piece, dtype, available.info) for piece in pieces]
-    probabilities = pieces[0]
-    if len(pieces) > 1:
-        probabilities = make.op("Concat", pieces, "probabilities_joined", axis=1, dtype=dtype)
-    context = emit_context(make, block, probabilities, heads, available.info)
-    emit_output(make, block, context, heads, available.info)
+        parts.append((value, heads))
+    context = emit_context(make, block, parts, available.info)
+    order = np.concatenate([heads for _, heads in parts])
+    emit_output(make, block, context, order, available.info)

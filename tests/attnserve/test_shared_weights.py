@@ -10,8 +10,8 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.compare import verify
+from attnserve.choices import Mixing
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.mixing_cost import Mixing
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from tests.graph_passes.graphs import PARTS, D, H, K, graph

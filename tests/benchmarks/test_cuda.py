@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import ml_dtypes
@@ -18,13 +19,14 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
 from attnserve.runtime.session import open_session, why_no_cuda
 from benchmarks import cuda
-from benchmarks.gpu import collaborative_operators
+from benchmarks.gpu import collab_dk, collaborative_operators
 from benchmarks.gpu import measure as measuring
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import BUDGET, Form, cell, compiled, kernels, timed
 from graph_passes.errors import AttnserveError
 from graph_passes.matching.find import find_attention
+from graph_passes.passes.fuse_attention import FuseAttention
 
 ROOT = Path(__file__).parents[2]
 FLOAT = ir.DataType.FLOAT
@@ -182,6 +184,65 @@ def test_expressions_compute_attention(name: str):
     expected = np.einsum("bhst,bthv->bshv", e / e.sum(-1, keepdims=True), values)
     np.testing.assert_allclose(got, expected.reshape(got.shape), rtol=0, atol=5e-3)
     assert np.abs(got).max() > 0.5
+
+
+# Shared queries and keys, end to end
+
+
+def test_collab_dk_forms_are_built_as_served(tmp_path: Path):
+    """Dense and sparse mixing and own dimensions, each beside the original."""
+    shapes = ((1, 8), (2, 16))
+    done = collab_dk.build(SMALL, (24,), shapes, tmp_path, "cpu", perf_counter() + 60, ["float32"])
+    assert done.not_built == {}
+    forms = {form.name: form for form in done.forms}
+    names = ["fp32", "original float32", "dense 24 float32", "sparse 24 float32", "own 24 float32"]
+    assert [name for name in forms if "key mask" not in name] == names
+    read = [
+        find_attention(ir.load(tmp_path / name))[0][0]
+        for name in ("dense 24.onnx", "sparse 24.onnx", "own 24.onnx")
+    ]
+    assert [block.form for block in read] == ["collaborative", "sparse", "standard"]
+    assert read[0].head_size >= 24 and read[2].head_size <= 16
+    original = ir.load(forms["fp32"].path)
+    for name, form in forms.items():
+        least = 0.9999 if name.startswith(("fp32", "original")) else 0.9
+        assert min_cosine(ir.load(form.path), original) >= least, name
+
+
+def test_collab_dk_without_time_gives_the_reason(tmp_path: Path):
+    done = collab_dk.build(SMALL, (16,), ((1, 8),), tmp_path, "cpu", 0.0, [])
+    assert done.not_built == {"dense 16": BUDGET, "sparse 16": BUDGET}
+
+
+@pytest.mark.parametrize("form", ["attention", "multi_head"])
+def test_key_mask_replaces_the_bias(encoder: ir.Model, form: Any):
+    """For all rows with a token; a padded batch."""
+    fused = encoder.clone(deep_copy=True)
+    FuseAttention(dict.fromkeys([b.name for b in find_attention(fused)[0]], form))(fused)
+    masked = fused.clone(deep_copy=True)
+    assert collab_dk.with_key_mask(masked) and not collab_dk.with_key_mask(masked)
+    assert not collab_dk.with_key_mask(encoder)
+    assert min_cosine(masked, fused) >= 1 - 1e-5
+
+
+@pytest.mark.timing
+def test_main_measures_forms_of_collab_dk(tmp_path: Path):
+    options = ["--tiny-on-cpu", "--collab-dk", "16", "--seconds", "400"]
+    assert cuda.main([*options, "--results", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "collab-dk-tiny-on-cpu.json").read_text())
+    assert (content["measured"], content["R"]) == (True, [16])
+    size = content["sizes"]["tiny"]
+    assert size["not_built"] == {}
+    wanted = {"fp32"} | {
+        f"{name} {precision}"
+        for name in ("original", "dense 16", "sparse 16", "own 16")
+        for precision in collab_dk.PRECISIONS
+    }
+    for shape in cuda.TINY_SHAPES[:2]:
+        rows = [c for c in size["cells"] if (c["batch"], c["sequence"]) == shape]
+        assert wanted <= {row["form"] for row in rows}
+        assert all(row["p50_ms"] > 0 for row in rows)
+    assert min(size["min_cosine"].values()) > 0.9
 
 
 # Cells

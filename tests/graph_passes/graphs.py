@@ -263,7 +263,8 @@ def grafted(model: ir.Model, edges: Mapping[str, Mapping[int, tuple[str, int]]])
         for head in range(block.num_heads):
             source, index = heads.get(head, (name, head))
             probabilities = probabilities_by_head(make, blocks[source], facts)
-            at = make.constant(np.array([index], np.int64), "head")
+            place = blocks[source].own_heads.tolist().index(index)
+            at = make.constant(np.array([place], np.int64), "head")
             rows.append(make.op("Gather", [probabilities, at], "row", axis=1))
         assert block.probabilities is not None
         whole = make.op("Concat", rows, "rows", axis=1)

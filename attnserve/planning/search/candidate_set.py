@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.block_loss import Losses
@@ -72,6 +72,8 @@ class CandidateSet:
         units: The groups that are chosen together, with their pair if they are one.
         options: The options of each unit.
         front: The choices that no other choice beats in both loss and time, by rising loss.
+        nothing_removed: Those of them among choices that remove nothing: fused operators, and the
+            precision of each block.
     """
 
     timing: ModelTiming
@@ -80,6 +82,7 @@ class CandidateSet:
     units: Sequence[tuple[ChoiceUnit, ReusePair | None]]
     options: Sequence[Sequence[Option]]
     front: Sequence[Choice]
+    nothing_removed: Sequence[Choice] = ()
 
     @classmethod
     def of(cls, timing: ModelTiming, losses: Losses) -> CandidateSet:
@@ -89,8 +92,19 @@ class CandidateSet:
             timing.blocks, losses.curves, timing.target, timing.in_float, losses.conversion
         )
         options = [estimates.options(unit, pair) for unit, pair in units]
-        front = pareto_front(options)
-        return cls(timing, losses.curves, losses.conversion, units, options, front)
+        whole = [
+            [i for i, option in enumerate(each) if option.removes_nothing(unit)]
+            for (unit, _), each in zip(units, options, strict=True)
+        ]
+        least = pareto_front([[o[i] for i in w] for o, w in zip(options, whole, strict=True)])
+        nothing_removed = [
+            replace(choice, picks=tuple(w[i] for w, i in zip(whole, choice.picks, strict=True)))
+            for choice in least
+        ]
+        return cls(
+            timing, losses.curves, losses.conversion, units, options, pareto_front(options),
+            nothing_removed,
+        )  # fmt: skip
 
     def predicted_ms(self, choice: Choice) -> float:
         """The predicted time of the whole model."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -196,6 +197,10 @@ class Option:
     loss: float
     ms: float
     in_float: frozenset[int] = frozenset()
+
+    def removes_nothing(self, unit: ChoiceUnit) -> bool:
+        """Whether all of its groups stay whole."""
+        return self.configs == tuple(BlockConfig(group.count) for group in unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -435,21 +440,21 @@ class Estimates:
     conversion: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def options(self, unit: ChoiceUnit, pair: ReusePair | None = None) -> list[Option]:
-        """The options of a unit that are at no shape slower than it is now, by rising loss."""
+        """The options of a unit that are at no shape slower than it is now, by rising loss.
+
+        Those that remove nothing follow, where another option is faster and loses less.
+        """
+        found = self._fast(unit, pair)
+        per_group = [[o for o in self._of_group(g) if o.removes_nothing((g,))] for g in unit]
+        whole = [_joined(options) for options in product(*per_group)]
+        return [*found, *(option for option in whole if option not in found)]
+
+    def _fast(self, unit: ChoiceUnit, pair: ReusePair | None) -> list[Option]:
         if pair is None:
             (group,) = unit
             return _rising(self._of_group(group))
         first, second = (_rising(self._of_group(group)) for group in unit)
-        options = [
-            Option(
-                (*a.configs, *b.configs),
-                a.loss + b.loss,
-                a.ms + b.ms,
-                a.in_float | {index + 1 for index in b.in_float},
-            )
-            for a in first
-            for b in second
-        ]
+        options = [_joined(both) for both in product(first, second)]
         original = sum(np.array(self.timed[group.blocks[0]].original) for group in unit)
         curve, other = (self.curves[group.key] for group in unit)
         conversion = sum(self.conversion.get(group.key, 0.0) for group in unit)
@@ -489,6 +494,16 @@ class Estimates:
 
     def _mean(self, times: Sequence[float] | np.ndarray) -> float:
         return float(np.mean(times[: self.target]))
+
+
+def _joined(options: Sequence[Option]) -> Option:
+    """One option of each group of a unit as one option of the unit."""
+    return Option(
+        tuple(config for option in options for config in option.configs),
+        sum(option.loss for option in options),
+        sum(option.ms for option in options),
+        frozenset(i for i, option in enumerate(options) if option.in_float),
+    )
 
 
 def _rising(options: Sequence[Option]) -> list[Option]:

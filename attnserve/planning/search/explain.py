@@ -120,8 +120,9 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
             f"reusing the probabilities of {config.source} in all heads loses "
             f"{picked.pair.loss:.4f}"
         )
-    if picked.index + 1 < len(picked.options):
-        now, following = picked.options[picked.index : picked.index + 2]
+    now, *others = picked.options[picked.index : picked.index + 2]
+    if others and others[0].ms < now.ms:
+        (following,) = others
         place = picked.unit.index(group)
         smaller = f"{following.configs[place]} {what}"
         if place in now.in_float and place not in following.in_float:

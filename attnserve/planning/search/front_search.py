@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,9 @@ measure; 1 for others. The first build replaces it."""
 SQUARED = frozenset({"top1"})
 """Measures whose squared loss grows with the predicted loss: tokens change their rank when logits
 move, and independent moves add up in squares."""
+
+SAME_MS = 1.02
+"""Choices whose predicted times differ by less may be as fast as one another."""
 
 CAREFUL = 0.8
 """The share of the allowed loss that is aimed at after a proof failed."""
@@ -101,6 +104,35 @@ class FrontSearch:
                 high = index
             guess = self._next_guess(low, high, limit, measured)
         return self.judge.build(front[low])
+
+    def leaner(self, built: Built) -> Built:
+        """A choice that loses less and is as fast within the interval of paired times."""
+        candidates, choice = self.candidates, built.choice
+        most = SAME_MS * candidates.predicted_ms(choice)
+        other = next(c for c in candidates.front if candidates.predicted_ms(c) <= most)
+        if other.loss >= choice.loss:
+            return built
+        lean = self.judge.build(other)
+        as_fast = self.judge.paired_speedup(lean, built).low <= 1
+        return lean if as_fast and lean.loss <= built.loss else built
+
+    def nothing_removed(self) -> tuple[FrontSearch, Built | None]:
+        """The fastest choice that meets the goal and removes nothing, and its search.
+
+        It is the fused original in the precision of the goal, if that keeps enough: otherwise some
+        of its blocks stay float32.
+        """
+        front = replace(
+            self, candidates=replace(self.candidates, front=self.candidates.nothing_removed)
+        )
+        fastest = self.judge.build(front.candidates.front[-1])
+        keep, speedup = self.goal.keep, self.goal.target_speedup
+        if keep is not None:
+            keeps = fastest.loss <= max(1 - keep, ROUNDING)
+            return front, fastest if keeps else front.fastest(keep)
+        assert speedup is not None
+        reaches = self.judge.speedup(fastest) >= speedup
+        return front, front.least_loss(speedup) if reaches else None
 
     def more_careful(self, built: Built, loss: float, keep: float) -> Built:
         """A choice with less predicted loss, after a proof measured too much for another one.

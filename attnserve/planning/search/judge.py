@@ -21,12 +21,17 @@ from attnserve.planning.search.goal import SearchInput
 from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, Speed, mean_speedup
+from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
+from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import Batch, open_session
 
 __all__ = ["ROUNDING", "Built", "Judge", "refusal", "score_model"]
+
+PAIR_SECONDS = 20.0
+"""Approximate time in which two models are compared, which decides whether one is written."""
 
 ROUNDING = 1e-4
 """A loss below this comes from rounding."""
@@ -184,6 +189,17 @@ class Judge:
             Speed(given.batch, length, before, after, before / after)
             for length, (before, after) in zip(lengths, pairs, strict=True)
         ]
+
+    def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
+        """The speed-up of one built model over another one at the requested lengths, in turns."""
+        given = self.given
+        shapes = [(given.batch, length) for length in given.lengths]
+        feeds = example_feeds(given.model, shapes, given.context.seed)
+        found = time_models(
+            [slow.model, fast.model], feeds, context=given.context, seconds=PAIR_SECONDS
+        )
+        assert found is not None, "both models were timed before"
+        return paired_speedup([times[0] for times in found[1]], [times[1] for times in found[1]])
 
     def _measure(
         self,

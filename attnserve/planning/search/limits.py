@@ -6,6 +6,7 @@ __all__ = [
     "MAX_BLOCK_SLOWDOWN",
     "MIN_GAIN",
     "MIN_LOSSLESS_GAIN",
+    "MIN_REMOVAL_GAIN",
     "MIN_SPEEDUP",
     "MULTIPLE",
 ]
@@ -22,6 +23,10 @@ whole model above ``MIN_SPEEDUP``."""
 
 MIN_GAIN = 1.01
 """The lowest mean speed-up for which a lossy model is worth its loss."""
+
+MIN_REMOVAL_GAIN = 1.03
+"""The lowest speed-up over the fused original in the same precision for which something is removed,
+at the lower end of its 95 % interval."""
 
 MIN_LOSSLESS_GAIN = 1.02
 """The lowest mean speed-up for which the service replaces a model by its fused form."""

@@ -12,6 +12,7 @@ import numpy as np
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.evaluate import Share
 from attnserve.planning.plan import FORMAT, Plan
+from attnserve.planning.served_speed import ServedSpeed
 from attnserve.reports.plots import pareto_front
 
 __all__ = [
@@ -161,6 +162,7 @@ class Outcome:
         chosen: The same comparison on the data that the search looked at.
         proofs: All proofs in order; those before the last kept too little.
         recovered: The rounds of training; None without training.
+        speed: What fusion, precision and removal gave; None if the original is returned.
     """
 
     rewrites: Plan
@@ -172,6 +174,7 @@ class Outcome:
     chosen: Fidelity | None
     proofs: Sequence[Proof]
     recovered: Recovered | None
+    speed: ServedSpeed | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,6 +231,7 @@ class PlanReport(Outcome):
             "proofs": [proof.to_json() for proof in self.proofs],
             "speedup": self.speedup,
             "speeds": [asdict(speed) for speed in self.speeds],
+            "speedups": self.speed and self.speed.to_json(),
             "layers": [asdict(decision) for decision in self.decisions],
             "plan": self.rewrites.to_json(),
             "front": [asdict(point) for point in self.front],
@@ -249,5 +253,5 @@ def draw_front(report: PlanReport) -> str:
         [(1 - point.predicted_loss, point.speedup) for point in report.front],
         [(1 - (point.measured_loss or 0.0), point.speedup) for point in built],
         (1 - report.proofs[-1].loss, report.speedup) if report.gain and report.proofs else None,
-        title=report.verdict,
+        title=report.verdict.partition(": ")[0],
     )

@@ -12,7 +12,9 @@
 With ``Goal.recover``, choices beyond the one that was found are trained before the proof
 (``recovery_search``).
 
-A model that is slower than the original at some length is not returned: the plan is then empty.
+A removal is kept only if it is measurably faster than the fused original in the same precision,
+which is returned otherwise. A model that is slower than the original at some length is not
+returned: the plan is then empty.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.goal import Goal, SearchInput
 from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal, score_model
+from attnserve.planning.search.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, check_trainable
 from attnserve.planning.search.report import (
@@ -57,6 +60,7 @@ from attnserve.planning.search.report import (
     Speed,
     mean_speedup,
 )
+from attnserve.planning.served_speed import measure_served
 from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session, run
 from attnserve.versions import versions
@@ -131,24 +135,27 @@ def search(
     judge = Judge(given, candidates, checkpoint, original_score)
     front = FrontSearch(goal, candidates, judge)
     best = front.run()
+    if best is not None and goal.keep is not None:
+        best = front.leaner(best)
     if goal.recover is None:
-        result = _result(given, judge, *_proved(goal, judge, front, best))
+        best, proofs = _proved(goal, judge, front, best)
+        result = _result(given, front, best, proofs)
     else:
-        result = _recovered(given, front, judge, best, 60 * goal.recover)
+        result = _recovered(given, front, best, 60 * goal.recover)
     checkpoint.remove()
     return result
 
 
 def _recovered(
-    given: SearchInput, front: FrontSearch, judge: Judge, plain: Built | None, seconds: float
+    given: SearchInput, front: FrontSearch, plain: Built | None, seconds: float
 ) -> SearchResult:
     """The result with training, or without it if that is no better."""
-    recovery = RecoverySearch(given, front, judge, _key(given), seconds)
+    recovery = RecoverySearch(given, front, front.judge, _key(given), seconds)
     best, proofs, report = recovery.run(plain)
     if best is None:
-        best, others = _proved(given.goal, judge, front, plain)
+        best, others = _proved(given.goal, front.judge, front, plain)
         proofs = [*proofs, *others]
-    result = _result(given, judge, best, proofs, report)
+    result = _result(given, front, best, proofs, report)
     recovery.remove_checkpoints()
     return result
 
@@ -301,14 +308,38 @@ def _proved(
     return best, proofs
 
 
+def _settled(
+    given: SearchInput, front: FrontSearch, best: Built, proofs: Sequence[Proof]
+) -> tuple[Built | None, Sequence[Proof], str]:
+    """The best choice, or the one that removes nothing if it is about as fast; and the reason."""
+    if not best.plan.changed:
+        return best, proofs, ""
+    plain, whole = front.nothing_removed()
+    if whole is None:  # it misses the speed-up of the goal
+        return best, proofs, ""
+    gain = front.judge.paired_speedup(whole, best)
+    if gain.low >= MIN_REMOVAL_GAIN:
+        return best, proofs, ""
+    reason = (
+        f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
+        f"{gain.high:.2f}) the speed of the fused original in {given.goal.precision}, expected at "
+        f"least {MIN_REMOVAL_GAIN}x"
+    )
+    settled, others = _proved(given.goal, front.judge, plain, whole)
+    return settled, [*proofs, *others], reason
+
+
 def _result(
     given: SearchInput,
-    judge: Judge,
+    front: FrontSearch,
     best: Built | None,
     proofs: Sequence[Proof],
     recovered: Recovered | None = None,
 ) -> SearchResult:
     """The best choice, or an empty plan if it is not faster than the original."""
+    judge, note = front.judge, ""
+    if best is not None:
+        best, proofs, note = _settled(given, front, best, proofs)
     if best is None:
         best = judge.build(judge.candidates.front[0])
         reason = (
@@ -339,12 +370,20 @@ def _result(
             f"{proof.share.value:.2%} of the {given.goal.task} score (standard error "
             f"{proof.share.standard_error:.2%})"
         )
+    speed = measure_served(
+        given.model, best.float32_model, best.model, best.plan.precision,
+        is_lossy=bool(best.plan.changed), shapes=[(given.batch, each) for each in given.lengths],
+        data=given.data.fit, context=given.context,
+    )  # fmt: skip
     verdict = f"{gain:.2f}x as fast, keeping {', '.join(kept)}"
-    if recovered is not None and recovered.gain:
+    if speed is not None:
+        verdict += f": {speed.describe(best.plan.precision)}"
+    if recovered is not None and recovered.gain and not note:
         verdict += f" ({recovered.verdict})"
+    verdict += f"; {note}" if note else ""
     outcome = Outcome(
         best.plan, True, verdict, proof.fidelity, proof.share, speeds, best.fidelity,
-        tuple(proofs), recovered,
+        tuple(proofs), recovered, speed,
     )  # fmt: skip
     report = _report(given, judge, best, outcome)
     return SearchResult(report, best.float32_model, best.model, best.applied)
@@ -361,7 +400,7 @@ def _no_gain(
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
     same = Fidelity((), 1.0, 1.0, "the original itself")
-    outcome = Outcome(Plan(), False, verdict, same, None, speeds, None, (), recovered)
+    outcome = Outcome(Plan(), False, verdict, same, None, speeds, None, (), recovered, None)
     report = _report(given, judge, best, outcome)
     return SearchResult(report, given.model, given.model, ApplyReport((), is_exact=True))
 
@@ -380,6 +419,7 @@ def _report(given: SearchInput, judge: Judge, best: Built, outcome: Outcome) -> 
         chosen=outcome.chosen,
         proofs=outcome.proofs,
         recovered=outcome.recovered,
+        speed=outcome.speed,
         speeds=outcome.speeds,
         decisions=explain(judge.candidates, best.choice),
         front=front_points(judge.candidates, judge.measured),

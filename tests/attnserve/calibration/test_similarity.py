@@ -9,6 +9,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.calibration.activations import probabilities_by_head
+from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.similarity import HeadSimilarity, measure_similarity, similarities
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
@@ -19,6 +21,8 @@ from attnserve.runtime.session import Batch, open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.reuse_attention import ReuseAttention
 from tests.errors import raises
 from tests.graph_passes.graphs import D, H, K, V, graph
 
@@ -130,6 +134,55 @@ def test_similarities_of_groups_equal_those_of_single_measurements():
 def test_similarities_of_padding_only_are_none():
     model = two_layers()
     assert [*similarities(model, [read_attention(model).blocks], [texts(0, 0)])] == [None]
+
+
+def reused_heads() -> tuple[ir.Model, Sequence[AttentionBlock]]:
+    """Two layers, of which heads 0 and 2 of the second reuse heads 1 and 0 of the first."""
+    model = two_layers()
+    first, second = (block.name for block in find_attention(model)[0])
+    ReuseAttention({second: {0: (first, 1), 2: (first, 0)}})(model)
+    return model, read_attention(model).blocks
+
+
+def test_measure_similarity_of_reused_heads_is_one():
+    """Probabilities of a layer that are in several values of the graph count as one layer's."""
+    model, blocks = reused_heads()
+    batches = [texts(9, 4)]
+    got = measure_similarity(model, blocks, batches)
+    (grouped,) = similarities(model, [blocks], batches)
+    assert got.heads == (H, H)
+    taken = {h: s for r in blocks[1].reused for h, s in zip(r.heads, r.sources, strict=True)}
+    between = got.between(*(block.name for block in reversed(blocks)))
+    assert len(taken) == 2
+    for head, source in taken.items():
+        assert between[head, source] == pytest.approx(1.0, abs=1e-6)
+    own = blocks[1].own_heads
+    assert between[own].max() < 0.99
+    assert grouped is not None
+    np.testing.assert_allclose(grouped.matrix, got.matrix, rtol=0, atol=1e-6)
+
+
+def test_probabilities_of_all_heads_give_the_context_of_a_layer_that_reuses():
+    model, blocks = reused_heads()
+    block, batch = blocks[1], texts(9, 4)
+    assert block.v.output is not None and len(block.probability_values) == 2
+    with exposing(model, [*block.probability_values, block.v.output, block.context]):
+        *arrays, values, context = open_session(model).run(None, batch)
+    p = probabilities_by_head(block, arrays)
+    assert p.shape == (2, H, 9, 9)
+    np.testing.assert_allclose(p @ values, context, rtol=0, atol=1e-5)
+
+
+def test_collect_moments_of_own_heads_are_those_before_reuse():
+    """Both read the same tokens, and the reused heads do not count."""
+    model, plain = reused_heads()[0], two_layers()
+    before, after = (
+        collect_moments(each, find_attention(each)[0][1:], [texts(9, 4)]) for each in (plain, model)
+    )
+    (old,), (new,) = before.values(), after.values()
+    np.testing.assert_allclose(new.query_covariance, old.query_covariance, rtol=1e-5)
+    assert new.head_weight is not None and old.head_weight is not None
+    np.testing.assert_allclose(new.head_weight, old.head_weight[[1]], rtol=1e-4)
 
 
 def test_measure_similarity_of_equal_layers_is_one():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
@@ -27,6 +28,7 @@ from attnserve.nn import (  # noqa: E402
     voting_to_stay,
 )
 from attnserve.runtime.session import open_session  # noqa: E402
+from graph_passes.analysis.shapes import infer_shapes_small  # noqa: E402
 from graph_passes.errors import InvalidArgument  # noqa: E402
 from tests.architectures import quiet  # noqa: E402
 from tests.errors import raises  # noqa: E402
@@ -428,19 +430,31 @@ def test_reuse_across_groups_of_albert_is_refused():
         assert model(torch.tensor([[3, 4, 5]])).last_hidden_state.isfinite().all()
 
 
-def test_full_reuse_is_read_from_a_torchscript_export(tmp_path: Path):
+@pytest.mark.parametrize("configuration", ["full:2", "partial:2", "partial:3"])
+def test_reuse_is_read_from_a_torchscript_export(configuration: str, tmp_path: Path):
     model = build("BERT", "eager")
-    swap(model, lambda layers: reuse_transformer(layers, "full:2"))
-    inputs = feeds("BERT")
+    swap(model, lambda layers: reuse_transformer(layers, configuration))
+    model, inputs = Outputs(model).eval(), feeds("BERT")
     names = ["input_ids", "attention_mask"]
     with quiet(), torch.no_grad():
         torch.onnx.export(
-            Outputs(model), tuple(inputs[name] for name in names), str(tmp_path / "m.onnx"),
+            model, tuple(inputs[name] for name in names), str(tmp_path / "m.onnx"),
             dynamo=False, input_names=names, output_names=["y"], opset_version=17,
             dynamic_axes={name: {0: "batch", 1: "sequence"} for name in [*names, "y"]},
         )  # fmt: skip
-    forms = [block["form"] for block in inspect(tmp_path / "m.onnx").to_json()["attention"]]
+    report = inspect(tmp_path / "m.onnx").to_json()
+    assert report["missed"] == []
+    forms = [block["form"] for block in report["attention"]]
     assert forms == ["standard", "reuse", "reuse", "standard"]
+    shapes = infer_shapes_small(ir.load(tmp_path / "m.onnx"), batch=2, sequence=5)
+    joined = [v for v in shapes.known if (node := v.producer()) and node.op_type == "Concat"]
+    assert not [v.name for v in joined if (shapes.shape(v) or ())[-2:] == (5, 5)]
+    shorter = {name: inputs[name][:1, :4] for name in names}
+    with torch.no_grad():
+        theirs = model(*shorter.values())
+    session = open_session(tmp_path / "m.onnx", threads=1)
+    [ours] = session.run(None, {name: value.numpy() for name, value in shorter.items()})
+    torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=1e-5, rtol=1e-4)
 
 
 class Outputs(torch.nn.Module):

@@ -9,6 +9,7 @@ from attnserve.runtime.interleaved_timer import (
     BENCHMARK,
     InterleavedTimer,
     Sampler,
+    paired_speedup,
     time_functions,
 )
 
@@ -46,3 +47,15 @@ def test_rounds_within_time_is_even_and_limited(round_seconds: float, rounds: in
 def test_time_functions_slower_function_takes_longer():
     fast, slow = time_functions([lambda: None, lambda: sum(range(20_000))], 0.02)
     assert np.median(slow) > 10 * np.median(fast) > 0
+
+
+def test_paired_speedup_is_the_geometric_mean_of_median_ratios():
+    """Drift of both models cancels, and the interval holds the value."""
+    drift = np.array([1.0, 2.0, 1.5, 3.0])
+    found = paired_speedup([8 * drift, 2 * drift], [4 * drift, 4 * drift])
+    assert (found.value, found.low, found.high) == pytest.approx((1.0, 1.0, 1.0))
+    noisy = np.random.default_rng(0).normal(1.0, 0.02, 200)
+    found = paired_speedup([1.1 * noisy], [np.ones(200)])
+    assert found.low < found.value < found.high
+    assert found.value == pytest.approx(1.1, rel=0.01)
+    assert found.high - found.low < 0.02

@@ -98,7 +98,7 @@ def emitted(model: ir.Model, heads: Sequence[int]) -> ir.Model:
     block, info = read(model)
     make, chosen = inserter(block), np.array(heads)
     probabilities = emit_probabilities(make, block, chosen, info)
-    context = emit_context(make, block, probabilities, chosen, info)
+    context = emit_context(make, block, [(probabilities, chosen)], info)
     emit_output(make, block, context, chosen, info)
     return model
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from attnserve.checks.certify import read_attention
 from graph_passes.analysis.cost import model_cost
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument
@@ -25,6 +26,8 @@ from tests.graph_passes.graphs import (
     FLOAT_MASK,
     PARTS,
     PLAIN_INPUT,
+    SCALE,
+    TENSOR,
     D,
     H,
     K,
@@ -52,6 +55,8 @@ from tests.graph_passes.layouts import (
     PACKED_PARTS,
     ROTARY,
     SHARED,
+    SINGLE_CONTEXT,
+    SINGLE_MASK,
     SPLIT,
     VARIANTS,
     cross,
@@ -268,9 +273,10 @@ def test_reuse_attention_writes_these_nodes() -> None:
     assert [name.removeprefix(f"{SECOND}/reuse/") for name in names if name] == [
         "query/product", "query/biased", "query/heads", "query/heads_apart",
         "key/product", "key/biased", "key/heads", "key/heads_apart",
-        "keys", "scores", "biased", "softmax", "probabilities_taken", "probabilities_joined",
+        "keys", "scores", "biased", "softmax", "probabilities_taken",
         "value/product", "value/biased", "value/heads", "value/heads_apart",
-        "context", "by_token", "merged_heads", "output_product", "output",
+        "values", "context", "values_2", "context_2", "contexts_joined",
+        "by_token", "merged_heads", "output_product", "output",
     ]  # fmt: skip
 
 
@@ -325,6 +331,137 @@ def test_reuse_attention_source_with_fewer_heads_equals_grafting() -> None:
         return PruneHeads({FIRST: (0, 1, 0)})(layers(2)).model
 
     assert_is_forwarding(build, {SECOND: dict.fromkeys(range(H), (FIRST, 0))})
+
+
+# ---- contexts are joined, not probabilities ------------------------------------------------------
+
+
+def joined_probabilities(model: ir.Model) -> list[str | None]:
+    """Concat nodes whose output has the axes of queries and keys last, (..., S, T)."""
+    shapes = infer_shapes_small(model, batch=2, sequence=5)
+    return [
+        node.name
+        for node in model.graph.all_nodes()
+        if node.op_type == "Concat" and (shapes.shape(node.outputs[0]) or ())[-2:] == (5, 5)
+    ]
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_reuse_attention_joins_contexts_instead_of_probabilities(case: str) -> None:
+    model = reuse(layers(3), EDGES[case])
+    assert joined_probabilities(model) == []
+    graphs = grafted(layers(3), EDGES[case])
+    assert joined_probabilities(graphs)  # the check sees them where they are
+
+
+def test_reuse_attention_all_own_heads_in_order_are_read_without_gather() -> None:
+    """Own heads of a partially reused layer are one value of their own."""
+    edges = {SECOND: {0: (FIRST, 0)}, THIRD: {0: (SECOND, 1), 1: (SECOND, 2), 2: (FIRST, 2)}}
+    model = reuse(layers(3), edges)
+    taken = [node for node in model.graph if (node.name or "").endswith("probabilities_taken")]
+    assert [node.name.split("/")[0] for node in taken if node.name] == [SECOND, THIRD]
+    third = read_attention(model).blocks[2]
+    assert [reused.sources.tolist() for reused in third.reused] == [[0, 1], [2]]
+
+
+def test_reuse_attention_macs_of_grouped_values_do_not_grow() -> None:
+    """One value head for all: it is projected once, not once for each part."""
+    inputs = f"{PLAIN_INPUT}, {FLOAT_MASK}"
+    models = [layers(inputs=inputs, **ONE_KEY_HEAD) for _ in range(2)]
+    reuse(models[1], PART)
+    sizes = {"batch": 1, "sequence": 9}
+    before, after = (cost.macs for cost in map(model_cost, models))
+    assert before is not None and after is not None
+    saved = 9 * D * 2 * K + 9 * 9 * 2 * K  # queries and scores of two heads
+    assert before(sizes) - after(sizes) == saved
+
+
+@pytest.mark.parametrize("parts", [SINGLE_MASK, SINGLE_CONTEXT], ids=["softmax", "context"])
+def test_reuse_attention_mixed_precision_equals_grafting(parts: Mapping[str, str]) -> None:
+    """Softmax, or softmax and context, in float32 of a model in float16."""
+
+    def build() -> ir.Model:
+        inputs = f"float16[batch, sequence, {D}] x, {FLOAT_MASK}"
+        text = ir.to_proto(layers(inputs=inputs, **parts))
+        for initializer in text.graph.initializer:
+            array = ir.serde.deserialize_tensor(initializer).numpy()
+            if array.dtype == np.float32:
+                half = ir.tensor(array.astype(np.float16), name=initializer.name)
+                initializer.CopyFrom(ir.to_proto(half))
+        text.graph.output[0].type.tensor_type.elem_type = ir.DataType.FLOAT16
+        return ir.from_proto(text)
+
+    assert_is_forwarding(build, PART, atol=2e-2)
+
+
+Case = Callable[[], ir.Model]
+REFERENCES: dict[str, tuple[Case, Callable[[int], dict[str, np.ndarray]]]] = {
+    "standard": (lambda: layers(3), weights),
+    "packed": (
+        lambda: layers(3, q=SPLIT["Split"], **PACKED_PARTS),
+        lambda layer: packed_weights(weights(layer)),
+    ),
+    "fused operator": (
+        lambda: layers(
+            3, opset=23,
+            inputs=f"{PLAIN_INPUT}, float[batch, 1, sequence, sequence] mask",
+            **fused_parts(f"Attention <scale = {SCALE}> (q, k, v, mask)"),
+        ),
+        weights,
+    ),
+}  # fmt: skip
+"""A model of three layers, and the weights of each."""
+
+
+def packed_weights(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    parts = dict(zip("qkv", np.split(arrays["Wqkv"], 3, axis=1), strict=True))
+    biases = dict(zip("qkv", np.split(arrays["bqkv"], 3), strict=True))
+    named = {f"W{n}": a for n, a in parts.items()} | {f"b{n}": a for n, a in biases.items()}
+    return named | {"Wo": arrays["Wo12"], "bo": np.zeros(D, np.float32)}
+
+
+def reference(
+    x: np.ndarray,
+    mask: np.ndarray,
+    edges: Edges,
+    weights_of: Callable[[int], dict[str, np.ndarray]],
+) -> np.ndarray:
+    """The residual stream after three layers, by the definition, in float64."""
+    probabilities: dict[str, np.ndarray] = {}
+    stream = x.astype(np.float64)
+    for layer, name in enumerate((FIRST, SECOND, THIRD)):
+        w = {name: array.astype(np.float64) for name, array in weights_of(layer).items()}
+        q, k, v = (
+            (stream @ w[f"W{part}"] + w[f"b{part}"]).reshape(*x.shape[:2], H, -1) for part in "qkv"
+        )
+        logits = SCALE * np.einsum("bshk,bthk->bhst", q, k) + mask
+        exponents = np.exp(logits - logits.max(-1, keepdims=True))
+        own = exponents / exponents.sum(-1, keepdims=True)
+        for head, (source, index) in edges.get(name, {}).items():
+            own[:, head] = probabilities[source][:, index]
+        probabilities[name] = own
+        context = np.einsum("bhst,bthv->bshv", own, v)
+        stream = stream + context.reshape(*x.shape[:2], -1) @ w["Wo"] + w["bo"]
+    return stream
+
+
+@settings(max_examples=12)
+@given(data=st.data())
+@pytest.mark.parametrize("case", REFERENCES)
+def test_reuse_attention_any_heads_equal_the_definition(case: str, data: st.DataObject) -> None:
+    """Random heads and sources of layers in three layouts, without this package's matching."""
+    build, weights_of = REFERENCES[case]
+    exact, edges = [(FIRST, head) for head in range(H)], dict[str, dict[int, tuple[str, int]]]()
+    for name in (SECOND, THIRD):
+        taken = data.draw(st.sets(st.integers(0, H - 1), min_size=1))
+        edges[name] = {head: data.draw(st.sampled_from(exact)) for head in sorted(taken)}
+        exact += [(name, head) for head in range(H) if head not in taken]
+    model = build()
+    arrays = feeds(model)
+    got = run(reuse(model, edges), arrays)
+    expected = reference(arrays["x"], arrays["mask"], edges, weights_of)
+    np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-4)
+    assert joined_probabilities(model) == []
 
 
 # ---- reading graphs of reuse --------------------------------------------------------------------
@@ -385,20 +522,67 @@ ORDER = {
     "Wq1": weights()["Wk1"] * 2,
     "order": np.array([2, 0, 0], np.int64),
     "pair": np.array([2, 1], np.int64),
+    "last_two": np.array([1, 2], np.int64),
+    "one_and_two": np.array([1, 2], np.int64),
+    "two_and_one": np.array([2, 1], np.int64),
 }
+
+
+OWN_AND_TWO = (
+    f"{SECOND_QUERIES}\n two = Gather <axis = 1> (p, pair)"
+    f"{SECOND_VALUES}\n w_own, w_two = Split <axis = 1> (w, one_and_two)"
+    "\n d_own = MatMul(own, w_own)\n d_two = MatMul(two, w_two)"
+    "\n d0 = Concat <axis = 1> (d_own, d_two)"
+    f"{SECOND_CONTEXT.replace('d0 = MatMul(taken, w)', '')}"
+)
+"""Contexts of a head of its own and of two reused heads, joined."""
+JOINED: dict[str, tuple[str, list[list[int]], list[list[int]]]] = {
+    "its own and two of it": (OWN_AND_TWO, [[1, 2]], [[2, 1]]),
+    "two of it and its own": (
+        OWN_AND_TWO.replace("w_own, w_two =", "w_two, w_own =")
+        .replace("one_and_two", "two_and_one").replace("(d_own, d_two)", "(d_two, d_own)"),
+        [[0, 1]], [[2, 1]],
+    ),
+    "sliced values and probabilities": (
+        OWN_AND_TWO.replace("two = Gather <axis = 1> (p, pair)", "two = Slice(p, a1, a3, a1)")
+        .replace(
+            "w_own, w_two = Split <axis = 1> (w, one_and_two)",
+            "w_own = Slice(w, a0, a1, a1)\n w_two = Slice(w, a1, a3, a1, a1)",
+        ),
+        [[1, 2]], [[1, 2]],
+    ),
+    "gathered values, cast contexts": (
+        OWN_AND_TWO.replace(
+            "w_own, w_two = Split <axis = 1> (w, one_and_two)",
+            "w_own = Gather <axis = 1> (w, a0)\n w_pair = Gather <axis = 1> (w, last_two)"
+            "\n w_two = Cast <to = 1> (w_pair)",
+        ).replace("d_two = MatMul", "d_cast = MatMul")
+        .replace("d0 = Concat", "d_two = Cast <to = 1> (d_cast)\n d0 = Concat"),
+        [[1, 2]], [[2, 1]],
+    ),
+    "two values of it": (
+        "\n one_of = Gather <axis = 1> (p, a1)\n two = Gather <axis = 1> (p, pair)"
+        f"{SECOND_VALUES}\n w_own, w_two = Split <axis = 1> (w, one_and_two)"
+        "\n d_own = MatMul(one_of, w_own)\n d_two = MatMul(two, w_two)"
+        "\n d0 = Concat <axis = 1> (d_own, d_two)"
+        f"{SECOND_CONTEXT.replace('d0 = MatMul(taken, w)', '')}",
+        [[0], [1, 2]], [[1], [2, 1]],
+    ),
+}  # fmt: skip
 
 
 def reading_graph(
     text: str,
     inputs: str = f"{PLAIN_INPUT}, {FLOAT_MASK}",
     constants: Mapping[str, np.ndarray] | None = None,
+    output: str = f"{TENSOR} out, {TENSOR} z",
     **parts: str,
 ) -> ir.Model:
     """A first layer, ``PARTS`` with some replaced, and the text of a second one."""
     return graph(
         "".join((PARTS | parts).values()) + text,
         inputs=inputs,
-        output=f"float[batch, sequence, {D}] out, float[batch, sequence, {D}] z",
+        output=output,
         constants=ORDER | dict(constants or {}),
     )
 
@@ -416,6 +600,72 @@ def test_find_attention_reuse_by_others_is_found(case: str) -> None:
     assert {reused.value for reused in second.reused} == {first.probabilities}
     assert second.own_heads.tolist() == sorted(set(range(H)) - set(heads[0]))
     assert (second.x.name, second.kind, second.input_size) == ("out", "self", D)
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_find_attention_joined_contexts_are_found(case: str) -> None:
+    text, heads, sources = JOINED[case]
+    model = reading_graph(text)
+    reading = read_attention(model)
+    assert [miss.reason for miss in reading.unmatched] == []
+    first, second = reading.blocks
+    assert (first.form, second.form, second.num_heads) == ("standard", "reuse", H)
+    assert [reused.heads.tolist() for reused in second.reused] == heads
+    assert [reused.sources.tolist() for reused in second.reused] == sources
+    assert {reused.value for reused in second.reused} == {first.probabilities}
+    assert second.probabilities is None
+    assert len(second.probability_values) == bool(second.q.num_heads) + len(heads)
+    assert second.v.output is not None and second.v.output.name == "w"
+    assert second.output is not None
+
+
+NOT_JOINED = {
+    "values of another projection": OWN_AND_TWO.replace(
+        "w_own, w_two = Split <axis = 1> (w, one_and_two)",
+        "g0 = MatMul(out, Wv1)\n g2 = Reshape(g0, one_v_head)"
+        "\n w_own = Transpose <perm = [0, 2, 1, 3]> (g2)\n w_two = Gather <axis = 1> (w, last_two)",
+    ),
+    "one head twice": OWN_AND_TWO.replace(
+        "w_own, w_two = Split <axis = 1> (w, one_and_two)",
+        "w_own = Gather <axis = 1> (w, a1)\n w_two = Gather <axis = 1> (w, last_two)",
+    ),
+    "an order of heads that is not that of the values": OWN_AND_TWO.replace(
+        "(d_own, d_two)", "(d_two, d_own)"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_JOINED)
+def test_find_attention_parts_of_different_values_are_unmatched(case: str) -> None:
+    reading = read_attention(reading_graph(NOT_JOINED[case]))
+    assert [block.form for block in reading.blocks] == ["standard"]
+    assert len(reading.unmatched) == 1
+
+
+@pytest.mark.parametrize(
+    "case", ["its own and two of it", "two of it and its own"], ids=["own first", "own last"]
+)
+@pytest.mark.parametrize("form", ["probabilities", "contexts"])
+def test_reuse_attention_of_a_layer_that_reuses_equals_grafting(form: str, case: str) -> None:
+    """Graphs with joined probabilities, as older versions wrote them, and with joined contexts."""
+    text = (READS if form == "probabilities" else JOINED)[case][0]
+    third = second_layer("_3", "z")
+
+    def build() -> ir.Model:
+        return reading_graph(text + third, output=f"{TENSOR} out_3")
+
+    second = read_attention(build()).blocks[1]
+    head = int(second.own_heads[0])
+    edges = {THIRD: {0: (SECOND, head), 2: (FIRST, 1)}}
+    arrays = feeds(build())
+    expected = run(grafted(build(), edges), arrays)
+    model = reuse(build(), edges)
+    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=EXACT)
+    found = read_attention(model).blocks
+    assert [block.form for block in found] == ["standard", "reuse", "reuse"]
+    assert [reused.value for reused in found[2].reused] == [
+        found[1].own_probabilities, found[0].probabilities,
+    ]  # fmt: skip
 
 
 def test_find_attention_chain_of_reuse_is_in_order() -> None:

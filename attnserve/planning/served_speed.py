@@ -1,0 +1,249 @@
+"""Measure what a rewritten model gains when it is served, beside the fused original.
+
+Serving fuses operators of any model, so that the fused original is the reference: what fusion gives
+is not a gain of a rewrite. All models run in turns, at the lengths that are served.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.choices import Precision
+from attnserve.context import Provider, RunContext
+from attnserve.data.datasets import Dataset
+from attnserve.data.lengths import Lengths, spread_lengths
+from attnserve.fusion import fuse_for
+from attnserve.models.example_inputs import example_inputs
+from attnserve.models.onnx_files import save_model
+from attnserve.precision.convert import convert, is_bfloat16
+from attnserve.runtime.interleaved_timer import InterleavedTimer, Speedup, paired_speedup
+from attnserve.runtime.isolation import Worker
+from attnserve.runtime.part_latency import time_sessions
+from attnserve.runtime.session import Batch, open_session, run, weight_bytes
+from graph_passes.errors import AttnserveError
+
+__all__ = ["ServedSpeed", "example_feeds", "fused_copy", "measure_served", "served_lengths",
+           "time_models"]  # fmt: skip
+
+DEFAULT_LENGTHS = (16, 128, 512)
+"""Timed lengths without data and without a requested length."""
+
+TIMER = InterleavedTimer(sample_seconds=2e-4, min_rounds=6, max_rounds=40)
+
+SECONDS = 12.0
+"""Approximate time of all measurements of three models."""
+
+MOST_BYTES = 64_000_000
+"""Weights above which sessions are opened in another process, which returns their memory."""
+
+
+@dataclass(frozen=True)
+class ServedSpeed:
+    """The speed-ups of a model in the form that serving runs, each over the form before it.
+
+    Attributes:
+        shapes: (batch, sequence) of the runs; speed-ups are geometric means over them.
+        fusion: Of the fused original over the original as exported.
+        precision: Of the fused original in another precision over that in float32; None if the
+            precision is float32.
+        removal: Of the rewritten model over the fused original in its precision; None if nothing
+            was removed or approximated.
+        served: Of the model over the fused original in float32.
+        by_shape: ``served`` at each shape.
+        setting: The provider and the number of threads (0: all cores).
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    fusion: Speedup
+    precision: Speedup | None
+    removal: Speedup | None
+    served: Speedup
+    by_shape: tuple[float, ...]
+    setting: tuple[Provider, int]
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {"fusion": self.fusion, "precision": self.precision, "removal": self.removal}
+        return {
+            "shapes": [list(shape) for shape in self.shapes],
+            **{name: part and part.to_json() for name, part in parts.items()},
+            "served": self.served.to_json(),
+            "served_by_shape": list(self.by_shape),
+        }
+
+    def describe(self, precision: Precision) -> str:
+        """One line, for example "1.24x by fused operators, 2.40x by int8, 1.00x by removal"."""
+        parts = [f"{self.fusion.value:.2f}x by fused operators"]
+        if self.precision is not None:
+            parts.append(f"{self.precision.value:.2f}x by {precision}")
+        if self.removal is not None:
+            parts.append(f"{self.removal.value:.2f}x by removal")
+        shapes = ", ".join(f"{batch} x {length}" for batch, length in self.shapes)
+        provider, threads = self.setting
+        where = f"{provider}, {threads or 'all'} thread{'s' * (threads != 1)}"
+        return f"{', '.join(parts)} (at {shapes} tokens, {where})"
+
+
+def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:
+    """The lengths at which a model is served: requested ones, else quartiles of the data."""
+    if sequence is not None:
+        return spread_lengths(sequence)
+    if data is None or not data.lengths:
+        return DEFAULT_LENGTHS
+    found = np.quantile(data.lengths, (0.125, 0.375, 0.625, 0.875)).round().astype(int)
+    return tuple(dict.fromkeys(max(int(length), 1) for length in found))
+
+
+def fused_copy(
+    model: ir.Model, precision: Precision = "float32", provider: Provider = "cpu"
+) -> ir.Model:
+    """A fused copy of a float32 model, to be timed; the model itself if nothing can be fused."""
+    copy = model.clone()
+    return copy if fuse_for(copy, precision, provider, is_timed_only=True) else model
+
+
+def measure_served(
+    original: ir.Model,
+    rewritten: ir.Model,
+    converted: ir.Model,
+    precision: Precision,
+    *,
+    is_lossy: bool,
+    shapes: Sequence[tuple[int, int]],
+    data: Sequence[Batch] = (),
+    context: RunContext,
+) -> ServedSpeed | None:
+    """Time the original, its fused form in both precisions, and the rewritten model.
+
+    Args:
+        rewritten: In float32.
+        converted: In its precision, as it is written.
+        is_lossy: Whether anything besides the precision differs from the original.
+        data: Calibration of the precision.
+
+    Returns:
+        None if the models take different inputs, or do not run on this provider.
+    """
+    provider = context.provider
+    if [v.name for v in original.graph.inputs] != [v.name for v in converted.graph.inputs]:
+        return None
+    if is_bfloat16(converted) and provider == "cpu":
+        return None
+    fused = fused_copy(original, provider=provider)
+    models = {"original": original, "fused": fused}
+    if precision != "float32":
+        models["final"] = converted
+        if is_lossy:
+            base = fused_copy(original, precision)
+            models["precise"] = convert(base, precision, data, to_nearest=True)
+    elif is_lossy:
+        models |= {"final": rewritten, "final fused": fused_copy(rewritten, provider=provider)}
+    distinct = {id(model): model for model in models.values()}
+    found = time_models(
+        list(distinct.values()), example_feeds(original, shapes, context.seed), context=context
+    )
+    if found is None:
+        return None
+    shapes, times = found
+    rows = dict(zip(distinct, range(len(distinct)), strict=True))
+
+    def of(name: str) -> list[np.ndarray]:
+        row = rows[id(models[name])]
+        return [each[row] for each in times]
+
+    def faster(*names: str) -> str:
+        return min(names, key=lambda name: sum(np.log(np.median(each)) for each in of(name)))
+
+    reference = faster("original", "fused")
+    final = reference
+    if "final" in models:
+        final = faster("final", *(name for name in models if name == "final fused"))
+    before = "precise" if "precise" in models else reference
+    changed = None if precision == "float32" else ("precise" if is_lossy else "final")
+    served = paired_speedup(of(reference), of(final))
+    return ServedSpeed(
+        shapes=tuple(shapes),
+        fusion=paired_speedup(of("original"), of(reference)),
+        precision=None if changed is None else paired_speedup(of(reference), of(changed)),
+        removal=paired_speedup(of(before), of(final)) if is_lossy else None,
+        served=served,
+        by_shape=tuple(
+            paired_speedup([a], [b]).value for a, b in zip(of(reference), of(final), strict=True)
+        ),
+        setting=(provider, context.threads),
+    )
+
+
+def example_feeds(
+    model: ir.Model, shapes: Sequence[tuple[int, int]], seed: int
+) -> dict[tuple[int, int], Batch]:
+    """Example inputs at the shapes that can be made."""
+    feeds: dict[tuple[int, int], Batch] = {}
+    for batch, length in shapes:
+        with suppress(AttnserveError):  # fixed axes, or inputs without examples
+            feeds[batch, length] = example_inputs(model, batch, length, seed)
+    return feeds
+
+
+def time_models(
+    models: Sequence[ir.Model],
+    feeds: Mapping[tuple[int, int], Batch],
+    *,
+    context: RunContext,
+    seconds: float = SECONDS,
+) -> tuple[list[tuple[int, int]], list[np.ndarray]] | None:
+    """The shapes that all models take, and milliseconds at each of them: (models, rounds).
+
+    Returns:
+        None if a model takes none.
+    """
+    given = context.provider, context.threads
+    progress = context.stage("time what is served")
+    with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
+        if sum(map(weight_bytes, models)) <= MOST_BYTES:
+            timed = _Sessions(models, *given)
+            return _time(timed.time, feeds, seconds * len(models) / 3, progress)
+        files = [Path(folder) / str(index) / "model.onnx" for index in range(len(models))]
+        for model, file in zip(models, files, strict=True):
+            file.parent.mkdir()
+            save_model(model, file)
+        with Worker(_Sessions, files, *given) as child:
+            return _time(partial(child.call, "time"), feeds, seconds * len(models) / 3, progress)
+
+
+def _time(
+    sample: Callable[[Batch, float], Sequence[Sequence[float]]],
+    feeds: Mapping[tuple[int, int], Batch],
+    seconds: float,
+    progress: Callable[[int, int], None],
+) -> tuple[list[tuple[int, int]], list[np.ndarray]] | None:
+    shapes: list[tuple[int, int]] = []
+    times: list[np.ndarray] = []
+    for done, (shape, feed) in enumerate(feeds.items(), start=1):
+        with suppress(AttnserveError):  # more tokens than the model has positions
+            times.append(np.array(sample(feed, seconds / len(feeds))))
+            shapes.append(shape)
+        progress(done, len(feeds))
+    return (shapes, times) if shapes else None
+
+
+class _Sessions:
+    """Sessions of several models, which are timed in turns."""
+
+    def __init__(self, models: Sequence[ir.Model | Path], provider: Provider, threads: int) -> None:
+        self.sessions = [open_session(one, provider=provider, threads=threads) for one in models]
+
+    def time(self, feed: Batch, seconds: float) -> list[list[float]]:
+        """Milliseconds of each model in each round."""
+        for session in self.sessions:
+            run(session, feed)
+        feeds = [feed] * len(self.sessions)
+        return time_sessions(self.sessions, feeds, seconds=seconds, timer=TIMER).tolist()

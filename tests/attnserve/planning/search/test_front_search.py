@@ -1,0 +1,81 @@
+"""Choices that lose less at the same speed, and choices that remove nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from attnserve.planning.search.front_search import FrontSearch
+from attnserve.planning.search.goal import Goal
+from attnserve.planning.search.pareto import Choice
+from attnserve.runtime.interleaved_timer import Speedup
+
+NO_GAIN = Speedup(1.0, 0.98, 1.02)
+FUSED, INT8 = Choice(0.0, 10.0, (0,)), Choice(0.004, 6.0, (1,))
+FRONT = [FUSED, INT8, Choice(0.005, 5.05, (2,)), Choice(0.009, 5.0, (3,)), Choice(0.05, 2.0, (4,))]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A front whose choices have a loss and a time, without blocks."""
+
+    front: Sequence[Choice] = tuple(FRONT)
+    nothing_removed: Sequence[Choice] = (FUSED, INT8)
+
+    def predicted_ms(self, choice: Choice) -> float:
+        return choice.ms
+
+
+@dataclass
+class Judge:
+    """A judge whose losses are the predicted ones; pairs differ in speed by ``gain``."""
+
+    gain: Speedup = NO_GAIN
+    built: list[Choice] = field(default_factory=list[Choice])
+
+    def build(self, choice: Choice) -> Any:
+        self.built.append(choice)
+        return SimpleNamespace(choice=choice, loss=choice.loss)
+
+    def paired_speedup(self, slow: Any, fast: Any) -> Speedup:
+        return self.gain
+
+    def speedup(self, built: Any) -> float:
+        return FUSED.ms / built.choice.ms
+
+
+def search(judge: Any, **goal: Any) -> FrontSearch:
+    candidates: Any = Candidates()
+    return FrontSearch(Goal(**goal), candidates, judge)
+
+
+@pytest.mark.parametrize(("gain", "index"), [(NO_GAIN, 2), (Speedup(1.05, 1.01, 1.09), 3)])
+def test_leaner_takes_less_loss_at_the_same_speed(gain: Speedup, index: int) -> None:
+    judge = Judge(gain)
+    built = judge.build(FRONT[3])
+    assert search(judge, keep=0.99).leaner(built).choice == FRONT[index]
+
+
+def test_leaner_builds_nothing_where_no_choice_is_as_fast() -> None:
+    judge = Judge()
+    built = judge.build(FRONT[4])
+    assert search(judge, keep=0.9).leaner(built) is built
+    assert judge.built == [FRONT[4]]
+
+
+def test_nothing_removed_is_the_fastest_precision_that_keeps_enough() -> None:
+    front, found = search(Judge(), keep=0.99).nothing_removed()
+    assert found is not None and found.choice == INT8
+    assert list(front.candidates.front) == [FUSED, INT8]
+
+
+@pytest.mark.parametrize(("speedup", "choice"), [(1.6, INT8), (1.0, FUSED), (1.7, None)])
+def test_nothing_removed_reaches_the_speedup_or_is_none(
+    speedup: float, choice: Choice | None
+) -> None:
+    _, found = search(Judge(), target_speedup=speedup).nothing_removed()
+    assert (found and found.choice) == choice

@@ -1,0 +1,211 @@
+"""--mixing and --head-dk: the fastest form at equal error, by measured time of what is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.checks.compare import verify
+from attnserve.checks.inspect import inspect
+from attnserve.models.onnx_files import load_model
+from attnserve.planning import optimize as optimize_module
+from attnserve.planning.mixing_choice import choose_mixing
+from attnserve.planning.optimize import optimize
+from attnserve.planning.plan import Plan
+from attnserve.planning.requested_sharing import SharingForm
+from attnserve.runtime.interleaved_timer import Speedup
+from graph_passes.analysis.constants import is_constant
+from graph_passes.errors import InvalidArgument
+from graph_passes.passes.collaborate import Collaborate
+from tests.errors import raises
+
+# Which form
+
+FORMS = [SharingForm("dense"), SharingForm("sparse"), *(SharingForm("own", i) for i in range(3))]
+
+
+def choose(
+    errors: Mapping[SharingForm, float], speeds: Mapping[str, tuple[float, float]]
+) -> tuple[SharingForm, list[SharingForm]]:
+    """The chosen form, and those that were built; speeds are (mean, slowest)."""
+    plans = {form: Plan() for form in errors}
+    built: list[SharingForm] = []
+
+    def build(plan: Plan) -> SharingForm:
+        built.append(next(form for form, each in plans.items() if each is plan))
+        return built[-1]
+
+    def speeds_of(forms: Sequence[SharingForm]) -> list[tuple[Speedup, float]]:
+        known = [speeds[form.kind] for form in forms]
+        return [(Speedup(mean, mean, mean), slowest) for mean, slowest in known]
+
+    found, choice = choose_mixing(plans, build, errors.__getitem__, speeds_of)
+    assert choice is not None and choice.chosen == found.kind
+    return found, built
+
+
+def test_choose_mixing_takes_the_fastest_form_of_at_most_the_dense_error():
+    dense, sparse, *own = FORMS
+    errors = dict(zip(FORMS, (0.10, 0.11, 0.2, 0.09, 0.01), strict=True))
+    found, built = choose(errors, {"dense": (0.95, 0.8), "own": (1.1, 1.05)})
+    assert found == own[1]
+    assert built == [dense, sparse, own[0], own[1]]  # the first of enough dimensions is the last
+
+
+def test_choose_mixing_takes_no_form_that_is_slower_at_some_length():
+    errors = dict(zip(FORMS[:2], (0.10, 0.10), strict=True))
+    found, _ = choose(errors, {"dense": (1.2, 0.9), "sparse": (1.05, 0.99)})
+    assert found.kind == "sparse"
+    found, _ = choose(errors, {"dense": (0.9, 0.8), "sparse": (0.8, 0.7)})
+    assert found.kind == "dense"  # each is slower: the fastest of them
+
+
+def test_choose_mixing_of_equal_speed_takes_the_smaller_error():
+    errors = dict(zip(FORMS, (0.10, 0.2, 0.09, 0.05, 0.01), strict=True))
+    found, _ = choose(errors, {"dense": (1.100, 1.0), "own": (1.095, 1.0)})
+    assert found == SharingForm("own", 0)
+
+
+def test_choose_mixing_that_cannot_be_timed_is_dense():
+    plans = {form: Plan() for form in FORMS}
+    found, choice = choose_mixing(plans, lambda plan: plan, lambda _: 0.1, lambda _: None)
+    assert found is plans[FORMS[0]] and choice is None
+
+
+# In the graph
+
+
+@pytest.fixture
+def forms(tiny: Path, sentences: Path, tmp_path: Path) -> Any:
+    """(options) -> form and head size of each layer, as inspect reads the file."""
+
+    def made(**options: Any) -> list[tuple[str, int]]:
+        optimize(tiny, tmp_path / "new", calib=sentences, force=True, **options)
+        blocks = inspect(tmp_path / "new").reading.blocks
+        return [(block.form, block.head_size) for block in blocks]
+
+    return made
+
+
+def test_optimize_mixing_and_head_dk_set_the_form(forms: Any):
+    """Heads of 8 that read 7 shared dimensions and their content; R = 12 of 32."""
+    assert forms(collab_dk=12, mixing="dense") == [("collaborative", 12)] * 2
+    assert forms(collab_dk=12, mixing="sparse") == [("sparse", 8)] * 2
+    assert forms(collab_dk=12, head_dk=5) == [("sparse", 6)] * 2
+    assert forms(head_dk=5) == [("standard", 6)] * 2
+    assert forms(collab_dk=[12, 28], mixing="sparse") == [("sparse", 8), ("standard", 8)]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Times of the fused original and of each form, in this order; at all shapes."""
+    times: list[int] = []
+
+    def time_models(models: Sequence[ir.Model], feeds: Mapping[Any, Any], **_: Any) -> Any:
+        rows = np.array([[float(ms)] * 3 for ms in times[: len(models)]])
+        return list(feeds), [rows] * len(feeds)
+
+    monkeypatch.setattr(optimize_module, "time_models", time_models)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("times", "forms"),
+    [([10, 9, 11, 11], "collaborative"), ([10, 11, 11, 8], "standard"), ([10, 11, 11, 11], None)],
+)
+def test_optimize_auto_mixing_is_decided_by_time(
+    times: list[int], forms: str | None, timed: list[int], tiny: Path, sentences: Path,
+    tmp_path: Path,
+):  # fmt: skip
+    """R = 12 of 32; if every form is slower than the fused original, the report says so."""
+    timed += times
+    report = optimize(tiny, tmp_path / "new", collab_dk=12, calib=sentences)
+    assert report.mixing is not None
+    assert {form.form for form in report.mixing.forms} >= {"dense", "own"}
+    dense, *others = report.mixing.forms
+    assert all(form.error <= 1.02 * dense.error for form in others)
+    blocks = inspect(tmp_path / "new").reading.blocks
+    if forms is not None:
+        assert [block.form for block in blocks] == [forms] * 2
+    told = report.to_json()["mixing"]
+    assert told["chosen"] == report.mixing.chosen
+    slow = forms is None
+    assert (max(form["slowest"] for form in told["forms"]) < 1) == slow
+
+
+def test_optimize_auto_mixing_of_full_rank_is_dense(tiny: Path, tmp_path: Path):
+    """It is exact; nothing else is built or timed."""
+    report = optimize(tiny, tmp_path / "new", collab_dk=32)
+    assert report.mixing is None and report.fidelity.mean_cosine > 1 - 1e-6
+    blocks = inspect(tmp_path / "new").reading.blocks
+    assert [(block.form, block.head_size) for block in blocks] == [("collaborative", 32)] * 2
+
+
+def test_optimize_steps_report_rank_and_head_size(tiny: Path, sentences: Path, tmp_path: Path):
+    report = optimize(tiny, tmp_path / "new", collab_dk=12, head_dk=6, calib=sentences)
+    assert [(step.rank, step.head_size) for step in report.steps] == [(12, 6)] * 2
+    assert all(0 < (step.relative_error or 0) < 1 for step in report.steps)
+    shared = report.plan.targets(Collaborate).values()
+    assert [params.head_size for params in shared] == [6, 6]
+
+
+def test_optimize_sparse_mixing_is_close_to_dense(tiny: Path, sentences: Path, tmp_path: Path):
+    for mixing in ("dense", "sparse"):
+        optimize(tiny, tmp_path / mixing, collab_dk=16, mixing=mixing, calib=sentences, refit=False)
+    dense, sparse = (
+        verify(tiny, tmp_path / mixing, data=sentences).mean_cosine
+        for mixing in ("dense", "sparse")
+    )
+    assert sparse > dense - 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "values"),
+    [
+        ({"collab_dk": 16, "mixing": "dense", "head_dk": 4}, "conflict", ("`head_dk` 4", "dense")),
+        ({"mixing": "sparse", "prune": 0.5}, "conflict", ("`mixing` sparse", "`collab_dk`")),
+        ({"collab_dk": 16, "head_dk": 9}, "range", ("`head_dk` is 9", "1 to 8")),
+        ({"head_dk": 0}, "range", ("`head_dk` is 0", "1 to 8")),
+        ({"collab_dk": 3, "head_dk": 4}, "range", ("`head_dk` is 4", "3 shared dimensions")),
+    ],
+)
+def test_optimize_impossible_mixing_is_refused(
+    options: dict[str, Any], code: str, values: tuple[str, ...], tiny: Path, sentences: Path,
+    tmp_path: Path,
+):  # fmt: skip
+    with raises(InvalidArgument, f"request.{code}", *values):
+        optimize(tiny, tmp_path / "new", calib=sentences, **options)
+    assert not any(tmp_path.iterdir())
+
+
+def test_optimize_head_dk_counts_remaining_heads(tiny: Path, sentences: Path, tmp_path: Path):
+    """After pruning, R and the sizes count for the heads that stay."""
+    report = optimize(
+        tiny, tmp_path / "new", prune_heads={"0": [1, 0, 1, 1]}, head_dk=4, calib=sentences
+    )
+    ranks = [step.rank for step in report.steps if step.rewrite == "collaborate"]
+    assert ranks == [12, 16]
+    blocks = inspect(tmp_path / "new").reading.blocks
+    assert [(b.num_heads, b.head_size) for b in blocks] == [(3, 5), (4, 5)]
+
+
+def test_optimize_sparse_model_can_be_quantized(tiny: Path, sentences: Path, tmp_path: Path):
+    """Every product with a weight becomes one of integers, at a mean cosine of 0.99."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    optimize(tiny, tmp_path / "new", collab_dk=12, mixing="sparse", calib=sentences)
+    path = tmp_path / "new" / "model.onnx"
+    quantize_dynamic(path, tmp_path / "int8.onnx")
+    nodes = [node.op_type for node in load_model(tmp_path / "int8.onnx").graph]
+    weighted = [
+        node
+        for node in load_model(path).graph
+        if node.op_type == "MatMul" and is_constant(node.inputs[1])
+    ]
+    assert nodes.count("MatMulInteger") == len(weighted)
+    assert verify(path, tmp_path / "int8.onnx").mean_cosine > 0.99

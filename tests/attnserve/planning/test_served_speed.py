@@ -1,0 +1,111 @@
+"""What fusion, precision and removal give, each measured beside the form before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.context import RunContext
+from attnserve.models.onnx_files import load_model
+from attnserve.planning import served_speed
+from attnserve.planning.optimize import optimize
+from attnserve.planning.served_speed import ServedSpeed, measure_served, served_lengths, time_models
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.prune_heads import PruneHeads
+
+SHAPES = [(1, 5), (1, 9)]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Milliseconds of the timed models, in their order, at all shapes."""
+    times: list[int] = []
+
+    def fake(models: Sequence[ir.Model], feeds: Mapping[Any, Any], **_: Any) -> Any:
+        assert len(models) == len(times)
+        return list(feeds), [np.array([[float(ms)] * 4 for ms in times])] * len(feeds)
+
+    monkeypatch.setattr(served_speed, "time_models", fake)
+    return times
+
+
+def values(speed: ServedSpeed | None) -> list[float | None]:
+    assert speed is not None
+    parts = (speed.fusion, speed.precision, speed.removal, speed.served)
+    return [part and pytest.approx(part.value) for part in parts]
+
+
+def test_measure_served_separates_fusion_precision_and_removal(
+    tiny: Path, timed: list[int]
+) -> None:
+    """Original 12 ms, fused 10, in the precision with removal 4, without 5."""
+    original = load_model(tiny / "model.onnx")
+    pruned = original.clone()
+    PruneHeads({find_attention(pruned)[0][0].name: [1, 0, 1, 1]})(pruned)
+    timed += [12, 10, 4, 5]
+    speed = measure_served(
+        original, pruned, pruned.clone(), "int8", is_lossy=True, shapes=SHAPES,
+        context=RunContext(),
+    )  # fmt: skip
+    assert values(speed) == [1.2, 2.0, 1.25, 2.5]
+    assert speed is not None and speed.by_shape == pytest.approx((2.5, 2.5))
+    text = speed.describe("int8")
+    assert "1.20x by fused" in text and "2.00x by int8" in text and "1.25x by removal" in text
+
+
+def test_measure_served_reference_is_the_faster_form_of_both(tiny: Path, timed: list[int]) -> None:
+    """A fused original that is slower is not served; nor is the slower form of the result."""
+    original = load_model(tiny / "model.onnx")
+    pruned = original.clone()
+    PruneHeads({find_attention(pruned)[0][0].name: [1, 0, 1, 1]})(pruned)
+    timed += [10, 12, 8, 5]  # original, fused, pruned, pruned and fused
+    speed = measure_served(
+        original, pruned, pruned, "float32", is_lossy=True, shapes=SHAPES, context=RunContext()
+    )
+    assert values(speed) == [1.0, None, 2.0, 2.0]
+
+
+def test_measure_served_of_other_inputs_is_none(tiny: Path) -> None:
+    original = load_model(tiny / "model.onnx")
+    other = original.clone()
+    other.graph.inputs[0].name = "other"
+    assert measure_served(
+        original, other, other, "float32", is_lossy=True, shapes=SHAPES, context=RunContext()
+    ) is None  # fmt: skip
+
+
+@pytest.mark.parametrize("most_bytes", [0, 10**9], ids=["in a child", "in this process"])
+def test_time_models_leaves_out_shapes_that_a_model_refuses(
+    most_bytes: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_speed, "MOST_BYTES", most_bytes)
+    model = load_model(tiny / "model.onnx")
+    shapes = [(1, 5), (2, 100_000)]
+    feeds = served_speed.example_feeds(model, shapes[:1], 0)
+    feeds[shapes[1]] = {name: np.resize(a, (2, 70)) for name, a in feeds[shapes[0]].items()}
+    found = time_models([model, model.clone()], feeds, context=RunContext(), seconds=0.01)
+    assert found is not None
+    assert found[0] == shapes[:1]
+    assert found[1][0].shape[0] == 2 and (found[1][0] > 0).all()
+
+
+def test_served_lengths_are_requested_or_those_of_the_data() -> None:
+    assert served_lengths(None, None) == (16, 128, 512)
+    assert served_lengths(64, None) == (64,)
+    assert served_lengths((16, 256), None) == (16, 64, 256)
+
+
+def test_optimize_reports_the_served_speedup(tiny: Path, sentences: Path, tmp_path: Path) -> None:
+    """Also in the record; nothing is removed by a conversion alone."""
+    report = optimize(tiny, tmp_path / "new", precision="int8", calib=sentences)
+    told = report.to_json()
+    assert report.speed is not None
+    assert told["served_speedup"] == report.speed.served.value > 0
+    assert told["speedups"]["removal"] is None
+    assert set(told["speedups"]["precision"]) == {"value", "ci95"}
+    assert len(told["speedups"]["shapes"]) == len(told["speedups"]["served_by_shape"]) > 0

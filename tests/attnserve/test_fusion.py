@@ -1,0 +1,92 @@
+"""Fusion before conversions: operators, costs, and what serving can still gain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from attnserve.checks.certify import read_attention
+from attnserve.choices import Precision
+from attnserve.fusion import fuse, fuse_for, fusion_passes
+from attnserve.models.onnx_files import load_model
+from attnserve.planning.optimize import optimize
+from attnserve.planning.plan import Plan
+from graph_passes.analysis.cost import model_cost
+from graph_passes.errors import InvalidModel
+from graph_passes.passes.fuse_attention import FuseAttention
+from tests import architectures
+from tests.errors import raises
+
+
+@pytest.mark.parametrize(("precision", "cosine"), [("int8", 0.99), ("int4", 0.95), ("float16", 1)])
+def test_optimize_fuses_operators_before_a_conversion(
+    precision: Precision, cosine: float, tiny: Path, tmp_path: Path
+) -> None:
+    """Integers of the products are not matched any more, so that serving could not fuse them."""
+    report = optimize(tiny, tmp_path / "new", precision=precision)
+    kinds = Counter(node.op_type for node in load_model(tmp_path / "new" / "model.onnx").graph)
+    assert (kinds["Attention"], kinds["Gelu"], kinds["Softmax"], kinds["Erf"]) == (2, 2, 0, 0)
+    assert len(report.plan.targets(FuseAttention)) == 2
+    assert {step.rewrite for step in report.steps} == {"fuse_attention", "fuse_gelu"}
+    assert report.after.macs == report.before.macs
+    assert report.fidelity.mean_cosine > cosine - 1e-4
+
+
+def test_optimize_plan_with_conversion_is_replayed_to_the_same_model(
+    tiny: Path, sentences: Path, tmp_path: Path
+) -> None:
+    """The recorded plan holds the fused operators."""
+    report = optimize(tiny, tmp_path / "one", precision="int8", calib=sentences)
+    again = Plan.from_json(report.plan.to_json())
+    assert again.to_json() == report.plan.to_json()
+    assert [one.name for one in again.passes] == [
+        "fuse_attention", "fuse_gelu", "fold_biases", "fuse_residuals",
+    ]  # fmt: skip
+
+
+def test_optimize_int8_of_pruned_heads_is_fused(tiny: Path, tmp_path: Path) -> None:
+    optimize(tiny, tmp_path / "new", prune_heads={"0": [1, 0, 1, 0]}, precision="int8")
+    nodes = [
+        n for n in load_model(tmp_path / "new" / "model.onnx").graph if n.op_type == "Attention"
+    ]
+    assert [node.attributes.get_int("q_num_heads", 0) for node in nodes] == [2, 4]
+
+
+FUSED = {"ALBERT", "BERT", "CLIP vision", "DistilBERT", "GPT-2", "Llama", "MPNet", "T5", "ViT"}
+
+
+@pytest.mark.parametrize(
+    "cell", [c for c in architectures.COMMITTED if c.architecture in FUSED], ids=str
+)
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+def test_fuse_adds_no_macs_and_no_weights(cell: architectures.Cell, provider: str) -> None:
+    """MACs at no length, and no bytes but for a bias of zeros and sizes; shared weights stay so."""
+    model = load_model(cell.committed)
+    new = model.clone()
+    passes = fusion_passes(new, provider)  # pyright: ignore[reportArgumentType]
+    fuse(new, passes)
+    before, after = model_cost(model), model_cost(new)
+    if before.macs is not None and after.macs is not None:
+        for lengths in (dict.fromkeys(before.macs.axes, n) for n in (1, 9, 300)):
+            assert after.macs(lengths) <= before.macs(lengths)
+    blocks = len(read_attention(new).blocks)
+    width = max(block.num_heads * block.head_size for block in read_attention(new).blocks)
+    assert after.bytes <= before.bytes + blocks * (3 * 4 * width + 1024)
+
+
+def test_fuse_that_adds_macs_is_a_defect(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter((10, 20, 10, 21))
+    monkeypatch.setattr("attnserve.fusion.count_macs", lambda *_: next(counts))
+    model = load_model(tiny / "model.onnx")
+    with raises(InvalidModel, "internal.fusion_macs", "21", "20", "512"):
+        fuse(model, fusion_passes(model))
+
+
+def test_fuse_for_nothing_to_fuse_changes_nothing(tiny: Path) -> None:
+    model = load_model(tiny / "model.onnx")
+    assert fuse_for(model, "float32")
+    count = len(list(model.graph))
+    assert fuse_for(model, "float32") == ()
+    assert len(list(model.graph)) == count
