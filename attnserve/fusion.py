@@ -3,8 +3,8 @@
 Attention and GELU become one operator each, residual sums and biases use the fewest nodes. Nothing
 is approximated, but sums are computed in another order. No fusion adds multiply-accumulates: heads
 that share query and key dimensions keep their form. Serving fuses what it loads
-(``planning.lossless_passes``), and every conversion of the precision fuses first, because products
-of integers are not matched any more.
+(``planning.lossless_passes``), and every conversion of the precision fuses first. Products with
+quantized weights stay as they are.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.constants import constant_array, constant_shape, constant_type
+from graph_passes.analysis.constants import constant_array, constant_shape
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -44,6 +44,7 @@ __all__ = [
     "OutputProjection",
     "PositionBias",
     "Projection",
+    "QuantizedProduct",
     "Reused",
     "RotaryTerm",
     "Scaled",
@@ -153,6 +154,21 @@ class Norm:
         return normed.reshape(*product.shape[:-1], -1)
 
 
+class QuantizedProduct(NamedTuple):
+    """A product of tokens and a quantized weight, which is read as it is.
+
+    Attributes:
+        value: (B, T, N) in floating point; it may include a bias.
+        width: N.
+        is_flat: Whether the axes of the tokens are not those of the projection's input, mostly
+            (B*T, N).
+    """
+
+    value: ir.Value
+    width: int
+    is_flat: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Projection:
     """A linear map of tokens, by head.
@@ -167,7 +183,12 @@ class Projection:
             cached heads if there is no weight.
         weight: A constant; None if all heads are inputs (``past``), as in cached cross-attention.
         contracted: The axes of ``weight`` that are contracted with the last axis of the tokens:
-            (0,) for (D, N), (1,) for (N, D). The other axes, flattened, are the columns.
+            (0,) for (D, N), (1,) for (N, D). The other axes, flattened, are the columns. Empty if
+            the weight is bytes, which have no matrix.
+        width: D, the size of the tokens; 0 if all heads are inputs.
+        dtype: The element type in which the heads are computed: that of the weight, or of
+            ``product``.
+        product: input @ W, if W is quantized.
         columns: The column of each element of each head.
         gain: Element-wise factors, for example the mixing matrix of collaborative heads.
         offset: The bias.
@@ -188,6 +209,8 @@ class Projection:
     input: ir.Value
     weight: ir.Value | None
     contracted: tuple[int, ...]
+    width: int
+    dtype: ir.DataType
     columns: Int[np.ndarray, "H K"]
     gain: Float[np.ndarray, "H K"]
     offset: Float[np.ndarray, "H K"]
@@ -196,6 +219,7 @@ class Projection:
     nodes: tuple[ir.Node, ...]
     by_sequence: bool
     layout: HeadLayout
+    product: QuantizedProduct | None = None
     rotary_terms: tuple[RotaryTerm, ...] = ()
     norm: Norm | None = None
     past: BroadcastLayout | None = None
@@ -228,13 +252,14 @@ class Projection:
         return len(np.unique(self.columns, axis=0))
 
     @property
-    def dtype(self) -> ir.DataType:
-        """The element type of the weight."""
-        return ir.DataType.FLOAT if self.weight is None else constant_type(self.weight)
+    def source(self) -> ir.Value:
+        """The value that the heads are computed from: the input, or the product with bytes."""
+        return self.input if self.product is None else self.product.value
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
         """The weight as a matrix, input size first."""
         assert self.weight is not None, "cached heads have no weight"
+        assert self.contracted, "the weight is bytes"
         return as_matrix(constant_array(self.weight), self.contracted)
 
     def heads(self) -> Float[np.ndarray, "H D K"]:
@@ -252,8 +277,9 @@ class OutputProjection:
         weight: A constant.
         contracted: The axes of ``weight`` that are contracted with the heads.
         rows: The row of W_O for element v of head h.
-        output: The value after the bias, (B, S, D) or (B*S, D).
+        output: The value after the bias, (B, S, D) or (B*S, D); ``input`` if W_O is quantized.
         sequence_first: Whether its tokens are ordered (S, B).
+        is_quantized: Whether W_O is quantized. The block then ends at ``input``.
     """
 
     input: ir.Value
@@ -264,8 +290,10 @@ class OutputProjection:
     output: ir.Value
     nodes: tuple[ir.Node, ...]
     sequence_first: bool = False
+    is_quantized: bool = False
 
     def matrix(self) -> Float[np.ndarray, "N D"]:
+        assert self.contracted, "the weight is bytes"
         return as_matrix(constant_array(self.weight), self.contracted)
 
     def offset(self) -> Float[np.ndarray, " D"]:
@@ -504,9 +532,14 @@ class AttentionBlock:
     @property
     def input_size(self) -> int:
         """D, the width of x."""
-        assert self.q.weight is not None
-        shape = constant_shape(self.q.weight)
-        return math.prod(shape[axis] for axis in self.q.contracted)
+        return self.q.width
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any of its weights is quantized, so that rewrites cannot change it."""
+        parts = (self.q, self.k, self.v)
+        of_output = self.output is not None and self.output.is_quantized
+        return of_output or any(part.product is not None for part in parts)
 
     @property
     def form(self) -> BlockForm:
@@ -528,8 +561,9 @@ class AttentionBlock:
         """Whether heads share some columns: a pair of query and key columns occurs in two heads."""
         if self.is_collaborative or self.q.weight is None or self.k.weight is None:
             return False
-        reads = np.any(self.q.matrix(), axis=(0,))  # columns of zeros belong to the content term
-        counted = (self.q.gain != 0) & reads[self.q.columns]
+        counted = self.q.gain != 0
+        if self.q.product is None:  # columns of zeros belong to the content term
+            counted &= np.any(self.q.matrix(), axis=(0,))[self.q.columns]
         pairs = [
             set(zip(q[here].tolist(), k[here].tolist(), strict=True))
             for q, k, here in zip(self.q.columns, self.k.columns, counted, strict=True)
@@ -547,6 +581,7 @@ class Linear:
         width: D, the number of contracted elements.
         columns, rows: The column of W and the token of each element of the output, in shapes that
             broadcast to the output.
+        product: The output in floating point if W is quantized; it may include a bias.
     """
 
     node: ir.Node
@@ -557,9 +592,16 @@ class Linear:
     columns: np.ndarray
     rows: np.ndarray
     scale: float
+    product: ir.Value | None = None
+
+    @property
+    def output(self) -> ir.Value:
+        """scale * tokens @ W."""
+        return self.node.outputs[0] if self.product is None else self.product
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
         """scale * W."""
+        assert self.contracted, "the weight is bytes"
         return as_matrix(constant_array(self.weight), self.contracted) * self.scale
 
     def weight_operand(self, axis: int) -> Operand:
@@ -603,7 +645,7 @@ class FeedForwardBlock:
         first: The products with W_1, with W_g and W_u in order of execution, or with [W_g W_u].
         hidden: The operand of the second product, (..., F) or flattened.
         second: The product with W_2.
-        bias: b_2, if present.
+        bias: b_2, if present; None if W_2 is quantized, whose output includes it.
         output: The value after b_2.
         nodes: The nodes between the products, in order of execution.
         constants_by_neuron: b_1 and all other constants with one element per neuron, or two behind
@@ -643,6 +685,11 @@ class FeedForwardBlock:
     def input_size(self) -> int:
         """D."""
         return self.first[0].width
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any of its weights is quantized, so that rewrites cannot change it."""
+        return any(part.product is not None for part in (*self.first, self.second))
 
     @property
     def is_gated(self) -> bool:

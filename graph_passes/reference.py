@@ -37,7 +37,10 @@ __all__ = ["ReferenceOutput", "attention_reference", "inputs_of", "logits_refere
 
 @dataclass(frozen=True, eq=False)
 class ReferenceOutput:
-    """Probabilities (B, H, S, T), context (B, S, H*V) and, if present, output (B, S, D)."""
+    """Probabilities (B, H, S, T), context (B, S, H*V) and, if present, output (B, S, D).
+
+    If the weight of the output projection is quantized, the output is the operand of that product.
+    """
 
     probabilities: np.ndarray
     context: np.ndarray
@@ -45,10 +48,13 @@ class ReferenceOutput:
 
 
 def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
-    """The external inputs of a block: x, y, rotary angles, caches, masks and biases."""
+    """The external inputs of a block: x, y, rotary angles, caches, masks and biases.
+
+    A product with a quantized weight takes the place of its tokens.
+    """
     own = (block.q, block.k) if block.q.num_heads else ()
     parts = [part for part in (*own, block.v, block.content) if part is not None]
-    values = [part.input for part in parts]
+    values = [part.source for part in parts]
     factors = [turn.factor for part in parts for turn in part.rotary_terms] + [
         p.past for p in parts
     ]
@@ -87,7 +93,10 @@ def attention_reference(
     heads = v.shape[1] * v.shape[3]
     context = np.moveaxis(block.v.scale * (probabilities @ v), 1, 2)  # B S H V
     output = None
-    if block.output is not None:
+    if block.output is not None and block.output.is_quantized:
+        order = np.argsort(block.output.rows.reshape(-1))
+        output = context.reshape(*context.shape[:2], heads)[..., order]
+    elif block.output is not None:
         rows = block.output.matrix()[block.output.rows]  # H V D
         output = np.einsum("bshv,hvd->bsd", context, rows, optimize=True) + block.output.offset()
     return ReferenceOutput(probabilities, context.reshape(*context.shape[:2], heads), output)
@@ -129,15 +138,16 @@ def _project(
 def _present(
     projection: Projection, values: Mapping[ir.Value, np.ndarray], batch: int
 ) -> Float[np.ndarray, "B H T K"]:
-    tokens = values[projection.input].astype(np.float64)
-    matrix = projection.matrix()
+    tokens = values[projection.source].astype(np.float64)
+    is_quantized = projection.product is not None
+    width = tokens.shape[-1] if is_quantized else projection.width
     if projection.sequence_first:
-        tokens = tokens.reshape(-1, batch, len(matrix)).swapaxes(0, 1)  # B T D
-    tokens = tokens.reshape(batch, -1, len(matrix))
-    if not projection.rotary_terms and projection.norm is None:
+        tokens = tokens.reshape(-1, batch, width).swapaxes(0, 1)  # B T D
+    tokens = tokens.reshape(batch, -1, width)
+    if not (projection.rotary_terms or projection.norm is not None or is_quantized):
         heads = np.einsum("btd,hdk->bhtk", tokens, projection.heads(), optimize=True)
         return heads + projection.offset[:, None, :]
-    product = tokens @ matrix  # B T N
+    product = tokens if is_quantized else tokens @ projection.matrix()  # B T N
     if projection.norm is not None:
         product = projection.norm(product)
     whole = RotaryTerm(None, projection.columns, projection.gain, projection.offset)

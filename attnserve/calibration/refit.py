@@ -393,7 +393,7 @@ def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
     """All maps that can be fitted, in execution order; feed-forward layers only if named."""
     with GraphContext.of(model) as graph:
         attention = graph.get(find_attention)[0]
-    blocks = [_of_block(b) for b in attention if b.output is not None]
+    blocks = [_of_block(b) for b in attention if b.output is not None and not b.is_quantized]
     found = [*blocks, *map(_of_skipped, skipped(model))]
     known = {site.name for site in found}
     if not known.issuperset(names):

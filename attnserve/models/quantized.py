@@ -8,7 +8,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from attnserve.runtime.cpu import has_int8_dot_product
-from graph_passes.analysis.constants import constant_array, constant_tensor
+from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
 
 __all__ = [
     "LARGEST_7_BIT",
@@ -19,6 +19,7 @@ __all__ = [
     "int8_activations",
     "int8_warning",
     "int8_weight_bits",
+    "rounds_activations",
 ]
 
 Bits = Literal[7, 8]
@@ -56,6 +57,18 @@ def batch_invariant(model: ir.Model) -> bool:
         node.op_type in DYNAMIC and not _is_single_row(node.inputs[0])
         for graph in graphs
         for node in graph
+    )
+
+
+def rounds_activations(model: ir.Model) -> bool:
+    """Whether any activation is rounded to integers, also inside an operator.
+
+    Rounding errors of floating point before it may move a value to the next integer.
+    """
+    rounding = {"QuantizeLinear", "MatMulNBits", *DYNAMIC}
+    return any(
+        node.op_type in rounding and not is_constant(node.inputs[0])
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
     )
 
 

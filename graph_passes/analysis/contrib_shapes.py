@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-__all__ = ["COUNTS", "RULES", "Shapes"]
+__all__ = ["COUNTS", "RULES", "Shapes", "gives_bytes"]
 
 Shapes = Sequence[tuple[int, ...] | None]
 
@@ -32,6 +32,15 @@ def _matrix_product(shapes: Shapes, node: ir.Node) -> Shapes:
     if node.attributes.get_int("transB", 0):
         b = (*b[:-2], b[-1], b[-2])
     return [(*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])]
+
+
+def _quantized_gemm(shapes: Shapes, node: ir.Node) -> Shapes:
+    return _matrix_product([shapes[0], shapes[3]], node)
+
+
+def _quantized_sum(shapes: Shapes, node: ir.Node) -> Shapes:
+    a, b = shapes[0], shapes[3]
+    return [] if a is None or b is None else [np.broadcast_shapes(a, b)]
 
 
 def _matmul_n_bits(shapes: Shapes, node: ir.Node) -> Shapes:
@@ -84,7 +93,14 @@ def _group_query_attention(shapes: Shapes, node: ir.Node) -> Shapes:
 
 
 COUNTS = {("EmbedLayerNormalization", 1)}
-"""Outputs of RULES of type int32; all others have the type of the first float input."""
+"""Outputs of RULES of type int32; others have the type of the first float input, or are bytes."""
+
+
+def gives_bytes(node: ir.Node) -> bool:
+    """Whether the output of an operator has the type of its first input, a quantized value."""
+    scaled = node.op_type == "QGemm" and len(node.inputs) > 7 and node.inputs[7] is not None
+    return scaled or node.op_type in ("QLinearAdd", "QLinearMul")
+
 
 SHAPE_PRESERVING = ("BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "QuickGelu", "RotaryEmbedding",
                     "SimplifiedLayerNormalization")  # fmt: skip
@@ -99,8 +115,12 @@ RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
     ("com.microsoft", "Attention"): _attention,
     ("com.microsoft", "EmbedLayerNormalization"): _embedding,
     ("com.microsoft", "GroupQueryAttention"): _group_query_attention,
+    ("com.microsoft", "MatMulBnb4"): _matmul_n_bits,
     ("com.microsoft", "MatMulNBits"): _matmul_n_bits,
     ("com.microsoft", "MultiHeadAttention"): _multi_head_attention,
+    ("com.microsoft", "QGemm"): _quantized_gemm,
+    ("com.microsoft", "QLinearAdd"): _quantized_sum,
+    ("com.microsoft", "QLinearMul"): _quantized_sum,
     ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
 }

@@ -46,7 +46,7 @@ STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 ELEMENTWISE_CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSoftmax",
                                  "SimplifiedLayerNormalization", "SkipLayerNormalization",
                                  "SkipSimplifiedLayerNormalization", "EmbedLayerNormalization",
-                                 "RotaryEmbedding"})  # fmt: skip
+                                 "QLinearAdd", "QLinearMul", "RotaryEmbedding"})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
 }
 
 MATRIX_CONTRIB = ("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "MatMulIntegerToFloat",
-                  "MatMulNBits", "TransposeMatMul")  # fmt: skip
+                  "MatMulBnb4", "MatMulNBits", "QGemm", "TransposeMatMul")  # fmt: skip
 ATTENTION_CONTRIB = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
 CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     **dict.fromkeys(MATRIX_CONTRIB, _matmul),

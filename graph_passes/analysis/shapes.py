@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
-from graph_passes.analysis.contrib_shapes import COUNTS, RULES, Shapes
+from graph_passes.analysis.contrib_shapes import COUNTS, RULES, Shapes, gives_bytes
 from graph_passes.analysis.convolved_axes import SIDE, convolved_lengths
 from graph_passes.analysis.evaluation import SMALL, evaluate, infer_outputs
 from graph_passes.errors import MALFORMED_NODE
@@ -521,7 +521,8 @@ def _infer_by_rule(
     types = [tensor.dtype for tensor in tensors if tensor is not None]
     if not types or not shapes:
         return (), f"{node.op_type} has no known shape"
-    dtype = next((each for each in types if each.is_floating_point()), types[0])
+    floats = (each for each in types if each.is_floating_point())
+    dtype = types[0] if gives_bytes(node) else next(floats, types[0])
     made: list[TensorInfo | None] = []
     for index, shape in enumerate(shapes):
         counts = (node.op_type, index) in COUNTS

@@ -1,4 +1,4 @@
-"""Replace the output of a block by an affine map of its tokens, or by a constant."""
+"""Replace the output of a block by a map of its tokens, or by a constant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graph_passes.emit.editing import Inserter, in_precision, replace_uses, type
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["emit_affine", "emit_constant"]
+__all__ = ["emit_affine", "emit_constant", "emit_order"]
 
 
 def emit_affine(
@@ -39,6 +39,16 @@ def emit_affine(
         value = make.op("Add", [value, make.constant(bias, "output_bias", dtype)], "output")
     _replace(make, old, value, weight.shape[1], info)
     return product
+
+
+def emit_order(
+    make: Inserter, tokens: ir.Value, order: np.ndarray, old: ir.Value, info: ShapeInfo
+) -> None:
+    """Replace ``old``, (B, S, N) or flattened, by tokens (B, S, N)[..., order]."""
+    value = in_precision(make, tokens, type_of(old, info) or ir.DataType.FLOAT, info)
+    if not np.array_equal(order, np.arange(len(order))):
+        value = make.op("Gather", [value, make.integers(order, "order")], "in_order", axis=-1)
+    _replace(make, old, value, len(order), info)
 
 
 def emit_constant(

@@ -16,12 +16,19 @@ import onnx_ir as ir
 
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock, FullLengths, Mask, PositionBias, Weighted
-from graph_passes.emit.affine import emit_affine
+from graph_passes.emit.affine import emit_affine, emit_order
 from graph_passes.emit.editing import Inserter, in_precision, type_of
 from graph_passes.emit.heads import emit_heads, heads_refusal
 from graph_passes.errors import Refusal
 
-__all__ = ["ENTANGLED_BIAS", "KEY_TERM", "emission_refusal", "emit_context", "emit_output"]
+__all__ = [
+    "ENTANGLED_BIAS",
+    "KEY_TERM",
+    "emission_refusal",
+    "emit_context",
+    "emit_output",
+    "emit_output_projection",
+]
 
 MERGE_ORDER = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
 """From (B, H, S, V) back to (B, S, H, V) or (S, B, H, V)."""
@@ -117,6 +124,21 @@ def emit_output(
     merged = make.op("Transpose", [context], "by_token", perm=MERGE_ORDER[output.sequence_first])
     shape = make.integers([0, 0, -1], "merged")
     merged = make.op("Reshape", [merged, shape], "merged_heads", dtype=context.dtype)
+    emit_output_projection(make, block, merged, heads, info)
+
+
+def emit_output_projection(
+    make: Inserter, block: AttentionBlock, context: ir.Value, heads: np.ndarray, info: ShapeInfo
+) -> None:
+    """Replace the block's output by the projection of the context (B, S, H*V) of some heads.
+
+    If its weight is quantized, only the order of the elements is changed.
+    """
+    output = block.output
+    assert output is not None
+    if output.is_quantized:
+        emit_order(make, context, np.argsort(output.rows.reshape(-1)), output.output, info)
+        return
     rows = output.matrix()[output.rows[heads]]  # H V D
-    emit_affine(make, merged, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
+    emit_affine(make, context, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
                 info)  # fmt: skip

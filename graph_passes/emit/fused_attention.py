@@ -19,11 +19,11 @@ from graph_passes.blocks import (
     LogitStep,
     Mask,
     PositionBias,
+    Projection,
 )
-from graph_passes.emit.affine import emit_affine
-from graph_passes.emit.attention import emit_output
+from graph_passes.emit.attention import emit_output, emit_output_projection
 from graph_passes.emit.editing import Inserter
-from graph_passes.emit.heads import emit_heads, num_groups
+from graph_passes.emit.heads import emit_columns, emit_heads, num_groups
 from graph_passes.emit.probabilities import emit_steps
 
 __all__ = ["DOMAIN", "LOW", "OPSETS", "FusedOperator", "emit_fused_blocks", "is_plain"]
@@ -74,15 +74,20 @@ def emit_fused_blocks(
 
 
 def _in_order(model: ir.Model, blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
-    """Sort blocks by their output products, before which they are emitted."""
+    """Sort blocks by the places where they are emitted."""
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     place = {node: index for index, node in enumerate(nodes)}
-    return sorted(blocks, key=lambda block: place[_product(block)])
+    return sorted(blocks, key=lambda block: place[_place(block)])
 
 
-def _product(block: AttentionBlock) -> ir.Node:
-    assert block.output is not None
-    return block.output.nodes[-1]
+def _place(block: AttentionBlock) -> ir.Node:
+    """The first node that reads the context for the output product: the block is emitted before."""
+    output = block.output
+    assert output is not None
+    if not output.is_quantized:
+        return output.nodes[-1]
+    readers = {user for user, _ in output.input.uses()}
+    return next((node for node in block.graph if node in readers), output.nodes[-1])
 
 
 # ---- masks --------------------------------------------------------------------------------------
@@ -190,7 +195,7 @@ def _counts_keys(step: LogitStep, info: ShapeInfo) -> bool:
 
 def _emit_bias(block: AttentionBlock, info: ShapeInfo) -> ir.Value:
     """Emit max(steps(0), LOW), (B or 1, H or 1, S, T); operators broadcast the first two axes."""
-    make, dtype = Inserter(block.graph, _product(block), f"{block.name}/fused"), block.q.dtype
+    make, dtype = Inserter(block.graph, _place(block), f"{block.name}/fused"), block.q.dtype
     lengths = [make.lengths(tokens, 1, 2) for tokens in dict.fromkeys((block.x, block.y))]
     sizes = [make.integers([1, 1], "ones"), lengths[0], lengths[-1]]
     shape = make.op("Concat", sizes, "mask_shape", axis=0)  # 1 1 S T
@@ -209,7 +214,7 @@ def _fuse(
 ) -> None:
     output, dtype = block.output, block.q.dtype
     assert output is not None
-    make = Inserter(block.graph, _product(block), f"{block.name}/fused")
+    make = Inserter(block.graph, _place(block), f"{block.name}/fused")
     inputs: list[ir.Value | None]
     attributes: dict[str, Any] = {"scale": float(block.scale)}
     by_head, groups = not is_plain(block), num_groups(block)
@@ -218,7 +223,7 @@ def _fuse(
         if by_head:
             inputs = [*_heads(make, block, distinct=groups < block.num_heads), bias]
         else:
-            inputs = [*_projected(make, block, *_side_by_side(block)), bias]
+            inputs = [*_projected(make, block, biased=True), bias]
             attributes |= {"q_num_heads": block.num_heads, "kv_num_heads": groups}
         attributes |= {"is_causal": 1} if _is_causal(block) else {}
     else:
@@ -228,14 +233,18 @@ def _fuse(
         if by_head:
             inputs = [_merged(make, value) for value in _heads(make, block)]
         else:
-            weights, offsets = _side_by_side(block)
-            offset, sizes = np.concatenate(offsets), [weight.shape[1] for weight in weights]
+            parts = _parts(block)
+            offset = np.concatenate([part.offset.reshape(-1) * scale for _, part, scale in parts])
             # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
             biased = form == "attention" or offset.any()
             added = make.constant(offset, "qkv_bias", dtype) if biased else None
             if form == "multi_head":
-                inputs = [*_projected(make, block, weights), added]
+                inputs = [*_projected(make, block), added]
             else:
+                factors = [part.matrix()[:, part.columns.reshape(-1)] for _, part, _ in parts]
+                gains = [scale * part.gain.reshape(-1) for _, part, scale in parts]
+                weights = [a * b for a, b in zip(factors, gains, strict=True)]
+                sizes = [len(gain) for gain in gains]
                 weight = make.constant(np.hstack(weights), "qkv_weight", dtype)
                 if form == "merged":
                     whole = make.op("MatMul", [block.x, weight], "qkv")
@@ -251,9 +260,7 @@ def _fuse(
     if by_head and form == "onnx":
         emit_output(make, block, context, np.arange(block.num_heads), info)
         return
-    rows = output.matrix()[output.rows]  # H V D
-    emit_affine(make, context, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
-                info)  # fmt: skip
+    emit_output_projection(make, block, context, np.arange(block.num_heads), info)
 
 
 def is_plain(block: AttentionBlock) -> bool:
@@ -280,29 +287,20 @@ def _merged(make: Inserter, heads: ir.Value) -> ir.Value:
     return make.op("Reshape", [by_token, make.integers([0, 0, -1], "merged")], "merged_heads")
 
 
+def _parts(block: AttentionBlock) -> list[tuple[str, Projection, float]]:
+    """Queries, keys and values, with the factors that are not in the scale of the scores."""
+    scales = (1.0, 1.0, block.v.scale)
+    return list(zip(ROLES, (block.q, block.k, block.v), scales, strict=True))
+
+
 def _projected(
-    make: Inserter,
-    block: AttentionBlock,
-    weights: Sequence[np.ndarray],
-    offsets: Sequence[np.ndarray] | None = None,
+    make: Inserter, block: AttentionBlock, *, biased: bool = False
 ) -> Iterator[ir.Value]:
-    """Queries, keys and values, (B, T, H*K), plus their bias if given."""
-    dtype = block.q.dtype
-    for index, (name, part) in enumerate(zip(ROLES, (block.q, block.k, block.v), strict=True)):
-        weight = make.constant(weights[index], f"{name}_weight", dtype)
-        product = make.op("MatMul", [part.input, weight], f"{name}_product")
-        if offsets is not None and offsets[index].any():
-            bias = make.constant(offsets[index], f"{name}_bias", dtype)
+    """Queries, keys and values, (B, T, H*K), head after head; ``biased`` adds their biases."""
+    for name, part, scale in _parts(block):
+        columns, gain = part.columns.reshape(-1), scale * part.gain.reshape(-1)
+        product = emit_columns(make, part, columns, gain, (f"{name}_weight", f"{name}_product"))
+        if biased and part.offset.any():
+            bias = make.constant(scale * part.offset.reshape(-1), f"{name}_bias", part.dtype)
             product = make.op("Add", [product, bias], name)
         yield product
-
-
-def _side_by_side(block: AttentionBlock) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Weights (D, H*K) and biases (H*K) of queries, keys and values, head after head."""
-    weights: list[np.ndarray] = []
-    offsets: list[np.ndarray] = []
-    for part, scale in ((block.q, 1.0), (block.k, 1.0), (block.v, block.v.scale)):
-        weight = part.matrix()[:, part.columns] * part.gain  # D H K
-        weights.append(scale * weight.reshape(len(weight), -1))
-        offsets.append(scale * part.offset.reshape(-1))
-    return weights, offsets

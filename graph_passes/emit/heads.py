@@ -17,7 +17,7 @@ from graph_passes.blocks import AttentionBlock, BroadcastLayout, Norm, Projectio
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import Refusal
 
-__all__ = ["TOKEN_LAYOUT", "emit_heads", "heads_refusal", "num_groups"]
+__all__ = ["TOKEN_LAYOUT", "emit_columns", "emit_heads", "heads_refusal", "num_groups"]
 
 SPLIT_ORDER = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
 """From (B, T, H, K), or (T, B, H, K) where the sequence comes first, to (B, H, T, K)."""
@@ -156,24 +156,23 @@ def emit_heads(
     """
     chosen = np.arange(part.num_heads) if heads is None else np.asarray(heads)
     terms = _terms(part, chosen)
-    dtype, (count, size) = part.dtype, terms.base.shape
+    dtype, columns = part.dtype, terms.base
+    count, size = columns.shape
     plain = (
         len(terms.rotary_terms) == 1
         and terms.rotary_terms[0][0].factor is None
         and part.norm is None
     )
-    matrix, bias = part.matrix(), np.zeros(0)
+    gain, bias = np.full(columns.shape, scale), np.zeros(0)
     if part.norm is not None:
         assert terms.group is not None
-        weight = matrix[:, part.norm.columns[terms.group]] * part.norm.gain[terms.group]
-        weight, bias = weight * part.norm.scale, part.norm.offset[terms.group] * part.norm.scale
+        columns = part.norm.columns[terms.group]
+        gain = part.norm.gain[terms.group] * part.norm.scale
+        bias = part.norm.offset[terms.group] * part.norm.scale
     elif plain:
         turn = terms.rotary_terms[0][0]
-        weight, bias = scale * matrix[:, terms.base] * turn.gain, scale * turn.offset
-    else:
-        weight = scale * matrix[:, terms.base]
-    weight = make.constant(weight.reshape(len(matrix), -1), "weight", dtype)
-    value = make.op("MatMul", [part.input, weight], "product")
+        gain, bias = scale * turn.gain, scale * turn.offset
+    value = emit_columns(make, part, columns.reshape(-1), gain.reshape(-1))
     if np.any(bias):
         value = make.op("Add", [value, make.constant(bias.reshape(-1), "bias", dtype)], "biased")
     value = make.op("Reshape", [value, make.integers([0, 0, count, size], "shape")], "heads")
@@ -187,6 +186,39 @@ def emit_heads(
     if not distinct and not np.array_equal(terms.head_groups, np.arange(count)):  # grouped heads
         groups = make.integers(terms.head_groups, "groups")
         value = make.op("Gather", [value, groups], "spread", axis=1)
+    return value
+
+
+def emit_columns(
+    make: Inserter,
+    part: Projection,
+    columns: np.ndarray,
+    gain: np.ndarray,
+    names: tuple[str, str] = ("weight", "product"),
+) -> ir.Value:
+    """Emit columns of the product of tokens and weight, times ``gain``: (B, T, columns).
+
+    They are taken from the product in the graph if the weight is quantized.
+
+    Args:
+        names: Of the new weight and of the new product.
+    """
+    if part.product is None:
+        weight = make.constant(part.matrix()[:, columns] * gain, names[0], part.dtype)
+        return make.op("MatMul", [part.input, weight], names[1])
+    value, width, is_flat = part.product
+    if is_flat:
+        lengths = [make.lengths(part.input, 0, 2), make.integers([width], "width")]
+        apart = make.op("Concat", lengths, "by_token_shape", axis=0)
+        value = make.op("Reshape", [value, apart], "by_token")
+    if not np.array_equal(columns, np.arange(width)):
+        if (np.diff(columns) == 1).all():
+            ends = [make.integers([n], "end") for n in (columns[0], columns[-1] + 1, -1)]
+            value = make.op("Slice", [value, *ends], "columns")
+        else:
+            value = make.op("Gather", [value, make.integers(columns, "order")], "columns", axis=-1)
+    if (gain != 1).any():
+        value = make.op("Mul", [value, make.constant(gain, "gain", part.dtype)], "gained")
     return value
 
 

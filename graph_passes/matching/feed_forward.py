@@ -20,6 +20,7 @@ from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.context import GraphContext
 from graph_passes.matching.naming import assign_names, common_path, pinned_name
 from graph_passes.matching.products import linear
+from graph_passes.matching.quantized import quantized_linear
 
 __all__ = ["find_feed_forward", "last_entry", "slice_bounds"]
 
@@ -43,6 +44,8 @@ SHAPE_OPERATORS = frozenset(
 def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     """Find all feed-forward blocks of a model, in order of execution, including bodies of nodes.
 
+    Products may have quantized weights, which are not read.
+
     Two products do not match if only linear operators are in between, if a value in between (or its
     number of neurons) has another reader, or if there are fewer neurons than input elements. Such
     bottlenecks are adapters or summaries. A wide pooler with its classifier matches.
@@ -51,18 +54,21 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
         runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     matches = (_match(node, runs, model.opset_imports) for node in nodes)
-    blocks = [block for block in matches if block is not None]
-    return assign_names(blocks, "feed_forward", _name)
+    # A quantized product has several outputs, before and after scale and bias: the last one stays.
+    blocks = {block.product: block for block in matches if block is not None}
+    return assign_names(list(blocks.values()), "feed_forward", _name)
 
 
 def _match(
-    product: ir.Node, runs: Sequence[ShapeInfo], opsets: Mapping[str, int]
+    last: ir.Node, runs: Sequence[ShapeInfo], opsets: Mapping[str, int]
 ) -> FeedForwardBlock | None:
-    """Match the feed-forward block whose second product is this node, else None."""
-    second = _linear(product, runs[0])
-    if second is None or product.op_type == "FusedGemm" or not isinstance(product.graph, ir.Graph):
+    """Match the feed-forward block whose second product this node computes, else None."""
+    second = _linear(last, runs[0])
+    graph = last.graph
+    if second is None or last.op_type == "FusedGemm" or not isinstance(graph, ir.Graph):
         return None
-    if len(second.contracted) != 1 or not _is_plain(second):
+    product = second.node
+    if not _is_plain(second) or product.graph is not graph:
         return None
     first: dict[ir.Node, Linear] = {}
     between: dict[ir.Node, int] = {}  # how often the values before a node count the neurons
@@ -71,7 +77,7 @@ def _match(
     while pending:
         value, parts = pending.pop()
         node = value.producer()
-        if node is None or node.graph is not product.graph:
+        if node is None or node.graph is not graph:
             return None
         if node in first or node in between:
             continue
@@ -82,7 +88,7 @@ def _match(
             given = [(0, node.inputs[0])]
         elif (part := _linear(node, runs[0])) is not None:
             first[node] = part
-            given = list(enumerate(node.inputs))[2:]
+            given = list(enumerate(node.inputs))[2:] if part.product is None else []
         elif (count := _elementwise(node)) > 0:
             between[node] = parts
             given = list(enumerate(node.inputs))[:count]
@@ -103,18 +109,22 @@ def _match(
     inner = {*first, *between, product}
     for value in _outputs_of((*first, *between)):
         readers = [node for node, _ in value.uses() if node.op_type != "Shape"]
+        if value is second.tokens and second.product is not None:
+            continue  # nodes that quantize it
         if value.is_graph_output() or not inner.issuperset(readers):
             return None
     widths = _widths(dict.fromkeys(first, 1) | between, second.width, runs[0], opsets)
     if widths is None:
         return None
-    order = [node for node in product.graph if node in inner]
-    bias, output = _bias(product, second.columns.size)
-    if bias is None and len(product.inputs) > 2 and product.inputs[2] is not None:
-        return None  # a Gemm that adds the residual: its output is not that of the block
+    order = [node for node in graph if node in inner]
+    bias, output = None, second.output
+    if second.product is None:
+        bias, output = _bias(product, second.columns.size)
+        if bias is None and len(product.inputs) > 2 and product.inputs[2] is not None:
+            return None  # a Gemm that adds the residual: its output is not that of the block
     return FeedForwardBlock(
         name="",
-        graph=product.graph,
+        graph=graph,
         x=tokens.pop(),
         first=tuple(first[node] for node in order if node in first),
         hidden=second.tokens,
@@ -129,12 +139,14 @@ def _match(
 
 def _linear(node: ir.Node, info: ShapeInfo) -> Linear | None:
     """A product of tokens with a constant, FusedGemm included."""
+    if node.outputs and (quantized := quantized_linear(node.outputs[0], info)) is not None:
+        return quantized
     return linear(node, lambda value: info.shape(value) or (), allow_activation=True)
 
 
 def _is_plain(part: Linear) -> bool:
     """Whether the last axis of the output counts the columns, in order."""
-    return len(part.contracted) == 1 and part.columns.shape[-1] == part.columns.size
+    return len(part.contracted) <= 1 and part.columns.shape[-1] == part.columns.size
 
 
 def _elementwise(node: ir.Node) -> int:

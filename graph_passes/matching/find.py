@@ -229,8 +229,8 @@ def _reusing_block(
     nothing = replace(v, columns=none.astype(np.int64), gain=none, offset=none, scale=1.0, nodes=())
     q = nothing
     if source.kind == "cross":  # x of the source block may have another width than y
-        weight, contracted = source.q.weight, source.q.contracted
-        q = replace(nothing, input=source.x, weight=weight, contracted=contracted)
+        q = replace(nothing, input=source.x, weight=source.q.weight, product=source.q.product,
+                    contracted=source.q.contracted, width=source.q.width)  # fmt: skip
     between = _between(probabilities, {other.value for other in reused})
     return _make_block(
         OperatorMatch(q, nothing, v, source.scale, (), product.node.outputs[0]),

@@ -15,10 +15,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.constants import constant_array, is_constant, origin
+from graph_passes.analysis.constants import constant_array, constant_type, is_constant, origin
 from graph_passes.analysis.evaluation import MAX_ELEMENTS, evaluate
 from graph_passes.analysis.shapes import ShapeInfo
-from graph_passes.blocks import BroadcastLayout, Linear, OutputProjection, Projection
+from graph_passes.blocks import (
+    BroadcastLayout,
+    Linear,
+    OutputProjection,
+    Projection,
+    QuantizedProduct,
+)
 from graph_passes.matching.element_map import (
     ElementMap,
     LinearTrace,
@@ -32,6 +38,7 @@ from graph_passes.matching.element_map import (
     split_heads,
 )
 from graph_passes.matching.products import linear
+from graph_passes.matching.quantized import quantized_linear, quantized_reader
 from graph_passes.matching.rotary_and_norms import (
     NORMS,
     apply_norm,
@@ -131,12 +138,21 @@ class LayoutReader:
         factor = 1.0 if cached is None else float(cached[1].offset.flat[0])
         first = next(iter(terms.values()))
         count, length = trace.source.rows.size, first.factor_index.shape[2]
-        source_input, sequence_first = self._whole(trace.source.tokens, first.sequence_first)
+        source = trace.source
+        source_input, sequence_first = self._whole(source.tokens, first.sequence_first)
+        dtype, product = constant_type(source.weight), None
+        if source.product is not None:
+            known = self.info.known[source.product]
+            is_flat = known.shape[:-1] != self.shape(source_input)[:-1]
+            dtype, product = known.dtype, QuantizedProduct(source.product, known.shape[-1], is_flat)
         lengths = (length, count // length) if sequence_first else (count // length, length)
         return Projection(
             input=source_input,
-            weight=origin(trace.source.weight),
-            contracted=trace.source.contracted,
+            weight=origin(source.weight),
+            contracted=source.contracted,
+            width=source.width,
+            dtype=dtype,
+            product=product,
             columns=first.columns,
             gain=first.gain / factor,
             offset=first.offset / factor,
@@ -173,15 +189,17 @@ class LayoutReader:
                 return None
             value = node.outputs[0]
             path.append(node)
-        product = None if node is None else linear(node, self.shape)
-        if node is None or product is None or product.tokens is not value or labels.size != size:
+        product, quantized = None, quantized_reader(value, self.info)
+        if quantized is not None:
+            columns = labels.shape[-1]
+        elif node is not None and (product := linear(node, self.shape)) is not None:
+            if product.tokens is not value or product.scale != 1.0 or not self._in_order(product):
+                return None
+            columns = product.width
+        else:
             return None
-        by_token = labels.reshape(-1, product.width)
-        if (
-            product.scale != 1.0
-            or by_token.shape[0] != batch * length
-            or not self._in_order(product)
-        ):
+        by_token = labels.reshape(-1, columns)
+        if labels.size != size or by_token.shape[0] != batch * length:
             return None
         # Label l is element (b, h, s, v). Each token must have its elements in the same order.
         b, h, s, v = np.unravel_index(by_token, order)
@@ -193,6 +211,20 @@ class LayoutReader:
         if np.unique(elements).size != heads * width:
             return None
         rows = np.argsort(elements).reshape(heads, width)
+        if quantized is not None:
+            reader, weight = quantized
+            return OutputProjection(
+                value,
+                origin(weight),
+                (),
+                rows,
+                None,
+                value,
+                (*path, reader),
+                sequence_first=not by_batch,
+                is_quantized=True,
+            )
+        assert product is not None and node is not None
         bias, output, add = self._bias(node)
         return OutputProjection(
             value,
@@ -241,6 +273,9 @@ class LayoutReader:
             raise MatchFailure(
                 f"the {role} is {value.name!r}, {what}: not the output of a projection"
             )
+        if (product := quantized_linear(value, self.info)) is not None:
+            nodes = dict.fromkeys((product.node, node))
+            return replace(self._numbered(product, self.shape(value)), nodes=tuple(nodes))
         if node.op_type in LINEAR and any(map(is_constant, node.inputs[:2])):
             return self._source(node, role)
         if reach == 0:
@@ -273,7 +308,7 @@ class LayoutReader:
                     return concat_traces(node, pieces, node.attributes.get_int("axis", -1), role)
                 case _:
                     pass
-        raise _between(node, role)
+        raise _unsupported(node, role)
 
     def trace_past(self, value: ir.Value, role: str, part: int | None = None) -> LinearTrace:
         """Trace cached heads, an input (B, H, P, K) of the graph or one part of (2, B, H, P, K)."""
@@ -343,7 +378,7 @@ class LayoutReader:
                     return apply_position_factor(node, inner, other, self.info, role)
                 return self._with_constant(node, inner, constant.astype(np.float64), left, role)
         if node.op_type == "Div":
-            raise _between(node, role)
+            raise _unsupported(node, role)
         failures: list[MatchFailure] = []
         traces = [self._attempt(value, role, reach, failures) for value in (a, b)]
         if node.op_type == "Mul":
@@ -353,7 +388,7 @@ class LayoutReader:
         elif None not in traces:
             return add_traces(node, [t for t in traces if t is not None], role)
         # An operator before this one may be the problem, as in both terms of a rotation.
-        raise next(filter(_is_of_tokens, failures), _between(node, role))
+        raise next(filter(_is_of_tokens, failures), _unsupported(node, role))
 
     def _attempt(
         self, value: ir.Value, role: str, reach: int, failures: list[MatchFailure]
@@ -467,20 +502,9 @@ def _is_of_tokens(failure: MatchFailure) -> bool:
     return isinstance(failure, UnsupportedNode) and failure.node.op_type not in ("Cos", "Sin")
 
 
-def _between(node: ir.Node, role: str) -> MatchFailure:
-    """The reason why a node does not match, or that a quantized product precedes it."""
-    pending, seen = [node], {node}
-    while pending and len(seen) < 4 * REACH:
-        reached = pending.pop(0)
-        if reached.op_type in QUANTIZED:
-            return MatchFailure(
-                f"the {role} is projected in integers ({describe(reached)}): "
-                "rewrite the float model, then quantize the result"
-            )
-        parents = {value.producer() for value in reached.inputs if value is not None}
-        pending += [parent for parent in parents if parent is not None and parent not in seen]
-        seen.update(pending)
-    return UnsupportedNode(node, role)
+def _unsupported(node: ir.Node, role: str) -> UnsupportedNode:
+    advice = "rewrite the float model, then quantize the result"
+    return UnsupportedNode(node, role, advice if node.op_type in QUANTIZED else "")
 
 
 def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
@@ -522,6 +546,8 @@ def _cached(
         input=past.value,
         weight=None,
         contracted=(),
+        width=0,
+        dtype=ir.DataType.FLOAT,
         columns=columns,
         gain=ones,
         offset=0.0 * ones,

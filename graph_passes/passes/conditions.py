@@ -10,12 +10,29 @@ from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import Refusal
 
 __all__ = [
+    "REWRITE_FIRST",
     "caller_reads",
     "no_output_projection",
     "no_probabilities",
+    "quantized_weights",
     "reused_elsewhere",
     "rotary_or_norm",
 ]
+
+
+REWRITE_FIRST = "rewrite the float model, then quantize the result"
+
+
+def quantized_weights(block: AttentionBlock) -> Refusal | None:
+    """Whether a weight of the block is quantized."""
+    for name, part in (("queries", block.q), ("keys", block.k), ("values", block.v)):
+        if part.product is not None:
+            what = f"its {name} are projected by quantized weights"
+            return Refusal("quantized", f"{what}: {REWRITE_FIRST}")
+    if block.output is not None and block.output.is_quantized:
+        what = "the weights of its output projection are quantized"
+        return Refusal("quantized", f"{what}: {REWRITE_FIRST}")
+    return None
 
 
 def caller_reads(block: AttentionBlock) -> Refusal | None:

@@ -31,7 +31,7 @@ from graph_passes.emit.heads import TOKEN_LAYOUT
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.collaborate import WEAK_FILL
-from graph_passes.passes.conditions import no_output_projection, rotary_or_norm
+from graph_passes.passes.conditions import no_output_projection, quantized_weights, rotary_or_norm
 from graph_passes.passes.invariants import Interface
 
 __all__ = ["IDIOMS", "FuseAttention", "fusion_refusal"]
@@ -60,9 +60,10 @@ class FuseAttention(AttentionPass[FusedOperator]):
     softmax of its finite mask value. The scale s does not change. Rotary embeddings and q/k norm
     are computed before ai.onnx Attention or MultiHeadAttention. Grouped key/value heads stay
     grouped in ai.onnx Attention, and are repeated for MultiHeadAttention. Sparse heads that share
-    dimensions are refused: the operator would compute H*K' columns instead of R. Blocks that are
-    this operator already do not change. The model imports com.microsoft if needed; its operators
-    support bfloat16 on a GPU only.
+    dimensions are refused: the operator would compute H*K' columns instead of R. Products with
+    quantized weights stay as they are, so that operators that contain the projections are refused.
+    Blocks that are this operator already do not change. The model imports com.microsoft if needed;
+    its operators support bfloat16 on a GPU only.
 
     Attributes:
         targets: The operator for each block to rewrite.
@@ -143,22 +144,13 @@ def fusion_refusal(
             "dtype",
             f"its projections hold {names}, and the operator takes one of float and half types",
         )
-    weights = (block.q.weight, block.k.weight, block.v.weight, output.weight)
-    if any(_is_quantized(weight) for weight in weights):
-        return Refusal("quantized", "its weights are quantized, and would be written as floats")
+    if projects_inside and any(part.product is not None for part in parts):
+        return quantized_weights(block)
     if projects_inside and not block.q.input is block.k.input is block.v.input:
         return Refusal(
             "tokens_differ", "its queries, keys and values are not projected from the same tokens"
         )
     return _shared_refusal(block)
-
-
-def _is_quantized(value: ir.Value | None) -> bool:
-    """Whether a constant is computed by DequantizeLinear."""
-    node = None if value is None else value.producer()
-    if node is None:
-        return False
-    return node.op_type == "DequantizeLinear" or any(map(_is_quantized, node.inputs))
 
 
 def _shared_refusal(block: AttentionBlock) -> Refusal | None:
@@ -168,7 +160,8 @@ def _shared_refusal(block: AttentionBlock) -> Refusal | None:
             "probabilities_shared",
             "its scores or probabilities are read by another layer, or are an output",
         )
-    if _escapes(block, [node for part in (block.q, block.k, block.v) for node in part.nodes]):
+    parts = [part for part in (block.q, block.k, block.v) if part.product is None]
+    if _escapes(block, [node for part in parts for node in part.nodes]):
         return Refusal(
             "projections_shared",
             "its queries, keys or values are read elsewhere, so they would be computed twice",

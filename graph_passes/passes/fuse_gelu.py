@@ -22,6 +22,8 @@ from graph_passes.passes.invariants import Interface
 
 __all__ = ["FuseGelu", "fusible_gelus", "gelu_refusal"]
 
+LAID_OUT = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+
 Operator = Literal["Gelu", "FastGelu"]
 
 TOLERANCES: Mapping[ir.DataType, float] = {
@@ -64,9 +66,22 @@ class FuseGelu(FeedForwardPass[NoParams]):
             gelu = _gelu(block, small_shapes(context), opsets)
             assert gelu is not None
             operator, value = gelu
-            make = Inserter(block.graph, block.product, f"{block.name}/fused")
-            replace_uses(block.hidden, make.op(operator, [value], "gelu", domain=DOMAIN))
+            activation = _activation(block)
+            last = activation.producer()
+            assert last is not None
+            make = Inserter(block.graph, last, f"{block.name}/fused")
+            replace_uses(activation, make.op(operator, [value], "gelu", domain=DOMAIN))
             opsets.setdefault(DOMAIN, 1)
+
+
+def _activation(block: FeedForwardBlock) -> ir.Value:
+    """The neurons before they are flattened; exporters read their shape too."""
+    value = block.hidden
+    for node in reversed(block.nodes):
+        inner = node.inputs[0]
+        if value is node.outputs[0] and node.op_type in LAID_OUT and inner is not None:
+            value = inner
+    return value
 
 
 def fusible_gelus(model: ir.Model) -> list[str]:
@@ -98,14 +113,16 @@ def _gelu(
     block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[Operator, ir.Value] | None:
     """The operator that computes the neurons, and its input: the last value that matches."""
-    arrays = _evaluated(block, info, opsets)
-    hidden = arrays.pop(block.hidden, None)
-    if hidden is None or info.shape(block.hidden) is None:
+    activation, arrays = _activation(block), _evaluated(block, info, opsets)
+    hidden = arrays.get(activation)
+    if hidden is None or info.shape(activation) is None:
         return None
-    for value, z in reversed(arrays.items()):
-        if z.shape != hidden.shape or info.shape(value) != info.shape(block.hidden):
+    before = list(arrays)[: list(arrays).index(activation)]
+    for value in reversed(before):
+        z = arrays[value]
+        if z.shape != hidden.shape or info.shape(value) != info.shape(activation):
             continue
-        if info.known[value].dtype != info.known[block.hidden].dtype:  # between casts
+        if info.known[value].dtype != info.known[activation].dtype:  # between casts
             continue
         # In half precision, both may be near.
         errors: dict[Operator, float] = {
@@ -134,7 +151,7 @@ def _evaluated(
     block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> dict[ir.Value, np.ndarray]:
     """Evaluate the nodes between the products on numbers from -12 to 12."""
-    first = block.products[0].outputs[0]
+    first = block.first[0].output
     shape = info.shape(first)
     if shape is None:
         return {}

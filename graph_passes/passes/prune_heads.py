@@ -16,7 +16,12 @@ from graph_passes.emit.editing import Inserter
 from graph_passes.emit.probabilities import emit_probabilities
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
-from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere
+from graph_passes.passes.conditions import (
+    caller_reads,
+    no_output_projection,
+    quantized_weights,
+    reused_elsewhere,
+)
 from graph_passes.passes.skip_attention import AffineMap, emit_skip, skip_refusal
 
 __all__ = ["HeadMask", "PruneHeads", "check_mask"]
@@ -61,7 +66,8 @@ class PruneHeads(AttentionPass[Sequence[int]]):
         cls, block: AttentionBlock, params: Sequence[int] | None, context: GraphContext
     ) -> Refusal | None:
         refusal = (
-            caller_reads(block)
+            quantized_weights(block)
+            or caller_reads(block)
             or no_output_projection(block)
             or reused_elsewhere(block, cls.find(context))
             or emission_refusal(block, None if params is None else small_shapes(context))

@@ -26,6 +26,7 @@ from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import last_entry, slice_bounds
 from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets, small_shapes
+from graph_passes.passes.conditions import REWRITE_FIRST
 from graph_passes.passes.prune_heads import check_mask
 
 __all__ = ["NeuronMask", "PruneNeurons", "mask_from_hex", "mask_to_hex", "neurons_refusal"]
@@ -154,12 +155,11 @@ _Cuts = Mapping[_Place, Mapping[int, _Kept]]
 
 def neurons_refusal(block: FeedForwardBlock) -> Refusal | None:
     """Why neurons cannot be removed from a block; None if they can."""
+    if block.is_quantized:
+        return Refusal("quantized", f"its weights are quantized: {REWRITE_FIRST}")
     behind = [value for operand in block.operands() for value in _behind(operand.value)]
     if any(value.is_graph_input() or value.is_graph_output() for value in behind):
         return Refusal("weights_external", "its weights are inputs or outputs of the graph")
-    makers = [node for value in behind if (node := value.producer()) is not None]
-    if any(node.op_type == "DequantizeLinear" for node in makers):
-        return Refusal("quantized", "its weights are quantized")
     return None
 
 

@@ -28,6 +28,7 @@ from graph_passes.passes.conditions import (
     caller_reads,
     no_output_projection,
     no_probabilities,
+    quantized_weights,
     reused_elsewhere,
 )
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
@@ -127,7 +128,12 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 
 def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> Refusal | None:
     """Why ``block`` cannot reuse the probabilities of any block of ``earlier``; None if it can."""
-    refusal = caller_reads(block) or no_output_projection(block) or heads_refusal(block.v)
+    refusal = (
+        quantized_weights(block)
+        or caller_reads(block)
+        or no_output_projection(block)
+        or heads_refusal(block.v)
+    )
     if refusal is not None:
         return refusal
     if block.reused:

@@ -20,7 +20,12 @@ from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import TOKEN_LAYOUT
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
-from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere
+from graph_passes.passes.conditions import (
+    caller_reads,
+    no_output_projection,
+    quantized_weights,
+    reused_elsewhere,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -124,7 +129,7 @@ class SkipAttention(AttentionPass[Replacement]):
 
 def skip_refusal(block: AttentionBlock) -> Refusal | None:
     """Why an affine map cannot replace a block; None if it can."""
-    if refusal := no_output_projection(block):
+    if refusal := quantized_weights(block) or no_output_projection(block):
         return refusal
     assert block.output is not None
     if not (block.q.by_sequence or block.q.sequence_first):
