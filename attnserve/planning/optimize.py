@@ -53,7 +53,8 @@ from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
 from attnserve.precision.convert import Precision, check_cpu, convert
 from attnserve.versions import versions
-from graph_passes.analysis.cost import Cost, break_even, model_cost, parameter_bytes
+from graph_passes.analysis.cost import Cost, break_even, model_cost
+from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument
 from graph_passes.passes.collaborate import Collaborate
