@@ -4,8 +4,9 @@ A model file is untrusted: it may crash ONNX Runtime or never finish a run. The 
 runs it once; a crash or a timeout becomes an ``InvalidModel``. Results are cached by content, so
 that another check of the same files, also in another process, only reads them.
 
-The child then tries lossless operator fusion (``lossless_passes``). The fused model is to be run if
-it computes the same and is faster.
+Another child then tries lossless operator fusion (``lossless_passes``). The fused model is to be
+run if it computes the same and is faster. That takes seconds for a small model and minutes for a
+large one: it goes on in the background, and the original is run until then.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
+import threading
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
@@ -29,10 +33,17 @@ from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.check_cache import CheckCache
 from attnserve.models.checksums import sha256
-from attnserve.models.graph_facts import GraphFacts
+from attnserve.models.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphFacts
 from attnserve.models.loaded_model import NOT_REWRITTEN, Model
 from attnserve.models.onnx_validation import external_file
-from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment, limit_process
+from attnserve.runtime.isolation import (
+    Worker,
+    WorkerCrashed,
+    allowed_environment,
+    limit_process,
+    run_isolated,
+)
+from attnserve.runtime.memory_use import available_bytes
 from attnserve.runtime.session import gpu_name
 from attnserve.runtime.temporary import temporary_folder
 from graph_passes.errors import (
@@ -57,11 +68,34 @@ MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
 """Address space of the child: a floor, the stacks and heaps of threads, and several copies of the
 files in the model's folder (graph, sessions and fused model)."""
 
-FUSION_TIMEOUT_S = 60
-"""Time limit of operator fusion; when it passes, the original model is run."""
+FUSION_TIMEOUT_S, MAX_FUSION_TIMEOUT_S = 60, 3600
+"""Bounds of the time limit of operator fusion."""
 
-MAX_BYTES = 1_000_000_000
-"""Largest weights for which fusion is tried: it takes seconds per gigabyte, and a copy on disk."""
+FUSION_TOKENS = 8192
+"""Tokens for which the models are run when they are compared and timed."""
+
+SLOW_MACS_PER_S = 2e9
+"""Speed of one core of a busy machine; idle cores are 10 times as fast and more."""
+
+FOREGROUND_S = 10.0
+"""How long ``check`` waits for the fusion of a model whose time limit is ``FUSION_TIMEOUT_S``.
+Others are fused in the background at once."""
+
+FUSION_MEMORY_BYTES, FUSION_MEMORY_PER_BYTE = 1 << 29, 5
+"""Memory of operator fusion: that of the program, and several copies of the weights."""
+
+PENDING: Mapping[str, Any] = {
+    "rewritten": False,
+    "pending": True,
+    "why": "operator fusion is being tried in the background",
+}
+"""The operator report of a model until the fusion has ended."""
+
+NICE = 5
+"""Priority of the fusion: requests come first."""
+
+STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+"""Signals that end a server and its child processes. They say nothing about the model."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +108,7 @@ class CheckResult:
         rewritten: The model with fused operators; None if the original is run.
         operators: The fusion report, or why there was no fusion.
         facts: ``GraphFacts`` as JSON.
+        fusion: The result after the fusion that runs in the background; None if none does.
     """
 
     identity: str
@@ -81,6 +116,7 @@ class CheckResult:
     rewritten: Path | None
     operators: Mapping[str, Any]
     facts: Mapping[str, Any]
+    fusion: Future[CheckResult] | None = field(default=None, compare=False)
 
     @property
     def external_is_current(self) -> bool:
@@ -114,7 +150,8 @@ class IsolationChecker:
     ) -> None:
         self._provider, self._threads, self._timeout_s = provider, threads, timeout_s
         self._rewrite, self._folder, self._is_cached = rewrite, folder, cached
-        self._child: subprocess.Popen[bytes] | None = None
+        self._children: set[subprocess.Popen[bytes]] = set()
+        self._fusions: dict[str, Future[CheckResult]] = {}  # that run, by identity
         self._is_closed = False
 
     @cached_property
@@ -141,16 +178,23 @@ class IsolationChecker:
             InvalidArgument: The provider is not available.
         """
         content = _content(artifact)
-        return self._recall(artifact, content) or self._try(artifact, content)
+        result = self._recall(artifact, content) or self._try(artifact, content)
+        if result.operators != PENDING:
+            return result
+        timeout_s = _fusion_timeout_s(GraphFacts.from_json(result.facts))
+        fusion = self._start_fusion(artifact, content, result, timeout_s)
+        with suppress(TimeoutError):
+            return fusion.result(FOREGROUND_S if timeout_s <= FUSION_TIMEOUT_S else 0)
+        return replace(result, fusion=fusion)
 
     def close(self) -> None:
-        """End the check that is running: it fails, as any later one does."""
+        """End the checks and fusions that run: they fail, as any later ones do."""
         self._is_closed = True
-        if self._child is not None:
-            self._child.kill()
+        for child in tuple(self._children):
+            child.kill()
 
     def _on_start(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = child
+        self._children = {one for one in self._children if one.poll() is None} | {child}
         if self._is_closed:
             child.kill()
 
@@ -160,8 +204,9 @@ class IsolationChecker:
         if stored is None:
             return None
         try:
-            result = _result(artifact, content, stored["facts"], stored["operators"])
-            is_fused = result.operators["rewritten"]
+            operators = stored["operators"]
+            result = _result(artifact, content, stored["facts"], operators)
+            is_fused = operators["rewritten"]
         except Exception:  # of another version, or damaged
             return None
         if result.identity != stored["identity"]:
@@ -174,23 +219,20 @@ class IsolationChecker:
         Raises:
             InvalidModel, InvalidArgument: See ``check``.
         """
-        fused = self._cache.file(content) if self._rewrite else None
-        new = fused and fused.with_suffix(f".{os.getpid()}.new")
         name, deadline = artifact.model, monotonic() + self._timeout_s
         try:
             with Worker(
                 _Child, artifact, self._provider, self._threads,
                 timeout_s=self._timeout_s,
                 environment=allowed_environment(),
-                prepare=partial(limit_process, *self._limits(artifact)),
+                prepare=partial(limit_process, *self._limits(artifact, self._timeout_s)),
                 on_start=self._on_start,
                 silent=True,
             ) as child:  # fmt: skip
                 facts = child.call("facts", timeout_s=deadline - monotonic())
                 # Before the run, so that a file that is replaced meanwhile is detected.
-                result = _result(artifact, content, facts, NOT_REWRITTEN)
+                result = _result(artifact, content, facts, self._first_report)
                 child.call("run", timeout_s=deadline - monotonic())
-                operators, is_final = self._fuse(child, new, deadline)
         except FORWARDED_ERRORS:
             raise
         except WorkerCrashed as error:
@@ -203,18 +245,29 @@ class IsolationChecker:
             raise InvalidModel(f"{name}: {error.what}", FIX, code="model.crash") from error
         except AttnserveError as error:
             raise InvalidModel(error.what, error.fix, code=error.code) from error
-        result = replace(result, operators=operators)
-        if fused and new and operators["rewritten"] and new.is_file():
-            result = replace(result, rewritten=new.replace(fused))
-        elif new:
-            new.unlink(missing_ok=True)
-        stored = {"identity": result.identity, "facts": facts, "operators": operators}
-        is_fused = result.rewritten is not None
-        self._cache.write(content, stored, fused=is_fused, is_final=is_final)
+        self._write(content, result)
         return result
 
-    def _limits(self, artifact: Artifact) -> tuple[int, int]:
-        """Limits of the child: bytes of address space (0 for none) and seconds of processor time.
+    @property
+    def _first_report(self) -> Mapping[str, Any]:
+        """The operator report of a model that was not fused yet."""
+        if not self._rewrite:
+            return NOT_REWRITTEN
+        if self._cache.folder is None:
+            return {"rewritten": False, "why": "there is no folder for it"}
+        return PENDING
+
+    def _write(self, content: str, result: CheckResult, *, is_final: bool = True) -> None:
+        stored = {
+            "identity": result.identity,
+            "facts": result.facts,
+            "operators": result.operators,
+        }
+        is_fused = result.rewritten is not None
+        self._cache.write(content, stored, fused=is_fused, is_final=is_final)
+
+    def _limits(self, artifact: Artifact, timeout_s: float) -> tuple[int, int]:
+        """Limits of a child: bytes of address space (0 for none) and seconds of processor time.
 
         CUDA reserves address space for all memory of the machine.
         """
@@ -222,24 +275,83 @@ class IsolationChecker:
         files = (*artifact.folder.glob("*"), *artifact.folder.glob("*/*"))  # external data too
         size = sum(path.stat().st_size for path in files if path.is_file())
         memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * size
-        return (0 if self._provider == "cuda" else memory), math.ceil(self._timeout_s) * cores
+        return (0 if self._provider == "cuda" else memory), math.ceil(timeout_s) * cores
+
+    # -- fusion -----------------------------------------------------------------------------------
+
+    def _start_fusion(
+        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
+    ) -> Future[CheckResult]:
+        """Start the fusion in a thread, if it does not run already."""
+        running = self._fusions.get(result.identity)
+        if running is not None:
+            return running
+        fusion = self._fusions[result.identity] = Future[CheckResult]()
+
+        def run() -> None:
+            try:
+                found = self._fuse_alone(artifact, content, result, timeout_s)
+            except Exception as error:  # for example a full disk
+                found = _unfused(result, f"{type(error).__name__}: {error}")
+            self._fusions.pop(result.identity, None)
+            fusion.set_result(found)
+
+        threading.Thread(target=run, name="attnserve-fusion", daemon=True).start()
+        return fusion
+
+    def _fuse_alone(
+        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
+    ) -> CheckResult:
+        """The result after the fusion, while no other one runs in this cache folder.
+
+        Fusions at the same time would distort their timings, and need the memory of all. Another
+        process may have fused the same model meanwhile.
+        """
+        with self._cache.lock(lambda: self._is_closed) as is_locked:
+            if not is_locked:
+                return _unfused(result, "the server stops")
+            found = self._recall(artifact, content)
+            if (
+                found is not None
+                and found.identity == result.identity
+                and found.operators != PENDING
+            ):
+                return found
+            return self._fuse(artifact, content, result, timeout_s)
 
     def _fuse(
-        self, child: Worker, new: Path | None, deadline: float
-    ) -> tuple[Mapping[str, Any], bool]:
-        """The report of the fusion, and whether it would be the same again.
+        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
+    ) -> CheckResult:
+        """The result of a new fusion.
 
-        A failure does not fail the check.
+        A result that depends on the state of the machine is kept for a limited time, or not at all.
         """
-        if not self._rewrite:
-            return NOT_REWRITTEN, True
-        if new is None:
-            return {"rewritten": False, "why": "there is no folder for it"}, False
-        timeout_s = round(min(FUSION_TIMEOUT_S, deadline - monotonic()), 1)
-        try:
-            return child.call("fuse", new, timeout_s=timeout_s), True
-        except AttnserveError as error:
-            return {"rewritten": False, "why": error.what}, isinstance(error, CannotRewrite)
+        with self._cache.new_file(content) as new:
+            why = _lacks_resources(GraphFacts.from_json(result.facts).weight_bytes, new)
+            if new is None or why is not None:
+                return _unfused(result, why or "there is no folder for it")
+            is_final = True
+            try:
+                operators = run_isolated(
+                    _fuse_in_child, artifact, new, self._provider, self._threads,
+                    timeout_s=timeout_s,
+                    environment=allowed_environment(),
+                    prepare=partial(limit_process, *self._limits(artifact, timeout_s), nice=NICE),
+                    on_start=self._on_start,
+                    silent=True,
+                )  # fmt: skip
+            except AttnserveError as error:
+                is_stopped = isinstance(error, WorkerCrashed) and -(error.status or 0) in STOPS
+                if self._is_closed or is_stopped:
+                    return _unfused(result, f"the fusion was stopped: {error.what}")
+                operators = {"rewritten": False, "why": error.what}
+                is_final = isinstance(error, CannotRewrite)
+            if not _is_current(artifact, result):
+                return _unfused(result, "the files changed during the fusion")
+            fused = self._cache.keep(new) if operators["rewritten"] else None
+        found = replace(result, operators=operators, rewritten=fused)
+        self._write(content, found, is_final=is_final)
+        return found
 
 
 def identify(artifact: Artifact) -> CheckResult:
@@ -297,15 +409,52 @@ class _Child:
         model.warm_up()
         model.close()
 
-    def fuse(self, new: Path) -> dict[str, Any]:
-        """Write the model with fused operators."""
-        # Imported here: only this process needs the modules that rewrite graphs.
-        from attnserve.planning.lossless_passes import fuse_lossless
 
-        size = self._facts.weight_bytes
-        if size > MAX_BYTES:
-            raise CannotRewrite(
-                f"it holds {size / 1e9:.1f} GB of weights, more than {MAX_BYTES / 1e9:g}"
-            )
-        found = fuse_lossless(self._artifact, new, provider=self._provider, threads=self._threads)
-        return {"rewritten": True, **asdict(found)}
+def _fuse_in_child(
+    artifact: Artifact, new: Path, provider: Provider, threads: int
+) -> dict[str, Any]:
+    """Write the model with fused operators, and report on it."""
+    # Imported here: only this process needs the modules that rewrite graphs.
+    from attnserve.planning.lossless_passes import fuse_lossless
+
+    found = fuse_lossless(artifact, new, provider=provider, threads=threads)
+    return {"rewritten": True, **asdict(found)}
+
+
+def _fusion_timeout_s(facts: GraphFacts) -> float:
+    """The time limit of the fusion, by the MACs that it computes."""
+    example = facts.examples[0] if facts.examples else {}
+    macs = facts.cost.macs_of({name: array.shape for name, array in example.items()})
+    tokens = WARM_UP_ROWS * WARM_UP_LENGTHS[0]
+    # Without a count, each weight is multiplied once per token.
+    per_token = macs / tokens if example and macs else facts.cost.parameters
+    seconds = per_token * FUSION_TOKENS / SLOW_MACS_PER_S
+    return min(max(FUSION_TIMEOUT_S, round(seconds)), MAX_FUSION_TIMEOUT_S)
+
+
+def _lacks_resources(weights: int, new: Path | None) -> str | None:
+    """Why there is no memory or no space on the disk for the fusion of a model; None if there is.
+
+    Args:
+        weights: Their size in bytes.
+        new: Where the fused model is written.
+    """
+    memory, has = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights, available_bytes()
+    if memory > has:
+        return f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
+    free = shutil.disk_usage(new.parent).free if new is not None else 0
+    if new is not None and weights > free:
+        return f"it needs {weights / 1e9:.1f} GB in the cache folder, which has {free / 1e9:.1f} GB"
+    return None
+
+
+def _unfused(result: CheckResult, why: str) -> CheckResult:
+    return replace(result, operators={"rewritten": False, "why": why})
+
+
+def _is_current(artifact: Artifact, result: CheckResult) -> bool:
+    """Whether the files are still those of the result."""
+    with suppress(InvalidModel, OSError):
+        now = _result(artifact, _content(artifact), result.facts, result.operators)
+        return now.identity == result.identity
+    return False

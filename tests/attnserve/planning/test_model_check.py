@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from attnserve.planning.model_check import IsolationChecker, identify
 from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
 from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.fixtures.checked_child import Child
+from tests.service.conftest import until
 from tests.service.tiny import write_encoder
 
 pytestmark = pytest.mark.process
@@ -80,7 +83,7 @@ def test_checker_temporary_folder_is_deleted_with_it(bert: Path) -> None:
     path = one.check(open_artifact(bert)).rewritten
     assert path is not None and path.is_file()
     del one
-    assert not path.parent.exists()
+    until(lambda: not path.parent.exists())  # the thread of the fusion may still end
 
 
 @pytest.mark.usefixtures("child")
@@ -124,32 +127,122 @@ def test_check_fusion_fails_original_is_served(
     assert [path.suffix for path in (tmp_path / "rewritten").iterdir()] == [".json"]
 
 
-def test_check_timeout_during_fusion_passes_the_model(
-    bert: Path, child: Child, tmp_path: Path
-) -> None:
-    child("import time; lossless_passes.fuse_lossless = lambda *a, **k: time.sleep(60)")
-    found = checker(tmp_path / "rewritten", timeout_s=12).check(open_artifact(bert))
-    assert found.operators["rewritten"] is False
-    assert "did not finish within" in found.operators["why"]
+SLOW = """
+import time
+fuse_lossless = lossless_passes.fuse_lossless
+def slow(*given, **options):
+    while not os.path.exists({gate!r}):
+        time.sleep(0.05)
+    with open({count!r}, "a") as file:
+        file.write("x")
+    return fuse_lossless(*given, **options)
+lossless_passes.fuse_lossless = slow
+"""
+"""A fusion that waits for a file, and is counted in another."""
 
 
-@pytest.mark.parametrize(
-    ("what", "why"),
-    [
-        ("large", "it holds 0.0 GB of weights, more than 1e-09"),
-        ("no attention", "no block can be written in a faster operator"),
-    ],
-)
-def test_check_unsuitable_model_is_not_fused(
-    bert: Path, child: Child, tmp_path: Path, what: str, why: str
+@pytest.fixture
+def gate(child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that fusions wait for in the background."""
+    path = tmp_path / "gate"
+    child(SLOW.format(gate=str(path), count=str(tmp_path / "count")))
+    monkeypatch.setattr(model_check, "FOREGROUND_S", 0)
+    return path
+
+
+def test_check_slow_fusion_ends_in_the_background(bert: Path, gate: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "rewritten"
+    one, worker = checker(folder), checker(folder)
+    first = one.check(open_artifact(bert))
+    assert first.rewritten is None and first.operators == model_check.PENDING
+    second = worker.check(open_artifact(bert))  # another process: the load is not checked again
+    assert first.fusion is not None and second.fusion is not None
+    assert one.check(open_artifact(bert)).fusion is first.fusion
+    gate.touch()
+    fused = first.fusion.result(300)
+    assert fused.operators["rewritten"] is True and fused.identity == first.identity
+    assert second.fusion.result(300) == fused and (tmp_path / "count").read_text() == "x"
+    assert fused.rewritten is not None and fused.rewritten.is_file()
+    assert one.check(open_artifact(bert)) == fused == checker(folder).check(open_artifact(bert))
+
+
+def test_check_files_replaced_during_the_fusion_are_not_mixed(
+    bert: Path, gate: Path, tmp_path: Path
 ) -> None:
-    model = bert
-    if what == "large":
-        child("attnserve.planning.model_check.MAX_BYTES = 1")
+    """The fused model of other weights must not be found for the first ones."""
+    copy = Path(shutil.copytree(bert, tmp_path / "copy"))
+    one = checker(tmp_path / "rewritten")
+    first = one.check(open_artifact(copy))
+    model = onnx.load(copy / "model.onnx")
+    model.producer_name = "replaced"
+    onnx.save(model, copy / "model.onnx")
+    gate.touch()
+    assert first.fusion is not None
+    found = first.fusion.result(300)
+    assert found.rewritten is None and "changed" in found.operators["why"]
+    again = checker(tmp_path / "rewritten").check(open_artifact(bert))
+    assert again.fusion is not None  # nothing was known of its fusion
+    assert again.fusion.result(300).rewritten is not None
+
+
+@pytest.mark.parametrize("way", ["close", "SIGTERM", "SIGINT"])
+def test_check_stopped_fusion_is_not_cached(
+    bert: Path, gate: Path, tmp_path: Path, way: str
+) -> None:
+    """A server that stops says nothing about the model."""
+    one = checker(tmp_path / "rewritten")
+    first = one.check(open_artifact(bert))
+    (process,) = until(lambda: [c for c in one._children if c.poll() is None])
+    if way == "close":
+        one.close()
     else:
-        model = write_encoder(tmp_path / "m")
+        until(lambda: handles_signals(process.pid))
+        process.send_signal(signal.Signals[way])
+    assert first.fusion is not None and first.fusion.result(300).rewritten is None
+    gate.touch()
+    again = checker(tmp_path / "rewritten").check(open_artifact(bert))
+    assert again.operators == model_check.PENDING and again.fusion is not None
+    assert again.fusion.result(300).rewritten is not None
+
+
+def handles_signals(pid: int) -> bool:
+    """Whether a child of the check does what SIGINT asks: it starts by ignoring it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = next(line for line in status.splitlines() if line.startswith("SigIgn"))
+    return not int(ignored.split()[1], 16) & 1 << signal.SIGINT - 1
+
+
+def test_check_little_memory_or_disk_is_tried_again(
+    bert: Path, child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "rewritten"
+    with monkeypatch.context() as patch:
+        patch.setattr(model_check, "available_bytes", lambda: 1 << 20)
+        found = checker(folder).check(open_artifact(bert))
+        assert found.rewritten is None and "of memory" in found.operators["why"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        found = checker(folder).check(open_artifact(bert))
+        assert found.rewritten is None and "cache folder" in found.operators["why"]
+    assert checker(folder).check(open_artifact(bert)).rewritten is not None
+
+
+@pytest.mark.parametrize(("macs_per_s", "limit"), [(2e9, 60), (1e6, 143), (1e4, 3600)])
+def test_fusion_time_limit_follows_macs(
+    bert: Path, macs_per_s: float, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_check, "SLOW_MACS_PER_S", macs_per_s)
+    monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 60)
+    facts = GraphFacts.read(open_artifact(bert))
+    assert model_check._fusion_timeout_s(facts) == pytest.approx(limit, rel=0.01)
+
+
+@pytest.mark.usefixtures("child")
+def test_check_unsuitable_model_is_not_fused(tmp_path: Path) -> None:
+    model = write_encoder(tmp_path / "m")
     found = checker(tmp_path / "rewritten").check(open_artifact(model))
-    assert found.rewritten is None and why in found.operators["why"]
+    assert found.rewritten is None
+    assert "no block can be written in a faster operator" in found.operators["why"]
 
 
 def test_check_folder_not_writable_original_is_served(child: Child, tmp_path: Path) -> None:
@@ -358,7 +451,7 @@ def test_check_timeout_of_fusion_is_tried_again_later(
     child("")
     now = time.time()
     monkeypatch.setattr(check_cache, "time", lambda: now + check_cache.RETRY_S)
-    monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 60)
+    monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 300)
     assert checker(cached=True).check(open_artifact(bert)).rewritten is not None
 
 
