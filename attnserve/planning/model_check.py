@@ -166,8 +166,9 @@ class IsolationChecker:
             return cache
         if self._folder is None:
             with suppress(OSError):  # the disk is full: nothing is kept
-                self._folder = temporary_folder()
-                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+                folder = temporary_folder()
+                weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+                self._folder = folder / "checks"  # the cache locks it, this process its parent
         return CheckCache(self._folder or Path(os.devnull), **settings)
 
     def check(self, artifact: Artifact) -> CheckResult:
@@ -287,6 +288,7 @@ class IsolationChecker:
         if running is not None:
             return running
         fusion = self._fusions[result.identity] = Future[CheckResult]()
+        fusion.set_running_or_notify_cancel()  # it runs on if one of those that wait is cancelled
 
         def run() -> None:
             try:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, get_args
 import onnx_ir as ir
 from pydantic import TypeAdapter
 
+from graph_passes.analysis.constants import is_dequantized
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     AttentionBlock,
@@ -143,21 +144,13 @@ def fusion_refusal(
             f"its projections hold {names}, and the operator takes one of float and half types",
         )
     weights = (block.q.weight, block.k.weight, block.v.weight, output.weight)
-    if any(_is_quantized(weight) for weight in weights):
+    if any(is_dequantized(weight) for weight in weights):
         return Refusal("quantized", "its weights are quantized, and would be written as floats")
     if projects_inside and not block.q.input is block.k.input is block.v.input:
         return Refusal(
             "tokens_differ", "its queries, keys and values are not projected from the same tokens"
         )
     return _shared_refusal(block)
-
-
-def _is_quantized(value: ir.Value | None) -> bool:
-    """Whether a constant is computed by DequantizeLinear."""
-    node = None if value is None else value.producer()
-    if node is None:
-        return False
-    return node.op_type == "DequantizeLinear" or any(map(_is_quantized, node.inputs))
 
 
 def _shared_refusal(block: AttentionBlock) -> Refusal | None:
