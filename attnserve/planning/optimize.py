@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,11 @@ from attnserve.models.outputs import check_output, check_target, default_output,
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
+from attnserve.planning.block_precision import (
+    BlockPrecision,
+    changed_precisions,
+    describe_precisions,
+)
 from attnserve.planning.plan import Plan
 from attnserve.planning.plan_file import (
     planned_lengths,
@@ -93,6 +98,7 @@ class OptimizeReport:
         int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
             without int8.
         int8_activations: "static" with calibration data, otherwise "per-row"; None without int8.
+        block_precisions: Of the blocks that were changed in a model with quantized weights.
     """
 
     output: Path
@@ -109,6 +115,7 @@ class OptimizeReport:
     also_proved: tuple[Fidelity, ...] = ()
     int8_weight_bits: Literal[7, 8] | None = None
     int8_activations: Int8Activations | None = None
+    block_precisions: Mapping[str, BlockPrecision] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         int8 = {"weight_bits": self.int8_weight_bits, "activations": self.int8_activations}
@@ -128,6 +135,11 @@ class OptimizeReport:
             "warnings": list(self.warnings),
             "plan": self.plan.to_json(),
             **{f"int8_{name}": value for name, value in int8.items() if value is not None},
+            **(
+                {"block_precisions": {b: asdict(p) for b, p in self.block_precisions.items()}}
+                if self.block_precisions
+                else {}
+            ),
             **({} if self.found is None else self._search_json(self.found)),
             **(
                 {"also_proved": [f.to_json() for f in self.also_proved]} if self.also_proved else {}
@@ -324,6 +336,11 @@ def optimize(
         )  # fmt: skip
         rewritten = _apply(planned.plan, original, report, data, context, shape, fit=refit)
         rewritten = replace(rewritten, warnings=planned.warnings)
+    changes = changed_precisions(original, rewritten.model, rewritten.plan)
+    precisions = describe_precisions(changes)
+    if rewritten.found is not None and rewritten.found.gain and precisions:
+        verdict = f"{rewritten.found.verdict}; {precisions}"
+        rewritten = replace(rewritten, found=replace(rewritten.found, verdict=verdict))
     calibration = data.fit if data is not None else ()
     converted = rewritten.converted or convert(
         rewritten.model, rewritten.plan.precision, calibration,
@@ -356,6 +373,7 @@ def optimize(
             *rewritten.warnings,
             *((rewritten.found.verdict,) if rewritten.found and not rewritten.found.gain else ()),
             *_training_warnings(rewritten.found),
+            *([precisions] if precisions else []),
             *_cost_warnings(even, length, artifact.max_length),
             *_data_warnings(rewritten, report, data, length_bounds(wanted)[1]),
             *_cache_warnings(report.blocks, rewritten.applied.steps),
@@ -367,6 +385,7 @@ def optimize(
         also_proved=tuple(also),
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),
+        block_precisions=changes,
     )
     _require_cosine(optimized, min_cosine)
     if isinstance(mode, Path):

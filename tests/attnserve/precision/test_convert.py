@@ -1019,8 +1019,8 @@ QUANTIZED = {
     "MatMulIntegerToFloat": "q, s, z = DynamicQuantizeLinear(x)"
     " h = com.microsoft.MatMulIntegerToFloat(q, w8, s, w8s, z)",
     "DynamicQuantizeMatMul": "h = com.microsoft.DynamicQuantizeMatMul(x, w8, w8s)",
-    "QLinearMatMul": "q = QuantizeLinear(x, xs, xz) i = QLinearMatMul(q, xs, xz, w8, xs, w8z, xs, xz)"
-    " h = DequantizeLinear(i, xs, xz)",
+    "QLinearMatMul": "q = QuantizeLinear(x, xs, xz)"
+    " i = QLinearMatMul(q, xs, xz, w8, xs, w8z, xs, xz) h = DequantizeLinear(i, xs, xz)",
     "DequantizeLinear": "q = QuantizeLinear(x, xs, xz) a = DequantizeLinear(q, xs, xz)"
     " d = DequantizeLinear <axis = 1> (w8, w8s) h = MatMul(a, d)",
     "MatMulNBits": "h = com.microsoft.MatMulNBits <K = 16, N = 16, bits = 4, block_size = 16>"
