@@ -26,6 +26,7 @@ from attnserve.models.tokenizer import Encoding, Text, load_encoder, model_input
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.memory import return_freed_memory
+from attnserve.runtime.session import describe_error
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
 __all__ = [
@@ -591,10 +592,8 @@ def _run_failed(error: Exception, inputs: Mapping[str, np.ndarray]) -> Exception
     kind = type(error).__name__
     if kind in ("EPFail", "EngineError") or "CUDA failure" in text:
         return ModelFailed(f"the model's session failed: {kind}", "try again")
-    detail = text.strip().rpartition("Status Message: ")[2]
-    detail = re.sub(r"^/\S+:\d+ [^)]*\) ", "", detail).splitlines()  # location in C++ sources
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
     return InvalidData(
-        f"the model cannot run {shapes}: {detail[0][:300] if detail else type(error).__name__}",
+        f"the model cannot run {shapes}: {describe_error(error)}",
         "is the sequence longer than the model's positions?",
     )

@@ -91,6 +91,12 @@ SHARE = 1 / 10
 SCALES = frozenset({"Cast", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators between a sum of integer products and its scale."""
 
+CONTAINERS = frozenset({"ConcatFromSequence", "Optional", "OptionalGetElement",
+                        "OptionalHasElement", "SequenceAt", "SequenceConstruct", "SequenceEmpty",
+                        "SequenceErase", "SequenceInsert", "SequenceLength", "SequenceMap",
+                        "SplitToSequence"})  # fmt: skip
+"""Operators of sequences and optional values."""
+
 OLDEST_OPSET = 11
 """The first opset that int8 models are written in."""
 
@@ -245,8 +251,19 @@ def _check(model: ir.Model, precision: Precision) -> None:
 
 
 def _prepare(copy: ir.Model) -> None:
-    """Write a copy as the tools need it: unique names, and all constants as initializers."""
+    """Write a copy as the tools need it: unique names, and all constants as initializers.
+
+    Outputs that no node computes are removed, and so are repetitions; ``_finish`` restores them.
+    """
     map_external_data(copy)
+    computed = [value for value in copy.graph.outputs if value.producer() is not None]
+    given = [value for value in copy.graph.outputs if value.producer() is None]
+    copy.graph.outputs[:] = dict.fromkeys(computed)
+    for value in given:
+        tensor = copy.graph.initializers.pop(value.name or "", None)
+        if tensor is not None and value.uses():
+            value.name = f"{value.name}/weights"  # its name is that of the output
+            copy.graph.register_initializer(value)
     _give_names(copy)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
 
@@ -258,6 +275,7 @@ def _finish(model: ir.Model, made: ir.Model, precision: Precision, *, is_whole: 
         is_whole: Whether all blocks were to be converted.
     """
     common.NameFixPass()(made)  # names in subgraphs must differ from those of outer graphs
+    _restore_outputs(model, made)
     _restore(model, made, precision)
     if is_whole and precision not in BITS and not _is_converted(model, made, precision):
         raise CannotRewrite(
@@ -501,12 +519,14 @@ def _halved(model: ir.Model) -> ir.Model:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     set_missing_types(model)  # the tool converts only values that are typed float32
-    exact = sorted(_positions(model) | _around_quantized(model))
+    containers = {node.name or "" for node in _nodes(model) if _is_container(node)}
+    exact = sorted(_positions(model) | _around_quantized(model) | containers)
     proto = ir.to_proto(model)
     constants = {tensor.name for tensor in proto.graph.initializer}
     others = [value for value in proto.graph.value_info if value.name not in constants]
     del proto.graph.value_info[:]  # else the tool casts constants that stay float32
     proto.graph.value_info.extend(others)
+    _refuse_sequences(model)
     proto = convert_float_to_float16(
         proto,
         keep_io_types=True,
@@ -545,6 +565,24 @@ def _positions(model: ir.Model) -> set[str]:
         if not any(t is not None and sum(n > 1 for n in t.shape.numpy()) > 1 for t in tensors):
             names |= {node.name or "" for node in found}
     return names
+
+
+def _refuse_sequences(model: ir.Model) -> None:
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if isinstance(value.type, ir.SequenceType) and value.dtype == ir.DataType.FLOAT:
+            raise CannotRewrite(
+                f"float16: {value.name!r} is a sequence of float32 tensors, whose type ONNX "
+                "Runtime's tool does not keep",
+                "export the model with tensors as inputs and outputs, or convert to bfloat16",
+                code="precision.signature",
+            )
+
+
+def _is_container(node: ir.Node) -> bool:
+    """Whether a node reads or writes a sequence or an optional value, whose type the tool keeps."""
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+    kinds = (ir.SequenceType, ir.OptionalType)
+    return node.op_type in CONTAINERS or any(isinstance(value.type, kinds) for value in values)
 
 
 def _is_float(node: ir.Node) -> bool:
@@ -626,6 +664,24 @@ def _give_names(model: ir.Model) -> None:
     common.NameFixPass()(model)
     for index, node in enumerate(_nodes(model)):
         node.name = f"{node.name or node.op_type}/{index}"
+
+
+def _restore_outputs(before: ir.Model, after: ir.Model) -> None:
+    """Restore the outputs that are inputs, initializers, or other outputs once more."""
+    computed = {value.name: value for value in (*after.graph.inputs, *after.graph.outputs)}
+    outputs: list[ir.Value] = []
+    for value in before.graph.outputs:
+        found = computed.get(value.name)
+        if found is None and value.const_value is not None:
+            found = ir.Value(
+                name=value.name, shape=value.shape, type=value.type, const_value=value.const_value
+            )
+            after.graph.register_initializer(found)
+            computed[value.name] = found
+        if found is not None:
+            outputs.append(found)
+    after.graph.outputs[:] = outputs
+    map_external_data(after)
 
 
 def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:

@@ -925,6 +925,65 @@ def test_int8_full_without_dot_product_is_refused(monkeypatch: pytest.MonkeyPatc
         check_cpu(precision)
 
 
+OUTPUTS = {
+    "initializer": "(float[b, 16] x) => (float[16, 16] w, float[b, 16] y) { y = MatMul(x, w) }",
+    "initializer without readers": "(float[b, 16] x) => (float[b, 16] y, float[16, 16] v)"
+    " { y = MatMul(x, w) }",
+    "input": "(float[b, 16] x) => (float[b, 16] x, float[b, 16] y) { y = MatMul(x, w) }",
+    "integer input": "(float[b, 16] x, int64[b] n) => (float[b, 16] y, int64[b] n)"
+    " { y = MatMul(x, w) }",
+    "repeated": "(float[b, 16] x) => (float[b, 16] y, float[b, 16] y) { y = MatMul(x, w) }",
+    "constant": "(float[b, 16] x) => (float[b, 16] y, float c)"
+    " { y = MatMul(x, w) c = Constant <value_float = 2.0> () }",
+    "read inside": "(float[b, 16] x) => (float[b, 16] h, float[b, 16] y)"
+    " { h = MatMul(x, w) y = Relu(h) }",
+    "optional": "(float[b, 16] x) => (float[b, 16] y, optional(float[b, 16]) z)"
+    " { y = MatMul(x, w) z = Optional(y) }",
+    "sequence": "(float[b, 16] x) => (float[b, 16] y, seq(float[b, 16]) z)"
+    " { y = MatMul(x, w) z = SequenceConstruct(y) }",
+}
+"""Graphs with an output that no node computes, or that is no tensor."""
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_convert_keeps_outputs_of_every_kind(kind: str, precision: module.Precision):
+    arrays = {"w": normal(D, D), "v": normal(D, D)}
+    model = ir.from_onnx_text(HEAD.format(opset=18) + OUTPUTS[kind])
+    for value in (*model.graph.outputs, *(v for n in model.graph for v in n.inputs if v)):
+        if value.name in arrays and value.name not in model.graph.initializers:
+            value.const_value = ir.tensor(arrays[value.name], name=value.name)
+            model.graph.register_initializer(value)
+    first = next(iter(model.graph.outputs))
+    if first.name == "w":  # the text has two values of this name
+        node = next(iter(model.graph))
+        node.replace_input_with(1, first)
+    x = normal(2, D)
+    feeds: dict[str, np.ndarray] = {"x": x}
+    if kind == "integer input":
+        feeds["n"] = np.arange(2)
+    before = interface(model)
+    if (kind, precision) == ("sequence", "float16"):
+        with raises(CannotRewrite, "precision.signature", "'z'"):
+            convert(model, precision)
+        return
+    made = convert(model, precision)
+    assert interface(model) == before
+    assert (interface(made).inputs, interface(made).outputs) == (before.inputs, before.outputs)
+    session = open_session(on_cpu(made))
+    names = [value.name for value in model.graph.outputs]
+    assert [output.name for output in session.get_outputs()] == names
+    bound = {"float16": 0.01, "bfloat16": 0.03, "int8": 0.1, "int4": 0.3}[precision]
+    product_ = x @ arrays["w"]
+    exact = {**arrays, **feeds, "c": np.array(2.0, np.float32)}
+    for output, array in zip(session.get_outputs(), session.run(None, feeds), strict=True):
+        if output.name in exact:
+            assert np.array_equal(array, exact[output.name])  # nothing is rounded
+        else:
+            found = array[0] if isinstance(array, list) else array
+            assert error(product_, found) < bound or output.name == "y"
+
+
 QUANTIZED = {
     "MatMulInteger": "q, s, z = DynamicQuantizeLinear(x) i = MatMulInteger(q, w, z)"
     "y = Cast <to = 1> (i)",
