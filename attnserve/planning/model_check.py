@@ -427,7 +427,8 @@ def _fusion_timeout_s(facts: GraphFacts) -> float:
     """The time limit of the fusion, by the MACs that it computes."""
     example = facts.examples[0] if facts.examples else {}
     macs = facts.cost.macs_of({name: array.shape for name, array in example.items()})
-    tokens = WARM_UP_ROWS * WARM_UP_LENGTHS[0]
+    texts = [array for array in example.values() if array.ndim == 2 and array.dtype.kind == "i"]
+    tokens = max((one.size for one in texts), default=WARM_UP_ROWS * WARM_UP_LENGTHS[0])
     # Without a count, each weight is multiplied once per token.
     per_token = macs / tokens if example and macs else facts.cost.parameters
     seconds = per_token * FUSION_TOKENS / SLOW_MACS_PER_S
