@@ -65,8 +65,8 @@ FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
 FIX = "do not use this file; if you made it, check it with onnx.checker.check_model"
 
 MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
-"""Address space of the child: a floor, the stacks and heaps of threads, and several copies of the
-files in the model's folder (graph, sessions and fused model)."""
+"""Memory that the child allocates: a floor, the stacks and heaps of threads, and several copies of
+the files in the model's folder (graph, sessions and fused model)."""
 
 FUSION_TIMEOUT_S, MAX_FUSION_TIMEOUT_S = 60, 3600
 """Bounds of the time limit of operator fusion."""
@@ -268,9 +268,9 @@ class IsolationChecker:
         self._cache.write(content, stored, fused=is_fused, is_final=is_final)
 
     def _limits(self, artifact: Artifact, timeout_s: float) -> tuple[int, int]:
-        """Limits of a child: bytes of address space (0 for none) and seconds of processor time.
+        """Limits of a child: bytes of memory (0 for none) and seconds of processor time.
 
-        CUDA reserves address space for all memory of the machine.
+        Not with CUDA, which reserves memory for all of the machine.
         """
         cores = os.cpu_count() or 1
         files = (*artifact.folder.glob("*"), *artifact.folder.glob("*/*"))  # external data too

@@ -264,7 +264,8 @@ def limit_process(memory_bytes: int = 0, cpu_s: int = 0, nice: int = 0) -> None:
     Ctrl-C ends it, and so does the system if memory is short, before any other process.
 
     Args:
-        memory_bytes: Maximum address space; 0 for no limit. CUDA reserves that of all memory.
+        memory_bytes: Maximum memory that it allocates (its heap, stacks and writable private maps;
+            files that are mapped for reading do not count); 0 for no limit.
         cpu_s: Maximum processor time in seconds; 0 for no limit.
         nice: How far to lower its priority (POSIX).
     """
@@ -277,7 +278,7 @@ def limit_process(memory_bytes: int = 0, cpu_s: int = 0, nice: int = 0) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
+        for kind, limit in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
             _, hard = resource.getrlimit(kind)
             if limit:
                 most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

@@ -44,7 +44,7 @@ def available_bytes(root: Path = Path("/")) -> int:
     Args:
         root: Where ``proc`` and ``sys`` are mounted.
     """
-    return max(0, min(psutil.virtual_memory().available, *_left_in_groups(root)))
+    return max(0, min([psutil.virtual_memory().available, *_left_in_groups(root)]))
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
@@ -52,10 +52,10 @@ def _left_in_groups(root: Path) -> Iterator[int]:
     for folder in (*control_groups(root), root / "sys/fs/cgroup/memory"):
         for limit, used, prefix in GROUP_FILES:
             with suppress(OSError, ValueError):  # no such group, or "max": no limit
+                left = int((folder / limit).read_text()) - int((folder / used).read_text())
                 lines = (folder / "memory.stat").read_text().splitlines()
                 counters = dict(line.split() for line in lines)
                 cached = sum(int(counters[f"{prefix}{kind}active_file"]) for kind in ("", "in"))
-                left = int((folder / limit).read_text()) - int((folder / used).read_text())
                 yield left + cached
 
 

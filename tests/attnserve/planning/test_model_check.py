@@ -23,6 +23,7 @@ from attnserve.models import check_cache
 from attnserve.models.artifact import open_artifact
 from attnserve.models.check_cache import CheckCache
 from attnserve.models.graph_facts import GraphFacts
+from attnserve.models.onnx_files import data_file
 from attnserve.planning import model_check
 from attnserve.planning.model_check import IsolationChecker, identify
 from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
@@ -469,6 +470,49 @@ def test_cache_keeps_the_last_used_entries(monkeypatch: pytest.MonkeyPatch) -> N
     assert cache.read("a") == {"of": "a"} and cache.read("c") == {"of": "c"}
     assert cache.read("b") is None
     assert cache.folder is not None and len(list(cache.folder.iterdir())) == 4
+
+
+def test_cache_moves_data_files_and_compares_their_checksums(tmp_path: Path) -> None:
+    cache = CheckCache(tmp_path / "checks")
+    with cache.new_file("a") as new:
+        assert new is not None
+        new.write_bytes(b"graph")
+        data_file(new).write_bytes(b"weights")
+        kept = cache.keep(new)
+        folder = new.parent
+    assert kept == cache.file("a") and data_file(kept).read_bytes() == b"weights"
+    assert not folder.exists()
+    cache.write("a", {"of": "a"}, fused=True)
+    assert cache.read("a") == {"of": "a"}
+    data_file(kept).write_bytes(b"others")
+    assert cache.read("a") is None
+
+
+@pytest.mark.usefixtures("cache")
+def test_cache_deletes_data_files_with_their_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_cache, "MOST_ENTRIES", 1)
+    cache = CheckCache()
+    for number, name in enumerate("ab"):
+        file = cache.file(name)
+        assert file is not None
+        for path in (file, data_file(file)):
+            path.write_bytes(name.encode())
+        cache.write(name, {}, fused=True)
+        os.utime(file.with_suffix(".json"), (number, number))
+    cache.write("b", {}, fused=True)
+    assert cache.folder is not None and len(list(cache.folder.iterdir())) == 3
+    assert cache.read("b") == {} and cache.read("a") is None
+
+
+def test_cache_lock_is_held_by_one_until_others_give_up(tmp_path: Path) -> None:
+    one, other = CheckCache(tmp_path / "checks"), CheckCache(tmp_path / "checks")
+    with one.lock(lambda: False) as held:
+        assert held
+        tries = iter([False, True])
+        with other.lock(lambda: next(tries)) as also:
+            assert not also
+    with other.lock(lambda: False) as held:
+        assert held
 
 
 def test_check_without_a_cache_folder_succeeds(
