@@ -21,7 +21,10 @@ from attnserve.planning import model_check
 from attnserve.planning.model_check import CheckResult, IsolationChecker
 from service.api.triton import configuration
 from service.engine.repository import Repository
+from service.metrics import Metrics
 from service.settings import Settings
+from service.workers.shared_repository import SharedRepository
+from service.workers.shared_state import SharedState
 from tests.fixtures.checked_child import Child
 
 pytestmark = pytest.mark.process
@@ -230,3 +233,41 @@ def test_repository_fusion_that_fails_is_reported(
         assert np.isfinite(await ask(repository)).all()
 
     play(bert, script)
+
+
+def test_workers_share_one_fusion_and_all_serve_its_result(
+    bert: Path, gate: Path, tmp_path: Path
+) -> None:
+    """The second worker checks nothing, and both replace their model when the fusion has ended."""
+    (tmp_path / "shared").mkdir()
+    state = SharedState(tmp_path / "shared", 2)
+
+    async def script() -> None:
+        workers: list[SharedRepository] = []
+        for number in range(2):
+            settings = Settings(model=bert, threads=1, workers=2)
+            workers.append(SharedRepository(settings, Metrics(), worker=number, state=state))
+            await workers[-1].join()
+        state.set_complete()
+        plain = [worker.engine() for worker in workers]
+        assert all(one.model.operators == model_check.PENDING for one in plain)
+
+        def running() -> int:
+            children = [child for worker in workers for child in worker._checker._children]
+            return sum(child.poll() is None for child in children)
+
+        while not running():
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
+        assert running() == 1
+        gate.touch()
+        for worker, before in zip(workers, plain, strict=True):
+            while worker.engine() is before:
+                await asyncio.sleep(0.1)
+            assert worker.engine().model.operators["rewritten"] is True
+            assert worker.engine().content == before.content and worker.ready
+        for worker in workers:
+            await worker.leave()
+            await worker.close()
+
+    asyncio.run(asyncio.wait_for(script(), 300))
