@@ -68,18 +68,22 @@ MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
 """Memory that the child allocates: a floor, the stacks and heaps of threads, and several copies of
 the files in the model's folder (graph, sessions and fused model)."""
 
-FUSION_TIMEOUT_S, MAX_FUSION_TIMEOUT_S = 60, 3600
+FUSION_TIMEOUT_S, MAX_FUSION_TIMEOUT_S = 300, 3600
 """Bounds of the time limit of operator fusion."""
 
 FUSION_TOKENS = 8192
 """Tokens for which the models are run when they are compared and timed."""
 
-SLOW_MACS_PER_S = 2e9
-"""Speed of one core of a busy machine; idle cores are 10 times as fast and more."""
+MACS_PER_S = 2e10
+"""Speed of an idle core."""
+
+BUSY = 100
+"""How many times longer than on an idle core the fusion may take, beside the requests and programs
+of a busy machine."""
 
 FOREGROUND_S = 10.0
-"""How long ``check`` waits for the fusion of a model whose time limit is ``FUSION_TIMEOUT_S``.
-Others are fused in the background at once."""
+"""How long ``check`` waits for a fusion that takes no longer on an idle core. Others run in the
+background at once."""
 
 FUSION_MEMORY_BYTES, FUSION_MEMORY_PER_BYTE = 1 << 29, 5
 """Memory of operator fusion: that of the program, and several copies of the weights."""
@@ -182,10 +186,11 @@ class IsolationChecker:
         result = self._recall(artifact, content) or self._try(artifact, content)
         if result.operators != PENDING:
             return result
-        timeout_s = _fusion_timeout_s(GraphFacts.from_json(result.facts))
+        idle_s = _idle_fusion_s(GraphFacts.from_json(result.facts))
+        timeout_s = min(max(FUSION_TIMEOUT_S, round(BUSY * idle_s)), MAX_FUSION_TIMEOUT_S)
         fusion = self._start_fusion(artifact, content, result, timeout_s)
         with suppress(TimeoutError):
-            return fusion.result(FOREGROUND_S if timeout_s <= FUSION_TIMEOUT_S else 0)
+            return fusion.result(FOREGROUND_S if idle_s <= FOREGROUND_S else 0)
         return replace(result, fusion=fusion)
 
     def close(self) -> None:
@@ -423,16 +428,15 @@ def _fuse_in_child(
     return {"rewritten": True, **asdict(found)}
 
 
-def _fusion_timeout_s(facts: GraphFacts) -> float:
-    """The time limit of the fusion, by the MACs that it computes."""
+def _idle_fusion_s(facts: GraphFacts) -> float:
+    """The time of the fusion on an idle core, by the MACs that it computes."""
     example = facts.examples[0] if facts.examples else {}
     macs = facts.cost.macs_of({name: array.shape for name, array in example.items()})
     texts = [array for array in example.values() if array.ndim == 2 and array.dtype.kind == "i"]
     tokens = max((one.size for one in texts), default=WARM_UP_ROWS * WARM_UP_LENGTHS[0])
     # Without a count, each weight is multiplied once per token.
     per_token = macs / tokens if example and macs else facts.cost.parameters
-    seconds = per_token * FUSION_TOKENS / SLOW_MACS_PER_S
-    return min(max(FUSION_TIMEOUT_S, round(seconds)), MAX_FUSION_TIMEOUT_S)
+    return per_token * FUSION_TOKENS / MACS_PER_S
 
 
 def _lacks_resources(weights: int, new: Path | None) -> str | None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -228,14 +229,32 @@ def test_check_little_memory_or_disk_is_tried_again(
     assert checker(folder).check(open_artifact(bert)).rewritten is not None
 
 
-@pytest.mark.parametrize(("macs_per_s", "limit"), [(2e9, 60), (1e6, 143), (1e4, 3600)])
-def test_fusion_time_limit_follows_macs(
-    bert: Path, macs_per_s: float, limit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_check, "SLOW_MACS_PER_S", macs_per_s)
-    monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 60)
-    facts = GraphFacts.read(open_artifact(bert))
-    assert model_check._fusion_timeout_s(facts) == pytest.approx(limit, rel=0.01)
+@pytest.mark.parametrize(
+    ("macs_per_s", "limit", "waits"), [(2e10, 300, True), (2e7, 713, True), (1e6, 3600, False)]
+)
+def test_check_time_limit_and_waiting_follow_macs(
+    bert: Path, tmp_path: Path, macs_per_s: float, limit: float, waits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The model has 17,408 MACs per token, so 8192 tokens are 143 million."""
+    one, limits, waited = checker(tmp_path / "rewritten"), list[float](), list[float]()
+    monkeypatch.setattr(model_check, "MACS_PER_S", macs_per_s)
+    monkeypatch.setattr(one, "_recall", lambda artifact, content: passed)
+    passed = replace(identify(open_artifact(bert)), operators=model_check.PENDING)
+
+    class Fusion(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            waited.append(timeout or 0)
+            raise TimeoutError
+
+    def start(artifact: object, content: str, result: object, timeout_s: float) -> Future[Any]:
+        limits.append(timeout_s)
+        return Fusion()
+
+    monkeypatch.setattr(one, "_start_fusion", start)
+    one.check(open_artifact(bert))
+    assert limits == pytest.approx([limit], rel=0.01)
+    assert waited == ([model_check.FOREGROUND_S] if waits else [0])
 
 
 @pytest.mark.usefixtures("child")
