@@ -101,6 +101,16 @@ def test_readme_results_equal_the_result_files():
     assert tables.with_results(text) == text, "run python -m docs.hooks.tables"
 
 
+def test_readme_results_show_every_model_that_was_timed():
+    """Slow ones too; and what was not measured is not called lossless."""
+    timed = {row["model"] for row in tables.load("planner")["speeds"]}
+    shown = tables.headline().splitlines()
+    for model in timed:
+        (row,) = [line for line in shown if f"| {tables.PLANNER_MODELS[model]} |" in line]
+        if model == tables.BY_HAND:
+            assert "lossless" not in row
+
+
 def test_docs_contain_no_speedups_typed_by_hand():
     """Measured speed-ups come from result files: generated tables, or the checked README table."""
     for page in PAGES:

@@ -12,7 +12,8 @@ from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.artifact import model_file
 from attnserve.models.onnx_files import load_model
 from attnserve.paths import StrPath
-from graph_passes.analysis.cost import macs_at, parameters
+from graph_passes.analysis.cost import macs_at
+from graph_passes.analysis.parameters import parameters
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext

@@ -220,12 +220,16 @@ class _Tokens:
         path = artifact.companion("generation_config.json")
         generation: Any = read_json(path) if path else {}
         generation = generation if isinstance(generation, dict) else {}
-        stated: dict[str, Any] = {**artifact.config, **generation}
         text: Any = artifact.config.get("text_config")  # of models for text and images
-        stated = {**text, **stated} if isinstance(text, dict) else stated
+        sources = (text if isinstance(text, dict) else {}, artifact.config, generation)
+        stated: dict[str, Any] = {}
+        for source in sources:  # null and lists of nothing state nothing
+            stated |= {key: value for key, value in source.items() if _states(value)}
         lengths = [stated[key] for key in POSITIONS if stated.get(key) is not None]
         length = lengths[0] if lengths else artifact.max_length
         end: Any = stated.get("eos_token_id")
+        if isinstance(end, list):
+            end = [one for one in end if one is not None]
         ends: list[Any] = end if isinstance(end, list) else [end]
         vocabulary = width if isinstance(width, int) else stated.get("vocab_size")
         if not ends or not all(map(_is_count, ends)):
@@ -244,6 +248,10 @@ class _Tokens:
             if isinstance(value := generation.get(key), int | float) and math.isfinite(value)
         }
         return cls(ids, vocabulary, length, search)
+
+
+def _states(value: Any) -> bool:
+    return any(one is not None for one in value) if isinstance(value, list) else value is not None
 
 
 def _is_count(value: Any) -> bool:

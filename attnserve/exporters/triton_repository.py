@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.quantized import batch_invariant
 from attnserve.models.record import write_record
+from attnserve.models.rows import fixed_axes
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
@@ -132,15 +133,15 @@ def write_repository(
     _check_place(folder, artifact, force=force)
     graph = load_model(artifact)
     examined = _examine(artifact, graph, provider)
-    if max_batch and not examined.batches:
+    if max_batch and examined.not_batched is not None:
         raise InvalidArgument(
-            f"`max_batch` is {max_batch}: {artifact.name} cannot be batched, because the first axis"
-            " of its outputs is not the batch axis of its inputs, or its dynamic quantization"
-            " depends on the batch",
+            f"`max_batch` is {max_batch}: {artifact.name} cannot be batched, because"
+            f" {examined.not_batched}",
             "set `max_batch` to 0",
             code="triton.batch",
         )
-    rows = (DEFAULT_MAX_BATCH if examined.batches else 0) if max_batch is None else max_batch
+    default = DEFAULT_MAX_BATCH if examined.not_batched is None else 0
+    rows = default if max_batch is None else max_batch
     written = TritonModel(
         folder=folder,
         name=called,
@@ -158,14 +159,15 @@ def write_repository(
 
 @dataclass(frozen=True)
 class _Examined:
-    """Result of two runs: values with all their axes, and whether the model can be batched.
+    """Result of two runs: values with all their axes, and why the model cannot be batched.
 
     ``warm_up`` is one row that runs, of ``WARM_UP_TOKENS`` tokens if the model takes them.
+    ``not_batched`` is None if it can be batched.
     """
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    batches: bool
+    not_batched: str | None
     warm_up: Mapping[str, np.ndarray]
 
 
@@ -176,14 +178,10 @@ def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examin
     names = [value.name for value in outputs]
     runs: list[tuple[int, list[np.ndarray]]] = []
     warm_up: Mapping[str, np.ndarray] = {}
+    fixed_rows, fixed_tokens = fixed_axes(value.shape for value in inputs)
     for rows, tokens in SHAPES:
-        try:
-            feeds = example_inputs(graph, rows, tokens)
-        except InvalidArgument:  # an axis has a fixed size
-            if runs:
-                break
-            rows = _fixed_size(graph, 0, rows)
-            feeds = example_inputs(graph, rows, _fixed_size(graph, 1, tokens))
+        rows, tokens = fixed_rows or rows, fixed_tokens or tokens
+        feeds = example_inputs(graph, rows, tokens)
         try:
             runs.append((rows, [np.asarray(value) for value in session.run(names, feeds)]))
         except Exception as error:  # onnxruntime has no common base class
@@ -193,30 +191,42 @@ def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examin
             ) from error
         warm_up = warm_up or feeds
     with suppress(Exception):  # the model may have fewer positions
-        length = min(WARM_UP_TOKENS, artifact.max_length or WARM_UP_TOKENS)
+        length = fixed_tokens or min(WARM_UP_TOKENS, artifact.max_length or WARM_UP_TOKENS)
         feeds = example_inputs(graph, 1, length)
         session.run(names, feeds)
         warm_up = feeds
-    free = all(value.shape and not isinstance(value.shape[0], int) for value in inputs)
-    follow = all(
-        array.ndim > 0 and array.shape[0] == rows for rows, arrays in runs for array in arrays
-    )
     return _Examined(
         inputs=tuple(_value(value, warm_up[value.name].ndim) for value in inputs),
         outputs=tuple(
             _value(value, array.ndim) for value, array in zip(outputs, runs[-1][1], strict=True)
         ),
-        batches=free and follow and len(runs) == len(SHAPES) and batch_invariant(graph),
+        not_batched=_why_not_batched(graph, inputs, outputs, runs),
         warm_up=warm_up,
     )
 
 
-def _fixed_size(graph: ir.Model, axis: int, default: int) -> int:
-    """The fixed size of ``axis`` in the inputs of two or more axes, else ``default``."""
-    for value in graph.graph.inputs:
-        if value.shape is not None and len(value.shape) > 1 and isinstance(value.shape[axis], int):
-            return int(value.shape[axis])  # pyright: ignore[reportArgumentType]
-    return default
+def _why_not_batched(
+    graph: ir.Model,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    runs: Sequence[tuple[int, Sequence[np.ndarray]]],
+) -> str | None:
+    """Why requests cannot be rows of one run; None if they can.
+
+    Args:
+        runs: The numbers of rows and the outputs of two runs.
+    """
+    for value in inputs:
+        if not value.shape:
+            return f"its input {value.name!r} has no axes"
+        if isinstance(value.shape[0], int):
+            return f"the first axis of its input {value.name!r} is fixed to {value.shape[0]}"
+    for place, value in enumerate(outputs):
+        if any(arrays[place].shape[:1] != (rows,) for rows, arrays in runs):
+            return (
+                f"the first axis of its output {value.name!r} is not the batch axis of its inputs"
+            )
+    return None if batch_invariant(graph) else "its dynamic quantization depends on the batch"
 
 
 def _value(value: Any, rank: int) -> Value:

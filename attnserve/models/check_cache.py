@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import time
+from time import sleep, time
 from typing import Any
 
 import orjson
 
 from attnserve.models.checksums import sha256
+from attnserve.models.onnx_files import data_file
 from attnserve.runtime.cache import cache_folder, private_folder, read_private, write_atomically
 from attnserve.runtime.cpu import available_cores, cpu_flags
 from graph_passes.errors import InvalidModel
@@ -35,6 +38,8 @@ RETRY_S = 3600.0
 
 ABANDONED_S = 86_400
 """Age of a file without an entry that no process writes any more."""
+
+LOCK_POLL_S = 0.2
 
 
 class CheckCache:
@@ -63,6 +68,52 @@ class CheckCache:
         key = hashlib.sha256(self._setting + content.encode()).hexdigest()
         return self.folder and self.folder / f"{key}.onnx"
 
+    @contextmanager
+    def lock(self, is_given_up: Callable[[], bool]) -> Generator[bool]:
+        """Wait until no other thread or process with this folder holds the lock, and hold it.
+
+        The kernel releases it with its process. Where there are no such locks, nothing is awaited.
+
+        Args:
+            is_given_up: Whether to stop waiting; the context is then False.
+        """
+        with _open_folder(self.folder) as folder:
+            while not is_given_up():
+                if folder is None or _lock(folder):
+                    yield True
+                    return
+                sleep(LOCK_POLL_S)
+            yield False
+
+    @contextmanager
+    def new_file(self, content: str) -> Generator[Path | None]:
+        """A path to write the fused model of a content to; None without a folder.
+
+        The data file beside it is named after it. ``keep`` stores what was written, and the end of
+        the context deletes the rest.
+        """
+        file, folder = self.file(content), None
+        with suppress(OSError):  # the disk is full
+            if file is not None:
+                folder = Path(tempfile.mkdtemp(prefix=f"{file.stem}.", dir=file.parent))
+        try:
+            yield folder / file.name if folder is not None and file is not None else None
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def keep(self, new: Path) -> Path:
+        """Move a model that was written to ``new_file`` to its place, which is returned.
+
+        Raises:
+            OSError: It is not possible.
+        """
+        assert self.folder is not None
+        for path in (data_file(new), new):
+            if path.exists():
+                path.replace(self.folder / path.name)
+        return self.folder / new.name
+
     def read(self, content: str) -> Mapping[str, Any] | None:
         """What ``write`` stored for a content, if it is valid and its fused model unchanged."""
         file = self.file(content)
@@ -72,7 +123,7 @@ class CheckCache:
         with suppress(OSError, ValueError, KeyError, TypeError, InvalidModel):
             entry = orjson.loads(text)
             is_valid = entry["until"] is None or time() < entry["until"]
-            is_valid = is_valid and (entry["fused"] is None or entry["fused"] == sha256(file))
+            is_valid = is_valid and (entry["fused"] is None or entry["fused"] == _checksums(file))
             if is_valid:
                 os.utime(file.with_suffix(".json"))
                 return entry["result"]
@@ -92,7 +143,8 @@ class CheckCache:
             return
         with suppress(OSError):  # the cache is optional
             until = None if is_final else time() + RETRY_S
-            entry = {"fused": sha256(file) if fused else None, "until": until, "result": result}
+            checksums = _checksums(file) if fused else None
+            entry = {"fused": checksums, "until": until, "result": result}
             write_atomically(file.with_suffix(".json"), orjson.dumps(entry))
             self._delete_old(file.parent)
 
@@ -101,9 +153,47 @@ class CheckCache:
         entries = sorted((p for p in ages if p.suffix == ".json"), key=ages.__getitem__)
         kept = {path.stem for path in entries[-MOST_ENTRIES:]}
         for path, age in ages.items():
-            if path.stem not in kept and (path in entries or age < time() - ABANDONED_S):
+            if path.is_dir():
+                if age < time() - ABANDONED_S:
+                    shutil.rmtree(path, ignore_errors=True)
+            elif path.name.partition(".")[0] not in kept and (
+                path in entries or age < time() - ABANDONED_S
+            ):
                 path.unlink(missing_ok=True)
-                path.with_suffix(".onnx").unlink(missing_ok=True)
+                for file in (path.with_suffix(".onnx"), data_file(path.with_suffix(".onnx"))):
+                    file.unlink(missing_ok=True)
+
+
+def _checksums(file: Path) -> list[str]:
+    """The checksums of a model and of its data file, if there is one."""
+    return [sha256(path) for path in (file, data_file(file)) if path.exists()]
+
+
+@contextmanager
+def _open_folder(folder: Path | None) -> Generator[int | None]:
+    """A descriptor of a folder to lock; None where that is not possible."""
+    descriptor = None
+    if folder is not None and os.name == "posix":
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _lock(folder: int) -> bool:
+    """Lock an open folder; False if another one holds the lock."""
+    import fcntl
+
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def _version(package: str) -> str:

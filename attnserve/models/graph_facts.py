@@ -21,6 +21,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.example_inputs import example_inputs, id_bound
 from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.quantized import batch_invariant, int8_warning
+from attnserve.models.rows import fixed_axes
 from attnserve.runtime.session import weight_bytes
 from graph_passes.analysis.cost import Cost, Polynomial, model_cost
 from graph_passes.errors import AttnserveError
@@ -151,10 +152,11 @@ def _decoded(text: str) -> dict[str, np.ndarray]:
 
 def _examples(graph: ir.Model) -> list[dict[str, np.ndarray]]:
     examples: list[dict[str, np.ndarray]] = []
-    first = next((value.shape for value in graph.graph.inputs if value.shape is not None), None)
-    axis = first[0] if first is not None and len(first) else None
+    shapes = [value.shape for value in graph.graph.inputs if value.shape is not None]
+    axis = shapes[0][0] if shapes and len(shapes[0]) else None
     rows = axis if isinstance(axis, int) else WARM_UP_ROWS
-    for length in WARM_UP_LENGTHS:
+    _, tokens = fixed_axes(shapes)
+    for length in WARM_UP_LENGTHS if tokens is None else (tokens,):
         with suppress(AttnserveError):  # fixed axes of another length, or unsupported types
             examples.append(example_inputs(graph, rows, length))
     return examples

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,10 +23,11 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, default_output, output_name, pool
 from attnserve.models.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.models.rows import fixed_axes
-from attnserve.models.tokenizer import Encoding, Text, load_encoder, model_inputs
+from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.memory import return_freed_memory
+from attnserve.runtime.session import describe_error
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
 __all__ = [
@@ -113,7 +115,8 @@ class Model:
             of the artifact here.
 
     Raises:
-        InvalidModel: It cannot be read, or has an input or output that is not a plain tensor.
+        InvalidModel: It cannot be read, has an input or output that is not a plain tensor, or one
+            name for axes of different sizes.
         InvalidArgument: The provider is not available.
         MissingExtra: ONNX Runtime is not installed.
     """
@@ -162,6 +165,7 @@ class Model:
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
         self.encoder = load_encoder(artifact) if artifact.tokenizer else None
+        self._require_different_axes()
         _, tokens = fixed_axes(one.axes for one in self.inputs if one.name == "input_ids")
         if self.encoder and (tokens is None or tokens > self.encoder.special_tokens):
             self.encoder = self.encoder.with_length(tokens)
@@ -196,6 +200,37 @@ class Model:
                 f"the inputs have no rows: the batch axis of {list(shape)} is 0",
                 "send at least one row",
             )
+
+    def _require_different_axes(self) -> None:
+        """Refuse axes of one name that have different sizes for every text.
+
+        Axes of one name have one size, also for ONNX Runtime, which reuses memory by it.
+        """
+        caches: Collection[str] = ()
+        if self.encoder is not None:
+            with suppress(InvalidData):  # the model takes no texts
+                inputs = model_inputs(self._session)
+                caches = [name for name, one in inputs.items() if one.cache is not None]
+        found: dict[str, tuple[str, str]] = {}
+        for tensor in self.inputs:
+            if tensor.name in caches:
+                meanings = ["rows", *["cached tokens"] * len(tensor.axes)]
+            elif tensor.name in FILLED and len(tensor.axes) == 2:
+                meanings = ["rows", "tokens"]
+            else:
+                continue
+            for axis, meaning in zip(tensor.axes, meanings, strict=False):
+                if not isinstance(axis, str):
+                    continue
+                known, where = found.setdefault(axis, (meaning, tensor.name))
+                if known != meaning and "tokens" in (known, meaning):
+                    raise InvalidModel(
+                        f"{self.artifact.model}: the axis {axis!r} counts {known} in {where!r} and"
+                        f" {meaning} in {tensor.name!r}: expected a name of its own for each",
+                        "export the model again with dynamic axes of different names, for example"
+                        " batch and sequence",
+                        code="model.axis_name",
+                    )
 
     def check_outputs(self, names: Sequence[str]) -> None:
         """Raise ``InvalidData`` if one of ``names`` is not an output."""
@@ -640,10 +675,8 @@ def _run_failed(error: Exception, inputs: Mapping[str, np.ndarray]) -> Exception
     kind = type(error).__name__
     if kind in ("EPFail", "EngineError") or "CUDA failure" in text:
         return ModelFailed(f"the model's session failed: {kind}", "try again")
-    detail = text.strip().rpartition("Status Message: ")[2]
-    detail = re.sub(r"^/\S+:\d+ [^)]*\) ", "", detail).splitlines()  # location in C++ sources
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
     return InvalidData(
-        f"the model cannot run {shapes}: {detail[0][:300] if detail else type(error).__name__}",
+        f"the model cannot run {shapes}: {describe_error(error)}",
         "is the sequence longer than the model's positions?",
     )

@@ -11,14 +11,16 @@ from attnserve.runtime.cpu import has_int8_dot_product
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
 
 __all__ = [
+    "FACTORS",
     "LARGEST_7_BIT",
-    "QUANTIZED",
     "Bits",
     "Int8Activations",
     "batch_invariant",
     "int8_activations",
     "int8_warning",
     "int8_weight_bits",
+    "is_quantized",
+    "quantized_node",
     "rounds_activations",
 ]
 
@@ -44,6 +46,16 @@ FACTORS = frozenset({"MatMul", "Gemm", "Conv"})
 
 DYNAMIC = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"})
 """Operators that quantize an activation with one scale for all of its rows."""
+
+
+def quantized_node(model: ir.Model) -> ir.Node | None:
+    """The first node that reads or writes quantized values; None if there is none."""
+    return next(filter(is_quantized, ir.traversal.RecursiveGraphIterator(model.graph)), None)
+
+
+def is_quantized(node: ir.Node) -> bool:
+    """Whether a node reads or writes quantized values."""
+    return node.op_type in QUANTIZED or node.op_type.startswith("QLinear")
 
 
 def batch_invariant(model: ir.Model) -> bool:

@@ -113,10 +113,10 @@ class GroupedHeadAttention(FixedHeadAttention):
     def group_loss(self) -> Tensor:
         """Equation 4 of the latest call, a scalar with gradients; the first call finds groups.
 
-        It is computed in float32, whatever the type of the maps.
+        It is computed in float32, or in float64 if the maps are.
         """
         with torch.autocast(self.groups.device.type, enabled=False):
-            return self._loss([_flat(part).float() for part in _maps(self.latest.required())])
+            return self._loss([_wide(_flat(part)) for part in _maps(self.latest.required())])
 
     def _loss(self, maps: list[Tensor]) -> Tensor:
         seen = np.stack([_gram(part) for part in maps])
@@ -128,7 +128,8 @@ class GroupedHeadAttention(FixedHeadAttention):
         if self.classifier is None:
             loss = -self.alpha * alike[own].mean()
             return loss + self.beta * alike[~own].mean() if self.num_groups > 1 else loss
-        logits = self.classifier(alike)
+        weights = self.classifier.weight.to(alike), self.classifier.bias.to(alike)
+        logits = nn.functional.linear(alike, *weights)
         loss = -self.alpha * logits.log_softmax(1)[own].mean()
         if self.num_groups == 1:
             return loss
@@ -303,8 +304,13 @@ def _flat(part: Tensor) -> Tensor:
     return part.transpose(0, 1).flatten(1)
 
 
+def _wide(part: Tensor) -> Tensor:
+    """In float32 at least: sums over all tokens overflow in half precision, or lose digits."""
+    return part if part.dtype == torch.float64 else part.float()
+
+
 def _gram(part: Tensor) -> np.ndarray:
-    part = part.detach().float()
+    part = _wide(part.detach())
     return (part @ part.T).double().cpu().numpy()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import check_files
@@ -13,7 +14,21 @@ from attnserve.models.loaded_model import Model
 from attnserve.planning.model_check import CheckResult
 from graph_passes.errors import AttnserveError, InvalidModel
 
-__all__ = ["load_checked"]
+__all__ = ["LoadedModel", "load_checked"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that was loaded and warmed up.
+
+    Attributes:
+        identity: A checksum of all its files.
+        fusion: See ``CheckResult``: load it again when this has a result with fused operators.
+    """
+
+    identity: str
+    model: Model
+    fusion: Future[CheckResult] | None
 
 
 def load_checked(
@@ -21,7 +36,7 @@ def load_checked(
     check: Callable[[Artifact], CheckResult],
     open_model: Callable[..., Model],
     served: str | None = None,
-) -> tuple[str, Model] | None:
+) -> LoadedModel | None:
     """Check a model, load it, and warm it up.
 
     Args:
@@ -30,7 +45,7 @@ def load_checked(
         served: The ``identity`` of the model that is loaded already.
 
     Returns:
-        (identity, the model); None if the identity is ``served``.
+        The model; None if its identity is ``served``.
 
     Raises:
         InvalidModel: It cannot be loaded, or changed during loading.
@@ -44,7 +59,7 @@ def load_checked(
     if _file_states(artifact) != before or not checked.external_is_current:
         model.close()
         raise InvalidModel(f"{artifact.model}: changed while it was being loaded", "load it again")
-    return checked.identity, model
+    return LoadedModel(checked.identity, model, checked.fusion)
 
 
 def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Model]) -> Model:

@@ -4,8 +4,9 @@ A model file is untrusted: it may crash ONNX Runtime or never finish a run. The 
 runs it once; a crash or a timeout becomes an ``InvalidModel``. Results are cached by content, so
 that another check of the same files, also in another process, only reads them.
 
-The child then tries lossless operator fusion (``lossless_passes``). The fused model is to be run if
-it computes the same and is faster.
+Another child then tries lossless operator fusion (``lossless_passes``). The fused model is to be
+run if it computes the same and is faster. That takes seconds for a small model and minutes for a
+large one: it goes on in the background, and the original is run until then.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
+import threading
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -29,10 +33,17 @@ from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.check_cache import CheckCache
 from attnserve.models.checksums import sha256
-from attnserve.models.graph_facts import GraphFacts
+from attnserve.models.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphFacts
 from attnserve.models.loaded_model import NOT_REWRITTEN, Model
 from attnserve.models.onnx_validation import external_file
-from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment, limit_process
+from attnserve.runtime.isolation import (
+    Worker,
+    WorkerCrashed,
+    allowed_environment,
+    limit_process,
+    run_isolated,
+)
+from attnserve.runtime.memory_use import available_bytes
 from attnserve.runtime.session import gpu_name
 from attnserve.runtime.temporary import temporary_folder
 from graph_passes.errors import (
@@ -54,14 +65,41 @@ FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
 FIX = "do not use this file; if you made it, check it with onnx.checker.check_model"
 
 MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
-"""Address space of the child: a floor, the stacks and heaps of threads, and several copies of the
-files in the model's folder (graph, sessions and fused model)."""
+"""Memory that the child allocates: a floor, the stacks and heaps of threads, and several copies of
+the files in the model's folder (graph, sessions and fused model)."""
 
-FUSION_TIMEOUT_S = 60
-"""Time limit of operator fusion; when it passes, the original model is run."""
+FUSION_TIMEOUT_S, MAX_FUSION_TIMEOUT_S = 300, 3600
+"""Bounds of the time limit of operator fusion."""
 
-MAX_BYTES = 1_000_000_000
-"""Largest weights for which fusion is tried: it takes seconds per gigabyte, and a copy on disk."""
+FUSION_TOKENS = 8192
+"""Tokens for which the models are run when they are compared and timed."""
+
+MACS_PER_S = 2e10
+"""Speed of an idle core."""
+
+BUSY = 100
+"""How many times longer than on an idle core the fusion may take, beside the requests and programs
+of a busy machine."""
+
+FOREGROUND_S = 10.0
+"""How long ``check`` waits for a fusion that takes no longer on an idle core. Others run in the
+background at once."""
+
+FUSION_MEMORY_BYTES, FUSION_MEMORY_PER_BYTE = 1 << 29, 5
+"""Memory of operator fusion: that of the program, and several copies of the weights."""
+
+PENDING: Mapping[str, Any] = {
+    "rewritten": False,
+    "pending": True,
+    "why": "operator fusion is being tried in the background",
+}
+"""The operator report of a model until the fusion has ended."""
+
+NICE = 5
+"""Priority of the fusion: requests come first."""
+
+STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+"""Signals that end a server and its child processes. They say nothing about the model."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +113,7 @@ class CheckResult:
         operators: The fusion report, or why there was no fusion.
         facts: ``GraphFacts`` as JSON.
         running: Facts of the model with fused operators that replace those of ``facts``.
+        fusion: The result after the fusion that runs in the background; None if none does.
     """
 
     identity: str
@@ -83,6 +122,7 @@ class CheckResult:
     operators: Mapping[str, Any]
     facts: Mapping[str, Any]
     running: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    fusion: Future[CheckResult] | None = field(default=None, compare=False)
 
     @property
     def external_is_current(self) -> bool:
@@ -116,7 +156,8 @@ class IsolationChecker:
     ) -> None:
         self._provider, self._threads, self._timeout_s = provider, threads, timeout_s
         self._rewrite, self._folder, self._is_cached = rewrite, folder, cached
-        self._child: subprocess.Popen[bytes] | None = None
+        self._children: set[subprocess.Popen[bytes]] = set()
+        self._fusions: dict[str, Future[CheckResult]] = {}  # that run, by identity
         self._is_closed = False
 
     @cached_property
@@ -131,8 +172,9 @@ class IsolationChecker:
             return cache
         if self._folder is None:
             with suppress(OSError):  # the disk is full: nothing is kept
-                self._folder = temporary_folder()
-                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+                folder = temporary_folder()
+                weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+                self._folder = folder / "checks"  # the cache locks it, this process its parent
         return CheckCache(self._folder or Path(os.devnull), **settings)
 
     def check(self, artifact: Artifact) -> CheckResult:
@@ -143,16 +185,24 @@ class IsolationChecker:
             InvalidArgument: The provider is not available.
         """
         content = _content(artifact)
-        return self._recall(artifact, content) or self._try(artifact, content)
+        result = self._recall(artifact, content) or self._try(artifact, content)
+        if result.operators != PENDING:
+            return result
+        idle_s = _idle_fusion_s(GraphFacts.from_json(result.facts))
+        timeout_s = min(max(FUSION_TIMEOUT_S, round(BUSY * idle_s)), MAX_FUSION_TIMEOUT_S)
+        fusion = self._start_fusion(artifact, content, result, timeout_s)
+        with suppress(TimeoutError):
+            return fusion.result(FOREGROUND_S if idle_s <= FOREGROUND_S else 0)
+        return replace(result, fusion=fusion)
 
     def close(self) -> None:
-        """End the check that is running: it fails, as any later one does."""
+        """End the checks and fusions that run: they fail, as any later ones do."""
         self._is_closed = True
-        if self._child is not None:
-            self._child.kill()
+        for child in tuple(self._children):
+            child.kill()
 
     def _on_start(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = child
+        self._children = {one for one in self._children if one.poll() is None} | {child}
         if self._is_closed:
             child.kill()
 
@@ -162,8 +212,9 @@ class IsolationChecker:
         if stored is None:
             return None
         try:
-            result = _result(artifact, content, stored["facts"], stored["operators"])
-            is_fused, running = result.operators["rewritten"], stored["running"]
+            operators, running = stored["operators"], stored["running"]
+            result = _result(artifact, content, stored["facts"], operators)
+            is_fused = operators["rewritten"]
         except Exception:  # of another version, or damaged
             return None
         if result.identity != stored["identity"]:
@@ -177,24 +228,20 @@ class IsolationChecker:
         Raises:
             InvalidModel, InvalidArgument: See ``check``.
         """
-        fused = self._cache.file(content) if self._rewrite else None
-        new = fused and fused.with_suffix(f".{os.getpid()}.new")
         name, deadline = artifact.model, monotonic() + self._timeout_s
         try:
             with Worker(
                 _Child, artifact, self._provider, self._threads,
                 timeout_s=self._timeout_s,
                 environment=allowed_environment(),
-                prepare=partial(limit_process, *self._limits(artifact)),
+                prepare=partial(limit_process, *self._limits(artifact, self._timeout_s)),
                 on_start=self._on_start,
                 silent=True,
             ) as child:  # fmt: skip
                 facts = child.call("facts", timeout_s=deadline - monotonic())
                 # Before the run, so that a file that is replaced meanwhile is detected.
-                result = _result(artifact, content, facts, NOT_REWRITTEN)
+                result = _result(artifact, content, facts, self._first_report)
                 child.call("run", timeout_s=deadline - monotonic())
-                operators, is_final = self._fuse(child, new, deadline)
-                running = operators.pop("running", {})
         except FORWARDED_ERRORS:
             raise
         except WorkerCrashed as error:
@@ -207,44 +254,116 @@ class IsolationChecker:
             raise InvalidModel(f"{name}: {error.what}", FIX, code="model.crash") from error
         except AttnserveError as error:
             raise InvalidModel(error.what, error.fix, code=error.code) from error
-        result = replace(result, operators=operators)
-        if fused and new and operators["rewritten"] and new.is_file():
-            result = replace(result, rewritten=new.replace(fused), running=running)
-        elif new:
-            new.unlink(missing_ok=True)
-        stored = {"identity": result.identity, "facts": facts, "operators": operators,
-                  "running": dict(result.running)}  # fmt: skip
-        is_fused = result.rewritten is not None
-        self._cache.write(content, stored, fused=is_fused, is_final=is_final)
+        self._write(content, result)
         return result
 
-    def _limits(self, artifact: Artifact) -> tuple[int, int]:
-        """Limits of the child: bytes of address space (0 for none) and seconds of processor time.
+    @property
+    def _first_report(self) -> Mapping[str, Any]:
+        """The operator report of a model that was not fused yet."""
+        if not self._rewrite:
+            return NOT_REWRITTEN
+        if self._cache.folder is None:
+            return {"rewritten": False, "why": "there is no folder for it"}
+        return PENDING
 
-        CUDA reserves address space for all memory of the machine.
+    def _write(self, content: str, result: CheckResult, *, is_final: bool = True) -> None:
+        stored = {
+            "identity": result.identity,
+            "facts": result.facts,
+            "operators": result.operators,
+            "running": dict(result.running),
+        }
+        is_fused = result.rewritten is not None
+        self._cache.write(content, stored, fused=is_fused, is_final=is_final)
+
+    def _limits(self, artifact: Artifact, timeout_s: float) -> tuple[int, int]:
+        """Limits of a child: bytes of memory (0 for none) and seconds of processor time.
+
+        Not with CUDA, which reserves memory for all of the machine.
         """
         cores = os.cpu_count() or 1
         files = (*artifact.folder.glob("*"), *artifact.folder.glob("*/*"))  # external data too
         size = sum(path.stat().st_size for path in files if path.is_file())
         memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * size
-        return (0 if self._provider == "cuda" else memory), math.ceil(self._timeout_s) * cores
+        return (0 if self._provider == "cuda" else memory), math.ceil(timeout_s) * cores
+
+    # -- fusion -----------------------------------------------------------------------------------
+
+    def _start_fusion(
+        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
+    ) -> Future[CheckResult]:
+        """Start the fusion in a thread, if it does not run already."""
+        running = self._fusions.get(result.identity)
+        if running is not None:
+            return running
+        fusion = self._fusions[result.identity] = Future[CheckResult]()
+        fusion.set_running_or_notify_cancel()  # it runs on if one of those that wait is cancelled
+
+        def run() -> None:
+            try:
+                found = self._fuse_alone(artifact, content, result, timeout_s)
+            except Exception as error:  # for example a full disk
+                found = _unfused(result, f"{type(error).__name__}: {error}")
+            self._fusions.pop(result.identity, None)
+            fusion.set_result(found)
+
+        threading.Thread(target=run, name="attnserve-fusion", daemon=True).start()
+        return fusion
+
+    def _fuse_alone(
+        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
+    ) -> CheckResult:
+        """The result after the fusion, while no other one runs in this cache folder.
+
+        Fusions at the same time would distort their timings, and need the memory of all. Another
+        process may have fused the same model meanwhile.
+        """
+        with self._cache.lock(lambda: self._is_closed) as is_locked:
+            if not is_locked:
+                return _unfused(result, "the server stops")
+            found = self._recall(artifact, content)
+            if (
+                found is not None
+                and found.identity == result.identity
+                and found.operators != PENDING
+            ):
+                return found
+            return self._fuse(artifact, content, result, timeout_s)
 
     def _fuse(
-        self, child: Worker, new: Path | None, deadline: float
-    ) -> tuple[dict[str, Any], bool]:
-        """The report of the fusion, and whether it would be the same again.
+        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
+    ) -> CheckResult:
+        """The result of a new fusion.
 
-        A failure does not fail the check.
+        A result that depends on the state of the machine is kept for a limited time, or not at all.
         """
-        if not self._rewrite:
-            return dict(NOT_REWRITTEN), True
-        if new is None:
-            return {"rewritten": False, "why": "there is no folder for it"}, False
-        timeout_s = round(min(FUSION_TIMEOUT_S, deadline - monotonic()), 1)
-        try:
-            return child.call("fuse", new, timeout_s=timeout_s), True
-        except AttnserveError as error:
-            return {"rewritten": False, "why": error.what}, isinstance(error, CannotRewrite)
+        with self._cache.new_file(content) as new:
+            why = _lacks_resources(GraphFacts.from_json(result.facts).weight_bytes, new)
+            if new is None or why is not None:
+                return _unfused(result, why or "there is no folder for it")
+            is_final = True
+            try:
+                operators = run_isolated(
+                    _fuse_in_child, artifact, new, self._provider, self._threads,
+                    timeout_s=timeout_s,
+                    environment=allowed_environment(),
+                    prepare=partial(limit_process, *self._limits(artifact, timeout_s), nice=NICE),
+                    on_start=self._on_start,
+                    silent=True,
+                )  # fmt: skip
+            except AttnserveError as error:
+                is_stopped = isinstance(error, WorkerCrashed) and -(error.status or 0) in STOPS
+                if self._is_closed or is_stopped:
+                    return _unfused(result, f"the fusion was stopped: {error.what}")
+                operators = {"rewritten": False, "why": error.what}
+                is_final = isinstance(error, CannotRewrite)
+            if not _is_current(artifact, result):
+                return _unfused(result, "the files changed during the fusion")
+            fused = self._cache.keep(new) if operators["rewritten"] else None
+        running = operators.pop("running", {}) if fused is not None else {}
+        found = replace(result, operators=operators, rewritten=fused, running=running)
+        self._write(content, found, is_final=is_final)
+        return found
 
 
 def identify(artifact: Artifact) -> CheckResult:
@@ -302,16 +421,53 @@ class _Child:
         model.warm_up()
         model.close()
 
-    def fuse(self, new: Path) -> dict[str, Any]:
-        """Write the model with fused operators; "running" are its costs."""
-        # Imported here: only this process needs the modules that rewrite graphs.
-        from attnserve.planning.lossless_passes import fuse_lossless
 
-        size = self._facts.weight_bytes
-        if size > MAX_BYTES:
-            raise CannotRewrite(
-                f"it holds {size / 1e9:.1f} GB of weights, more than {MAX_BYTES / 1e9:g}"
-            )
-        found = fuse_lossless(self._artifact, new, provider=self._provider, threads=self._threads)
-        running = GraphFacts.read(replace(self._artifact, model=new)).cost_json()
-        return {"rewritten": True, **asdict(found), "running": running}
+def _fuse_in_child(
+    artifact: Artifact, new: Path, provider: Provider, threads: int
+) -> dict[str, Any]:
+    """Write the model with fused operators, and report on it; "running" are its costs."""
+    # Imported here: only this process needs the modules that rewrite graphs.
+    from attnserve.planning.lossless_passes import fuse_lossless
+
+    found = fuse_lossless(artifact, new, provider=provider, threads=threads)
+    running = GraphFacts.read(replace(artifact, model=new)).cost_json()
+    return {"rewritten": True, **asdict(found), "running": running}
+
+
+def _idle_fusion_s(facts: GraphFacts) -> float:
+    """The time of the fusion on an idle core, by the MACs that it computes."""
+    example = facts.examples[0] if facts.examples else {}
+    macs = facts.cost.macs_of({name: array.shape for name, array in example.items()})
+    texts = [array for array in example.values() if array.ndim == 2 and array.dtype.kind == "i"]
+    tokens = max((one.size for one in texts), default=WARM_UP_ROWS * WARM_UP_LENGTHS[0])
+    # Without a count, each weight is multiplied once per token.
+    per_token = macs / tokens if example and macs else facts.cost.parameters
+    return per_token * FUSION_TOKENS / MACS_PER_S
+
+
+def _lacks_resources(weights: int, new: Path | None) -> str | None:
+    """Why there is no memory or no space on the disk for the fusion of a model; None if there is.
+
+    Args:
+        weights: Their size in bytes.
+        new: Where the fused model is written.
+    """
+    memory, has = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights, available_bytes()
+    if memory > has:
+        return f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
+    free = shutil.disk_usage(new.parent).free if new is not None else 0
+    if new is not None and weights > free:
+        return f"it needs {weights / 1e9:.1f} GB in the cache folder, which has {free / 1e9:.1f} GB"
+    return None
+
+
+def _unfused(result: CheckResult, why: str) -> CheckResult:
+    return replace(result, operators={"rewritten": False, "why": why}, running={})
+
+
+def _is_current(artifact: Artifact, result: CheckResult) -> bool:
+    """Whether the files are still those of the result."""
+    with suppress(InvalidModel, OSError):
+        now = _result(artifact, _content(artifact), result.facts, result.operators)
+        return now.identity == result.identity
+    return False

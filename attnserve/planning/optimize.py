@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +41,11 @@ from attnserve.models.outputs import check_output, check_target, default_output,
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan
+from attnserve.planning.block_precision import (
+    BlockPrecision,
+    changed_precisions,
+    describe_precisions,
+)
 from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
 from attnserve.planning.plan import Plan, targets_of
 from attnserve.planning.plan_file import (
@@ -56,13 +61,8 @@ from attnserve.planning.search.search import search
 from attnserve.planning.served_speed import ServedSpeed, measure_served, served_lengths
 from attnserve.precision.convert import Precision, check_cpu, convert
 from attnserve.versions import versions
-from graph_passes.analysis.cost import (
-    Cost,
-    break_even,
-    count_macs,
-    model_cost,
-    parameter_bytes,
-)
+from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
+from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument
 from graph_passes.passes.collaborate import Collaborate
@@ -101,6 +101,7 @@ class OptimizeReport:
         int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
             without int8.
         int8_activations: "static" with calibration data, otherwise "per-row"; None without int8.
+        block_precisions: Of the blocks that were changed in a model with quantized weights.
     """
 
     output: Path
@@ -119,6 +120,7 @@ class OptimizeReport:
     int8_activations: Int8Activations | None = None
     speed: ServedSpeed | None = None
     mixing: MixingChoice | None = None
+    block_precisions: Mapping[str, BlockPrecision] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         int8 = {"weight_bits": self.int8_weight_bits, "activations": self.int8_activations}
@@ -141,6 +143,11 @@ class OptimizeReport:
             "speedups": self.speed and self.speed.to_json(),
             **({} if self.mixing is None else {"mixing": self.mixing.to_json()}),
             **{f"int8_{name}": value for name, value in int8.items() if value is not None},
+            **(
+                {"block_precisions": {b: asdict(p) for b, p in self.block_precisions.items()}}
+                if self.block_precisions
+                else {}
+            ),
             **({} if self.found is None else self._search_json(self.found)),
             **(
                 {"also_proved": [f.to_json() for f in self.also_proved]} if self.also_proved else {}
@@ -351,6 +358,11 @@ def optimize(
         rewritten = replace(rewritten, warnings=planned.warnings)
         if precision != "float32":
             rewritten = _fused(rewritten, shape)
+    changes = changed_precisions(original, rewritten.model, rewritten.plan)
+    precisions = describe_precisions(changes)
+    if rewritten.found is not None and rewritten.found.gain and precisions:
+        verdict = f"{rewritten.found.verdict}; {precisions}"
+        rewritten = replace(rewritten, found=replace(rewritten.found, verdict=verdict))
     calibration = data.fit if data is not None else ()
     converted = rewritten.converted or convert(
         rewritten.model, rewritten.plan.precision, calibration,
@@ -388,6 +400,7 @@ def optimize(
             *rewritten.warnings,
             *((rewritten.found.verdict,) if rewritten.found and not rewritten.found.gain else ()),
             *_training_warnings(rewritten.found),
+            *([precisions] if precisions else []),
             *_cost_warnings(even, length, artifact.max_length),
             *_data_warnings(rewritten, report, data, length_bounds(wanted)[1]),
             *_cache_warnings(report.blocks, rewritten.applied.steps),
@@ -401,6 +414,7 @@ def optimize(
         int8_activations=int8_activations(converted),
         speed=speed,
         mixing=form,
+        block_precisions=changes,
     )
     _require_cosine(optimized, min_cosine)
     if isinstance(mode, Path):

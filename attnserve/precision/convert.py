@@ -35,15 +35,20 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from attnserve.choices import INTEGER, Precision
-from attnserve.models.quantized import QUANTIZED, Bits
+from attnserve.models.quantized import FACTORS, Bits, is_quantized, quantized_node
 from attnserve.precision.int4 import quantize_to_int4
-from attnserve.precision.int8 import Rounding, quantize, roundings
-from attnserve.precision.products import Moments, Range, collect_ranges
+from attnserve.precision.int8 import Rounding, large_tables, quantize, roundings
+from attnserve.precision.products import Moments, Range, collect_ranges, product_of
 from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.session import Batch, lacks_kernels, open_session, require_runtime
 from attnserve.runtime.workarounds import part_transposes
-from graph_passes.analysis.constants import constant_tensor
+from graph_passes.analysis.constants import (
+    constant_tensor,
+    constant_type,
+    is_constant,
+    is_dequantized,
+)
 from graph_passes.analysis.shapes import set_missing_types
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import (
@@ -83,6 +88,15 @@ is -inf and no row of probabilities is NaN."""
 SHARE = 1 / 10
 """Minimum share of the weights for which ``precision_of`` reports a data type."""
 
+SCALES = frozenset({"Cast", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Operators between a sum of integer products and its scale."""
+
+CONTAINERS = frozenset({"ConcatFromSequence", "Optional", "OptionalGetElement",
+                        "OptionalHasElement", "SequenceAt", "SequenceConstruct", "SequenceEmpty",
+                        "SequenceErase", "SequenceInsert", "SequenceLength", "SequenceMap",
+                        "SplitToSequence"})  # fmt: skip
+"""Operators of sequences and optional values."""
+
 OLDEST_OPSET = 11
 """The first opset that int8 models are written in."""
 
@@ -108,8 +122,8 @@ def convert(
 ) -> ir.Model:
     """Convert a copy of the model to another precision, with the same inputs and outputs (lossy).
 
-    "float32" returns ``model`` itself. Convert last: passes do not match quantized products. The
-    result was loaded once by ONNX Runtime on the CPU.
+    "float32" returns ``model`` itself. Convert last: passes do not match quantized products. Those
+    of the model stay as they are. The result was loaded once by ONNX Runtime on the CPU.
 
     Args:
         calibration: Inputs for the static scales of int8 activations and for the rounding of int8
@@ -121,8 +135,8 @@ def convert(
         rounding: Round int8 weights as those that ``roundings_of`` was asked for.
 
     Raises:
-        InvalidArgument: The precision is unknown, the model is not float32, it has no such block,
-            or this CPU multiplies "int8-full" weights inexactly.
+        InvalidArgument: The precision is unknown, the model has no float32 weights that are left
+            to convert, it has no such block, or this CPU multiplies "int8-full" weights inexactly.
         CannotRewrite: The model has no weights to convert, its opset is too old, the conversion
             fails, or ONNX Runtime does not run the result.
         InvalidData: The model refuses the calibration data, or its activations are not finite.
@@ -237,8 +251,19 @@ def _check(model: ir.Model, precision: Precision) -> None:
 
 
 def _prepare(copy: ir.Model) -> None:
-    """Write a copy as the tools need it: unique names, and all constants as initializers."""
+    """Write a copy as the tools need it: unique names, and all constants as initializers.
+
+    Outputs that no node computes are removed, and so are repetitions; ``_finish`` restores them.
+    """
     map_external_data(copy)
+    computed = [value for value in copy.graph.outputs if value.producer() is not None]
+    given = [value for value in copy.graph.outputs if value.producer() is None]
+    copy.graph.outputs[:] = dict.fromkeys(computed)
+    for value in given:
+        tensor = copy.graph.initializers.pop(value.name or "", None)
+        if tensor is not None and value.uses():
+            value.name = f"{value.name}/weights"  # its name is that of the output
+            copy.graph.register_initializer(value)
     _give_names(copy)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
 
@@ -250,8 +275,9 @@ def _finish(model: ir.Model, made: ir.Model, precision: Precision, *, is_whole: 
         is_whole: Whether all blocks were to be converted.
     """
     common.NameFixPass()(made)  # names in subgraphs must differ from those of outer graphs
+    _restore_outputs(model, made)
     _restore(model, made, precision)
-    if is_whole and precision not in BITS and precision not in precision_of(made):
+    if is_whole and precision not in BITS and not _is_converted(model, made, precision):
         raise CannotRewrite(
             f"{precision}: the weights are still {precision_of(made)}: the model has no "
             "weight matrix that can be converted"
@@ -261,6 +287,13 @@ def _finish(model: ir.Model, made: ir.Model, precision: Precision, *, is_whole: 
             code="precision.unchanged",
         )
     _load(made)
+
+
+def _is_converted(before: ir.Model, made: ir.Model, precision: Precision) -> bool:
+    """Whether weights have the new type; in a model that was quantized partly, any weights."""
+    if quantized_node(before) is not None:
+        return _sizes(made)[precision] > _sizes(before)[precision]
+    return precision in precision_of(made)
 
 
 def nodes_of_blocks(model: ir.Model, blocks: Collection[str]) -> set[ir.Node]:
@@ -327,6 +360,14 @@ def precision_of(model: ir.Model) -> Precision | str:
     Data types with at least a tenth of the elements are joined, most elements first:
     "int8+float32". Only tensors of rank 2 or more count; a model without any is "float32".
     """
+    sizes = _sizes(model)
+    total = sum(sizes.values())
+    found = [name for name, size in sizes.most_common() if size >= SHARE * total]
+    return "+".join(found) or "float32"
+
+
+def _sizes(model: ir.Model) -> Counter[str]:
+    """The number of weights by the name of their data type."""
     sizes: Counter[str] = Counter()
     packed, masks = _packed(model), _byte_masks(model)
     for tensor in _tensors(model):
@@ -338,9 +379,7 @@ def precision_of(model: ir.Model) -> Precision | str:
             sizes[f"int{bits}"] += tensor.size * 8 // bits
         elif byte or dtype.is_floating_point() or dtype.bitwidth < 8:
             sizes[NAMES.get(dtype, dtype.name.lower())] += tensor.size
-    total = sum(sizes.values())
-    found = [name for name, size in sizes.most_common() if size >= SHARE * total]
-    return "+".join(found) or "float32"
+    return sizes
 
 
 def _byte_masks(model: ir.Model) -> set[str]:
@@ -396,20 +435,81 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
 
 
 def _check_source(model: ir.Model, precision: Precision) -> None:
-    found = precision_of(model)
-    fix = "pass the original float32 model"
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.op_type in QUANTIZED or node.op_type.startswith("QLinear"):
-            where = f"{node.op_type} {node.name or 'without a name'}"
-            raise InvalidArgument(
-                f"{precision}: the model is already int8: {where}", fix, code="precision.already"
-            )
+    """Check that there are float32 weights to convert.
+
+    Quantized products stay as they are, beside float ones that are converted.
+    """
+    fix, found = "pass the original float32 model", precision_of(model)
+    quantized = quantized_node(model)
+    if quantized is not None:
+        floats = [name for name in found.split("+") if "float" in name]
+        if floats in ([], ["float32"]) and _has_products(model, precision):
+            return
+        where = f"{quantized.op_type} {quantized.name or 'without a name'}"
+        why = f"nothing is left to convert, because its products are quantized, as {where} is"
+        if floats not in ([], ["float32"]):
+            why = f"expected float32 weights beside the quantized ones, but they are {floats[0]}"
+        raise InvalidArgument(f"{precision}: {why}", fix, code="precision.already")
     if found != "float32":
         raise InvalidArgument(
             f"{precision}: expected a float32 model, but its weights are {found}",
             fix,
             code="precision.already",
         )
+
+
+def _has_products(model: ir.Model, precision: Precision) -> bool:
+    """Whether any product with constant float32 weights can be converted."""
+    products = [one for one in map(product_of, _nodes(model)) if one is not None]
+    if precision == "int4":
+        return any(one.node.op_type == "MatMul" for one in products)
+    if precision in BITS:
+        return bool(products or large_tables(model))
+    return bool(products) or any(
+        node.op_type == "Conv"
+        and is_constant(node.inputs[1])
+        and not is_dequantized(node.inputs[1])
+        and constant_type(node.inputs[1]) == ir.DataType.FLOAT
+        for node in _nodes(model)
+    )
+
+
+def _around_quantized(model: ir.Model) -> set[str]:
+    """Names of the nodes that stay float32 because of quantized products.
+
+    Those are the quantized nodes, the products of dequantized values, which ONNX Runtime runs in
+    integers, and the nodes between an integer product and its scale: its sums exceed float16.
+    """
+    kept = {node for node in _nodes(model) if is_quantized(node)}
+    pending = [output for node in kept for output in node.outputs if _is_unscaled(output)]
+    kept |= {n for n in _nodes(model) if n.op_type in FACTORS and _multiplies_quantized(n)}
+    while pending:
+        for user, _ in pending.pop().uses():
+            if user in kept or user.op_type not in SCALES:
+                continue
+            kept.add(user)
+            sources = [value.producer() for value in user.inputs if value is not None]
+            if user.op_type == "Mul" and any(one and one.op_type == "Cast" for one in sources):
+                continue  # scaled
+            pending += user.outputs
+    return {node.name or "" for node in kept}
+
+
+def _multiplies_quantized(node: ir.Node) -> bool:
+    """Whether a product has dequantized weights, or two dequantized factors."""
+    factors = node.inputs[:2]
+    made = [None if value is None else value.producer() for value in factors]
+    is_weight = [is_constant(value) and is_dequantized(value) for value in factors]
+    return any(is_weight) or all(one and one.op_type == "DequantizeLinear" for one in made)
+
+
+def _is_unscaled(value: ir.Value) -> bool:
+    """Whether a value is a sum of integer products, or a scale that is computed at run time."""
+    node = value.producer()
+    if node is None:
+        return False
+    is_scale = node.op_type == "DynamicQuantizeLinear" and value is node.outputs[1]
+    return is_scale or node.op_type in ("MatMulInteger", "ConvInteger")
 
 
 # ---- float16 -------------------------------------------------------------------------------------
@@ -419,12 +519,14 @@ def _halved(model: ir.Model) -> ir.Model:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     set_missing_types(model)  # the tool converts only values that are typed float32
-    exact = sorted(_positions(model))
+    containers = {node.name or "" for node in _nodes(model) if _is_container(node)}
+    exact = sorted(_positions(model) | _around_quantized(model) | containers)
     proto = ir.to_proto(model)
     constants = {tensor.name for tensor in proto.graph.initializer}
     others = [value for value in proto.graph.value_info if value.name not in constants]
     del proto.graph.value_info[:]  # else the tool casts constants that stay float32
     proto.graph.value_info.extend(others)
+    _refuse_sequences(model)
     proto = convert_float_to_float16(
         proto,
         keep_io_types=True,
@@ -465,6 +567,24 @@ def _positions(model: ir.Model) -> set[str]:
     return names
 
 
+def _refuse_sequences(model: ir.Model) -> None:
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if isinstance(value.type, ir.SequenceType) and value.dtype == ir.DataType.FLOAT:
+            raise CannotRewrite(
+                f"float16: {value.name!r} is a sequence of float32 tensors, whose type ONNX "
+                "Runtime's tool does not keep",
+                "export the model with tensors as inputs and outputs, or convert to bfloat16",
+                code="precision.signature",
+            )
+
+
+def _is_container(node: ir.Node) -> bool:
+    """Whether a node reads or writes a sequence or an optional value, whose type the tool keeps."""
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+    kinds = (ir.SequenceType, ir.OptionalType)
+    return node.op_type in CONTAINERS or any(isinstance(value.type, kinds) for value in values)
+
+
 def _is_float(node: ir.Node) -> bool:
     return any(value.dtype == ir.DataType.FLOAT for value in node.outputs)
 
@@ -498,7 +618,7 @@ def _join_casts(model: ir.Model) -> None:
 def _in_bfloat16(model: ir.Model) -> ir.Model:
     _require_opset(model, "bfloat16", min(COMPUTES))
     set_missing_types(model)
-    ToBfloat16(frozenset(_positions(model)))(model)
+    ToBfloat16(frozenset(_positions(model) | _around_quantized(model)))(model)
     return model
 
 
@@ -544,6 +664,24 @@ def _give_names(model: ir.Model) -> None:
     common.NameFixPass()(model)
     for index, node in enumerate(_nodes(model)):
         node.name = f"{node.name or node.op_type}/{index}"
+
+
+def _restore_outputs(before: ir.Model, after: ir.Model) -> None:
+    """Restore the outputs that are inputs, initializers, or other outputs once more."""
+    computed = {value.name: value for value in (*after.graph.inputs, *after.graph.outputs)}
+    outputs: list[ir.Value] = []
+    for value in before.graph.outputs:
+        found = computed.get(value.name)
+        if found is None and value.const_value is not None:
+            found = ir.Value(
+                name=value.name, shape=value.shape, type=value.type, const_value=value.const_value
+            )
+            after.graph.register_initializer(found)
+            computed[value.name] = found
+        if found is not None:
+            outputs.append(found)
+    after.graph.outputs[:] = outputs
+    map_external_data(after)
 
 
 def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:

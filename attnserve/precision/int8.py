@@ -1,4 +1,4 @@
-"""Quantize the matrix products of a float32 model to 8 bits.
+"""Quantize the matrix products of a float32 model to 8 bits. Those that are quantized already stay.
 
 Weights are signed bytes with one scale per column and no zero point. They are within -64..63 (7
 bits) or -127..127 (8 bits). ONNX Runtime adds pairs of products in 16-bit sums on x86 CPUs without
@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.models.quantized import LARGEST_7_BIT, Bits
+from attnserve.models.quantized import LARGEST_7_BIT, Bits, quantized_node
 from attnserve.precision.products import MICROSOFT, Moments, Product, Range, product_of
 from attnserve.precision.rounding import Rounder
 from attnserve.runtime.session import weight_bytes
@@ -121,10 +121,13 @@ def quantize(
             rounded alike.
 
     Raises:
-        CannotRewrite: There are no products to quantize, or weights are not finite.
+        CannotRewrite: There are no products and tables to quantize, or weights are not finite.
     """
-    groups = product_groups(model, bits, ranges, keep=keep, smooth=smooth, rounding=rounding)
     gathers = large_tables(model) if tables else []
+    required = not gathers or quantized_node(model) is None  # others may be quantized already
+    groups = product_groups(
+        model, bits, ranges, keep=keep, smooth=smooth, rounding=rounding, required=required
+    )
     writer = _Writer(model, bits, groups, correct=correct, moments=moments, rounding=rounding)
     for group in groups:
         if group.grid is None:
@@ -215,11 +218,13 @@ def product_groups(
     keep: Collection[ir.Node] = (),
     smooth: bool = True,
     rounding: Mapping[tuple[str, bool], Rounding] | None = None,
+    required: bool = True,
 ) -> list[Group]:
     """The products that ``quantize`` converts, with the grids of their activations.
 
     Args:
         Those of ``quantize``.
+        required: Whether a model without such products is refused.
 
     Raises:
         CannotRewrite: There are no products to quantize.
@@ -227,7 +232,7 @@ def product_groups(
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     found = [each for each in map(product_of, nodes) if each is not None]
     able = [each for each in found if each.x.name in ranges or not each.is_attention]
-    if not able:
+    if required and not able:
         raise CannotRewrite(
             "int8: the model has no MatMul, Gemm or (with calibration data) com.microsoft "
             "Attention with constant float32 weights that can be quantized",

@@ -17,6 +17,7 @@ from graph_passes.analysis.constants import (
     constant_shape,
     constant_tensor,
     is_constant,
+    is_dequantized,
 )
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidData
@@ -281,6 +282,8 @@ def product_of(node: ir.Node) -> Product | None:
 
 
 def _is_matrix(value: ir.Value) -> bool:
+    if is_constant(value) and is_dequantized(value):
+        return False  # quantized already
     if not is_constant(value) or len(shape := constant_shape(value)) != 2 or 0 in shape:
         return False  # ONNX Runtime has no kernel for stacked matrices with a scale per column
     tensor = constant_tensor(value)

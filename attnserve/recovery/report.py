@@ -20,7 +20,7 @@ from attnserve.models.quantized import Bits, Int8Activations
 from attnserve.recovery.labels import LabelReport
 from attnserve.recovery.training import Training
 from attnserve.versions import versions
-from graph_passes.analysis.cost import parameter_bytes
+from graph_passes.analysis.parameters import parameter_bytes
 
 __all__ = ["RecoverReport", "write_recovered"]
 

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from attnserve.runtime.control_groups import control_groups
+
 __all__ = [
     "available_cores",
     "cpu_flags",
@@ -45,12 +47,8 @@ def available_cores(root: Path = Path("/")) -> int:
 
 def _cpu_quotas(root: Path) -> Iterator[tuple[int, int]]:
     """(quota, period) of the control groups of this process, in microseconds."""
-    groups, own = root / "sys/fs/cgroup", ""
-    with suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        own = next((line[4:] for line in lines if line.startswith("0::/")), "")
-    folders = [groups / own, *(groups / own).parents]
-    found = [(folder / "cpu.max",) for folder in folders if folder.is_relative_to(groups)]
+    found = [(folder / "cpu.max",) for folder in control_groups(root)]
+    groups = root / "sys/fs/cgroup"
     version_1 = tuple(groups / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
     for files in (*found, version_1):
         with suppress(OSError, ValueError):  # no such group, or "max": no quota

@@ -249,7 +249,7 @@ def run_isolated(
     """Call an importable function in a child process and return its JSON result.
 
     Args:
-        options: ``environment``, ``prepare`` and ``silent`` of ``Worker``.
+        options: ``environment``, ``prepare``, ``on_start`` and ``silent`` of ``Worker``.
 
     Raises:
         WorkerCrashed, AttnserveError: See ``Worker``.
@@ -258,23 +258,27 @@ def run_isolated(
         return worker.call("result")
 
 
-def limit_process(memory_bytes: int = 0, cpu_s: int = 0) -> None:
+def limit_process(memory_bytes: int = 0, cpu_s: int = 0, nice: int = 0) -> None:
     """Limit the damage of an untrusted file to this process, for ``prepare`` of a ``Worker``.
 
     Ctrl-C ends it, and so does the system if memory is short, before any other process.
 
     Args:
-        memory_bytes: Maximum address space; 0 for no limit. CUDA reserves that of all memory.
+        memory_bytes: Maximum memory that it allocates (its heap, stacks and writable private maps;
+            files that are mapped for reading do not count); 0 for no limit.
         cpu_s: Maximum processor time in seconds; 0 for no limit.
+        nice: How far to lower its priority (POSIX).
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if hasattr(os, "nice"):
+        os.nice(nice)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     with suppress(ImportError, ValueError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
+        for kind, limit in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
             _, hard = resource.getrlimit(kind)
             if limit:
                 most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

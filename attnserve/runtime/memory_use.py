@@ -1,15 +1,26 @@
-"""Memory in use by this process and by the GPU that it runs on."""
+"""Memory in use by this process and by the GPU that it runs on, and memory that is left."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, lru_cache
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import psutil
 
-__all__ = ["gpu_bytes", "rss_bytes"]
+from attnserve.runtime.control_groups import control_groups
+
+__all__ = ["available_bytes", "gpu_bytes", "rss_bytes"]
+
+GROUP_FILES = (
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""Files of a control group with its limit and its use, and the prefix of its counters."""
 
 SAMPLE_S = 1.0
 """How long a sample is reused: psutil takes 50 us, NVML more, and every answer asks."""
@@ -23,6 +34,29 @@ def rss_bytes() -> int:
 @lru_cache(maxsize=1)
 def _sample(interval: int) -> int:
     return psutil.Process().memory_info().rss
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that new processes may use: of the machine, or of a control group if that has less.
+
+    Files that are cached in memory count as available.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are mounted.
+    """
+    return max(0, min([psutil.virtual_memory().available, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """What each control group of this process with a limit has left."""
+    for folder in (*control_groups(root), root / "sys/fs/cgroup/memory"):
+        for limit, used, prefix in GROUP_FILES:
+            with suppress(OSError, ValueError):  # no such group, or "max": no limit
+                left = int((folder / limit).read_text()) - int((folder / used).read_text())
+                lines = (folder / "memory.stat").read_text().splitlines()
+                counters = dict(line.split() for line in lines)
+                cached = sum(int(counters[f"{prefix}{kind}active_file"]) for kind in ("", "in"))
+                yield left + cached
 
 
 def gpu_bytes() -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -47,6 +48,7 @@ __all__ = [
     "PROTOBUF_LIMIT_BYTES",
     "Batch",
     "cpu_name",
+    "describe_error",
     "gpu_name",
     "lacks_kernels",
     "open_session",
@@ -60,6 +62,9 @@ __all__ = [
 
 Batch = dict[str, np.ndarray]
 """The inputs of one run, by name."""
+
+LINES, LINE = 3, 300
+"""Lines of an error of ONNX Runtime that are shown, and characters of each."""
 
 PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
 """A protobuf message is limited to 2 GiB; larger models need external data."""
@@ -255,12 +260,12 @@ def _start(
         if len(providers) == 1 and _is_of_kernels(error) and _holds_bfloat16(source):
             raise InvalidModel(
                 f"{name}: the model computes in bfloat16, which ONNX Runtime does not support on "
-                f"CPUs: {_first_sentence(error)}",
+                f"CPUs: {describe_error(error)}",
                 "set `provider` to cuda, or convert to float16, which also runs on a CPU",
                 code="session.bfloat16_cpu",
             ) from error
         raise InvalidModel(
-            f"{name}: ONNX Runtime refuses the graph: {_first_sentence(error)}",
+            f"{name}: ONNX Runtime refuses the graph: {describe_error(error)}",
             "check the file with onnx.checker.check_model, or export it again",
             code="session.graph_refused",
         ) from error
@@ -319,9 +324,20 @@ def _holds_bfloat16(source: str | bytes) -> bool:
     return any(one.data_type == onnx.TensorProto.BFLOAT16 for one in model.graph.initializer)
 
 
-def _first_sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+def describe_error(error: BaseException) -> str:
+    """The status, the node and the reason of an error of ONNX Runtime: at most three of its lines.
+
+    Left out are the number of the status and the place in the sources of ONNX Runtime.
+    """
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : (\w+) : ", r"\1: ", str(error).strip())
+    text = re.sub(
+        r"Non-zero status code returned while running (\S+) node\. Name:'(.*?)' Status Message: ",
+        r"\1 node '\2': ",
+        text,
+    )
+    text = re.sub(r"/\S+:\d+ [^\n]*?\)( const)? ", "", text)
+    lines = [line.strip()[:LINE] for line in text.splitlines() if line.strip()]
+    return "; ".join(lines[:LINES]) or type(error).__name__
 
 
 def cpu_name() -> str:
@@ -363,7 +379,7 @@ def run(session: Any, batch: Batch) -> list[np.ndarray]:
     except Exception as error:  # onnxruntime has an exception class for each status
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batch.items())
         raise InvalidData(
-            f"the model refuses the inputs {shapes}: {str(error).splitlines()[0][:200]}",
+            f"the model refuses the inputs {shapes}: {describe_error(error)}",
             "check that the data fits the model (length, vocabulary, names)",
             code="session.inputs_refused",
         ) from error

@@ -22,6 +22,7 @@ __all__ = [
     "constant_tensor",
     "constant_type",
     "is_constant",
+    "is_dequantized",
     "origin",
 ]
 
@@ -78,6 +79,14 @@ def is_constant(value: ir.Value | None) -> TypeGuard[ir.Value]:
         if not pending:
             return True
     return False
+
+
+def is_dequantized(value: ir.Value | None) -> bool:
+    """Whether a constant is computed by DequantizeLinear."""
+    node = None if value is None else value.producer()
+    if node is None:
+        return False
+    return node.op_type == "DequantizeLinear" or any(map(is_dequantized, node.inputs))
 
 
 def constant_array(value: ir.Value) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Multiply-accumulates (MACs), parameters and bytes of a graph.
+"""Multiply-accumulates (MACs) of a graph, and its cost as a whole.
 
 The count includes matrix products, convolutions, and the mixing product of collaborative heads (an
 activation broadcast over heads times a constant). Other element-wise operators count 0, as in the
@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
+from graph_passes.analysis.parameters import parameter_bytes, parameters
 from graph_passes.analysis.shapes import RULES, ShapeInfo, bind_axes, infer_shapes_at, named_axes
 from graph_passes.errors import MALFORMED_NODE
 
@@ -30,8 +31,6 @@ __all__ = [
     "macs_at",
     "model_cost",
     "node_macs",
-    "parameter_bytes",
-    "parameters",
 ]
 
 POINTS = (2, 3, 4)
@@ -79,8 +78,7 @@ class Cost:
 
     Attributes:
         macs: None if the count is not a polynomial of the axes (see ``uncounted``).
-        parameters: Number of elements of float initializers; shared ones count once.
-        bytes: Size of all initializers.
+        parameters, bytes: See ``graph_passes.analysis.parameters``.
         uncounted: Nodes whose products could not be counted, with the reason.
         inputs: Inputs of the graph by name.
         node_bytes: Size of the activations that a node reads and writes; only the polynomials that
@@ -174,22 +172,6 @@ def _covers(larger: Polynomial, smaller: Polynomial) -> bool:
         larger.terms.get(powers, 0) >= smaller.terms.get(powers, 0)
         for powers in larger.terms.keys() | smaller.terms.keys()
     )
-
-
-def parameters(model: ir.Model) -> int:
-    """Number of elements of float initializers; shared ones count once."""
-    return sum(tensor.size for tensor in _tensors(model) if tensor.dtype.is_floating_point())
-
-
-def parameter_bytes(model: ir.Model) -> int:
-    """Size in bytes of all initializers; shared ones count once."""
-    return sum(tensor.nbytes for tensor in _tensors(model))
-
-
-def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
-    """Every initializer once, in all graphs."""
-    initializers = (v.const_value for g in model.graphs() for v in g.initializers.values())
-    return list({id(tensor): tensor for tensor in initializers if tensor is not None}.values())
 
 
 def infer_at(model: ir.Model, batch: int, sequence: int) -> ShapeInfo:

@@ -98,15 +98,8 @@ def _weight(node: ir.Node) -> ir.Value | None:
     tokens, weight = (node.inputs[place] for place in places)
     if tokens is None or not is_constant(weight) or is_constant(tokens):
         return None
-    return weight if node.op_type not in OF_FLOATS or _is_dequantized(weight) else None
+    return weight if node.op_type not in OF_FLOATS or is_dequantized(weight) else None
 
-
-def _is_dequantized(value: ir.Value | None) -> bool:
-    """Whether a constant is computed by DequantizeLinear."""
-    node = None if value is None else value.producer()
-    if node is None:
-        return False
-    return node.op_type == "DequantizeLinear" or any(map(_is_dequantized, node.inputs))
 
 
 def _product(value: ir.Value, info: ShapeInfo, reach: int) -> ir.Node | None:

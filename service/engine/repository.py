@@ -3,26 +3,28 @@
 The path is an .onnx file, an artifact folder, or a folder of models in Triton's layout:
 NAME/VERSION/model.onnx, or NAME/model.onnx for version 1. All versions of a model are loaded; the
 highest serves requests without a version. A new version is loaded and warmed up before the old one
-stops; the old one answers its accepted requests before its session is freed.
+stops; the old one answers its accepted requests before its session is freed. A model whose
+operators are fused in the background is replaced in the same way when that has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from attnserve.context import Provider
 from attnserve.models.artifact import open_artifact
 from attnserve.models.loaded_model import Model
 from attnserve.models.model_folder import Place, find_models
-from attnserve.planning.checked_loading import load_checked
-from attnserve.planning.model_check import IsolationChecker, identify
+from attnserve.planning.checked_loading import LoadedModel, load_checked
+from attnserve.planning.model_check import CheckResult, IsolationChecker, identify
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
@@ -80,7 +82,8 @@ class Repository:
         self.shadow = Shadow(settings, self.metrics, self.engines, folder=rows, worker=worker)
         self.draining = False
         self._provider: Provider = "cuda" if settings.provider == "cuda" else "cpu"
-        self._checker = IsolationChecker(
+        self._new_checker = partial(
+            IsolationChecker,
             provider=self._provider,
             threads=settings.threads,
             timeout_s=settings.probe_timeout_s,
@@ -88,6 +91,7 @@ class Repository:
             folder=folder and folder / "checks",
             cached=settings.probe_cache,
         )
+        self._checker = self._new_checker()
         self._engines: dict[str, dict[str, Engine]] = {}
         self._loading: set[tuple[str, str]] = set()
         self._failures: dict[str, dict[str, str]] = {}  # why, by name and version
@@ -95,6 +99,7 @@ class Repository:
         self._loads = 0
         self._changing = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
+        self._fusing: set[asyncio.Task[None]] = set()
         self._known: frozenset[str] = frozenset()
         self._started = False
 
@@ -313,8 +318,10 @@ class Repository:
             self._failures.pop(name, None)
 
     def stop_loading(self) -> None:
-        """End the check of a model that is being loaded."""
+        """End the check of a model that is being loaded, and fusions in the background."""
         self._checker.close()
+        for task in self._fusing:
+            task.cancel()
 
     async def settled(self) -> None:
         """Wait until all replaced and unloaded engines are freed."""
@@ -324,11 +331,13 @@ class Repository:
     async def close(self) -> None:
         """Refuse new requests, answer the accepted ones, then free all models."""
         self.draining = True
+        self.stop_loading()
         for engine in self.engines():
             self._retire(engine)
         self._engines.clear()
         await self.settled()
         self.shadow.close()
+        self._checker = self._new_checker()  # for another start
         self._started = False
 
     def log_operators(self) -> None:
@@ -373,31 +382,66 @@ class Repository:
         if loaded is None:
             assert current is not None
             return current
-        content, model = loaded
+        return self._serve(name, version, place, loaded)
+
+    def _serve(self, name: str, version: str, place: Place, loaded: LoadedModel) -> Engine:
+        """The engine of a loaded model, which is replaced when its operators are fused."""
 
         def reload() -> Model:
             again = self._load(name, version, place)
-            if again is None or again[0] != content:
+            if again is None or again.identity != loaded.identity:
                 raise NotReady(f"the files of {name} have changed", "load it again")
-            return again[1]
+            return again.model
 
         engine = Engine(
-            model,
+            loaded.model,
             self.settings.of(name),
             self.metrics.of(name, version),
             reload,
             self.shadow,
             version=version,
-            content=content,
+            content=loaded.identity,
         )
         if self._started:
             _log_operators(engine)
+        if loaded.fusion is not None:
+            task = asyncio.ensure_future(self._serve_fused(engine, place, loaded.fusion))
+            self._fusing.add(task)
+            task.add_done_callback(self._fusing.discard)
         return engine
+
+    async def _serve_fused(self, engine: Engine, place: Place, fusion: Future[CheckResult]) -> None:
+        """Replace an engine by that of the fused model, once there is one."""
+        name, version = engine.name, engine.version
+        checked = await asyncio.wrap_future(fusion)
+        async with self._alone(), self._changing:
+            if self._engines.get(name, {}).get(version) is not engine or self.draining:
+                return
+            if checked.rewritten is None:
+                engine.model.operators = self._shown(checked.operators)
+                _log_operators(engine)
+                return
+            try:
+                loaded = await asyncio.to_thread(self._load, name, version, place)
+            except Exception as error:  # the model is served as it is
+                log.warning("%s version %s is not fused: %s", name, version, error)
+                return
+            assert loaded is not None
+            if loaded.identity != engine.content:  # the files were replaced
+                await asyncio.to_thread(loaded.model.close)
+                return
+            self._engines[name][version] = self._serve(name, version, place, loaded)
+            self._retire(engine)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncGenerator[None]:
+        """Wait until no other worker replaces models on its own."""
+        yield
 
     def _load(
         self, name: str, version: str, place: Place, served: str | None = None
-    ) -> tuple[str, Model] | None:
-        """(checksum of the content, the model); None if the content is ``served``.
+    ) -> LoadedModel | None:
+        """The model; None if its identity is ``served``.
 
         Raises:
             InvalidModel: It cannot be loaded, or changed during loading.
@@ -417,14 +461,18 @@ class Repository:
         loaded = load_checked(open_artifact(place.path, place.shared), check, open_model, served)
         if loaded is None:
             return None
-        model = loaded[1]
-        if why := model.operators.get("why"):  # clients see it
-            model.operators = {**model.operators, "why": hide_folders(why, settings.model)}
+        model = loaded.model
+        model.operators = self._shown(model.operators)
         if model.int8_warning is not None:
             log.warning("%s version %s: %s", name, version, model.int8_warning)
         if not model.batch_invariant:
             log.warning("%s version %s: %s", name, version, NOT_BATCH_INVARIANT)
         return loaded
+
+    def _shown(self, operators: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A report of operators without the folders of this server: clients see it."""
+        why = operators.get("why")
+        return {**operators, "why": hide_folders(why, self.settings.model)} if why else operators
 
     def _retire(self, engine: Engine) -> None:
         task = asyncio.ensure_future(engine.retire())

@@ -12,8 +12,8 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from time import monotonic, time
 
 from attnserve.runtime.isolation import error_from_json, error_to_json
@@ -125,6 +125,12 @@ class SharedRepository(Repository):
             await self._wait_for_peers(self._set_target(name))
         if failure is not None:
             raise failure
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncGenerator[None]:
+        # One after the other: a replacement holds the old and the new weights.
+        async with self._state.lock():
+            yield
 
     # -- life cycle -------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import pytest
 from attnserve.checks.certify import read_attention
 from attnserve.checks.inspect import inspect, inspect_graph
 from attnserve.models.onnx_files import load_model
-from graph_passes.analysis.cost import parameters
+from graph_passes.analysis.parameters import parameters
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
 from graph_passes.matching.find import find_attention

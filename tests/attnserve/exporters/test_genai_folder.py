@@ -95,6 +95,34 @@ def test_shared_key_cache_is_refused(decoder: Path, tmp_path: Path) -> None:
         write_genai_folder(tmp_path / "new", tmp_path / "genai")
 
 
+@pytest.mark.parametrize(
+    ("generation", "more", "expected"),
+    [
+        ({"eos_token_id": None}, {}, {"eos_token_id": 23, "pad_token_id": 23}),
+        ({"eos_token_id": []}, {}, {"eos_token_id": 23}),
+        ({"eos_token_id": [None, 22]}, {}, {"eos_token_id": [22], "pad_token_id": 22}),
+        ({"eos_token_id": [None]}, {}, {"eos_token_id": 23}),
+        ({"pad_token_id": None}, {"pad_token_id": 4}, {"pad_token_id": 4}),
+        ({"bos_token_id": None}, {"bos_token_id": 3}, {"bos_token_id": 3}),
+        ({"bos_token_id": 0}, {"bos_token_id": 3}, {"bos_token_id": 0}),
+        ({}, {"eos_token_id": None, "text_config": {"eos_token_id": 21}}, {"eos_token_id": 21}),
+        ({"n_positions": None}, {}, {"context_length": 48}),
+    ],
+)
+def test_null_in_one_file_does_not_override_another(
+    decoder: Path,
+    tmp_path: Path,
+    generation: dict[str, Any],
+    more: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    write_json(decoder / "config.json", CONFIG | more)
+    write_json(decoder / "generation_config.json", generation)
+    write_genai_folder(decoder, tmp_path / "genai")
+    told = json.loads((tmp_path / "genai" / "genai_config.json").read_text())["model"]
+    assert {key: told[key] for key in expected} == expected
+
+
 def test_config_has_names_sizes_and_settings(decoder: Path, tmp_path: Path) -> None:
     write_json(
         decoder / "generation_config.json",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import parser
 
 from attnserve.models.artifact import open_artifact
 from attnserve.models.loaded_model import Model, Tensor, logits_of, scores_of
@@ -39,6 +40,61 @@ def test_model_unsupported_or_missing_is_refused(tmp_path: Path) -> None:
         load(write_model(tmp_path / "words.onnx", text))
     with pytest.raises(InvalidModel, match="no such file"):
         load(tmp_path / "nothing.onnx")
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+@pytest.mark.parametrize(
+    ("axes", "wrong"),
+    [
+        ({"input_ids": ("N", "N"), "attention_mask": ("N", "N")}, "N"),
+        ({"input_ids": ("batch", "batch"), "attention_mask": ("batch", "s")}, "batch"),
+        ({"input_ids": ("a", "b"), "attention_mask": ("b", "a")}, "b"),
+        ({"input_ids": ("a", "b"), "attention_mask": ("a", "b")}, None),
+        ({"input_ids": ("a", "b"), "attention_mask": ("c", "d")}, None),
+        ({"input_ids": (3, 5), "attention_mask": ("a", 5)}, None),
+    ],
+)
+def test_model_one_name_for_rows_and_tokens_is_refused(
+    tmp_path: Path, axes: dict[str, tuple[str | int, ...]], wrong: str | None, tokenizer: bool
+) -> None:
+    folder = write_encoder(tmp_path / "m", tokenizer=tokenizer)
+    graph = onnx.load(folder / "model.onnx")
+    for value in graph.graph.input:
+        for dim, axis in zip(value.type.tensor_type.shape.dim, axes[value.name], strict=True):
+            dim.Clear()
+            if isinstance(axis, str):
+                dim.dim_param = axis
+            else:
+                dim.dim_value = axis
+    graph.graph.output[0].type.tensor_type.ClearField("shape")
+    graph.graph.output[1].type.tensor_type.ClearField("shape")
+    onnx.save(graph, folder / "model.onnx")
+    if wrong is None:
+        load(folder).close()
+        return
+    with pytest.raises(InvalidModel, match=f"axis '{wrong}'") as caught:
+        load(folder)
+    assert caught.value.code == "model.axis_name"
+
+
+def test_model_one_name_for_tokens_and_cached_tokens_is_refused_with_texts(tmp_path: Path) -> None:
+    """The cache of a text is empty."""
+    text = """
+    <ir_version: 10, opset_import: ["": 18]>
+    decoder (int64[b, s] input_ids, float[b, 2, s, 4] past_0_key)
+      => (float[b, s] logits, float[b, 2, s, 4] present)
+    { logits = Cast <to = 1> (input_ids) present = Identity(past_0_key) }
+    """
+    for tokenizer in (True, False):
+        folder = write_encoder(tmp_path / f"m{tokenizer}", tokenizer=tokenizer)
+        graph = parser.parse_model(text)
+        graph.graph.input[1].name = graph.graph.node[1].input[0] = "past_key_values.0.key"
+        onnx.save(graph, folder / "model.onnx")
+        if not tokenizer:
+            load(folder).close()
+            continue
+        with pytest.raises(InvalidModel, match="axis 's' counts tokens"):
+            load(folder)
 
 
 def test_texts_are_padded_or_truncated_to_a_fixed_length(tmp_path: Path) -> None:

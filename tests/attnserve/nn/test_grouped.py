@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -354,6 +355,36 @@ def test_loss_of_half_precision_maps_is_float32(objective: Literal["metric", "ca
     torch.testing.assert_close(inside, outside, atol=0, rtol=0)
     outside.backward()
     assert layer.v_proj.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("objective", ["metric", "categorical"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-6), (torch.bfloat16, 0.05), (torch.float16, 0.01)]
+)
+def test_group_loss_of_layers_in_other_types_is_that_in_float32(
+    objective: Literal["metric", "categorical"], groups: int, dtype: torch.dtype, bound: float
+):
+    torch.manual_seed(0)
+    layer = GroupedHeadAttention(
+        16, 4, 4, num_groups=groups, objective=objective, tau=(1.0, 1.0, 1.0)
+    )
+    x = torch.randn(2, 5, 16)
+    layer(x, x, x)
+    expected = layer.group_loss()
+    other = copy.deepcopy(layer).to(dtype)
+    other(x.to(dtype), x.to(dtype), x.to(dtype))
+    loss = other.group_loss()
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.item() == pytest.approx(expected.item(), rel=bound, abs=bound)
+    loss.backward()
+    trained = [other.v_proj.weight]
+    if other.classifier is not None and groups > 1:  # one class has no gradient
+        trained.append(other.classifier.weight)
+    assert all(one.grad.dtype == dtype and one.grad.isfinite().all() for one in trained)
+    assert all(one.grad.abs().max() > 0 for one in trained[1:])
+    other.reassign()
+    assert np.isfinite(other.compactness().silhouette)
 
 
 @pytest.mark.parametrize("hidden", [-torch.inf, -1e9, -1e4])

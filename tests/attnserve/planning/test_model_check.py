@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +24,13 @@ from attnserve.models import check_cache
 from attnserve.models.artifact import open_artifact
 from attnserve.models.check_cache import CheckCache
 from attnserve.models.graph_facts import GraphFacts
+from attnserve.models.onnx_files import data_file
 from attnserve.planning import model_check
 from attnserve.planning.model_check import IsolationChecker, identify
 from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
 from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.fixtures.checked_child import Child
+from tests.service.conftest import until
 from tests.service.tiny import write_encoder
 
 pytestmark = pytest.mark.process
@@ -80,7 +85,7 @@ def test_checker_temporary_folder_is_deleted_with_it(bert: Path) -> None:
     path = one.check(open_artifact(bert)).rewritten
     assert path is not None and path.is_file()
     del one
-    assert not path.parent.exists()
+    until(lambda: not path.parent.exists())  # the thread of the fusion may still end
 
 
 @pytest.mark.usefixtures("child")
@@ -124,32 +129,140 @@ def test_check_fusion_fails_original_is_served(
     assert [path.suffix for path in (tmp_path / "rewritten").iterdir()] == [".json"]
 
 
-def test_check_timeout_during_fusion_passes_the_model(
-    bert: Path, child: Child, tmp_path: Path
+SLOW = """
+import time
+fuse_lossless = lossless_passes.fuse_lossless
+def slow(*given, **options):
+    while not os.path.exists({gate!r}):
+        time.sleep(0.05)
+    with open({count!r}, "a") as file:
+        file.write("x")
+    return fuse_lossless(*given, **options)
+lossless_passes.fuse_lossless = slow
+"""
+"""A fusion that waits for a file, and is counted in another."""
+
+
+@pytest.fixture
+def gate(child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that fusions wait for in the background."""
+    path = tmp_path / "gate"
+    child(SLOW.format(gate=str(path), count=str(tmp_path / "count")))
+    monkeypatch.setattr(model_check, "FOREGROUND_S", 0)
+    return path
+
+
+def test_check_slow_fusion_ends_in_the_background(bert: Path, gate: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "rewritten"
+    one, worker = checker(folder), checker(folder)
+    first = one.check(open_artifact(bert))
+    assert first.rewritten is None and first.operators == model_check.PENDING
+    second = worker.check(open_artifact(bert))  # another process: the load is not checked again
+    assert first.fusion is not None and second.fusion is not None
+    assert one.check(open_artifact(bert)).fusion is first.fusion
+    gate.touch()
+    fused = first.fusion.result(300)
+    assert fused.operators["rewritten"] is True and fused.identity == first.identity
+    assert second.fusion.result(300) == fused and (tmp_path / "count").read_text() == "x"
+    assert fused.rewritten is not None and fused.rewritten.is_file()
+    assert one.check(open_artifact(bert)) == fused == checker(folder).check(open_artifact(bert))
+
+
+def test_check_files_replaced_during_the_fusion_are_not_mixed(
+    bert: Path, gate: Path, tmp_path: Path
 ) -> None:
-    child("import time; lossless_passes.fuse_lossless = lambda *a, **k: time.sleep(60)")
-    found = checker(tmp_path / "rewritten", timeout_s=12).check(open_artifact(bert))
-    assert found.operators["rewritten"] is False
-    assert "did not finish within" in found.operators["why"]
+    """The fused model of other weights must not be found for the first ones."""
+    copy = Path(shutil.copytree(bert, tmp_path / "copy"))
+    one = checker(tmp_path / "rewritten")
+    first = one.check(open_artifact(copy))
+    model = onnx.load(copy / "model.onnx")
+    model.producer_name = "replaced"
+    onnx.save(model, copy / "model.onnx")
+    gate.touch()
+    assert first.fusion is not None
+    found = first.fusion.result(300)
+    assert found.rewritten is None and "changed" in found.operators["why"]
+    again = checker(tmp_path / "rewritten").check(open_artifact(bert))
+    assert again.fusion is not None  # nothing was known of its fusion
+    assert again.fusion.result(300).rewritten is not None
+
+
+@pytest.mark.parametrize("way", ["close", "SIGTERM", "SIGINT"])
+def test_check_stopped_fusion_is_not_cached(
+    bert: Path, gate: Path, tmp_path: Path, way: str
+) -> None:
+    """A server that stops says nothing about the model."""
+    one = checker(tmp_path / "rewritten")
+    first = one.check(open_artifact(bert))
+    (process,) = until(lambda: [c for c in one._children if c.poll() is None])
+    if way == "close":
+        one.close()
+    else:
+        until(lambda: handles_signals(process.pid))
+        process.send_signal(signal.Signals[way])
+    assert first.fusion is not None and first.fusion.result(300).rewritten is None
+    gate.touch()
+    again = checker(tmp_path / "rewritten").check(open_artifact(bert))
+    assert again.operators == model_check.PENDING and again.fusion is not None
+    assert again.fusion.result(300).rewritten is not None
+
+
+def handles_signals(pid: int) -> bool:
+    """Whether a child of the check does what SIGINT asks: it starts by ignoring it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = next(line for line in status.splitlines() if line.startswith("SigIgn"))
+    return not int(ignored.split()[1], 16) & 1 << signal.SIGINT - 1
+
+
+def test_check_little_memory_or_disk_is_tried_again(
+    bert: Path, child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "rewritten"
+    with monkeypatch.context() as patch:
+        patch.setattr(model_check, "available_bytes", lambda: 1 << 20)
+        found = checker(folder).check(open_artifact(bert))
+        assert found.rewritten is None and "of memory" in found.operators["why"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        found = checker(folder).check(open_artifact(bert))
+        assert found.rewritten is None and "cache folder" in found.operators["why"]
+    assert checker(folder).check(open_artifact(bert)).rewritten is not None
 
 
 @pytest.mark.parametrize(
-    ("what", "why"),
-    [
-        ("large", "it holds 0.0 GB of weights, more than 1e-09"),
-        ("no attention", "no block can be written in a faster operator"),
-    ],
+    ("macs_per_s", "limit", "waits"), [(2e10, 300, True), (2e7, 713, True), (1e6, 3600, False)]
 )
-def test_check_unsuitable_model_is_not_fused(
-    bert: Path, child: Child, tmp_path: Path, what: str, why: str
-) -> None:
-    model = bert
-    if what == "large":
-        child("attnserve.planning.model_check.MAX_BYTES = 1")
-    else:
-        model = write_encoder(tmp_path / "m")
+def test_check_time_limit_and_waiting_follow_macs(
+    bert: Path, tmp_path: Path, macs_per_s: float, limit: float, waits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The model has 17,408 MACs per token, so 8192 tokens are 143 million."""
+    one, limits, waited = checker(tmp_path / "rewritten"), list[float](), list[float]()
+    monkeypatch.setattr(model_check, "MACS_PER_S", macs_per_s)
+    monkeypatch.setattr(one, "_recall", lambda artifact, content: passed)
+    passed = replace(identify(open_artifact(bert)), operators=model_check.PENDING)
+
+    class Fusion(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            waited.append(timeout or 0)
+            raise TimeoutError
+
+    def start(artifact: object, content: str, result: object, timeout_s: float) -> Future[Any]:
+        limits.append(timeout_s)
+        return Fusion()
+
+    monkeypatch.setattr(one, "_start_fusion", start)
+    one.check(open_artifact(bert))
+    assert limits == pytest.approx([limit], rel=0.01)
+    assert waited == ([model_check.FOREGROUND_S] if waits else [0])
+
+
+@pytest.mark.usefixtures("child")
+def test_check_unsuitable_model_is_not_fused(tmp_path: Path) -> None:
+    model = write_encoder(tmp_path / "m")
     found = checker(tmp_path / "rewritten").check(open_artifact(model))
-    assert found.rewritten is None and why in found.operators["why"]
+    assert found.rewritten is None
+    assert "no block can be written in a faster operator" in found.operators["why"]
 
 
 def test_check_folder_not_writable_original_is_served(child: Child, tmp_path: Path) -> None:
@@ -358,7 +471,7 @@ def test_check_timeout_of_fusion_is_tried_again_later(
     child("")
     now = time.time()
     monkeypatch.setattr(check_cache, "time", lambda: now + check_cache.RETRY_S)
-    monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 60)
+    monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 300)
     assert checker(cached=True).check(open_artifact(bert)).rewritten is not None
 
 
@@ -376,6 +489,49 @@ def test_cache_keeps_the_last_used_entries(monkeypatch: pytest.MonkeyPatch) -> N
     assert cache.read("a") == {"of": "a"} and cache.read("c") == {"of": "c"}
     assert cache.read("b") is None
     assert cache.folder is not None and len(list(cache.folder.iterdir())) == 4
+
+
+def test_cache_moves_data_files_and_compares_their_checksums(tmp_path: Path) -> None:
+    cache = CheckCache(tmp_path / "checks")
+    with cache.new_file("a") as new:
+        assert new is not None
+        new.write_bytes(b"graph")
+        data_file(new).write_bytes(b"weights")
+        kept = cache.keep(new)
+        folder = new.parent
+    assert kept == cache.file("a") and data_file(kept).read_bytes() == b"weights"
+    assert not folder.exists()
+    cache.write("a", {"of": "a"}, fused=True)
+    assert cache.read("a") == {"of": "a"}
+    data_file(kept).write_bytes(b"others")
+    assert cache.read("a") is None
+
+
+@pytest.mark.usefixtures("cache")
+def test_cache_deletes_data_files_with_their_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_cache, "MOST_ENTRIES", 1)
+    cache = CheckCache()
+    for number, name in enumerate("ab"):
+        file = cache.file(name)
+        assert file is not None
+        for path in (file, data_file(file)):
+            path.write_bytes(name.encode())
+        cache.write(name, {}, fused=True)
+        os.utime(file.with_suffix(".json"), (number, number))
+    cache.write("b", {}, fused=True)
+    assert cache.folder is not None and len(list(cache.folder.iterdir())) == 3
+    assert cache.read("b") == {} and cache.read("a") is None
+
+
+def test_cache_lock_is_held_by_one_until_others_give_up(tmp_path: Path) -> None:
+    one, other = CheckCache(tmp_path / "checks"), CheckCache(tmp_path / "checks")
+    with one.lock(lambda: False) as held:
+        assert held
+        tries = iter([False, True])
+        with other.lock(lambda: next(tries)) as also:
+            assert not also
+    with other.lock(lambda: False) as held:
+        assert held
 
 
 def test_check_without_a_cache_folder_succeeds(

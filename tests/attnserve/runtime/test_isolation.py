@@ -21,6 +21,7 @@ from attnserve.runtime.isolation import (
     Worker,
     WorkerCrashed,
     allowed_environment,
+    limit_process,
     run_isolated,
 )
 from attnserve.runtime.session import open_session
@@ -196,3 +197,28 @@ def test_allowed_environment_passes_settings_and_no_secrets(
     assert passed <= allowed.keys()
     assert not (secret | {"OTEL_EXPORTER_OTLP_HEADERS"}) & allowed.keys()
     assert allowed_environment("OTEL_").keys() - allowed.keys() == {"OTEL_EXPORTER_OTLP_HEADERS"}
+
+
+MAPPED = """
+import mmap
+with open({path!r}, "rb") as file:
+    maps = []
+    for _ in range(3):
+        maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+assert maps[2][-1] == 0
+try:
+    bytearray(1 << 30)
+except MemoryError:
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit maps")
+def test_memory_limit_counts_allocations_and_no_files_that_are_read(tmp_path: Path):
+    """Readers of ONNX files map a file once for each of its weights."""
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(1 << 30)
+    code = MAPPED.format(path=str(tmp_path / "weights"))
+    with pytest.raises(WorkerCrashed) as caught:
+        run_isolated(exec, code, prepare=partial(limit_process, 900 << 20), silent=True)
+    assert caught.value.status == 7

@@ -22,6 +22,7 @@ from attnserve.runtime.external_data import (
     release_mapped_pages,
 )
 from attnserve.runtime.session import (
+    describe_error,
     open_session,
     owned,
     require_runtime,
@@ -29,7 +30,7 @@ from attnserve.runtime.session import (
     weight_bytes,
     why_no_cuda,
 )
-from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel, MissingExtra
 from tests.errors import raises
 
 ROOT = Path(__file__).parents[3]
@@ -342,3 +343,45 @@ def test_command_without_onnx_runtime_names_the_extra(tiny: Path, tmp_path: Path
         assert error.startswith("error: ONNX Runtime is not installed")
         assert "pip install 'attnserve[cpu]' (or 'attnserve[gpu]'" in fix
     assert not any(tmp_path.iterdir())
+
+
+ORT_ERRORS = [
+    (
+        "[ONNXRuntimeError] : 1 : FAIL : Non-zero status code returned while running Add node. "
+        "Name:'sum/7' Status Message: /onnxruntime_src/onnxruntime/core/element_wise_ops.h:5 void "
+        "onnxruntime::BroadcastIterator::Init(ptrdiff_t, ptrdiff_t) axis == 1 was false. "
+        "Attempting to broadcast an axis by a dimension other than 1. 3 by 4\n",
+        ["Add node 'sum/7'", "3 by 4"],
+    ),
+    (
+        "[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : Got invalid dimensions for input: x for the "
+        "following indices\n index: 0 Got: 3 Expected: 2\n index: 1 Got: 4 Expected: 3\n Please "
+        "fix either the inputs/outputs or the model.",
+        ["input: x", "Got: 3 Expected: 2", "Got: 4 Expected: 3"],
+    ),
+    (
+        "[ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : no MatMul(13)",
+        ["NOT_IMPLEMENTED: no MatMul(13)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), ORT_ERRORS)
+def test_describe_error_has_node_and_reason(text: str, parts: list[str]) -> None:
+    found = describe_error(RuntimeError(text))
+    assert all(part in found for part in parts)
+    assert "\n" not in found and "onnxruntime_src" not in found and "ONNXRuntimeError" not in found
+
+
+def test_describe_error_without_text_is_its_type() -> None:
+    assert describe_error(KeyError()) == "KeyError"
+
+
+def test_run_refused_inputs_are_described(tmp_path: Path) -> None:
+    text = """
+    <ir_version: 10, opset_import: ["": 18]>
+    g (float[2, 3] x) => (float[2, 3] y) { y = Relu(x) }
+    """
+    session = open_session(ir.from_onnx_text(text))
+    with pytest.raises(InvalidData, match="Got: 4 Expected: 3"):
+        run(session, {"x": np.ones((2, 4), np.float32)})

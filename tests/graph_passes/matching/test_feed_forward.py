@@ -14,7 +14,8 @@ import pytest
 
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type
-from graph_passes.analysis.cost import model_cost, parameters
+from graph_passes.analysis.cost import model_cost
+from graph_passes.analysis.parameters import parameters
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument

@@ -170,6 +170,36 @@ def test_write_repository_fixed_axes_are_kept(tmp_path: Path, parsed: Any):
     assert (config.max_batch_size, list(config.input[0].dims)) == (0, [2, 5])
 
 
+def test_write_repository_fixed_length_and_free_batch_is_batched(tmp_path: Path, parsed: Any):
+    text = """
+    <ir_version: 10, opset_import: ["": 18]>
+    twice (int64[batch, 16] x, float[batch, 16] m) => (float[batch, 16] y)
+    { f = Cast <to = 1> (x) y = Mul(f, m) }
+    """
+    path = write_model(tmp_path / "twice.onnx", text)
+    config = parsed(write_repository(path, tmp_path / "out", max_batch=8).folder)
+    assert config.max_batch_size == 8 and config.HasField("dynamic_batching")
+    assert [list(value.dims) for value in (*config.input, *config.output)] == [[16]] * 3
+    warm_up = {request.batch_size: request.inputs["x"].dims for request in config.model_warmup}
+    assert {rows: list(dims) for rows, dims in warm_up.items()} == {1: [16], 8: [16]}
+
+
+@pytest.mark.parametrize(
+    ("graph", "why"),
+    [
+        ("(float[2, n] x) => (float[2, n] y) { y = Add(x, x) }", "'x' is fixed to 2"),
+        ("(float[n] x, float s) => (float[n] y) { y = Mul(x, s) }", "'s' has no axes"),
+        ("(float[n, 16] x) => (float[16, n] y) { y = Transpose(x) }", "output 'y'"),
+    ],
+)
+def test_write_repository_max_batch_refusal_names_the_axis(tmp_path: Path, graph: str, why: str):
+    text = f'<ir_version: 10, opset_import: ["": 18]> g {graph}'
+    path = write_model(tmp_path / "one.onnx", text)
+    with pytest.raises(InvalidArgument, match=why) as caught:
+        write_repository(path, tmp_path / "out", max_batch=8)
+    assert caught.value.code == "triton.batch"
+
+
 def test_write_repository_all_datatypes_and_scalars_are_described(
     tmp_path: Path, parsed: Any, config_pb2: Any
 ):

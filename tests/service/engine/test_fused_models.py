@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+import shutil
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,16 @@ import pytest
 
 import attnserve
 from attnserve.models import graph_facts, onnx_files
+from attnserve.models.loaded_model import ModelFailed
+from attnserve.planning import model_check
 from attnserve.planning.model_check import CheckResult, IsolationChecker
 from service.api.triton import configuration
 from service.engine.repository import Repository
+from service.metrics import Metrics
 from service.settings import Settings
+from service.workers.shared_repository import SharedRepository
+from service.workers.shared_state import SharedState
+from tests.fixtures.checked_child import Child
 
 pytestmark = pytest.mark.process
 
@@ -114,3 +123,151 @@ def test_repository_checked_model_is_not_read_in_the_server(
     found = served(bert, rewrite=False)
     assert found["macs"] == expected["macs"] and found["config"] == expected["config"]
     assert np.array_equal(found["vectors"], expected["vectors"])
+
+
+SLOW = """
+import time
+fuse_lossless = lossless_passes.fuse_lossless
+def slow(*given, **options):
+    while not os.path.exists({gate!r}):
+        time.sleep(0.05)
+    return fuse_lossless(*given, **options)
+lossless_passes.fuse_lossless = slow
+"""
+
+
+@pytest.fixture
+def gate(child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that fusions in the background wait for."""
+    child(SLOW.format(gate=str(tmp_path / "gate")))
+    monkeypatch.setattr(model_check, "FOREGROUND_S", 0)
+    return tmp_path / "gate"
+
+
+def play(path: Path, script: Callable[[Repository], Awaitable[None]]) -> None:
+    """Run ``script`` with a repository that has started."""
+
+    async def whole() -> None:
+        repository = Repository(Settings(model=path, threads=1))
+        await repository.start()
+        try:
+            await script(repository)
+        finally:
+            await repository.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 300))
+
+
+async def ask(repository: Repository) -> np.ndarray:
+    return (await repository.engine().run_task("embed", ["a man", "a dog"])).outputs["embed"]
+
+
+def test_repository_serves_original_until_it_is_fused_in_the_background(
+    bert: Path, gate: Path
+) -> None:
+    async def script(repository: Repository) -> None:
+        plain = repository.engine()
+        assert repository.ready and plain.model.operators == model_check.PENDING
+        before = await ask(repository)
+        gate.touch()
+        while repository.engine() is plain:  # no request is lost meanwhile
+            await ask(repository)
+        fused = repository.engine()
+        assert fused.content == plain.content and fused.model.operators["rewritten"] is True
+        assert np.abs(await ask(repository) - before).max() < 1e-6
+        await repository.settled()
+        with pytest.raises(ModelFailed):  # the first session is freed
+            plain.model.run({})
+
+    play(bert, script)
+
+
+def test_repository_model_loaded_meanwhile_is_not_replaced_by_fused_one(
+    bert: Path, gate: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(bert, tmp_path / "bert"))
+
+    async def script(repository: Repository) -> None:
+        plain = repository.engine()
+        record = copy / "attnserve.json"
+        told = json.loads(record.read_text()) if record.exists() else {}
+        record.write_text(json.dumps(told | {"pooling": "cls"}))
+        await repository.load("bert")
+        other = repository.engine()
+        assert other is not plain
+        expected = await ask(repository)
+        gate.touch()
+        while repository.engine() is other:
+            await asyncio.sleep(0.1)
+        assert repository.engine().content == other.content != plain.content
+        assert np.abs(await ask(repository) - expected).max() < 1e-6
+
+    play(copy, script)
+
+
+def test_repository_that_is_closed_ends_the_fusion(bert: Path, gate: Path) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+
+    async def script(repository: Repository) -> None:
+        while not children:
+            await asyncio.sleep(0.05)
+            running = repository._checker._children
+            children.extend(child for child in running if child.poll() is None)
+
+    play(bert, script)
+    assert not gate.exists()
+    assert [child.wait(30) for child in children] == [-signal.SIGKILL]
+
+
+def test_repository_fusion_that_fails_is_reported(
+    bert: Path, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child("lossless_passes.fuse_lossless = lambda *a, **k: os.abort()")
+    monkeypatch.setattr(model_check, "FOREGROUND_S", 0)
+
+    async def script(repository: Repository) -> None:
+        engine = repository.engine()
+        while engine.model.operators == model_check.PENDING:
+            await asyncio.sleep(0.05)
+        assert "SIGABRT" in engine.model.operators["why"] and repository.engine() is engine
+        assert np.isfinite(await ask(repository)).all()
+
+    play(bert, script)
+
+
+def test_workers_share_one_fusion_and_all_serve_its_result(
+    bert: Path, gate: Path, tmp_path: Path
+) -> None:
+    """The second worker checks nothing, and both replace their model when the fusion has ended."""
+    (tmp_path / "shared").mkdir()
+    state = SharedState(tmp_path / "shared", 2)
+
+    async def script() -> None:
+        workers: list[SharedRepository] = []
+        for number in range(2):
+            settings = Settings(model=bert, threads=1, workers=2)
+            workers.append(SharedRepository(settings, Metrics(), worker=number, state=state))
+            await workers[-1].join()
+        state.set_complete()
+        plain = [worker.engine() for worker in workers]
+        assert all(one.model.operators == model_check.PENDING for one in plain)
+
+        def running() -> int:
+            children = [child for worker in workers for child in worker._checker._children]
+            return sum(child.poll() is None for child in children)
+
+        while not running():
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
+        assert running() == 1
+        gate.touch()
+        for worker, before in zip(workers, plain, strict=True):
+            while worker.engine() is before:
+                await asyncio.sleep(0.1)
+            assert worker.engine().model.operators["rewritten"] is True
+            assert worker.engine().content == before.content and worker.ready
+        for worker in workers:
+            await worker.leave()
+            await worker.close()
+
+    asyncio.run(asyncio.wait_for(script(), 300))

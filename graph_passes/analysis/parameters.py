@@ -1,0 +1,179 @@
+"""Count the parameters of a graph: the elements of its weights, also of quantized ones.
+
+Weights are floating-point constants, and the integers that an operator multiplies, gathers or
+dequantizes. Two 4-bit weights in one byte are two parameters. A weight that several nodes read
+counts once. Scales, zero points, masks and indices are not parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import onnx_ir as ir
+
+from graph_passes.analysis.constants import constant_tensor
+
+__all__ = ["parameter_bytes", "parameters"]
+
+WEIGHTS: Mapping[str, tuple[int, ...]] = {
+    "ConvInteger": (0, 1),
+    "DequantizeLinear": (0,),
+    "DynamicQuantizeLSTM": (1, 2),
+    "DynamicQuantizeMatMul": (1,),
+    "GatherBlockQuantized": (0,),
+    "MatMulBnb4": (1,),
+    "MatMulInteger": (0, 1),
+    "MatMulIntegerToFloat": (0, 1),
+    "MatMulNBits": (1,),
+    "QAttention": (1,),
+    "QEmbedLayerNormalization": (2, 3, 4, 5, 6),
+    "QGemm": (0, 3, 6),
+    "QLinearAdd": (0, 3),
+    "QLinearConv": (0, 3, 8),
+    "QLinearMatMul": (0, 3),
+    "QLinearMul": (0, 3),
+    "QMoE": (2, 5, 8),
+}
+"""Inputs of operators that hold quantized weights if they are constant."""
+
+FLOATS: Mapping[str, tuple[int, ...]] = {
+    "DynamicQuantizeLSTM": (3, 5, 6, 7),
+    "DynamicQuantizeMatMul": (4,),
+    "MatMulIntegerToFloat": (6,),
+    "MatMulNBits": (5,),
+    "QAttention": (2,),
+    "QMoE": (4, 7, 10),
+    "QuantizeLinear": (0,),
+}
+"""Inputs of the same operators, and of QuantizeLinear, that are no scales: biases and the like."""
+
+MOVES = frozenset({"Concat", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split",
+                   "Squeeze", "Transpose", "Unsqueeze"})  # fmt: skip
+"""Operators whose output holds elements of their first input, or of all inputs (Concat)."""
+
+MATRIX_SIZES = frozenset({"MatMulBnb4", "MatMulNBits"})
+"""Operators with weights of K rows and N columns, stored in another shape."""
+
+
+def parameters(model: ir.Model) -> int:
+    """Number of elements of weights; shared ones count once."""
+    quantized = _quantized(model)
+    floats = [t for t in _tensors(model) if t.dtype.is_floating_point() and id(t) not in quantized]
+    scales = _scales(model) if quantized or _quantizes(model) else set[int]()
+    return sum(quantized.values()) + sum(t.size for t in floats if id(t) not in scales)
+
+
+def parameter_bytes(model: ir.Model) -> int:
+    """Size in bytes of all initializers and weights in Constant nodes; shared ones count once."""
+    return sum(tensor.nbytes for tensor in _tensors(model))
+
+
+def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
+    """Every initializer once, in all graphs, and the constants of more than one element."""
+    found = {id(tensor): tensor for graph in model.graphs() for tensor in _initializers(graph)}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.op_type == "Constant" and not node.domain:
+            tensor = constant_tensor(node.outputs[0])
+            is_weight = tensor is not None and tensor.size > 1 and tensor.dtype != ir.DataType.INT64
+            if tensor is not None and is_weight:
+                found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def _initializers(graph: ir.Graph | ir.Function) -> Iterator[ir.TensorProtocol]:
+    values = graph.initializers.values() if isinstance(graph, ir.Graph) else ()
+    return (value.const_value for value in values if value.const_value is not None)
+
+
+def _quantized(model: ir.Model) -> dict[int, int]:
+    """The number of elements of each quantized weight, by the ``id`` of its tensor."""
+    found: dict[int, int] = {}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for place in _weight_places(node):
+            for tensor in _sources(node, place):
+                found[id(tensor)] = _elements(node, tensor)
+    return found
+
+
+def _weight_places(node: ir.Node) -> tuple[int, ...]:
+    if node.op_type == "Cast" and not node.domain:  # dequantized by hand: (Cast(x) - zero) * scale
+        to = ir.DataType(node.attributes.get_int("to", ir.DataType.UNDEFINED))
+        return (0,) if to.is_floating_point() else ()
+    return WEIGHTS.get(node.op_type, ())
+
+
+def _elements(node: ir.Node, tensor: ir.TensorProtocol) -> int:
+    if node.op_type in MATRIX_SIZES:
+        return node.attributes.get_int("K", 0) * node.attributes.get_int("N", 0)
+    bits = node.attributes.get_int("bits", 4) if node.op_type == "GatherBlockQuantized" else 8
+    bits = node.attributes.get_int("expert_weight_bits", 4) if node.op_type == "QMoE" else bits
+    return tensor.size * 8 // bits if tensor.dtype == ir.DataType.UINT8 else tensor.size
+
+
+def _sources(node: ir.Node, place: int) -> Iterator[ir.TensorProtocol]:
+    """The constant integers that reach an input, also by way of operators that move elements."""
+    value = node.inputs[place] if place < len(node.inputs) else None
+    pending, seen = [value], set[ir.Value]()
+    while pending:
+        value = pending.pop()
+        if value is None or value in seen:
+            continue
+        seen.add(value)
+        producer, tensor = value.producer(), constant_tensor(value)
+        if tensor is not None:
+            is_vector = node.op_type == "Cast" and len(tensor.shape) < 2
+            if _is_quantized(tensor.dtype, node) and not is_vector:
+                yield tensor
+        elif producer is not None and producer.op_type in MOVES:
+            pending += producer.inputs if producer.op_type == "Concat" else producer.inputs[:1]
+
+
+def _is_quantized(dtype: ir.DataType, node: ir.Node) -> bool:
+    """Whether a constant of this type can be a weight of this operator."""
+    if dtype.is_floating_point():
+        return dtype.bitwidth <= 8
+    widest = 8 if node.op_type == "Cast" else 32  # biases are 32-bit integers
+    return dtype.is_integer() and dtype.bitwidth <= widest
+
+
+def _quantizes(model: ir.Model) -> bool:
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    return any(node.op_type == "QuantizeLinear" for node in nodes)
+
+
+def _scales(model: ir.Model) -> set[int]:
+    """The ``id`` of floating-point constants that are only read as scales and zero points."""
+    scales, others = set[int](), set[int]()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for place, value in enumerate(node.inputs):
+            tensor = None if value is None else constant_tensor(value)
+            if tensor is not None and tensor.dtype.is_floating_point():
+                (scales if _is_scale(node, place) else others).add(id(tensor))
+    return scales - others
+
+
+def _is_scale(node: ir.Node, place: int) -> bool:
+    if node.op_type in ("Identity", *MOVES):  # what reads the output decides
+        users = [use for output in node.outputs for use in output.uses()]
+        return bool(users) and all(_is_scale(user, at) for user, at in users)
+    if node.op_type in WEIGHTS or node.op_type.startswith("QLinear"):
+        return place not in (*WEIGHTS.get(node.op_type, ()), *FLOATS.get(node.op_type, ()))
+    if node.op_type == "QuantizeLinear":
+        return place not in FLOATS["QuantizeLinear"]
+    return node.op_type in ("Mul", "Div", "Sub") and _scales_product(node, place)
+
+
+def _scales_product(node: ir.Node, place: int) -> bool:
+    """Whether a factor belongs to an integer product: of its result, or of another scale."""
+    other = node.inputs[1 - place] if len(node.inputs) == 2 else None
+    producer = None if other is None else other.producer()
+    while producer is not None and producer.op_type in ("Cast", "Sub", *MOVES):
+        value = producer.inputs[0]
+        if producer.op_type == "Cast" and value is not None and (tensor := constant_tensor(value)):
+            return _is_quantized(tensor.dtype, producer)  # dequantized by hand
+        producer = None if value is None else value.producer()
+    return producer is not None and producer.op_type in (
+        "ConvInteger",
+        "DynamicQuantizeLinear",
+        "MatMulInteger",
+    )
