@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.constants import is_constant
+from graph_passes.analysis.constants import is_constant, is_dequantized
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Linear
 from graph_passes.matching.products import linear
