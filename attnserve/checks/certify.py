@@ -311,7 +311,7 @@ def _random(
             return _random_mask(step, value, tensor, _keys(block, info), rng).astype(dtype)
     if any(value is taken.value for taken in block.reused):
         return softmax(rng.standard_normal(tensor.shape)).astype(dtype)
-    for spread in (*(t.factor for p in (block.q, block.k) for t in p.rotary_terms), block.k.past):
+    for spread in (*block.q.factors, *block.k.factors, block.k.past):
         table = None if spread is None or spread.positions is not value else spread.value
         if table is not None:
             rows = info.shape(table)
