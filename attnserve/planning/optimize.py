@@ -342,10 +342,11 @@ def optimize(
         also.append(compared(other.fit, name, meter=new_meter(data=other)))
     after = model_cost(rewritten.model)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
+    after_cost = replace(_cost(after, rewritten.model, shape), bytes=parameter_bytes(converted))
     optimized = OptimizeReport(
         output=target,
         before=before_cost,
-        after=replace(_cost(after, rewritten.model, shape), bytes=parameter_bytes(converted)),
+        after=after_cost,
         steps=rewritten.applied.steps,
         fidelity=fidelity,
         break_even_sequence=even,
@@ -355,6 +356,8 @@ def optimize(
             *rewritten.warnings,
             *((rewritten.found.verdict,) if rewritten.found and not rewritten.found.gain else ()),
             *_training_warnings(rewritten.found),
+            *_shared_warnings(rewritten.applied),
+            *_size_warnings(before_cost, after_cost),
             *_cost_warnings(even, length, artifact.max_length),
             *_data_warnings(rewritten, report, data, length_bounds(wanted)[1]),
             *_cache_warnings(report.blocks, rewritten.applied.steps),
@@ -507,6 +510,27 @@ def _cost(cost: Cost, graph: ir.Model, shape: tuple[int, int]) -> ModelCost:
 def _training_warnings(found: PlanReport | None) -> list[str]:
     recovered = None if found is None else found.recovered
     return [] if recovered is None or recovered.gain else [recovered.verdict]
+
+
+def _shared_warnings(applied: ApplyReport) -> list[str]:
+    """A warning about blocks whose last weights stay shared, and are not refitted."""
+    if not applied.shared:
+        return []
+    names = ", ".join(applied.shared)
+    return [f"{names}: not refitted, because layers that are not rewritten share the weights"]
+
+
+def _size_warnings(before: ModelCost, after: ModelCost) -> list[str]:
+    """Warnings about a model that is larger than the original."""
+    grown = [
+        f"{name} grew from {old:,} to {new:,}"
+        for name, old, new in (
+            ("parameters", before.parameters, after.parameters),
+            ("bytes of weights", before.bytes, after.bytes),
+        )
+        if new > old
+    ]
+    return [f"this model is larger than the original: {', '.join(grown)}"] if grown else []
 
 
 def _cost_warnings(even: int | None, sequence: int, longest: int | None) -> list[str]:
