@@ -17,7 +17,7 @@ from graph_passes.errors import InvalidData
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["by_head", "no_token", "not_finite", "observe", "row_count"]
+__all__ = ["by_head", "no_token", "not_finite", "observe"]
 
 
 def observe(
@@ -56,11 +56,6 @@ def by_head(block: AttentionBlock, context: np.ndarray) -> Float[np.ndarray, "B 
     if block.context_axes is not None:
         context = context.transpose(block.context_axes)
     return context.reshape(-1, block.num_heads, *context.shape[-2:])
-
-
-def row_count(batch: Batch) -> int:
-    """The number of rows (texts) of a batch."""
-    return max((len(array) for array in batch.values() if array.ndim), default=1)
 
 
 def no_token(name: str) -> InvalidData:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import no_token, not_finite, observe, row_count
+from attnserve.calibration.activations import no_token, not_finite, observe
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import token_mask
+from attnserve.models.rows import row_count
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidData

@@ -20,8 +20,14 @@ __all__ = [
     "join_rows",
     "join_values",
     "row_content",
+    "row_count",
     "split_rows",
 ]
+
+
+def row_count(batch: Mapping[str, np.ndarray]) -> int:
+    """The number of rows (texts) of a batch."""
+    return max((len(array) for array in batch.values() if array.ndim), default=1)
 
 
 def split_rows(batch: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]] | None:

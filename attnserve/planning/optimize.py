@@ -362,6 +362,8 @@ def optimize(
             *_data_warnings(rewritten, report, data, length_bounds(wanted)[1]),
             *_cache_warnings(report.blocks, rewritten.applied.steps),
             *_fidelity_warnings(fidelity, rewritten.plan),
+            *fidelity.warnings(),
+            *(warning for each in also for warning in each.warnings()),
             *((GPU_ONLY,) if rewritten.plan.precision == "bfloat16" else ()),
         ),
         plan=rewritten.plan,

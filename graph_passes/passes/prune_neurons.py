@@ -16,7 +16,6 @@ from graph_passes.analysis.constants import (
     constant_shape,
     constant_tensor,
     constant_type,
-    is_constant,
     origin,
     readers,
 )
