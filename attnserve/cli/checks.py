@@ -60,7 +60,9 @@ def inspect(
         return
     blocks: list[dict[str, Any]] = content["attention"]
     if blocks:
-        _show_blocks(f"{model}: attention at batch {batch}, {seq} tokens", blocks)
+        _show_blocks(
+            f"{model}: attention at batch {report.batch}, {report.sequence} tokens", blocks
+        )
     for unmatched in content["missed"]:
         print_line(f"unmatched {unmatched['node']}: {unmatched['reason']}")
     total = content["macs"]["total"]

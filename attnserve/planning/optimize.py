@@ -38,6 +38,7 @@ from attnserve.models.checksums import source_entry
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
+from attnserve.models.rows import counted_shape
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
@@ -297,8 +298,10 @@ def optimize(
         for path in as_paths(also_prove)
     ]
     wanted = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
-    length = middle_length(wanted)
-    shape = (batch, length)
+    shape = counted_shape(original, batch, middle_length(wanted))
+    length = shape[1]
+    if length != middle_length(wanted):
+        wanted = length  # that of the model
     before = model_cost(original)
     before_cost = _cost(before, original, shape)
     new_meter = partial(QualityMeter, original, artifact, measure=measure)
@@ -350,7 +353,7 @@ def optimize(
         steps=rewritten.applied.steps,
         fidelity=fidelity,
         break_even_sequence=even,
-        batch=batch,
+        batch=shape[0],
         sequence=length,
         warnings=(
             *rewritten.warnings,

@@ -197,7 +197,7 @@ def _search_input(
         "seed": context.seed,
         **({} if goal.recover is None else {"recover": goal.recover}),
     }
-    shape = batch, middle_length(sequence or data.length)
+    shape = counted_shape(model, batch, middle_length(sequence or data.length))
     return SearchInput(
         goal, artifact, model, data, tokenizer, batch, lengths, checked, shape, context, asked
     )
