@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -23,7 +26,7 @@ from tests.graph_passes.graphs import (
 HALF = K // 2
 rng = np.random.default_rng(9)
 TURNS = rng.uniform(0, 6, (16, HALF))
-CONSTANTS = {
+CONSTANTS: dict[str, Any] = {
     "ones": np.ones(K, np.float32),
     "gain": rng.uniform(0.5, 2, K).astype(np.float32),
     "shift": rng.standard_normal(K).astype(np.float32),
@@ -166,7 +169,7 @@ FACTORS: dict[str, tuple[str, tuple[int, ...] | None]] = {
     "softplus by head": ("\n f = Softplus(by_head)\n q9 = Mul(n, f)", (H, 1)),
     "one plus a weight": ("\n f = Add(gain, one)\n q9 = Mul(n, f)", (K,)),
 }  # fmt: skip
-COMPUTED = {
+COMPUTED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "the exponential by head": np.exp,
     "clipped exponential by head": lambda x: np.exp(np.minimum(x, 1)),
     "softplus by head": lambda x: np.log1p(np.exp(x)),
@@ -187,7 +190,7 @@ def test_find_attention_factor_after_norm_matches(factor: str, order: str) -> No
         "rotation and norm": f"\n q8 = {ROTATED}" + norm.format("q8"),
     }[order]
     rng = np.random.default_rng(1)
-    values = {
+    values: dict[str, Any] = {
         "by_head": rng.uniform(0.5, 2, (H, 1, 1)).astype(np.float32),
         "by_both": rng.uniform(0.5, 2, (1, H, 1, K)).astype(np.float32),
         "wide_four": np.ones(K, np.float32),
@@ -218,7 +221,7 @@ def test_find_attention_factor_by_length_is_no_constant() -> None:
         "\n count = Gather(shape, i1)\n number = Cast <to = 1> (count)\n log = Log(number)"
         "\n f = Mul(by_head, log)\n q9 = Mul(n, f)"
     )
-    values = {"by_head": np.ones((H, 1, 1), np.float32)}
+    values: dict[str, Any] = {"by_head": np.ones((H, 1, 1), np.float32)}
     model = attention(scores=f"{text}{SCORES}", constants=CONSTANTS | values)
     for block in find_attention(model)[0]:
         assert not (block.q.gain == np.log(5)).any(), "log of the length that was tried"
