@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -126,16 +126,20 @@ class RotaryTerm:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """q/k norm: groups of columns of a projection, normalized before the rotary embedding.
+    """q/k norm: groups of columns of a projection, divided by their size.
 
-        u = scale * ((x W)[columns] * gain + offset);  n = u / sqrt(mean(u^2) + epsilon)
+        u = scale * ((x W)[columns] * gain + offset);  n = u / size(u)
+        size(u) = max(sqrt(mean(u^2) + epsilon), least) + added
 
-    The mean of u is subtracted first if ``centered``. The weight and bias of the norm are gain and
-    offset of the projection, whose columns index the flattened elements of n.
+    The mean of u is subtracted first if ``centered``. The L2 norm is this norm with another scale
+    of the projection. The weight and bias of the norm are gain and offset of the projection, whose
+    columns index the flattened elements of n.
 
     Attributes:
         node: The last node of the norm before its weight.
         columns: The columns of each group of length L that is normalized together.
+        rotary_terms: All terms of u, by group instead of by head, if rotary embeddings precede the
+            norm (the first has ``columns``).
     """
 
     node: ir.Node
@@ -145,13 +149,17 @@ class Norm:
     scale: float
     epsilon: float
     centered: bool
+    least: float = 0.0
+    added: float = 0.0
+    rotary_terms: tuple[RotaryTerm, ...] = ()
 
-    def __call__(self, product: Float[np.ndarray, "B T N"]) -> Float[np.ndarray, "B T G*L"]:
-        u = self.scale * (product[..., self.columns] * self.gain + self.offset)  # B T G L
+    def __call__(self, u: Float[np.ndarray, "*batch L"]) -> Float[np.ndarray, "*batch L"]:
+        """Normalize ``scale * u``."""
+        u = self.scale * u
         if self.centered:
             u = u - u.mean(axis=-1, keepdims=True)
-        normed = u / np.sqrt(np.square(u).mean(axis=-1, keepdims=True) + self.epsilon)
-        return normed.reshape(*product.shape[:-1], -1)
+        size = np.sqrt(np.square(u).mean(axis=-1, keepdims=True) + self.epsilon)
+        return u / (np.maximum(size, self.least) + self.added)
 
 
 class QuantizedProduct(NamedTuple):
@@ -200,7 +208,7 @@ class Projection:
             merged with K; "inside" if ``output`` is None.
         rotary_terms: All terms of the sum if there are rotary embeddings (the first has
             ``columns``).
-        norm: The q/k norm, applied before the rotary embedding.
+        norm: The q/k norm, applied before the rotary embedding of ``rotary_terms``.
         past: The cached heads, which precede those of ``input``.
         axes: The permutation of ``output`` to (B, H, T, K), (B*H, T, K) or (B, T, H*K).
         sequence_first: Whether the tokens of ``input`` are ordered (S, B).
@@ -232,6 +240,26 @@ class Projection:
         if self.output is None or self.weight is None or self.by_sequence:
             return tokens[0]
         return math.prod(tokens[:-1]) // shape_of(self.output)[self.token_axis]
+
+    @property
+    def factors(self) -> tuple[BroadcastLayout, ...]:
+        """The cosines and sines of all rotary embeddings, before and after the norm."""
+        terms = (*(() if self.norm is None else self.norm.rotary_terms), *self.rotary_terms)
+        return tuple(term.factor for term in terms if term.factor is not None)
+
+    def before_norm(self) -> Projection:
+        """The projection that the q/k norm divides by its size, by group instead of by head."""
+        norm = self.norm
+        assert norm is not None
+        return replace(
+            self,
+            columns=norm.columns,
+            gain=norm.gain,
+            offset=norm.offset,
+            scale=1.0,
+            rotary_terms=norm.rotary_terms,
+            norm=None,
+        )
 
     @property
     def token_axis(self) -> int:

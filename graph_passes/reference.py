@@ -55,9 +55,7 @@ def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
     own = (block.q, block.k) if block.q.num_heads else ()
     parts = [part for part in (*own, block.v, block.content) if part is not None]
     values = [part.source for part in parts]
-    factors = [turn.factor for part in parts for turn in part.rotary_terms] + [
-        p.past for p in parts
-    ]
+    factors = [f for part in parts for f in part.factors] + [part.past for part in parts]
     for spread in factors:
         if spread is not None:
             values += [spread.value] + ([spread.positions] if spread.positions else [])
@@ -149,7 +147,17 @@ def _present(
         return heads + projection.offset[:, None, :]
     product = tokens if is_quantized else tokens @ projection.matrix()  # B T N
     if projection.norm is not None:
-        product = projection.norm(product)
+        groups = _sum_of_terms(projection.before_norm(), product, values)  # B G T L
+        normed = np.moveaxis(projection.norm(groups), 1, 2)
+        product = normed.reshape(*product.shape[:2], -1)
+    return _sum_of_terms(projection, product, values)
+
+
+def _sum_of_terms(
+    projection: Projection, product: np.ndarray, values: Mapping[ir.Value, np.ndarray]
+) -> Float[np.ndarray, "B H T K"]:
+    """The sum of factor * (product[columns] * gain + offset) over the terms of a projection."""
+    batch, length = product.shape[:2]
     whole = RotaryTerm(None, projection.columns, projection.gain, projection.offset)
     total = np.zeros(())
     for turn in projection.rotary_terms or (whole,):
@@ -158,7 +166,7 @@ def _present(
         if turn.factor is not None:
             factor, where = turn.factor, turn.factor.positions
             positions = None if where is None else values[where]
-            angles = factor.broadcast(values[factor.value], batch, tokens.shape[1], positions)
+            angles = factor.broadcast(values[factor.value], batch, length, positions)
             term = term * angles
         total = total + term
     return total

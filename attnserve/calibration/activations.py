@@ -17,14 +17,7 @@ from graph_passes.errors import InvalidData
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = [
-    "by_head",
-    "no_token",
-    "not_finite",
-    "observe",
-    "probabilities_by_head",
-    "row_count",
-]
+__all__ = ["by_head", "no_token", "not_finite", "observe", "probabilities_by_head"]
 
 
 def observe(
@@ -78,11 +71,6 @@ def probabilities_by_head(
         parts.append(array[:, reused.sources])
         heads.append(reused.heads)
     return np.concatenate(parts, axis=1)[:, np.argsort(np.concatenate(heads))]
-
-
-def row_count(batch: Batch) -> int:
-    """The number of rows (texts) of a batch."""
-    return max((len(array) for array in batch.values() if array.ndim), default=1)
 
 
 def no_token(name: str) -> InvalidData:

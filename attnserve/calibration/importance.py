@@ -21,12 +21,12 @@ from attnserve.calibration.activations import (
     no_token,
     not_finite,
     observe,
-    row_count,
 )
 from attnserve.calibration.layerwise import SegmentedModel
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import token_mask
 from attnserve.models.output_kinds import counts_tokens
+from attnserve.models.rows import row_count
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import Inserter

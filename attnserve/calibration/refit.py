@@ -27,14 +27,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import no_token, not_finite, row_count
+from attnserve.calibration.activations import no_token, not_finite
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.ridge import Moments, NormalEquations, ridge_towards
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import thinned
 from attnserve.models.masks import flat_mask, is_mask, token_mask
+from attnserve.models.rows import row_count
 from attnserve.runtime.session import Batch, owned
-from graph_passes.analysis.constants import constant_array, origin
+from graph_passes.analysis.constants import constant_array, origin, readers
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjection
 from graph_passes.context import GraphContext
@@ -97,11 +98,13 @@ class Refit:
         relative_error_before, relative_error: Root mean square, on the calibration data.
         ridge: The ridge chosen by cross-validation; None if no fit was better on held-out texts, so
             that the weights are unchanged.
+        is_shared: Whether they are unchanged because other layers read them too.
     """
 
     relative_error_before: float
     relative_error: float
     ridge: float | None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +170,7 @@ class Site:
         """A key that is equal for sites of one weight."""
         match self.of:
             case AttentionBlock(output=OutputProjection(weight=weight)):
-                return weight
+                return origin(weight)
             case FeedForwardBlock(second=second):
                 return origin(second.weight)
             case _:
@@ -188,7 +191,8 @@ def refit(
 ) -> dict[str, Refit]:
     """Fit the output projections of rewritten blocks in place, and return the errors by name.
 
-    Blocks that share an output projection are fitted together and still share it afterwards.
+    Blocks that share an output projection are fitted together and still share it afterwards. One
+    that is shared with a block that is not rewritten stays as it is.
     Blocks in the body of another node (If, Loop) are ignored.
 
     Args:
@@ -242,7 +246,9 @@ def refit(
         for step, (batch, arrays, made) in enumerate(pairs, start=1):
             folds.add(batch, dict(zip(wanted, arrays, strict=True)), made)
             progress(index * len(batches) + step, len(groups) * len(batches))
-        done |= _fitted(model, folds.sites, folds.moments(), shapes, fit=fit)
+        is_shared = _is_read_elsewhere(folds.sites)
+        fitted = _fitted(model, folds.sites, folds.moments(), shapes, fit=fit and not is_shared)
+        done |= {name: replace(result, is_shared=is_shared) for name, result in fitted.items()}
         with GraphContext.of(model) as graph:
             graph.invalidate()
     share_constants(model, since=before.initializers)
@@ -379,6 +385,12 @@ def _is_current(site: Site) -> bool:
     values = [value for value in (site.tokens, site.output, site.beside) if value is not None]
     nodes = [node for value in values if (node := value.producer()) is not None]
     return all(node.graph is not None for node in nodes)
+
+
+def _is_read_elsewhere(sites: Sequence[Site]) -> bool:
+    """Whether the weight of these sites is read by other nodes too."""
+    weight = sites[0].shared
+    return isinstance(weight, ir.Value) and len(set(readers(weight))) > len(sites)
 
 
 def _groups(sites: Mapping[str, Site], names: Sequence[str]) -> list[list[str]]:

@@ -22,11 +22,11 @@ from attnserve.calibration.activations import (
     not_finite,
     observe,
     probabilities_by_head,
-    row_count,
 )
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import token_mask
+from attnserve.models.rows import row_count
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidData
@@ -53,12 +53,16 @@ class HeadSimilarity:
         matrix: Symmetric; NaN between layers that attend over different tokens (self and cross
             attention, or other lengths).
         queries: Number of compared queries, of the layer with the most.
+        uniform: The similarity of each head to uniform attention over the keys that its query can
+            see; None if it was not measured. Heads of an untrained model are nearly uniform, and so
+            all alike: a similarity below this says nothing about reuse.
     """
 
     layers: tuple[str, ...]
     heads: tuple[int, ...]
     matrix: Float[np.ndarray, "N N"]
     queries: int
+    uniform: Float[np.ndarray, " N"] | None = None
 
     def between(self, layer: str, other: str) -> Float[np.ndarray, "H G"]:
         """Similarity of each head of ``layer`` with each head of ``other``.
@@ -67,6 +71,12 @@ class HeadSimilarity:
             InvalidArgument: No layer of this name was measured.
         """
         return self.matrix[self._heads_of(layer), self._heads_of(other)]
+
+    def baseline(self) -> Float[np.ndarray, " L"]:
+        """The mean similarity of each layer's heads to uniform attention; 0 if not measured."""
+        if self.uniform is None:
+            return np.zeros(len(self.layers))
+        return np.array([self.uniform[self._heads_of(layer)].mean() for layer in self.layers])
 
     def best(self) -> Float[np.ndarray, "L L"]:
         """[l, l'] = mean over the heads of l of the similarity to their best match in l' (eq. 3).
@@ -188,6 +198,7 @@ class _Sums:
         heads, layers = sum(block.num_heads for block in blocks), len(blocks)
         self.layer_of = np.repeat(np.arange(layers), [block.num_heads for block in blocks])
         self.common = np.zeros((heads, heads))  # sum over texts of mean over queries of |min|_1
+        self.uniform = np.zeros(heads)  # the same with uniform attention
         self.texts = np.zeros(layers, dtype=np.int64)
         self.queries = np.zeros(layers, dtype=np.int64)
         self.alike = np.ones((layers, layers), dtype=bool)
@@ -209,10 +220,10 @@ class _Sums:
             together[np.ix_(members, members)] = True
             self.texts[members] += len(np.unique(sequences))
             self.queries[members] += len(sequences)
-            rows = np.concatenate(
-                [_rows(apart[i][sequences, :, positions], weights) for i in members]
-            )
+            chosen = [apart[i][sequences, :, positions] for i in members]  # Q H T
+            rows = np.concatenate([_rows(p, weights) for p in chosen])
             at = np.flatnonzero(np.isin(self.layer_of, members))
+            self.uniform[at] += np.concatenate([_uniform(p, weights) for p in chosen])
             self.common[np.ix_(at, at)] += _common(rows)
         self.alike &= together
 
@@ -229,7 +240,8 @@ class _Sums:
         matrix = np.clip(1 - (mass[:, None] + mass) / 2 + common, 0.0, 1.0)
         matrix[~self.alike[np.ix_(self.layer_of, self.layer_of)]] = np.nan
         heads = tuple(block.num_heads for block in self.blocks)
-        return HeadSimilarity(names, heads, matrix, int(self.queries.max(initial=0)))
+        uniform = np.clip((1 - mass) / 2 + self.uniform / self.texts[self.layer_of], 0.0, 1.0)
+        return HeadSimilarity(names, heads, matrix, int(self.queries.max(initial=0)), uniform)
 
 
 def _chosen(
@@ -257,6 +269,15 @@ def _rows(
 ) -> Float[np.ndarray, "H Q*T"]:
     weighted = p.astype(np.float32, copy=False) * weights[:, None, None]
     return weighted.swapaxes(0, 1).reshape(p.shape[1], -1)
+
+
+def _uniform(
+    p: Float[np.ndarray, "Q H T"], weights: Float[np.ndarray, " Q"]
+) -> Float[np.ndarray, " H"]:
+    """sum_qt weight_q min(p, u), with u uniform over the keys that some head attends to."""
+    seen = (p > 0).any(axis=1)  # Q T
+    u = seen / np.maximum(seen.sum(axis=1, keepdims=True), 1)
+    return np.asarray(weights @ np.minimum(p, u[:, None]).sum(axis=2), np.float64)
 
 
 def _common(rows: Float[np.ndarray, "N Z"]) -> Float[np.ndarray, "N N"]:

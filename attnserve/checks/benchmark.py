@@ -29,6 +29,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import is_mask
 from attnserve.models.onnx_files import load_model
+from attnserve.models.rows import counted_shape
 from attnserve.runtime.cpu import available_cores
 from attnserve.runtime.interleaved_timer import (
     BENCHMARK,
@@ -250,8 +251,8 @@ def bench(
             results += [
                 Measurement(
                     model=child.subject.model,
-                    batch=shape[0],
-                    sequence=shape[1],
+                    batch=child.subject.counted[shape][0],
+                    sequence=child.subject.counted[shape][1],
                     samples_ms=row,
                     first_ms=samples[0],
                     macs=child.subject.macs[shape],
@@ -347,7 +348,8 @@ def _measure_decoding(
 class _Subject:
     """A model, its inputs at each (phase, batch, sequence), its MACs at each (batch, sequence).
 
-    ``cache_bytes`` are those of a token; 0 without a cache.
+    ``cache_bytes`` are those of a token; 0 without a cache. ``counted`` are the batch and sequence
+    that are run for those that were asked for: a fixed size is that of the model.
     """
 
     model: str
@@ -355,6 +357,7 @@ class _Subject:
     inputs: dict[tuple[Phase, int, int], dict[str, np.ndarray]]
     macs: dict[tuple[int, int], int | None]
     cache_bytes: int
+    counted: dict[tuple[int, int], tuple[int, int]]
 
 
 def _examine(model: Path | str, shapes: Sequence[tuple[int, int]], seed: int) -> _Subject:
@@ -377,7 +380,8 @@ def _examine(model: Path | str, shapes: Sequence[tuple[int, int]], seed: int) ->
         shape: cost.macs_of({name: x.shape for name, x in inputs["all", *shape].items()})
         for shape in shapes
     }
-    return _Subject(str(model), artifact, inputs, macs, cache_bytes)
+    counted = {shape: counted_shape(graph, *shape) for shape in shapes}
+    return _Subject(str(model), artifact, inputs, macs, cache_bytes, counted)
 
 
 def _cache_bytes(graph: ir.Model, batch: int, sequence: int) -> int:

@@ -21,6 +21,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from attnserve.runtime.session import open_session
+from graph_passes.analysis.constants import readers
 from graph_passes.analysis.shapes import ShapeInfo, TensorInfo, infer_shapes_small, named_axes
 from graph_passes.blocks import (
     AttentionBlock,
@@ -112,7 +113,10 @@ def require_attention(report: MatchReport) -> None:
 
 
 def require_finite_weights(model: ir.Model) -> None:
-    """Refuse weights with NaN or infinity. Scalars and additive masks may contain -inf.
+    """Refuse weights with NaN, and infinite weights that multiply activations.
+
+    Infinity that is added, selected or compared is legal: masks hold it, and so does the whole row
+    of padding in a table of biases.
 
     Raises:
         InvalidModel: A weight is not finite.
@@ -123,15 +127,35 @@ def require_finite_weights(model: ir.Model) -> None:
             if tensor is None or not tensor.dtype.is_floating_point():
                 continue
             array = tensor.numpy()
-            with np.errstate(invalid="ignore"):
+            with np.errstate(invalid="ignore", over="ignore"):
                 total = float(np.sum(array, dtype=np.float64))  # finite if all elements are
             if np.isfinite(total) or array.size == 1 or _is_mask(array):
                 continue
+            what, read = "NaN" if np.isnan(array).any() else "infinity", [*readers(value)]
+            if what == "infinity" and read and all(_takes_infinity(n, array) for n, _ in read):
+                continue
             raise InvalidModel(
-                f"the weight {name!r} {tuple(array.shape)} contains NaN or infinity",
+                f"the weight {name!r} {tuple(array.shape)} contains {what}",
                 "export the model again from a valid checkpoint",
                 code="model.not_finite",
             )
+
+
+def _takes_infinity(node: ir.Node, array: np.ndarray) -> bool:
+    """Whether a node may read this constant, which holds infinities."""
+    if node.op_type == "Gather":
+        rows = np.isinf(np.moveaxis(array, node.attributes.get_int("axis", 0), 0))
+        rows = rows.reshape(len(rows), -1)
+        return bool((rows == rows[:, :1]).all())
+    return node.op_type in INFINITE
+
+
+INFINITE = frozenset({"Add", "Clip", "Compress", "Concat", "Equal", "Exp", "Expand",
+                      "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "If", "IsInf",
+                      "Less", "LessOrEqual", "Loop", "Max", "Min", "Neg", "Pad", "Reshape", "Scan",
+                      "ScatterElements", "ScatterND", "Sigmoid", "Slice", "Softmax", "Sub", "Sum",
+                      "Tanh", "Tile", "Where"})  # fmt: skip
+"""Operators whose result is a number for an infinite constant and finite activations, or a mask."""
 
 
 def _is_mask(array: np.ndarray) -> bool:
@@ -314,7 +338,7 @@ def _random(
             return _random_mask(step, value, tensor, _keys(block, info), rng).astype(dtype)
     if any(value is taken.value for taken in block.reused):
         return softmax(rng.standard_normal(tensor.shape)).astype(dtype)
-    for spread in (*(t.factor for p in (block.q, block.k) for t in p.rotary_terms), block.k.past):
+    for spread in (*block.q.factors, *block.k.factors, block.k.past):
         table = None if spread is None or spread.positions is not value else spread.value
         if table is not None:
             rows = info.shape(table)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.quality import Quality, QualityMeter
+from attnserve.checks.measures import not_finite_rows
+from attnserve.checks.quality import Quality, QualityMeter, describe_rows
 from attnserve.choices import Measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
 from attnserve.data.datasets import load_inputs
@@ -18,8 +19,8 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import flat_mask, token_mask
 from attnserve.models.onnx_files import load_model
-from attnserve.models.output_kinds import counts_tokens, is_cache_name
-from attnserve.models.rows import fixed_axes
+from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
+from attnserve.models.rows import fixed_axes, row_count
 from attnserve.paths import StrPath, as_path
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.session import Batch, open_session, owned, run, weight_bytes
@@ -53,7 +54,17 @@ AUDIO_SHAPES = tuple((batch, tokens * SAMPLES) for batch, tokens in RANDOM_SHAPE
 
 @dataclass(frozen=True)
 class OutputFidelity:
-    """Errors of one output. Cosines are over the last axis, per token, without padding."""
+    """Errors of one output. Cosines are over the last axis, per token, without padding.
+
+    Errors are those of finite numbers. A token that is NaN or infinite in the new model alone has
+    the cosine 0; tokens with NaN in the original are left out.
+
+    Attributes:
+        not_finite_rows: Rows, counted from 0 in the order of the comparison, with NaN or infinity
+            where the original has none.
+        excluded_rows: Rows with NaN in the original.
+        same_outputs: Names of other outputs that are the same value.
+    """
 
     name: str
     max_abs_error: float
@@ -61,6 +72,32 @@ class OutputFidelity:
     relative_error: float
     mean_cosine: float
     min_cosine: float
+    not_finite_rows: tuple[int, ...] = ()
+    excluded_rows: tuple[int, ...] = ()
+    same_outputs: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value != ()}
+
+    @property
+    def names(self) -> str:
+        """The names of the output."""
+        return " = ".join([self.name, *self.same_outputs])
+
+    def warnings(self) -> list[str]:
+        """What a user must know about rows that are not finite."""
+        found: list[str] = []
+        if self.not_finite_rows:
+            found.append(
+                f"output {self.names!r} of the new model has other NaN or infinite numbers than "
+                f"the original in {describe_rows(self.not_finite_rows)}"
+            )
+        if self.excluded_rows:
+            found.append(
+                f"output {self.names!r} of the original is NaN in "
+                f"{describe_rows(self.excluded_rows)}, which are not compared"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -83,9 +120,13 @@ class Fidelity:
         """The lowest quality; None if it was not measured."""
         return self.qualities[0] if self.qualities else None
 
+    def warnings(self) -> list[str]:
+        """What a user must know about rows that are not finite, by output."""
+        return [warning for output in self.outputs for warning in output.warnings()]
+
     def to_json(self) -> dict[str, Any]:
         return {
-            "outputs": [asdict(output) for output in self.outputs],
+            "outputs": [output.to_json() for output in self.outputs],
             "mean_cosine": self.mean_cosine,
             "min_cosine": self.min_cosine,
             "data": self.data,
@@ -325,10 +366,12 @@ def compare(
     require_empty(batches, empty)
     source += ", empty caches" if empty else ""
     counterparts = {value.name: value for value in after.graph.outputs}
+    same = same_outputs(before)
     tallies = {
         index: Tally(by_token=counts_tokens(before, a))
         for index, a in enumerate(before.graph.outputs)
         if (b := counterparts.get(a.name)) is not None and not (empty and _is_cache(a, b))
+        if index not in same
     }
     models = (before, after)
     if context.provider == "cpu" and any(map(is_bfloat16, models)):
@@ -352,13 +395,24 @@ def compare(
         if meter is not None:
             meter.add(ours, theirs, batch)
     if not any(tally.count for tally in tallies.values()):
+        if any(tally.excluded for tally in tallies.values()):
+            raise InvalidData(
+                "the original gives NaN in every row: nothing can be compared",
+                "check the inputs, and the original model",
+                code="compare.not_finite",
+            )
         raise InvalidData(
             "no token of the data is compared: its masks hide all of them",
             "give masks that are 1 for real tokens and 0 for padding",
             code="compare.no_token",
         )
+    names = [value.name or "" for value in before.graph.outputs]
     results = [
-        tally.result(before.graph.outputs[index].name or "") for index, tally in tallies.items()
+        replace(
+            tally.result(names[index]),
+            same_outputs=tuple(names[i] for i, first in same.items() if first == index),
+        )
+        for index, tally in tallies.items()
     ]
     scored = [result for result in results if not is_cache_name(result.name)] or results
     return Fidelity(
@@ -419,11 +473,20 @@ class Tally:
 
     def __init__(self, *, by_token: bool = True) -> None:
         self.by_token = by_token
-        self.count = self.tokens = 0
+        self.count = self.tokens = self.rows = 0
+        self.not_finite: list[int] = []
+        self.excluded: list[int] = []
         self.max = self.sum = self.squares = self.reference = self.cosines = 0.0
         self.least = 1.0
 
     def add(self, original: np.ndarray, new: np.ndarray, batch: Batch) -> None:
+        texts = row_count(batch) if batch else len(np.atleast_1d(original))
+        of_text = max(len(np.atleast_1d(original)) // max(texts, 1), 1)  # if tokens are flattened
+        for rows, bad in zip(
+            (self.excluded, self.not_finite), not_finite_rows(original, new, batch), strict=True
+        ):
+            rows += (self.rows + np.unique(bad // of_text)).tolist()
+        self.rows += texts
         a = np.atleast_2d(original.astype(np.float64))
         b = np.atleast_2d(new.astype(np.float64))
         mask = token_mask(batch, a.shape[:2]) if self.by_token else np.ones(a.shape[:2], bool)
@@ -433,7 +496,7 @@ class Tally:
         a, b, real = (
             array.reshape(-1, a.shape[-1]) for array in (a, b, np.broadcast_to(mask, a.shape))
         )  # tokens D
-        some = real.any(axis=1)
+        some = real.any(axis=1) & ~(real & np.isnan(a)).any(axis=1)
         a, b, real = (array[some] for array in (a, b, real))
         if not a.size:
             return
@@ -441,7 +504,7 @@ class Tally:
             a, b = np.where(real, a, 0.0), np.where(real, b, 0.0)
             # Equal infinities (masked logits) have no error.
             difference = np.abs(np.where(a == b, 0.0, a - b))
-            difference = np.where(np.isnan(difference), np.inf, difference)
+            difference = np.where(np.isfinite(difference), difference, 0.0)
             lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
             cosines = (a * b).sum(1) / np.where(lengths > 0, lengths, 1.0)  # 0 where one is zero
             self.squares += float((difference**2).sum())
@@ -460,12 +523,13 @@ class Tally:
         relative = (
             (self.squares / self.reference) ** 0.5 if self.reference else float(self.squares > 0)
         )
-        big = float(np.finfo(np.float64).max)  # JSON has no infinity
         return OutputFidelity(
             name,
-            min(self.max, big),
-            min(self.sum / count, big),
-            min(relative, big),
+            self.max,
+            self.sum / count,
+            relative,
             self.cosines / tokens if self.tokens else 1.0,
             self.least,
+            tuple(self.not_finite),
+            tuple(self.excluded),
         )

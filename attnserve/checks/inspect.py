@@ -11,6 +11,7 @@ import onnx_ir as ir
 from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.artifact import model_file
 from attnserve.models.onnx_files import load_model
+from attnserve.models.rows import counted_shape
 from attnserve.paths import StrPath
 from graph_passes.analysis.cost import macs_at
 from graph_passes.analysis.parameters import parameters
@@ -119,6 +120,7 @@ def inspect(model: StrPath, *, batch: int = 1, sequence: int = 128, seed: int = 
 
 def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) -> Inspection:
     """``inspect`` for a model in memory."""
+    batch, sequence = counted_shape(model, batch, sequence)
     with GraphContext.of(model) as context:
         reading, gaps = context.get(read_attention, seed=seed), skipped(model)
         rewrites = {block.name: _applicable(block, context) for block in reading.blocks}

@@ -34,6 +34,7 @@ __all__ = [
     "lower_bound",
     "new_meter",
     "next_token_nats",
+    "not_finite_rows",
 ]
 
 MIN_ROWS = 30
@@ -167,6 +168,24 @@ class Meter(ABC):
         before, after = a.reshape(shape)[real], b.reshape(shape)[real]
         self.is_finite &= not np.isfinite(before[~np.isfinite(after)]).any()
         return before, after, text[real]
+
+
+def not_finite_rows(
+    a: np.ndarray, b: np.ndarray, batch: Batch
+) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " M"]]:
+    """Indices of the first axis with NaN in the original a, and those that b alone makes wrong.
+
+    The latter have NaN where a has none, or an infinity that is not that of a. Equal infinities
+    are legal: masks write them. Padding may be anything.
+    """
+    if a.dtype.kind != "f" or a.shape != b.shape or not a.size:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    shape = a.shape if a.ndim > 1 else (len(a), 1)
+    real, x, y = vector_mask(shape, batch), a.reshape(shape), b.reshape(shape)
+    is_nan = np.isnan(x)
+    wrong = ~is_nan & (np.isnan(y) | ((np.isinf(x) | np.isinf(y)) & (x != y)))
+    original, new = (np.unique(np.nonzero(bad.any(-1) & real)[0]) for bad in (is_nan, wrong))
+    return original, np.setdiff1d(new, original)
 
 
 def _ratio(
@@ -334,7 +353,6 @@ class LogitsMeter(Meter):
         divergence, differs, counts = (self.sums.column(i) for i in range(3))
         kl, influence, unit = self._kl()
         agreement, agreed = _ratio(differs, counts, 1.0)
-        # The agreement of a short text is too coarse for a percentile.
         single = 1 - divergence / counts / unit if unit else influence
         also = {"kl_nats": float(divergence.sum() / counts.sum())}
         tokens, before, after = self.next
@@ -345,10 +363,11 @@ class LogitsMeter(Meter):
             }
         if self.measure == "kl":
             return Scores("kl", kl, influence, single, 0.0, {"top1": agreement, **also})
+        # The agreement of a short text is too coarse to limit: ``Quality.tail`` is that of KL.
         second = Scores("kl", kl, influence, single, 0.0, {})
         constant = float(self.winners.max() / self.winners.sum())
         also = {"kl": kl, **also}
-        return Scores("top1", agreement, agreed, single, constant, also, second)
+        return Scores("top1", agreement, agreed, 1 - differs / counts, constant, also, second)
 
 
 def next_token_nats(

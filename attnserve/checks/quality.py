@@ -14,7 +14,7 @@ Hall's correction for skewness (Hall 1992, "On the removal of skewness by transf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from attnserve.checks.measures import (
     interval,
     log_of,
     new_meter,
+    not_finite_rows,
 )
 from attnserve.choices import Measure, Pooling, SearchMeasure
 from attnserve.data.datasets import Dataset
@@ -38,11 +39,14 @@ from attnserve.models.output_kinds import (
     is_cache_name,
     probability_outputs,
     resized_outputs,
+    same_outputs,
     vocabulary_size,
 )
+from attnserve.models.rows import row_count
 from attnserve.runtime.session import Batch
+from graph_passes.errors import InvalidData
 
-__all__ = ["CHOICE", "TAIL", "Quality", "QualityMeter"]
+__all__ = ["CHOICE", "TAIL", "Quality", "QualityMeter", "describe_rows"]
 
 CHOICE = 0.8
 """The confidence with which a choice must keep enough. The result is the proof, not the choice:
@@ -64,6 +68,8 @@ class Quality:
         bound: The same with the confidence ``CHOICE``.
         ci95: The two-sided interval; None for less than ``MIN_ROWS`` texts.
         p5: The 5th percentile of the measure of single texts.
+        tail: What a promise limits in its place: for "top1" the percentile of kl, because the
+            agreement of a short text is coarse; None for ``p5``.
         constant: The value of a constant predictor.
         rows: The number of texts.
         also: Other measures of the same output.
@@ -76,6 +82,10 @@ class Quality:
         file: The file of the texts, if there are several.
         is_finite: Whether the new model is finite where the original is. If not, both losses are 1.
         split: The part of the data: "choose", "prove", "held out" (both), or "data" (all of it).
+        not_finite_rows: Rows, counted from 0 in the order in which they were compared, with NaN or
+            infinity where the original has none.
+        excluded_rows: Rows with NaN in the original's output, which are left out.
+        same_outputs: Names of other outputs that are the same value.
     """
 
     measure: Measure
@@ -94,6 +104,10 @@ class Quality:
     file: str = ""
     split: str = "data"
     is_finite: bool = True
+    tail: float | None = None
+    not_finite_rows: tuple[int, ...] = ()
+    excluded_rows: tuple[int, ...] = ()
+    same_outputs: tuple[str, ...] = ()
 
     @property
     def subject(self) -> tuple[str, str, str]:
@@ -105,14 +119,23 @@ class Quality:
         """The loss that a choice is limited by: of both bounds and of the tail."""
         if not self.is_finite:
             return 1.0
-        return max(1 - self.bound, (1 - self.p5) / TAIL, self.second_bound)
+        return max(1 - self.bound, self._tail_loss, self.second_bound)
 
     @property
     def point_loss(self) -> float:
         """The loss that a proof is limited by: ``loss`` with values in place of the bounds."""
         if not self.is_finite:
             return 1.0
-        return max(1 - self.value, (1 - self.p5) / TAIL, self.second)
+        return max(1 - self.value, self._tail_loss, self.second)
+
+    @property
+    def _tail_loss(self) -> float:
+        return (1 - (self.p5 if self.tail is None else self.tail)) / TAIL
+
+    @property
+    def outputs(self) -> str:
+        """The names of the output."""
+        return " = ".join([self.output, *self.same_outputs])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -127,6 +150,9 @@ class Quality:
             "output": self.output,
             **({"file": self.file} if self.file else {}),
             **({"lengths": self.lengths} if self.lengths else {}),
+            **({"same_outputs": list(self.same_outputs)} if self.same_outputs else {}),
+            **({"not_finite_rows": list(self.not_finite_rows)} if self.not_finite_rows else {}),
+            **({"excluded_rows": list(self.excluded_rows)} if self.excluded_rows else {}),
             **self.also,
         }
 
@@ -143,8 +169,26 @@ class Quality:
         return (
             f"{measure} {self.value:.4f} ({interval}, 5th percentile {self.p5:.4f}, constant "
             f"predictor {self.constant:.3f}){others}"
-            + ("" if self.is_finite else ", NaN or infinity where the original is finite")
+            + ("" if self.is_finite else f", {self._new_fault}")
+            + (f", {self._original_fault}" if self.excluded_rows else "")
         )
+
+    @property
+    def _new_fault(self) -> str:
+        rows = f" in {describe_rows(self.not_finite_rows)}" if self.not_finite_rows else ""
+        return f"NaN or infinity of the new model, where the original is finite{rows}"
+
+    @property
+    def _original_fault(self) -> str:
+        rows = describe_rows(self.excluded_rows)
+        return f"{rows} left out, because the original gives NaN"
+
+
+def describe_rows(rows: Sequence[int], most: int = 5) -> str:
+    """Numbers of rows, of which the first are listed."""
+    listed = ", ".join(map(str, rows[:most]))
+    more = f" and {len(rows) - most} more" if len(rows) > most else ""
+    return f"row{'s' if len(rows) > 1 else ''} {listed}{more}"
 
 
 class QualityMeter:
@@ -185,16 +229,32 @@ class QualityMeter:
         self._resized = resized_outputs(model)
         self._probabilities = probability_outputs(model)
         self._meters: dict[tuple[int, str, str], Meter] = {}
+        self._same = same_outputs(model)
+        self._rows = 0
+        self._bad: dict[tuple[int, str, str], tuple[list[int], list[int]]] = {}
 
     def add(self, before: Sequence[np.ndarray], after: Sequence[np.ndarray], batch: Batch) -> None:
         """Add the outputs of the original and of the new model for one batch."""
+        texts = row_count(batch) if batch else max(map(len, before), default=0)
         for index, (a, b) in enumerate(zip(before, after, strict=True)):
             if is_cache_name(self.outputs[index]) or not (a.ndim and a.size) or a.dtype.kind != "f":
                 continue
+            if index in self._same:
+                continue  # its quality is that of the other output
             if index in self._resized:
                 a, b = a[..., None], b[..., None]
+            faults = not_finite_rows(a, b, batch)
+            of_text = max(len(a) // max(texts, 1), 1)  # if tokens are flattened
             for file, lengths, rows in self._kinds(batch, len(a)):
                 key = index, file, lengths
+                found = self._bad.setdefault(key, ([], []))
+                for numbers, bad in zip(found, faults, strict=True):
+                    of_kind = np.unique(bad[np.isin(bad, rows)] // of_text)
+                    numbers += (self._rows + of_kind).tolist()
+                if of_text == 1:  # else NaN counts as 0
+                    rows = np.setdiff1d(rows, faults[0])
+                if not len(rows):
+                    continue
                 if key not in self._meters:
                     self._meters[key] = self._meter(index, a)
                 part = {n: x[rows] if x.shape[:1] == a.shape[:1] else x for n, x in batch.items()}
@@ -202,6 +262,7 @@ class QualityMeter:
                 if index in self._probabilities and isinstance(meter, LogitsMeter):
                     pair = log_of(a[rows]), log_of(b[rows])
                 meter.add(*pair, part)
+        self._rows += texts
 
     def additive_loss(self) -> float:
         """A loss that nearly adds up over changes of different blocks; the mean over outputs."""
@@ -209,10 +270,18 @@ class QualityMeter:
 
     def results(self) -> list[Quality]:
         """The quality of each output, by file and by length; the one with most loss first."""
-        found = [
-            _quality(meter, self.outputs[index], file, lengths, self.split)
-            for (index, file, lengths), meter in self._meters.items()
-        ]
+        found: list[Quality] = []
+        for (index, file, lengths), (excluded, wrong) in self._bad.items():
+            if (meter := self._meters.get((index, file, lengths))) is None:
+                raise InvalidData(
+                    f"the original gives NaN for output {self.outputs[index]!r} in every row",
+                    "check the inputs, and the original model",
+                    code="quality.not_finite",
+                )
+            quality = _quality(meter, self.outputs[index], file, lengths, self.split)
+            same = tuple(self.outputs[i] for i, first in self._same.items() if first == index)
+            found.append(replace(quality, not_finite_rows=tuple(wrong),
+                                 excluded_rows=tuple(excluded), same_outputs=same))  # fmt: skip
         return sorted(found, key=lambda quality: -quality.loss)
 
     def _kinds(self, batch: Batch, rows: int) -> list[tuple[str, str, np.ndarray]]:
@@ -270,4 +339,5 @@ def _quality(meter: Meter, output: str, file: str, lengths: str, split: str) -> 
         file,
         split,
         meter.is_finite,
+        float(np.percentile(second.single, 5)) if second and scores.measure == "top1" else None,
     )

@@ -71,7 +71,15 @@ def analyze(
     names, legend = shorten_names([row.name for row in rows], width=out.width - 62)
     table = make_table(
         f"{model}: attention on {calib}",
-        ("", "name", "heads", ">most similar", ">rank (99 %)", ">least energy", ">kept (voting)"),
+        (
+            "",
+            "name",
+            "heads",
+            ">similar / uniform",
+            ">rank (99 %)",
+            ">least energy",
+            ">kept (voting)",
+        ),
     )
     for row, name in zip(rows, names, strict=True):
         table.add_row(
@@ -79,6 +87,7 @@ def analyze(
             name,
             f"{row.num_heads} x {row.head_size}",
             "-" if row.nearest is None else f"{row.nearest} ({row.similarity:.2f})",
+            f"{row.uniform:.2f}",
             "-" if row.rank is None else f"{row.rank} of {row.full_rank}",
             f"head {row.weakest_head} ({row.weakest_share:.1%})",
             str(row.kept),

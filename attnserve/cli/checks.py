@@ -18,6 +18,7 @@ from attnserve.cli.display import (
     out,
     print_json,
     print_line,
+    print_message,
     print_qualities,
     progress_bars,
     set_log_level,
@@ -59,7 +60,9 @@ def inspect(
         return
     blocks: list[dict[str, Any]] = content["attention"]
     if blocks:
-        _show_blocks(f"{model}: attention at batch {batch}, {seq} tokens", blocks)
+        _show_blocks(
+            f"{model}: attention at batch {report.batch}, {report.sequence} tokens", blocks
+        )
     for unmatched in content["missed"]:
         print_line(f"unmatched {unmatched['node']}: {unmatched['reason']}")
     total = content["macs"]["total"]
@@ -161,7 +164,7 @@ def verify(
         )
         for output in report.outputs:
             table.add_row(
-                output.name,
+                output.names,
                 f"{output.max_abs_error:.2e}",
                 f"{output.mean_abs_error:.2e}",
                 f"{output.relative_error:.4f}",
@@ -170,9 +173,19 @@ def verify(
             )
         out.print(table)
         print_qualities("quality", report)
-    if min_cosine is not None and report.mean_cosine < min_cosine:
-        from graph_passes.errors import CheckFailed
+    from graph_passes.errors import CheckFailed
 
+    warnings = report.warnings()
+    if any(output.not_finite_rows for output in report.outputs):
+        raise CheckFailed(
+            "; ".join(warnings),
+            "compare a model in a more exact precision (float16 overflows at 65,504)",
+            code="verify.not_finite",
+        )
+    if not quiet:
+        for warning in warnings:
+            print_message(f"warning: {warning}")
+    if min_cosine is not None and report.mean_cosine < min_cosine:
         raise CheckFailed(
             f"mean cosine {report.mean_cosine:.5f} on {report.data}, "
             f"expected at least {min_cosine}",

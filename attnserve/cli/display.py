@@ -75,9 +75,10 @@ def set_log_level(quiet: bool, verbose: bool) -> None:
 
 def print_qualities(title: str, fidelity: Fidelity) -> None:
     """One line for each quality, with the name of the output if there are several."""
-    several = len({quality.output for quality in fidelity.qualities}) > 1
+    outputs = {quality.outputs for quality in fidelity.qualities}
+    several = len(outputs) > 1 or any(quality.same_outputs for quality in fidelity.qualities)
     for quality in fidelity.qualities:
-        of = f" of {quality.output}" if several else ""
+        of = f" of {quality.outputs}" if several else ""
         print_line(f"{title}{of} ({fidelity.data}): {quality.describe()}")
 
 

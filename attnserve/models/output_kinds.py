@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import onnx_ir as ir
 
 from attnserve.models.masks import is_mask
+from graph_passes.analysis.constants import origin
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.errors import InvalidModel
 
@@ -20,6 +21,7 @@ __all__ = [
     "probability_outputs",
     "require_measurable",
     "resized_outputs",
+    "same_outputs",
     "vocabulary_size",
 ]
 
@@ -53,6 +55,17 @@ def resized_outputs(model: ir.Model) -> set[int]:
 
 _RESIZED: WeakKeyDictionary[ir.Model, set[int]] = WeakKeyDictionary()
 """The results of ``resized_outputs``."""
+
+
+def same_outputs(model: ir.Model) -> dict[int, int]:
+    """By the index of an output that is the same value as an earlier one, the index of that."""
+    first: dict[ir.Value, int] = {}
+    found: dict[int, int] = {}
+    for index, value in enumerate(model.graph.outputs):
+        place = first.setdefault(origin(value), index)
+        if place != index:
+            found[index] = place
+    return found
 
 
 def counts_tokens(model: ir.Model, output: ir.Value) -> bool:

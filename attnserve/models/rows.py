@@ -7,21 +7,30 @@ from itertools import cycle, islice
 from typing import Any, TypeVar
 
 import numpy as np
+import onnx_ir as ir
 
 from attnserve.models.masks import text_mask
+from graph_passes.analysis.shapes import named_axes
 from graph_passes.errors import InvalidData
 
 T = TypeVar("T")
 
 __all__ = [
     "check_rows",
+    "counted_shape",
     "filled",
     "fixed_axes",
     "join_rows",
     "join_values",
     "row_content",
+    "row_count",
     "split_rows",
 ]
+
+
+def row_count(batch: Mapping[str, np.ndarray]) -> int:
+    """The number of rows (texts) of a batch."""
+    return max((len(array) for array in batch.values() if array.ndim), default=1)
 
 
 def split_rows(batch: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]] | None:
@@ -63,6 +72,31 @@ def fixed_axes(shapes: Iterable[Iterable[Any]]) -> tuple[int | None, int | None]
         for sizes in (rows, tokens)
     )
     return first, second
+
+
+def counted_shape(model: ir.Model, batch: int, sequence: int) -> tuple[int, int]:
+    """The (batch, sequence) that costs are counted at: a fixed size is that of the model.
+
+    A size is fixed if no input has a free axis there. Tokens are axis 1 of ids and of hidden states
+    (B, T, D).
+    """
+    inputs = [v for v in model.graph.inputs if v.shape is not None and v.name not in
+              model.graph.initializers]  # fmt: skip
+    free = {min(position, 1) for position in named_axes(model.graph).values()}
+    rows, _ = fixed_axes(value.shape for value in inputs if value.shape)
+    lengths = (
+        value.shape[1]
+        for value in inputs
+        if value.shape and (len(value.shape) == 3 or (len(value.shape) == 2 and _is_whole(value)))
+    )
+    tokens = next((length for length in lengths if isinstance(length, int)), None)
+    return (rows or batch) if 0 not in free else batch, (
+        tokens or sequence
+    ) if 1 not in free else sequence
+
+
+def _is_whole(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_integer()
 
 
 def join_rows(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -67,10 +67,16 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class ApplyReport:
-    """The steps of an applied plan, and whether all of them are exact."""
+    """The steps of an applied plan.
+
+    Attributes:
+        is_exact: Whether all steps are exact.
+        shared: Rewritten blocks that were not refitted, because other blocks share their weights.
+    """
 
     steps: tuple[Step, ...]
     is_exact: bool
+    shared: tuple[str, ...] = ()
 
 
 def apply_plan(
@@ -131,6 +137,8 @@ class _Application:
     """Blocks whose outputs differ from the original's."""
     is_measured: bool = True
     """Whether the changed blocks were measured, and refitted, since the last of them changed."""
+    shared: set[str] = field(default_factory=set[str])
+    """Blocks that were not refitted, because other blocks share their weights."""
     uncertified: set[str] = field(default_factory=set[str])
     """Rewritten attention blocks that were not certified since."""
 
@@ -157,7 +165,7 @@ class _Application:
             )
             for index, step in enumerate(self.steps)
         )
-        return ApplyReport(steps, is_exact=not self.changed)
+        return ApplyReport(steps, is_exact=not self.changed, shared=tuple(sorted(self.shared)))
 
     def _with_factors(self, rewrite: Collaborate) -> Collaborate:
         """Factor queries and keys, weighted by the tokens of the model as rewritten so far."""
@@ -227,6 +235,7 @@ class _Application:
         for index, step in enumerate(self.steps):
             if step.block in refits:
                 self.errors.setdefault(index, refits[step.block].relative_error_before)
+        self.shared = {n for n, result in refits.items() if self.fit and result.is_shared}
         for name, result in refits.items():
             if result.ridge is not None:
                 self.fitted_errors[latest[name]] = result.relative_error

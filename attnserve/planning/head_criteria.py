@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.elimination import elimination_order
@@ -14,6 +16,7 @@ from attnserve.choices import Importance
 from attnserve.context import RunContext
 from attnserve.planning.head_files import Masks
 from attnserve.planning.head_selection import masks_by_loss, masks_by_score
+from attnserve.planning.shared_weights import sharing_groups
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
@@ -31,7 +34,8 @@ class PruningInput:
     """What a criterion is given.
 
     Attributes:
-        blocks: The layers of ``model`` whose heads may be removed.
+        blocks: The layers of ``model`` whose heads may be removed. Those that share weights have
+            the same number of heads.
         batches: Calibration data.
         share: The share of all heads to remove.
     """
@@ -42,6 +46,20 @@ class PruningInput:
     share: float
     context: RunContext
 
+    @cached_property
+    def groups(self) -> list[list[AttentionBlock]]:
+        """The layers that share weights: they lose the same heads, and count once."""
+        return sharing_groups(self.blocks)
+
+    def of_groups(self, masks: Masks) -> Masks:
+        """The masks of all layers, given those of the first layer of each group."""
+        return {
+            block.name: masks[group[0].name]
+            for group in self.groups
+            if group[0].name in masks
+            for block in group
+        }
+
 
 def by_energy(given: PruningInput) -> Masks:
     """Remove heads whose output the other heads reproduce best."""
@@ -50,13 +68,28 @@ def by_energy(given: PruningInput) -> Masks:
     effects = leave_one_out_total(
         given.model, given.blocks, given.batches, most_rows=WEIGHING_ROWS, context=given.context
     )
-    return masks_by_loss(orders, given.share, effects)
+    for group in given.groups:
+        if len(group) == 1:
+            continue
+        names = [block.name for block in group]
+        added = np.zeros(group[0].num_heads)
+        for name in names:
+            order, losses = orders.pop(name)
+            added[order] += effects.pop(name) * np.diff(losses)
+        order = np.argsort(added, kind="stable")
+        orders[names[0]] = order.tolist(), np.append(0.0, np.cumsum(added[order]))
+        effects[names[0]] = 1.0
+    return given.of_groups(masks_by_loss(orders, given.share, effects))
 
 
 def by_leave_one_out(given: PruningInput) -> Masks:
     """Remove heads without which the model's output changes least."""
     scores = leave_one_out(given.model, given.blocks, given.batches, context=given.context)
-    return masks_by_score(scores, given.share)
+    summed = {
+        group[0].name: np.sum([scores[block.name] for block in group], axis=0)
+        for group in given.groups
+    }
+    return given.of_groups(masks_by_score(summed, given.share))
 
 
 def by_voting(given: PruningInput) -> Masks:
@@ -71,7 +104,19 @@ def by_voting(given: PruningInput) -> Masks:
     ]
     groups = {b.name: max(1, b.num_heads - round(given.share * b.num_heads)) for b in plain}
     votes = voting_to_stay(decomposed, plain, given.batches, groups=groups, context=given.context)
-    return {name: [int(x) for x in vote.mask] for name, vote in votes.items()}
+    masks: Masks = {}
+    for group in given.groups:
+        found = [votes[block.name] for block in group if block.name in votes]
+        if len(found) < len(group):
+            continue  # a layer of the group cannot be observed
+        first, mask = group[0].name, [int(x) for x in found[0].mask]
+        if len(found) > 1:
+            total = np.sum([vote.votes for vote in found], axis=0)
+            mask = [0] * len(mask)
+            for head in np.argsort(-total, kind="stable")[: groups[first]].tolist():
+                mask[head] = 1
+        masks[first] = mask
+    return given.of_groups(masks)
 
 
 CRITERIA: Mapping[Importance, Callable[[PruningInput], Masks]] = {

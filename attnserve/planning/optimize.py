@@ -39,6 +39,7 @@ from attnserve.models.checksums import source_entry
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
+from attnserve.models.rows import counted_shape
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan
 from attnserve.planning.block_precision import (
@@ -320,8 +321,10 @@ def optimize(
         for path in as_paths(also_prove)
     ]
     wanted = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
-    length = middle_length(wanted)
-    shape = (batch, length)
+    shape = counted_shape(original, batch, middle_length(wanted))
+    length = shape[1]
+    if length != middle_length(wanted):
+        wanted = length  # that of the model
     before = model_cost(original)
     before_cost = _cost(before, original, shape)
     new_meter = partial(QualityMeter, original, artifact, measure=measure)
@@ -387,24 +390,29 @@ def optimize(
         also.append(compared(other.fit, name, meter=new_meter(data=other)))
     after = model_cost(rewritten.model)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
+    after_cost = replace(_cost(after, rewritten.model, shape), bytes=parameter_bytes(converted))
     optimized = OptimizeReport(
         output=target,
         before=before_cost,
-        after=replace(_cost(after, rewritten.model, shape), bytes=parameter_bytes(converted)),
+        after=after_cost,
         steps=rewritten.applied.steps,
         fidelity=fidelity,
         break_even_sequence=even,
-        batch=batch,
+        batch=shape[0],
         sequence=length,
         warnings=(
             *rewritten.warnings,
             *((rewritten.found.verdict,) if rewritten.found and not rewritten.found.gain else ()),
             *_training_warnings(rewritten.found),
             *([precisions] if precisions else []),
+            *_shared_warnings(rewritten.applied),
+            *_size_warnings(before_cost, after_cost),
             *_cost_warnings(even, length, artifact.max_length),
             *_data_warnings(rewritten, report, data, length_bounds(wanted)[1]),
             *_cache_warnings(report.blocks, rewritten.applied.steps),
             *_fidelity_warnings(fidelity, rewritten.plan),
+            *fidelity.warnings(),
+            *(warning for each in also for warning in each.warnings()),
             *((GPU_ONLY,) if rewritten.plan.precision == "bfloat16" else ()),
         ),
         plan=rewritten.plan,
@@ -569,6 +577,27 @@ def _cost(cost: Cost, graph: ir.Model, shape: tuple[int, int]) -> ModelCost:
 def _training_warnings(found: PlanReport | None) -> list[str]:
     recovered = None if found is None else found.recovered
     return [] if recovered is None or recovered.gain else [recovered.verdict]
+
+
+def _shared_warnings(applied: ApplyReport) -> list[str]:
+    """A warning about blocks whose last weights stay shared, and are not refitted."""
+    if not applied.shared:
+        return []
+    names = ", ".join(applied.shared)
+    return [f"{names}: not refitted, because layers that are not rewritten share the weights"]
+
+
+def _size_warnings(before: ModelCost, after: ModelCost) -> list[str]:
+    """Warnings about a model that is larger than the original."""
+    grown = [
+        f"{name} grew from {old:,} to {new:,}"
+        for name, old, new in (
+            ("parameters", before.parameters, after.parameters),
+            ("bytes of weights", before.bytes, after.bytes),
+        )
+        if new > old
+    ]
+    return [f"this model is larger than the original: {', '.join(grown)}"] if grown else []
 
 
 def _cost_warnings(even: int | None, sequence: int, longest: int | None) -> list[str]:

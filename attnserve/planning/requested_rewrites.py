@@ -39,6 +39,7 @@ from attnserve.planning.requested_sharing import SharingChooser, SharingForm, re
 from attnserve.planning.search.block_loss import loss_curves
 from attnserve.planning.search.candidates import group_blocks
 from attnserve.planning.search.limits import MULTIPLE
+from attnserve.planning.shared_weights import sharing_groups
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
@@ -304,6 +305,7 @@ class _PlanBuilder:
                 self._leave(block, refusal)
             else:
                 blocks.append(block)
+        blocks = self._with_all_sharing(blocks)
         masks = {}
         if blocks:
             given = PruningInput(self.model, blocks, batches, request.prune, self.context)
@@ -313,6 +315,29 @@ class _PlanBuilder:
             heads = sum(block.num_heads for block in blocks)
             self.warnings.append(f"prune {request.prune} of {heads} heads is none")
         return masks
+
+    def _with_all_sharing(self, blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
+        """Leave blocks whose weights a layer shares that cannot lose the same heads."""
+        able = {block.name for block in blocks}
+        complete: set[str] = set()
+        for group in sharing_groups(self.blocks):
+            chosen = [block for block in group if block.name in able]
+            counts = {block.num_heads for block in group}
+            others = [block.name for block in group if block.name not in able]
+            if not others and len(counts) == 1:
+                complete |= {block.name for block in group}
+                continue
+            for block in chosen:
+                why = (
+                    f"{others[0]}, which keeps its heads"
+                    if others
+                    else f"layers of {', '.join(map(str, sorted(counts)))} heads"
+                )
+                refusal = Refusal("shared_weights", f"it shares weights with {why}")
+                if self.request.layers is not None:
+                    raise refused(block.name, refusal, "name all layers that share weights")
+                self._leave(block, refusal)
+        return [block for block in blocks if block.name in complete]
 
     def _explicit_masks(self, source: StrPath | Mapping[str, Any]) -> Masks:
         masks = read_masks(source, self.blocks)

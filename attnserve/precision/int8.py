@@ -587,7 +587,10 @@ def large_tables(model: ir.Model) -> list[ir.Node]:
 
 
 def _is_table(node: ir.Node, least: float) -> bool:
-    """Whether a Gather reads a table of at least this many bytes, which no product reads."""
+    """Whether a Gather reads a table of at least this many bytes, which no product reads.
+
+    A table with infinities, of biases, has no scale.
+    """
     if (node.domain, node.op_type) != ("", "Gather"):
         return False
     value = node.inputs[0]
@@ -599,4 +602,5 @@ def _is_table(node: ir.Node, least: float) -> bool:
         is_matrix
         and tensor.nbytes >= least
         and all(user.op_type == "Gather" for user, _ in value.uses())
+        and bool(np.isfinite(tensor.numpy()).all())
     )

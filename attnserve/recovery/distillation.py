@@ -71,11 +71,10 @@ def rotary_constants(model: ir.Model) -> set[str]:
     """The names of initializers that hold rotary angles, which are not trained."""
     found: set[str] = set()
     pending = [
-        turn.factor.value
+        factor.value
         for block in _blocks(model)
         for part in (block.q, block.k)
-        for turn in part.rotary_terms
-        if turn.factor is not None
+        for factor in part.factors
     ]
     seen: set[ir.Value] = set()
     while pending:

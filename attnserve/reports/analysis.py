@@ -108,6 +108,8 @@ class LayerSummary:
     Attributes:
         nearest: Index of the most similar earlier layer; None for the first.
         similarity: Mean similarity of this layer's heads to their best matches there (eq. 3).
+        uniform: Mean similarity of this layer's heads to uniform attention, which a layer that is
+            worth reusing must exceed.
         rank, full_rank: Directions that hold 99 % of W_Q and of W_K (the larger), and the maximum;
             weighted by the data if possible. The rank of the product W_Q W_K^T would be too
             optimistic: shared dimensions must serve every head, and heads cancel in the sum.
@@ -121,6 +123,7 @@ class LayerSummary:
     head_size: int
     nearest: int | None
     similarity: float | None
+    uniform: float
     rank: int | None
     full_rank: int | None
     weakest_head: int
@@ -180,6 +183,7 @@ class Analysis:
             head_size=layer.head_size,
             nearest=None if match is None else self.layers[match[0]].index,
             similarity=None if match is None else match[1],
+            uniform=float(self.similarity.baseline()[row]),
             rank=max((side.rank(SHARES[1]) for side in sides), default=None),
             full_rank=max((len(side.layer) for side in sides), default=None),
             weakest_head=weakest,
@@ -202,6 +206,7 @@ class Analysis:
                 "heads": list(self.similarity.heads),
                 "queries": self.similarity.queries,
                 "best": _numbers(self.similarity.best()),
+                "uniform": _numbers(self.similarity.baseline()),
                 "sequential": {name: _numbers(ranks) for name, ranks in sequential.items()},
                 "matrix": _numbers(self.similarity.matrix, 4),
             },

@@ -34,6 +34,10 @@ SIMILAR = 0.7
 """Minimum similarity of two layers for which reuse is suggested. With it, one middle layer of
 all-MiniLM-L6-v2 reused another layer's attention and kept 99.8 % of its score or more."""
 
+MARGIN = 0.05
+"""How much the similarity must exceed that to uniform attention. Two heads that differ from uniform
+attention independently are less alike than each of them is to it."""
+
 ROUND_TO = 8
 """Suggested shared dimensions are multiples of this, for efficient kernels."""
 
@@ -192,15 +196,26 @@ def _similarity_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
     pairs = [(row, *m) for row in range(len(analysis.layers)) if (m := analysis.earlier(row))]
     if not pairs:
         return
+    uniform = analysis.similarity.baseline()
     row, source, similarity = max(pairs, key=lambda pair: pair[2])
     layer, other = analysis.layers[row].index, analysis.layers[source].index
-    text = f"Layers {other} and {layer} have the most similar attention ({similarity:.2f} of 1)."
-    if similarity < SIMILAR:
+    text = (
+        f"Layers {other} and {layer} have the most similar attention ({similarity:.2f} of 1; "
+        f"uniform attention: {uniform[row]:.2f})."
+    )
+    similar = [pair for pair in pairs if pair[2] >= SIMILAR]
+    found = [pair for pair in similar if pair[2] >= uniform[pair[0]] + MARGIN]
+    if similar and not found:
+        yield Finding(
+            f"{text} Attention is nearly uniform, as in a model that is not trained: the similarity"
+            " is no reason to reuse another layer's attention."
+        )
+        return
+    if not found:
         yield Finding(f"{text} No layer is similar enough to reuse another layer's attention.")
         return
-    count = sum(pair[2] >= SIMILAR for pair in pairs)
-    if count > 1:
-        text += f" {count} of {len(pairs)} layers are similar to an earlier layer."
+    if len(found) > 1:
+        text += f" {len(found)} of {len(pairs)} layers are similar to an earlier layer."
     yield Finding(
         f"{text} A similar layer can reuse the attention probabilities of the earlier one.",
         {"output": str(output / "reuse.onnx"), "reuse": "auto"},

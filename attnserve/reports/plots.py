@@ -124,6 +124,11 @@ def sequential_similarity(analysis: Analysis) -> Figure | None:
     for row, layer in enumerate(rows):
         table[row, : len(ranks[layer.name])] = ranks[layer.name]
 
+    baseline = dict(
+        zip(analysis.similarity.layers, analysis.similarity.baseline().tolist(), strict=True)
+    )
+    uniform = [baseline[layer.name] for layer in rows]
+
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         x = np.arange(len(rows))
@@ -132,16 +137,20 @@ def sequential_similarity(analysis: Analysis) -> Figure | None:
         named = (("most similar head", np.nanmax, FIRST), ("median", np.nanmedian, SECOND))
         for label, of, color in (*named, ("least similar head", np.nanmin, THIRD)):
             axes.plot(x, of(table, axis=1), "-o", color=color, markersize=4.5, label=label)
+        if analysis.similarity.uniform is not None:
+            axes.plot(x, uniform, "--", color="0.4", linewidth=1.2, label="uniform attention")
         axes.set_xticks(x, [str(layer.index) for layer in rows])
         axes.set(xlabel="layer", ylabel="similarity to the previous layer", ylim=(0, 1.02))
         axes.grid(axis="y")
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
 
     return Figure(
         "similarity",
         "Similarity to the previous layer",
         "For each layer, the similarity of its heads to their best matches in the previous layer, "
-        "sorted, with one thin line per rank. Heads on high lines repeat the previous layer.",
+        "sorted, with one thin line per rank. Heads on high lines repeat the previous layer. The "
+        "dashed line is the mean similarity to uniform attention: heads of an untrained model are "
+        "nearly uniform, and so all alike. Only lines above it speak for reuse.",
         svg(draw, (6.8, 3.6)),
         680,
     )

@@ -24,6 +24,7 @@ __all__ = [
     "is_constant",
     "is_dequantized",
     "origin",
+    "readers",
 ]
 
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
@@ -44,6 +45,16 @@ def origin(value: ir.Value) -> ir.Value:
     while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0]:
         value = node.inputs[0]
     return value
+
+
+def readers(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """The inputs of nodes that combine a constant, or one computed from it, with activations."""
+    for node, index in value.uses():
+        if all(map(is_constant, node.outputs)):
+            for output in node.outputs:
+                yield from readers(output)
+        else:
+            yield node, index
 
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:

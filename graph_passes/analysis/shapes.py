@@ -256,7 +256,9 @@ def drop_length_dependent(info: ShapeInfo, others: ShapeInfo) -> ShapeInfo:
 
     def kept(value: ir.Value, tensor: TensorInfo) -> TensorInfo:
         mine, theirs = tensor.constant, others.constant(value)
-        if mine is None or theirs is None or not tensor.dtype.is_floating_point() or mine.size > 1:
+        if mine is None or theirs is None or not tensor.dtype.is_floating_point():
+            return tensor
+        if mine.shape != theirs.shape:  # of masks and positions
             return tensor
         same = np.array_equal(mine, theirs, equal_nan=True)
         return tensor if same else TensorInfo(tensor.dtype, tensor.shape)

@@ -101,6 +101,8 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
         if base.shape[1] != length or not (rows_of == rows_of[:, :1]).all():
             raise _UnsupportedError("its q/k norm covers all heads together")
         group = rows_of[:, 0]
+        if part.norm.rotary_terms:
+            _terms(part.before_norm(), group)
         base = np.sort(base, axis=1) if part.rotary_terms else base
         if not part.rotary_terms and not (np.diff(base, axis=1) == 1).all():
             raise _UnsupportedError("the elements of its q/k norm are reordered")
@@ -156,29 +158,18 @@ def emit_heads(
     """
     chosen = np.arange(part.num_heads) if heads is None else np.asarray(heads)
     terms = _terms(part, chosen)
-    dtype, columns = part.dtype, terms.base
-    count, size = columns.shape
+    dtype, (count, size) = part.dtype, terms.base.shape
     plain = (
         len(terms.rotary_terms) == 1
         and terms.rotary_terms[0][0].factor is None
         and part.norm is None
     )
-    gain, bias = np.full(columns.shape, scale), np.zeros(0)
-    if part.norm is not None:
+    if part.norm is not None and part.norm.rotary_terms:
         assert terms.group is not None
-        columns = part.norm.columns[terms.group]
-        gain = part.norm.gain[terms.group] * part.norm.scale
-        bias = part.norm.offset[terms.group] * part.norm.scale
-    elif plain:
-        turn = terms.rotary_terms[0][0]
-        gain, bias = scale * turn.gain, scale * turn.offset
-    value = emit_columns(make, part, columns.reshape(-1), gain.reshape(-1))
-    if np.any(bias):
-        value = make.op("Add", [value, make.constant(bias.reshape(-1), "bias", dtype)], "biased")
-    value = make.op("Reshape", [value, make.integers([0, 0, count, size], "shape")], "heads")
-    value = make.op("Transpose", [value], "heads_apart", perm=SPLIT_ORDER[part.sequence_first])
-    if part.norm is not None:
+        value = emit_heads(make.part("turned"), part.before_norm(), part.norm.scale, terms.group)
         value = _apply_norm(make, value, part.norm, size, dtype)
+    else:
+        value = _emit_product(make, part, terms, scale, is_plain=plain)
     if not plain:
         value = _apply_rotary_terms(
             make, value, terms, scale, chosen, dtype, is_scaled=part.norm is None
@@ -222,32 +213,73 @@ def emit_columns(
     return value
 
 
+def _emit_product(
+    make: Inserter, part: Projection, terms: _Terms, scale: float, *, is_plain: bool
+) -> ir.Value:
+    """Emit the distinct heads (B, G, T, K) of the product, normalized if there is a norm.
+
+    Args:
+        scale: Of the heads; not applied if they are normalized.
+        is_plain: Whether the bias belongs to the product, since no term has a factor.
+    """
+    dtype, columns, (count, size) = part.dtype, terms.base, terms.base.shape
+    gain, bias = np.full(columns.shape, scale), np.zeros(0)
+    if part.norm is not None:
+        assert terms.group is not None
+        columns = part.norm.columns[terms.group]
+        gain = part.norm.gain[terms.group] * part.norm.scale
+        bias = part.norm.offset[terms.group] * part.norm.scale
+    elif is_plain:
+        turn = terms.rotary_terms[0][0]
+        gain, bias = scale * turn.gain, scale * turn.offset
+    value = emit_columns(make, part, columns.reshape(-1), gain.reshape(-1))
+    if np.any(bias):
+        value = make.op("Add", [value, make.constant(bias.reshape(-1), "bias", dtype)], "biased")
+    value = make.op("Reshape", [value, make.integers([0, 0, count, size], "shape")], "heads")
+    value = make.op("Transpose", [value], "heads_apart", perm=SPLIT_ORDER[part.sequence_first])
+    return value if part.norm is None else _apply_norm(make, value, part.norm, size, dtype)
+
+
 def _apply_norm(
     make: Inserter, value: ir.Value, norm: Norm, size: int, dtype: ir.DataType
 ) -> ir.Value:
-    """Emit u / sqrt(mean(u^2) + epsilon), in float32 at least: squares overflow in float16.
+    """Emit u / size(u), in float32 at least: squares overflow in float16.
 
-    A centered norm uses LayerNormalization.
+    A LayerNormalization of the graph stays one.
     """
     half = dtype.itemsize < 4
     single = ir.DataType.FLOAT if half else dtype
     if half:
         value = make.op("Cast", [value], "single", to=single.value)
-    if norm.centered:
+    if norm.node.op_type == "LayerNormalization":
         ones = make.constant(np.ones(size), "ones", single)
         value = make.op("LayerNormalization", [value, ones], "normed", epsilon=norm.epsilon)
     else:
+        if norm.centered:
+            center = _mean(make, value, size, "center", single)
+            value = make.op("Sub", [value, center], "centered")
         squared = make.op("Mul", [value, value], "squared")
-        if make.graph.opset_imports.get("", 0) >= REDUCES_BY_INPUT:
-            squares = make.op("ReduceMean", [squared, make.integers([-1], "last")], "mean_square")
-        else:
-            mean = make.constant(np.full((size, 1), 1 / size), "mean", single)
-            squares = make.op("MatMul", [squared, mean], "mean_square")
-        safe = make.op("Add", [squares, make.constant(norm.epsilon, "epsilon", single)], "safe")
-        value = make.op("Div", [value, make.op("Sqrt", [safe], "root")], "normed")
+        root = _mean(make, squared, size, "mean_square", single)
+        if norm.epsilon:
+            epsilon = make.constant(norm.epsilon, "epsilon", single)
+            root = make.op("Add", [root, epsilon], "safe")
+        root = make.op("Sqrt", [root], "root")
+        if norm.least:
+            root = make.op("Max", [root, make.constant(norm.least, "least", single)], "at_least")
+        if norm.added:
+            root = make.op("Add", [root, make.constant(norm.added, "added", single)], "size")
+        value = make.op("Div", [value, root], "normed")
     if half:
         value = make.op("Cast", [value], "half", to=dtype.value)
     return value
+
+
+def _mean(make: Inserter, value: ir.Value, size: int, name: str, dtype: ir.DataType) -> ir.Value:
+    """Emit the mean over the last axis, which stays with length 1."""
+    if make.graph.opset_imports.get("", 0) >= REDUCES_BY_INPUT:
+        return make.op("ReduceMean", [value, make.integers([-1], "last")], name)
+    mean = make.constant(np.full((size, 1), 1 / size), "mean", dtype)
+    return make.op("MatMul", [value, mean], name)
 
 
 def _apply_rotary_terms(

@@ -6,8 +6,8 @@ A ``LinearTrace`` represents a value by element maps. The functions here are ari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = [
     "MatchFailure",
     "PositionFactor",
     "TermByHead",
+    "TracedNorm",
     "add_traces",
     "concat_traces",
     "describe",
@@ -113,6 +114,21 @@ def _picked(array: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
+class TracedNorm:
+    """A q/k norm, and the terms that it normalizes if rotary embeddings precede it.
+
+    Attributes:
+        terms: By group (G, L) instead of by head, with factor indices (N, G, L) of the N tokens:
+            the numbers of sequences and of their tokens are known once the heads are split.
+    """
+
+    norm: Norm
+    terms: Mapping[PositionFactor | None, TermByHead] = field(
+        default_factory=dict[PositionFactor | None, "TermByHead"]
+    )
+
+
+@dataclass(frozen=True, eq=False)
 class LinearTrace:
     """A value as scale * sum over factors f of f[factor_index] * (gain * product[column] + offset).
 
@@ -124,7 +140,7 @@ class LinearTrace:
     scale: float
     terms: dict[PositionFactor | None, ElementMap]
     nodes: tuple[ir.Node, ...]
-    norm: Norm | None = None
+    norm: TracedNorm | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,14 +211,14 @@ def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> Lin
 
 def _common(
     pieces: Sequence[LinearTrace], failure: MatchFailure
-) -> tuple[Linear | None, Norm | None]:
+) -> tuple[Linear | None, TracedNorm | None]:
     """The product and norm that all traces except caches share.
 
     Raises:
         MatchFailure: They share none; the given one.
     """
     made = [piece for piece in pieces if piece.source is not None]
-    if len({(p.source.node, p.norm and p.norm.node) for p in made if p.source}) > 1:
+    if len({(p.source.node, p.norm and p.norm.norm.node) for p in made if p.source}) > 1:
         raise failure
     return (made[0].source, made[0].norm) if made else (None, None)
 

@@ -424,7 +424,7 @@ def _position(
     q: Projection, k: Projection, steps: Sequence[LogitStep], reader: LayoutReader
 ) -> Literal["none", "bias", "rope"]:
     """The position encoding: rotary, an additive bias that differs between heads, or none."""
-    if q.rotary_terms or k.rotary_terms:
+    if q.factors or k.factors:
         return "rope"
     biases = (step.value for step in steps if isinstance(step, PositionBias))
     return "bias" if any(_by_head(value, reader) for value in biases) else "none"

@@ -21,6 +21,7 @@ from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     BroadcastLayout,
     Linear,
+    Norm,
     OutputProjection,
     Projection,
     QuantizedProduct,
@@ -31,6 +32,7 @@ from graph_passes.matching.element_map import (
     MatchFailure,
     PositionFactor,
     TermByHead,
+    TracedNorm,
     UnsupportedNode,
     add_traces,
     concat_traces,
@@ -163,10 +165,27 @@ class LayoutReader:
             sequence_first=sequence_first,
             layout=layout,
             rotary_terms=() if set(terms) == {None} else rotary_terms_of(terms, self.info, role),
-            norm=trace.norm,
+            norm=self._norm(
+                trace.norm, count // length, sequence_first=first.sequence_first, role=role
+            ),
             past=past,
             axes=tuple(axes),
         )
+
+    def _norm(
+        self, traced: TracedNorm | None, batch: int, *, sequence_first: bool, role: str
+    ) -> Norm | None:
+        """The norm of a trace, whose tokens are ``batch`` sequences."""
+        if traced is None or not traced.terms:
+            return None if traced is None else traced.norm
+        terms: dict[PositionFactor | None, TermByHead] = {}
+        for factor, term in traced.terms.items():
+            index = term.factor_index  # N G L
+            axes = (1, 2, 0, 3) if sequence_first else (0, 2, 1, 3)
+            lead = (-1, batch) if sequence_first else (batch, -1)
+            by_group = index.reshape(*lead, *index.shape[1:]).transpose(axes)  # B G T L
+            terms[factor] = term._replace(factor_index=by_group)
+        return replace(traced.norm, rotary_terms=rotary_terms_of(terms, self.info, role))
 
     def match_output_projection(
         self, context: ir.Value, labels: np.ndarray, order: tuple[int, int, int, int]
@@ -445,11 +464,8 @@ class LayoutReader:
         return np.arange(math.prod(shape)).reshape(shape)
 
     def _constant_operand(self, value: ir.Value) -> np.ndarray | None:
-        """The elements of a weight or computed scalar; computed arrays are position factors."""
-        if is_constant(value):
-            return constant_array(value)
-        constant = self.info.constant(value)
-        return constant if constant is not None and constant.size == 1 else None
+        """The elements of a weight, or of a small value that is computed from weights."""
+        return constant_array(value) if is_constant(value) else self.info.constant(value)
 
     def _with_constant(
         self, node: ir.Node, inner: LinearTrace, constant: np.ndarray, left: bool, role: str

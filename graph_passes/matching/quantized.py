@@ -101,7 +101,6 @@ def _weight(node: ir.Node) -> ir.Value | None:
     return weight if node.op_type not in OF_FLOATS or is_dequantized(weight) else None
 
 
-
 def _product(value: ir.Value, info: ShapeInfo, reach: int) -> ir.Node | None:
     """The product that ``value`` is the output of, up to scales, zero points and a bias."""
     node = value.producer()

@@ -465,8 +465,13 @@ def _laid_out(make: Inserter, logits: ir.Value, block: AttentionBlock) -> ir.Val
         back = [int(axis) for axis in np.argsort(axes)]
         in_order = axes == (0, 1, 2, 3)
         return logits if in_order else make.op("Transpose", [logits], "laid_out", perm=back)
-    parts = [make.integers([-1], "rows"), make.lengths(logits, 2, 4)]  # B*H S T
-    return make.op("Reshape", [logits, make.op("Concat", parts, "rows_of", axis=0)], "folded")
+    return _folded(make, logits)
+
+
+def _folded(make: Inserter, value: ir.Value) -> ir.Value:
+    """Emit (B, H, S, T) as (B*H, S, T)."""
+    parts = [make.integers([-1], "rows"), make.lengths(value, 2, 4)]
+    return make.op("Reshape", [value, make.op("Concat", parts, "rows_of", axis=0)], "folded")
 
 
 def _unpack_values(block: AttentionBlock) -> None:
@@ -476,17 +481,17 @@ def _unpack_values(block: AttentionBlock) -> None:
     """
     v = block.v
     packed = not {*v.nodes}.isdisjoint((*block.q.nodes, *block.k.nodes))
-    if not packed or not v.by_sequence or v.output is None or v.layout != "B H T K":
+    if not packed or not v.by_sequence or v.output is None:
         return
-    if len(v.axes) != 4:
-        return
-    if v.past is None:
+    if v.past is None and v.layout != "B T H*K":
         # Before the first that may read them: Shape nodes come before the scores.
         make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
         values = emit_heads(make, v, v.scale)
+        if v.layout == "B*H T K":
+            values = _folded(make, values)
         if (back := [int(axis) for axis in np.argsort(v.axes)]) != [0, 1, 2, 3]:
             values = make.op("Transpose", [values], "laid_out", perm=back)
         replace_uses(v.output, values)
-    elif (cache := cache_of(v)) is not None and has_separate_heads(v):
+    elif v.layout == "B H T K" and (cache := cache_of(v)) is not None and has_separate_heads(v):
         make = Inserter(block.graph, cache.join, f"{block.name}/value")
         cache.join.replace_input_with(1, emit_heads(make, v, 1.0))

@@ -16,8 +16,8 @@ from graph_passes.analysis.constants import (
     constant_shape,
     constant_tensor,
     constant_type,
-    is_constant,
     origin,
+    readers,
 )
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
@@ -215,7 +215,7 @@ def _read_elsewhere(block: FeedForwardBlock, cuts: _Cuts) -> ir.Node | None:
             tensor = constant_tensor(value)
             if tensor is None or tensor.size <= 1 or not tensor.dtype.is_floating_point():
                 continue
-            for node, index in _readers(value):
+            for node, index in readers(value):
                 own = {kept.tobytes() for kept in cuts.get((node, index), {}).values()}
                 if own != masks:
                     return node
@@ -229,16 +229,6 @@ def _behind(value: ir.Value) -> Iterator[ir.Value]:
     for operand in () if node is None else node.inputs:
         if operand is not None:
             yield from _behind(operand)
-
-
-def _readers(value: ir.Value) -> Iterator[_Place]:
-    """The inputs of nodes that combine a constant, or one computed from it, with activations."""
-    for node, index in value.uses():
-        if all(map(is_constant, node.outputs)):
-            for output in node.outputs:
-                yield from _readers(output)
-        else:
-            yield node, index
 
 
 def _aliases(root: ir.Value) -> list[ir.Value]:

@@ -3,36 +3,86 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from attnserve.checks.compare import verify
-from attnserve.choices import Mixing
+from attnserve.choices import Importance, Mixing
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
+from graph_passes.errors import CannotRewrite
 from tests.graph_passes.graphs import PARTS, D, H, K, graph
 
 LAYERS = 3
 
 
-@pytest.fixture
-def albert(tmp_path: Path) -> Path:
+FOLDED = {
+    "q": """
+        packed = MatMul(x, Wqkv)
+        biased = Add(packed, bqkv)
+        q0, k0, v0 = Split <axis = -1> (biased, thirds)
+        q1 = Reshape(q0, heads)  q2 = Transpose <perm = [0, 2, 1, 3]> (q1)
+        q = Reshape(q2, rows)""",
+    "k": """
+        k1 = Reshape(k0, heads)  k2 = Transpose <perm = [0, 2, 3, 1]> (k1)
+        length = Shape <start = 1, end = 2> (x)  columns = Concat <axis = 0> (minus_1, four, length)
+        kT = Reshape(k2, columns)""",
+    "v": """
+        v1 = Reshape(v0, heads)  v2 = Transpose <perm = [0, 2, 1, 3]> (v1)
+        v = Reshape(v2, rows)""",
+    "scores": PARTS["scores"],
+    "mask": "",
+    "softmax": """
+        p = Softmax <axis = -1> (s)""",
+    "context": """
+        c0 = MatMul(p, v)  unfolded = Concat <axis = 0> (minus_1, three, length, four)
+        c1 = Reshape(c0, unfolded)  c2 = Transpose <perm = [0, 2, 1, 3]> (c1)
+        c = Reshape(c2, merge)""",
+    "output": """
+        o = MatMul(c, Wo12)
+        out = Add(o, bo)""",
+}
+"""Packed projections whose heads are merged with the batch, as torch.nn.MultiheadAttention."""
+
+
+def repeated(parts: Mapping[str, str], *, constants: Mapping[str, np.ndarray] | None = None,
+             inputs: str = "") -> ir.Model:  # fmt: skip
     """Three attention layers with the same weights."""
-    body = "".join(PARTS.values())
-    names = set(re.findall(r"^\s*(\w+) =", body, re.MULTILINE))
+    body = "".join(parts.values())
+    made = re.findall(r"([\w, ]+) = [A-Z]", body)
+    names = {name.strip() for each in made for name in each.split(",")}
     layers = ["\n        layer_0_in = Identity(x)"]
     for layer in range(LAYERS):
         pattern = "|".join(sorted(names, key=len, reverse=True))
-        own = re.sub(rf"\b({pattern})\b", rf"layer_{layer}_\1", body)
+        own = re.sub(rf"\b({pattern})\b(?! = -?\d)", rf"layer_{layer}_\1", body)
         layers.append(re.sub(r"\bx\b", f"layer_{layer}_in", own))
         layers.append(f"\n        layer_{layer + 1}_in = Tanh(layer_{layer}_out)")
     layers.append(f"\n        out = Identity(layer_{LAYERS}_in)")
+    more = {"inputs": inputs} if inputs else {}
+    return graph("".join(layers), constants=constants, **more)
+
+
+@pytest.fixture
+def albert(tmp_path: Path) -> Path:
     path = tmp_path / "albert.onnx"
-    ir.save(graph("".join(layers)), path)
+    ir.save(repeated(PARTS), path)
+    return path
+
+
+@pytest.fixture
+def folded(tmp_path: Path) -> Path:
+    path, constants = tmp_path / "folded.onnx", {
+        "rows": np.array([-1, 0, K]), "minus_1": np.array([-1]), "three": np.array([H]),
+        "four": np.array([K]),
+    }  # fmt: skip
+    constants["rows"] = np.array([-1, 9, K])
+    ir.save(repeated(FOLDED, constants=constants, inputs=f"float[batch, 9, {D}] x"), path)
     return path
 
 
@@ -124,3 +174,62 @@ def test_optimize_pooled_calibration_reduces_the_error(
     original = output(albert, feeds)
     errors = [np.abs(output(tmp_path / n, feeds) - original).mean() for n in ("a.onnx", "b.onnx")]
     assert errors[0] < 0.7 * errors[1], plain.mean_cosine
+
+
+@pytest.mark.parametrize("importance", get_args(Importance))
+def test_optimize_prune_removes_the_same_heads_of_all_uses(
+    albert: Path, calibration: Path, tmp_path: Path, importance: Importance
+):
+    report = optimize(
+        albert, tmp_path / "new.onnx", prune=1 / 3, importance=importance, calib=calibration
+    )
+    (masks,) = [each.to_json()["targets"] for each in report.plan.passes]
+    assert len(masks) == LAYERS
+    assert len({tuple(mask) for mask in masks.values()}) == 1
+    assert sum(next(iter(masks.values()))) == H - 1
+    # A third of the weights and biases; the refit may add biases of the same size.
+    assert report.after.parameters <= report.before.parameters * 2 / 3 + 2 * D
+    assert not any("larger than" in warning for warning in report.warnings)
+
+
+def test_optimize_prune_some_of_the_uses_is_refused(albert: Path, calibration: Path):
+    with pytest.raises(CannotRewrite, match="attention_") as caught:
+        optimize(albert, prune=1 / 3, layers=["0"], calib=calibration, dry_run=True)
+    assert caught.value.code == "rewrite.shared_weights"
+
+
+def test_optimize_reuse_leaves_a_shared_output_projection(
+    albert: Path, calibration: Path, tmp_path: Path
+):
+    edges = {"1": {str(head): ["0", head] for head in range(H)}}
+    report = optimize(albert, tmp_path / "new.onnx", reuse=edges, calib=calibration)
+    (step,) = report.steps
+    assert step.fitted_error is None
+    assert report.after.parameters <= report.before.parameters
+    assert any(step.block in warning and "not refitted" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("wanted", [{"collab_dk": 6, "mixing": "dense"}, {"head_dk": 3}])
+def test_optimize_packed_weights_of_merged_heads_leave_the_graph(
+    folded: Path, tmp_path: Path, wanted: dict[str, Any]
+):
+    """Else the packed weight would stay for its values, beside the new queries and keys."""
+    rng = np.random.default_rng(0)
+    data = tmp_path / "x.npz"
+    np.savez(data, x=rng.standard_normal((40, 9, D)).astype(np.float32))
+    report = optimize(folded, tmp_path / "new.onnx", calib=data, **wanted)
+    assert len(report.steps) == LAYERS
+    assert report.after.parameters < report.before.parameters + LAYERS * (H + 1) * D
+    kept = load_model(tmp_path / "new.onnx").graph.initializers
+    assert (D, 3 * H * K) not in {tuple(value.shape or ()) for value in kept.values()}
+    assert report.fidelity.mean_cosine > 0.9
+
+
+def test_optimize_larger_result_warns(albert: Path, calibration: Path, tmp_path: Path):
+    """A map in place of one of three attentions with the same weights is an additional weight."""
+    report = optimize(albert, tmp_path / "new.onnx", skip=["0"], calib=calibration)
+    assert report.after.parameters > report.before.parameters
+    (warning,) = [each for each in report.warnings if "larger than the original" in each]
+    assert f"{report.after.parameters:,}" in warning
+    assert f"{report.after.bytes:,}" in warning
+    assert warning in report.to_json()["warnings"]

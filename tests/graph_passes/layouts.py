@@ -263,7 +263,34 @@ RMS_NORM = """
  q9 = Mul(gains, q_normed)
  s0 = MatMul(q9, kT)
  s = Mul(s0, scale)"""
+CENTRED_IN_PARTS = """
+ q_middle = ReduceMean <axes = [-1]> (q)  q_even = Sub(q, q_middle)  q_again = Sub(q, q_middle)
+ q_squared = Mul(q_again, q_again)  q_mean = ReduceMean <axes = [-1]> (q_squared)
+ q_safe = Add(q_mean, epsilon)  q_root = Sqrt(q_safe)
+ q9 = Div(q_even, q_root)
+ s0 = MatMul(q9, kT)
+ s = Mul(s0, scale)"""
+LENGTH_NORM = """
+ q_size = ReduceL2 <axes = [-1]> (q)  q_least = Max(q_size, epsilon)
+ q_sizes = Expand(q_least, all_four)  q_normed = Div(q, q_sizes)
+ q9 = Mul(q_normed, by_head)
+ s0 = MatMul(q9, kT)
+ s = Mul(s0, scale)"""
+TURNED_AND_NORMED = BOTH_TURNED.replace(
+    " s0 = MatMul(q_turned, kT_turned)",
+    """ q_squared = Mul(q_turned, q_turned)  q_mean = ReduceMean <axes = [-1]> (q_squared)
+ q_safe = Add(q_mean, epsilon)  q_root = Sqrt(q_safe)  q_inverse = Reciprocal(q_root)
+ q_normed = Mul(q_turned, q_inverse)
+ q9 = Mul(q_normed, by_head)
+ k_size = ReduceL2 <axes = [-1]> (k_turned)  k_safe = Add(k_size, epsilon)
+ k_normed = Div(k_turned, k_safe)
+ k9 = Mul(k_normed, gains)
+ kT9 = Transpose <perm = [0, 1, 3, 2]> (k9)
+ s0 = MatMul(q9, kT9)""",
+)
 OPERANDS = {
+    "by_head": np.array([0.5, 2, -1.5], np.float32).reshape(H, 1, 1),
+    "all_four": np.array([1, 1, 1, K], np.int64),
     "gains": np.array([0.5, 2, 1.5, -1], np.float32),
     "shifts": np.array([0.1, 0.2, -0.3, 0.4], np.float32),
     "epsilon": np.float32(1e-6),
@@ -321,6 +348,15 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "q/k norm, centred": (f"{PLAIN_INPUT}, {FLOAT_MASK}", {"scores": NORM}),
     "q/k norm by root mean square": (f"{PLAIN_INPUT}, {FLOAT_MASK}", {"scores": RMS_NORM}),
+    "q/k norm, centred, in parts": (f"{PLAIN_INPUT}, {FLOAT_MASK}", {"scores": CENTRED_IN_PARTS}),
+    "q/k norm by length": (f"{PLAIN_INPUT}, {FLOAT_MASK}", {"scores": LENGTH_NORM}),
+    "rotary, then q/k norm": (
+        f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}", {"scores": TURNED_AND_NORMED},
+    ),
+    "rotary with one key head, then q/k norm": (
+        f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}",
+        {**ONE_KEY_HEAD, "scores": TURNED_AND_NORMED},
+    ),
     "sequence first": (
         f"float[sequence, batch, {D}] x, float[1, 1, 1, sequence] mask", SEQUENCE_FIRST,
     ),

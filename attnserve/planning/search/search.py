@@ -39,6 +39,7 @@ from attnserve.models.checksums import fingerprint, sha256
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
+from attnserve.models.rows import counted_shape
 from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
@@ -204,7 +205,7 @@ def _search_input(
         "seed": context.seed,
         **({} if goal.recover is None else {"recover": goal.recover}),
     }
-    shape = batch, middle_length(sequence or data.length)
+    shape = counted_shape(model, batch, middle_length(sequence or data.length))
     return SearchInput(
         goal, artifact, model, data, tokenizer, batch, lengths, checked, shape, context, asked
     )

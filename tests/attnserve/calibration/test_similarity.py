@@ -120,6 +120,41 @@ def test_measure_similarity_equals_the_definition():
     assert got.matrix[~np.eye(2 * H, dtype=bool)].max() < 0.99, "independent heads differ"
 
 
+def scaled_weights(model: ir.Model, factor: float) -> ir.Model:
+    for name, value in model.graph.initializers.items():
+        if name.startswith("W") and value.const_value is not None:
+            value.const_value = ir.tensor(factor * value.const_value.numpy(), name=name)
+    return model
+
+
+def test_measure_similarity_to_uniform_attention_equals_the_definition():
+    model = scaled_weights(two_layers(), 0.3)  # no probability of a visible key is 0
+    blocks = read_attention(model).blocks
+    batches = [texts(9, 4, 1), texts(6, 2, width=7, seed=2)]
+    got = measure_similarity(model, blocks, batches)
+    found: list[np.ndarray] = []
+    for batch in batches:
+        p = probabilities(model, blocks, batch).astype(np.float64)
+        for text, real in enumerate(batch["attention_mask"].astype(bool)):
+            rows = p[:, text][:, real]  # N Q T
+            distance = np.abs(rows - real / real.sum()).sum(-1) / 2  # masked keys are not seen
+            found.append(1 - distance.mean(-1))
+    np.testing.assert_allclose(got.uniform, np.mean(found, axis=0), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        got.baseline(), np.mean(found, axis=0).reshape(2, H).mean(1), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("std", "is_above"), [(0.02, False), (0.6, True)])
+def test_similarity_of_random_weights_does_not_exceed_uniform_attention(std: float, is_above: bool):
+    """Two layers of small random weights are alike, but less than each is to uniform attention."""
+    model = scaled_weights(two_layers(alike=is_above), std)
+    got = measure_similarity(model, read_attention(model).blocks, [texts(12, 9, 12)])
+    similar, uniform = got.best()[1, 0], got.baseline()[1]
+    assert (similar > uniform) == is_above
+    assert is_above or similar > 0.9
+
+
 def test_similarities_of_groups_equal_those_of_single_measurements():
     model = two_layers()
     blocks = read_attention(model).blocks

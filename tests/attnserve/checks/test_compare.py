@@ -307,3 +307,58 @@ def test_padding_of_flattened_tokens_is_not_compared():
     tally.add(x, changed, {"attention_mask": np.array([[1, 1, 0], [1, 0, 0]])})
     found = tally.result("y")
     assert found.max_abs_error == 0 and tally.tokens == 3
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_tally_names_rows_that_are_not_finite_and_stays_finite(broken: float):
+    x = np.arange(24.0).reshape(4, 3, 2)
+    changed = x.copy()
+    changed[1, 2], changed[3, 0, 1] = broken, broken
+    tally = Tally()
+    for part in (slice(0, 2), slice(2, 4)):
+        tally.add(x[part], changed[part], {"mask": np.ones((2, 3), np.int64)})
+    found = tally.result("y")
+    assert (found.not_finite_rows, found.excluded_rows) == ((1, 3), ())
+    assert (found.max_abs_error, found.relative_error) == (0, 0), "the other numbers are equal"
+    assert found.min_cosine == 0 and found.mean_cosine == pytest.approx(10 / 12)
+    assert "1, 3" in found.warnings()[0]
+
+
+def test_tally_leaves_out_rows_that_are_nan_in_the_original():
+    x = np.arange(24.0).reshape(4, 3, 2)
+    x[2, 1] = np.nan
+    tally = Tally()
+    tally.add(x, np.where(np.isnan(x), 0, x), {"mask": np.ones((4, 3), np.int64)})
+    found = tally.result("y")
+    assert (found.not_finite_rows, found.excluded_rows) == ((), (2,))
+    assert (found.max_abs_error, found.min_cosine) == (0, 1)
+    assert found.to_json()["excluded_rows"] == (2,)
+
+
+def test_tally_equal_infinities_are_equal():
+    x = np.array([[1.0, -np.inf], [np.inf, 2.0]])
+    tally = Tally(by_token=False)
+    tally.add(x, x, {})
+    found = tally.result("y")
+    assert (found.not_finite_rows, found.excluded_rows, found.max_abs_error) == ((), (), 0)
+    assert found.min_cosine == 1
+
+
+def test_compare_original_without_finite_row_is_refused(tmp_path: Path):
+    nan = "z = Constant<value_float = 0.0>() n = Div(z, z) y = Add(x, n)"
+    first, _ = pair(tmp_path, nan)[::-1]
+    with pytest.raises(InvalidData) as caught:
+        measured(first, first, feed([[[3, 4], [1, 2]]], [[1, 1]]))
+    assert caught.value.code == "compare.not_finite"
+
+
+def test_compare_outputs_of_one_value_are_reported_once(tmp_path: Path):
+    text = (
+        "(float[batch, seq, 2] x, int64[batch, seq] attention_mask) => "
+        "(float[batch, seq, 2] y, float[batch, seq, 2] again, float[batch, seq, 2] other)"
+        "{ y = Neg(x) again = Identity(y) other = Abs(x) }"
+    )
+    path = model(tmp_path / "a.onnx", text)
+    report = measured(path, path, feed([[[3, 4], [1, 2]]], [[1, 1]]))
+    assert [output.names for output in report.outputs] == ["y = again", "other"]
+    assert report.to_json()["outputs"][0]["same_outputs"] == ("again",)

@@ -13,6 +13,7 @@ from onnx import numpy_helper
 
 from attnserve.checks.inspect import inspect, inspect_graph
 from attnserve.models.onnx_files import load_model
+from tests.graph_passes.graphs import graph
 
 EXPORTS = [
     (attention, exporter, opset)
@@ -139,3 +140,21 @@ def test_inspect_rewritten_model_has_its_form(tiny: Path, tmp_path: Path):
     assert first["macs"] == 2 * S * D * R + 2 * S * D * D + S * H * R + H * S * S * (R + D // H)
     assert first["scale"] == pytest.approx(8**-0.5, rel=1e-6), "never from R"
     assert np.isfinite(first["max_abs_error"])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "counted"),
+    [
+        ("float[n, 16, 4] x", (3, 16)),
+        ("float[2, 16, 4] x", (2, 16)),
+        ("float[n, t, 4] x", (3, 128)),
+        ("float[n, 16, 4] x, float[n, past, 4] cache", (3, 128)),
+    ],
+)
+def test_inspect_fixed_sizes_are_those_of_the_model(inputs: str, counted: tuple[int, int]):
+    model = graph("y = MatMul(x, w)", inputs=inputs, output="float[n, t, 5] y",
+                  constants={"w": np.ones((4, 5), np.float32)})  # fmt: skip
+    macs = inspect_graph(model, batch=3, sequence=128).to_json()["macs"]
+    assert (macs["batch"], macs["sequence"]) == counted
+    if "cache" not in inputs:
+        assert macs["total"] == counted[0] * counted[1] * 20

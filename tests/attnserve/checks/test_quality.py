@@ -444,3 +444,53 @@ def test_pooled_vectors_are_compared_with_those_of_tokens(text_folder: Path):
     a = RANDOM.standard_normal((40, 6, 8)).astype(np.float32)
     found = measured(meter("float[b, t, 8] hidden", tokenizer=text_folder), a, a.mean(axis=1))
     assert found.measure == "similarity" and found.value == pytest.approx(1, abs=1e-6)
+
+
+def test_rows_that_are_not_finite_are_named():
+    a = RANDOM.standard_normal((40, 4, 96)).astype(np.float32)
+    b = a.copy()
+    b[[7, 9]] = np.nan
+    found = measured(meter("float[b, t, 96] hidden"), a, b)
+    assert found.not_finite_rows == (7, 9) and found.to_json()["not_finite_rows"] == [7, 9]
+    assert "7, 9" in found.describe()
+
+
+def test_rows_that_are_nan_in_the_original_are_left_out_and_named():
+    a = RANDOM.standard_normal((40, 5)).astype(np.float32)
+    b = a + 0.1 * RANDOM.standard_normal(a.shape).astype(np.float32)
+    rest = np.delete(np.arange(40), [3, 20])
+    expected = measured(meter("float[b, c] logits"), a[rest], b[rest])
+    a[[3, 20]] = np.nan
+    found = measured(meter("float[b, c] logits"), a, b)
+    assert (found.rows, found.excluded_rows, found.is_finite) == (38, (3, 20), True)
+    assert found.value == pytest.approx(expected.value, abs=1e-12)
+    assert "3, 20" in found.describe()
+
+
+def test_outputs_of_one_value_are_measured_once():
+    text = "float[b, d] sentence_embedding"
+    counted = meter(text)
+    counted.outputs.append("461")
+    counted._same = {1: 0}  # pyright: ignore[reportPrivateUsage]
+    a = RANDOM.standard_normal((40, 96)).astype(np.float32)
+    counted.add([a, a], [a, a], {"x": a})
+    (found,) = counted.results()
+    assert found.outputs == "sentence_embedding = 461"
+    assert found.to_json()["same_outputs"] == ["461"]
+
+
+def test_p5_of_top1_is_the_percentile_of_the_agreement():
+    """Half of the tokens of each tenth text change their best token; its KL is small."""
+    a = RANDOM.standard_normal((40, 8, 100)).astype(np.float32)
+    b = a.copy()
+    for text in range(0, 40, 10):
+        for token in range(4):
+            first, second = np.argsort(-a[text, token])[:2]
+            b[text, token, [first, second]] = a[text, token, [second, first]]
+    found = measured(meter("float[b, t, v] logits"), a, b)
+    agreement = (a.argmax(-1) == b.argmax(-1)).mean(1)
+    assert found.measure == "top1"
+    assert found.p5 == pytest.approx(np.percentile(agreement, 5))
+    assert found.tail is not None and found.tail > found.p5, "a promise limits that of KL"
+    kl = measured(meter("float[b, t, v] logits", measure="kl"), a, b)
+    assert found.tail == pytest.approx(kl.p5) and kl.tail is None

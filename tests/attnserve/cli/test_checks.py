@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import parser
@@ -59,6 +60,29 @@ def test_verify_different_inputs_is_refused(cli: Cli, tiny: Path, tmp_path: Path
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
     onnx.save(parser.parse_model(text), tmp_path / "m.onnx")
     refused(cli("verify", tiny, tmp_path / "m.onnx"), "inputs")
+
+
+def test_verify_not_finite_output_fails_and_names_output_and_rows(cli: Cli, tmp_path: Path):
+    for name, text in (
+        ("a", "y = Identity(x) again = Identity(y)"),
+        ("b", "n = Sqrt(x) d = Sub(n, n) y = Add(x, d) again = Identity(y)"),
+    ):
+        graph = (
+            f'<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => '
+            f"(float[n, 4] y, float[n, 4] again) {{ {text} }}"
+        )
+        onnx.save(parser.parse_model(graph), tmp_path / f"{name}.onnx")
+    rows = np.ones((5, 4), np.float32)
+    rows[[1, 3], 2] = -1  # their square root is NaN
+    np.savez(tmp_path / "x.npz", x=rows)
+    files = tmp_path / "a.onnx", tmp_path / "b.onnx"
+    done = cli("verify", *files, "--data", tmp_path / "x.npz")
+    assert done.code == 1
+    assert "y = again" in done.err and "rows 1, 3" in done.err
+    assert "e+308" not in done.out + done.err
+    done = cli("verify", *files[::-1], "--data", tmp_path / "x.npz")
+    assert done.code == 0, "rows that are NaN in the original alone are left out"
+    assert "rows 1, 3" in done.err and "e+308" not in done.out + done.err
 
 
 def test_evaluate_prints_score_and_json(cli: Cli, tiny: Path, tmp_path: Path):

@@ -23,6 +23,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_tokenizer
 from attnserve.planning.optimize import OptimizeReport, optimize
+from attnserve.precision.convert import Precision, convert, on_cpu
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
     CannotRewrite,
@@ -33,6 +34,7 @@ from graph_passes.errors import (
 from tests.architectures import Cell
 from tests.attnserve.cli.commands import tree
 from tests.errors import raises
+from tests.graph_passes.graphs import graph
 
 EXACT = 32  # 4 heads x 8
 EXPORTS = [
@@ -472,6 +474,50 @@ def test_require_finite_weights_accepts_infinite_masks_only(array: np.ndarray, s
     else:
         with raises(InvalidModel, "model.not_finite", "'w'"):
             require_finite_weights(model)
+
+
+def of_table(body: str, table: np.ndarray) -> ir.Model:
+    """A model that adds or multiplies a table, or rows of it that ids select."""
+    return graph(
+        body,
+        inputs="int64[b, s] ids, float[b, s, 4] x",
+        output="float[b, s, 4] y",
+        constants={"table": table, "w": np.eye(4, dtype=np.float32)},
+    )
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8"])
+def test_require_finite_weights_accepts_infinity_in_the_row_of_padding(precision: Precision):
+    """An embedding that is added to scores holds -inf for padding."""
+    table = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+    table[0] = -np.inf
+    body = "bias = Gather(table, ids) z = Add(x, bias) p = Softmax <axis = 1> (z) y = MatMul(p, w)"
+    model = of_table(body, table)
+    require_finite_weights(model)
+    feeds = {"ids": np.array([[0, 3]]), "x": np.ones((1, 2, 4), np.float32)}
+    expected = np.asarray(open_session(model).run(None, feeds)[0])
+    converted = convert(model, precision)
+    require_finite_weights(converted)
+    got = np.asarray(open_session(on_cpu(converted)).run(None, feeds)[0])
+    np.testing.assert_allclose(got, expected, atol=0.02)
+    np.testing.assert_array_equal(got[0, 0], 0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "body"),
+    [
+        (np.nan, "bias = Gather(table, ids) y = Add(x, bias)"),
+        (np.inf, "y = Mul(x, table)"),
+        (-np.inf, "y = MatMul(x, table)"),
+    ],
+    ids=["NaN", "factor", "matrix"],
+)
+def test_require_finite_weights_refuses_nan_and_infinite_factors(bad: float, body: str):
+    """An infinity that multiplies activations gives NaN for zeros."""
+    table = np.ones((4, 4), np.float32)
+    table[0, 0] = bad
+    with raises(InvalidModel, "model.not_finite", "'table'"):
+        require_finite_weights(of_table(body, table))
 
 
 @pytest.mark.parametrize(("value", "warned"), [(0.9, False), (0.8994, True)])

@@ -231,6 +231,29 @@ def alike(analysis: Analysis, value: float) -> Analysis:
     return replace(analysis, similarity=HeadSimilarity(names, (4, 4), matrix, 100))
 
 
+@pytest.mark.parametrize(
+    ("uniform", "offered"), [(0.4, True), (0.84, True), (0.88, False), (0.95, False)]
+)
+def test_findings_similarity_must_exceed_that_to_uniform_attention(
+    analysis: Analysis, uniform: float, offered: bool
+):
+    """Heads of an untrained model are nearly uniform, so that all are alike."""
+    similarity = replace(alike(analysis, 0.9).similarity, uniform=np.full(8, uniform))
+    found = findings(replace(analysis, similarity=similarity), Path("out"))
+    assert any("reuse" in finding.parameters for finding in found) == offered
+    assert any(f"{uniform:.2f}" in finding.text for finding in found)
+
+
+def test_analysis_json_and_page_show_uniform_attention(analysis: Analysis):
+    similarity = replace(alike(analysis, 0.9).similarity, uniform=np.linspace(0.3, 0.8, 8))
+    shown = replace(analysis, similarity=similarity)
+    means = [similarity.uniform[:4].mean(), similarity.uniform[4:].mean()]
+    assert shown.to_json()["similarity"]["uniform"] == pytest.approx(means, abs=1e-3)
+    assert [row.uniform for row in shown.summary()] == pytest.approx(means)
+    page = render(shown, model=Path("m"), calib=Path("c"), output=Path("o"))
+    assert f"<td>{means[0]:.2f}</td>" in page and page.count("uniform attention") >= 3
+
+
 def test_findings_suggest_reuse_for_similar_layers_only(analysis: Analysis):
     for value, offered in ((0.9, True), (0.3, False)):
         found = findings(alike(analysis, value), Path("out"))

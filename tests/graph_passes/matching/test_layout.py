@@ -208,9 +208,9 @@ UNMATCHED = {
     ),
     "times zero": (PLAIN.replace("Add(q0, bq)", "Mul(q0, zero)"), "by zero or infinity"),
     "over zero": (PLAIN.replace("Add(q0, bq)", "Div(q0, zero)"), "by zero or infinity"),
-    "a normalisation": (
-        PLAIN.replace("Add(q0, bq)", "LpNormalization(q0)"),
-        "LpNormalization is not supported between the query projection and the product",
+    "an activation": (
+        PLAIN.replace("Add(q0, bq)", "Softsign(q0)"),
+        "Softsign is not supported between the query projection and the product",
     ),
     "a product whose left side is the weight": (
         "\n xT = Transpose <perm = [0, 2, 1]> (x)\n q0 = MatMul(WqT, xT)\n out = Unsqueeze(q0, a1)",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.passes.collaborate import sharing_refusal
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.collaborate import collaborate_refusal, sharing_refusal
 from tests.graph_passes.graphs import (
     FLOAT_MASK,
     PLAIN_INPUT,
@@ -22,7 +26,7 @@ from tests.graph_passes.graphs import (
 HALF = K // 2
 rng = np.random.default_rng(9)
 TURNS = rng.uniform(0, 6, (16, HALF))
-CONSTANTS = {
+CONSTANTS: dict[str, Any] = {
     "ones": np.ones(K, np.float32),
     "gain": rng.uniform(0.5, 2, K).astype(np.float32),
     "shift": rng.standard_normal(K).astype(np.float32),
@@ -37,9 +41,12 @@ CONSTANTS = {
     "sin_table": np.sin(TURNS).astype(np.float32),
     "cos_half": np.cos(TURNS[:, :1]).astype(np.float32),
     "sin_half": np.sin(TURNS[:, :1]).astype(np.float32),
+    "wide_shape": np.array([1, 1, 1, K], np.int64),
     "half": np.array([HALF], np.int64),
     "whole": np.array([K], np.int64),
 }
+ROTATED = "com.microsoft.RotaryEmbedding(q, where, cos_table, sin_table)"
+WHERE = "int64[batch, sequence] where"
 SCORES = "\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"
 
 MEAN = "\n square = Mul(q, q)\n mean = ReduceMean <axes = [-1]> (square)"
@@ -89,8 +96,142 @@ NORMS: dict[str, tuple[str, int, float, bool]] = {
         "\n n9 = Cast <to = 1> (n)\n q9 = Mul(n9, gain)",
         17, 1e-3, False,
     ),
+    "no epsilon": (f"{MEAN}\n root = Sqrt(mean){DIVIDED}", 17, 0.0, False),
+    "LayerNormalization in parts": (
+        "\n middle = ReduceMean <axes = [-1]> (q)\n even = Sub(q, middle)\n even2 = Sub(q, middle)"
+        f"\n square = Pow(even2, two)\n mean = ReduceMean <axes = [-1]> (square){ROOT}"
+        "\n n = Div(even, root)\n q9 = Mul(n, gain)",
+        17, 1e-3, True,
+    ),
 }  # fmt: skip
 """The nodes from q to q9, the opset, epsilon, and whether the norm is centered."""
+
+SUM = "\n square = Mul(q, q)\n total = ReduceSum(square, last)"
+L2 = "\n length = ReduceL2 <axes = [-1]> (q)"
+OVER = "\n n = Div(q, size)\n q9 = Mul(n, gain)"
+
+LENGTH_NORMS: dict[str, tuple[str, tuple[float, float, float]]] = {
+    "x / |x|": (f"\n size = ReduceL2 <axes = [-1]> (q){OVER}", (0, 0, 0)),
+    "torch normalize": (
+        f"{L2}\n least = Clip(length, epsilon)\n size = Expand(least, wide_shape){OVER}",
+        (0, 5e-4, 0),
+    ),
+    "x / max(|x|, epsilon)": (f"{L2}\n size = Max(length, epsilon){OVER}", (0, 5e-4, 0)),
+    "x / (|x| + epsilon)": (f"{L2}\n size = Add(length, epsilon){OVER}", (0, 0, 5e-4)),
+    "x / (max(|x|, epsilon) + epsilon)": (
+        f"{L2}\n least = Max(length, epsilon)\n size = Add(least, epsilon){OVER}",
+        (0, 5e-4, 5e-4),
+    ),
+    "x rsqrt(sum + epsilon)": (
+        f"{SUM}\n sum = Add(total, epsilon)\n size = Sqrt(sum)\n inverse9 = Reciprocal(size)"
+        "\n n = Mul(inverse9, q)\n q9 = Mul(n, gain)",
+        (2.5e-4, 0, 0),
+    ),
+    "x / sqrt(max(sum, epsilon))": (
+        f"{SUM}\n most = Max(total, epsilon)\n size = Sqrt(most){OVER}", (0, 1e-3**0.5 / 2, 0),
+    ),
+    "vector_norm in parts": (
+        "\n positive = Abs(q)\n square = Pow(positive, two)\n total = ReduceSum(square, last)"
+        f"\n size = Pow(total, half_power){OVER}",
+        (0, 0, 0),
+    ),
+    "ReduceSumSquare": (
+        f"\n total = ReduceSumSquare <axes = [-1]> (q)\n size = Sqrt(total){OVER}", (0, 0, 0),
+    ),
+    "LpNormalization": (
+        "\n n = LpNormalization(q)\n q9 = Mul(n, gain)", (0, float(np.finfo(np.float32).tiny), 0),
+    ),
+}  # fmt: skip
+"""The nodes from q to q9, and epsilon, least and added of the norm; K = 4 halves a length."""
+
+
+@pytest.mark.parametrize("written", LENGTH_NORMS)
+def test_find_attention_norm_by_length_matches(written: str) -> None:
+    text, (epsilon, least, added) = LENGTH_NORMS[written]
+    block = only(normed(text))
+    norm = block.q.norm
+    assert norm is not None
+    got = (norm.epsilon, norm.least, norm.added, block.q.scale)
+    assert got == pytest.approx((epsilon, least, added, K**-0.5), rel=1e-5)
+    assert block.scale == pytest.approx(SCALE / K**0.5, rel=1e-6)
+
+
+FACTORS: dict[str, tuple[str, tuple[int, ...] | None]] = {
+    "a number": ("\n q9 = Mul(n, three)", None),
+    "over a number": ("\n q9 = Div(n, three)", None),
+    "by dimension": ("\n q9 = Mul(gain, n)", (K,)),
+    "by head": ("\n q9 = Mul(n, by_head)", (H, 1)),
+    "by head and dimension": ("\n q9 = Mul(n, by_both)", (H, K)),
+    "the exponential by head": ("\n f = Exp(by_head)\n q9 = Mul(n, f)", (H, 1)),
+    "clipped exponential by head": (
+        "\n limited = Min(by_head, one)\n f = Exp(limited)\n q9 = Mul(n, f)", (H, 1),
+    ),
+    "softplus by head": ("\n f = Softplus(by_head)\n q9 = Mul(n, f)", (H, 1)),
+    "one plus a weight": ("\n f = Add(gain, one)\n q9 = Mul(n, f)", (K,)),
+}  # fmt: skip
+COMPUTED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "the exponential by head": np.exp,
+    "clipped exponential by head": lambda x: np.exp(np.minimum(x, 1)),
+    "softplus by head": lambda x: np.log1p(np.exp(x)),
+    "one plus a weight": lambda x: x + 1,
+}
+
+
+@pytest.mark.parametrize("order", ["norm", "norm and rotation", "rotation and norm"])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_find_attention_factor_after_norm_matches(factor: str, order: str) -> None:
+    """nanochat and nGPT normalize rotated queries, Qwen3 and Gemma3 rotate normalized ones."""
+    text, shape = FACTORS[factor]
+    norm = "\n n = SimplifiedLayerNormalization({}, wide_four)"
+    chain = {
+        "norm": norm.format("q"),
+        "norm and rotation": norm.format("q").replace("n =", "n8 =")
+        + f"\n n = {ROTATED.replace('(q', '(n8')}",
+        "rotation and norm": f"\n q8 = {ROTATED}" + norm.format("q8"),
+    }[order]
+    rng = np.random.default_rng(1)
+    values: dict[str, Any] = {
+        "by_head": rng.uniform(0.5, 2, (H, 1, 1)).astype(np.float32),
+        "by_both": rng.uniform(0.5, 2, (1, H, 1, K)).astype(np.float32),
+        "wide_four": np.ones(K, np.float32),
+    }
+    inputs = f"{PLAIN_INPUT}, {FLOAT_MASK}, {WHERE}"
+    model = attention(scores=f"{chain}{text}{SCORES}", inputs=inputs, constants=CONSTANTS | values)
+    block = only(model)
+    norm_found = block.q.norm
+    assert norm_found is not None
+    assert bool(norm_found.rotary_terms) == (order == "rotation and norm")
+    assert bool(block.q.rotary_terms) == (order == "norm and rotation")
+    assert block.position == ("none" if order == "norm" else "rope")
+    if shape is None:
+        number = 3 if factor == "a number" else 1 / 3
+        assert block.scale == pytest.approx(SCALE * number, rel=1e-6)
+        return
+    name = "gain" if shape == (K,) else "by_head" if shape == (H, 1) else "by_both"
+    wanted = (CONSTANTS | values)[name].reshape(shape)
+    wanted = COMPUTED.get(factor, lambda x: x)(wanted)
+    gain = np.abs(block.q.gain)  # of the cosine term, if rotated
+    np.testing.assert_allclose(gain, np.broadcast_to(wanted, (H, K)), rtol=1e-5)
+
+
+def test_find_attention_factor_by_length_is_no_constant() -> None:
+    """A factor computed from the number of tokens is not that of another length."""
+    text = (
+        "\n n = SimplifiedLayerNormalization(q, gain)\n shape = Shape(x)"
+        "\n count = Gather(shape, i1)\n number = Cast <to = 1> (count)\n log = Log(number)"
+        "\n f = Mul(by_head, log)\n q9 = Mul(n, f)"
+    )
+    values: dict[str, Any] = {"by_head": np.ones((H, 1, 1), np.float32)}
+    model = attention(scores=f"{text}{SCORES}", constants=CONSTANTS | values)
+    for block in find_attention(model)[0]:
+        assert not (block.q.gain == np.log(5)).any(), "log of the length that was tried"
+
+
+def test_sharing_refusal_norm_after_rotation_returns_qk_norm() -> None:
+    text = f"\n q8 = {ROTATED}\n q9 = SimplifiedLayerNormalization(q8, gain)"
+    block = only(normed(text, inputs=f"{PLAIN_INPUT}, {FLOAT_MASK}, {WHERE}"))
+    for refusal in (sharing_refusal(block), collaborate_refusal(block)):
+        assert refusal and refusal.code == "qk_norm"
 
 
 def normed(text: str, opset: int = 17, inputs: str = f"{PLAIN_INPUT}, {FLOAT_MASK}") -> ir.Model:
@@ -154,10 +295,9 @@ def test_find_attention_scale_before_norm_is_scale_of_norm() -> None:
     assert (block.q.norm.scale, block.scale) == pytest.approx((3.0, SCALE), rel=1e-6)
 
 
-ROTATED = "com.microsoft.RotaryEmbedding(q, where, cos_table, sin_table)"
 NO_NORM = "Div is not supported"
 OWN_TOKENS = "Mul multiplies the query by a value computed from its own tokens"
-TWICE = "LayerNormalization normalizes a query that is normalized or rotated already"
+TWICE = "LayerNormalization normalizes a query that is normalized already"
 
 UNMATCHED: dict[str, tuple[str, str]] = {
     "mean over the heads": (
@@ -178,7 +318,6 @@ UNMATCHED: dict[str, tuple[str, str]] = {
         f"\n square = Mul(q, q)\n mean = ReduceMax <axes = [-1]> (square){ROOT}{DIVIDED}", NO_NORM,
     ),
     "no root": (f"{MEAN}{ADDED}\n q9 = Div(q, sum)", NO_NORM),
-    "no epsilon": (f"{MEAN}\n root = Sqrt(mean)\n q9 = Div(q, root)", NO_NORM),
     "factor of its own tokens": (
         "\n size = ReduceL2 <axes = [-1], keepdims = 1> (q)\n q9 = Mul(q, size)", OWN_TOKENS,
     ),
@@ -196,7 +335,6 @@ UNMATCHED: dict[str, tuple[str, str]] = {
     "two norms": (
         "\n q8 = LayerNormalization(q, gain)\n q9 = LayerNormalization(q8, gain)", TWICE,
     ),
-    "norm of rotated queries": (f"\n q8 = {ROTATED}\n q9 = LayerNormalization(q8, gain)", TWICE),
     "two rotations": (
         f"\n q8 = {ROTATED}\n q9 = {ROTATED.replace('(q', '(q8')}", "that is rotated already",
     ),
@@ -229,7 +367,6 @@ def test_find_attention_norm_of_values_returns_reason() -> None:
     assert "norms of values are not supported" in reason
 
 
-WHERE = "int64[batch, sequence] where"
 FIRST = "int64[1] where"
 ANGLES = f"float[batch, sequence, {HALF}] cos, float[batch, sequence, {HALF}] sin"
 MICROSOFT = "com.microsoft.RotaryEmbedding"

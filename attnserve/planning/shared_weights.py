@@ -1,0 +1,35 @@
+"""Layers that share weights: they lose the same heads, so that they go on sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graph_passes.analysis.constants import origin
+from graph_passes.blocks import AttentionBlock
+
+__all__ = ["sharing_groups"]
+
+
+def sharing_groups(blocks: Sequence[AttentionBlock]) -> list[list[AttentionBlock]]:
+    """Blocks in groups that share a weight, directly or through a third block, in order."""
+    groups: list[tuple[set[ir.Value], list[AttentionBlock]]] = []
+    for block in blocks:
+        weights, members = _weights(block), [block]
+        apart: list[tuple[set[ir.Value], list[AttentionBlock]]] = []
+        for group in groups:
+            if weights.isdisjoint(group[0]):
+                apart.append(group)
+            else:
+                weights, members = weights | group[0], [*group[1], *members]
+        groups = [*apart, (weights, members)]
+    order = {block.name: place for place, block in enumerate(blocks)}
+    found = [sorted(members, key=lambda block: order[block.name]) for _, members in groups]
+    return sorted(found, key=lambda members: order[members[0].name])
+
+
+def _weights(block: AttentionBlock) -> set[ir.Value]:
+    projections = (part.weight for part in (block.q, block.k, block.v))
+    weights = [*projections, None if block.output is None else block.output.weight]
+    return {origin(weight) for weight in weights if weight is not None}
