@@ -44,8 +44,8 @@ FORMS: Mapping[Provider, Sequence[FusedOperator]] = {
 PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
 """Operators that contain the projections, which integer conversions could not convert then."""
 
-COUNTED = ((1, 1), (1, 512))
-"""(batch, sequence) at which MACs are compared: they have no more terms than two lengths tell."""
+COUNTED = ((1, 1), (2, 1), (1, 512), (1, 4096))
+"""(batch, sequence) at which MACs are compared."""
 
 RESIDUALS: Mapping[Provider, type[RewritePass]] = {"cpu": FuseResiduals, "cuda": FuseSkipNorm}
 """The fastest form of residual additions."""
@@ -161,9 +161,13 @@ def fuse_for(
     forms: Sequence[FusedOperator] = FORMS[runs_on]
     if precision in INTEGER:
         forms = [form for form in forms if form not in PROJECTING]
+    fused = model.clone()
     try:
-        passes = fusion_passes(model, runs_on, forms, is_timed_only=is_timed_only)
-        fuse(model, passes, is_timed_only=is_timed_only)
+        passes = fusion_passes(fused, runs_on, forms, is_timed_only=is_timed_only)
+        fuse(fused, passes, is_timed_only=is_timed_only)
     except CannotRewrite:
         return ()
+    model.graph = fused.graph
+    model.functions.clear()
+    model.functions.update(fused.functions)
     return passes

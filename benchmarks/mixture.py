@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 
 import attnserve
+from attnserve.choices import Precision
 from benchmarks._common import (
     description,
     minilm,
@@ -33,7 +34,7 @@ from benchmarks._common import (
     write_lines,
     write_result,
 )
-from benchmarks.planner import other_tools
+from benchmarks.planner import FUSED, fused, other_tools
 
 GOALS: dict[str, dict[str, Any]] = {
     "attention": {},
@@ -42,6 +43,9 @@ GOALS: dict[str, dict[str, Any]] = {
     "with feed-forwards, int8-full": {"allow": ["ffn"], "precision": "int8-full"},
 }
 """Arguments of ``optimize`` by the name in the result file."""
+
+BY_HAND: dict[str, Precision] = {"int8 by hand": "int8", "int8-full by hand": "int8-full"}
+"""Conversions without a search, which remove nothing."""
 
 KEEP = (0.95, 0.98, 0.99, 0.995)
 
@@ -58,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=description(__doc__))
     parser.add_argument("--text", type=Path, required=True, help="one paragraph a line")
     parser.add_argument("--goal", choices=GOALS, nargs="+", default=list(GOALS))
-    parser.add_argument("--keep", type=float, nargs="+", default=KEEP)
+    parser.add_argument("--keep", type=float, nargs="*", default=KEEP)
     parser.add_argument("--resume", action="store_true", help="skip what the result file has")
     options = parser.parse_args(arguments)
     rows = stored_rows("mixture")
@@ -69,11 +73,16 @@ def main(arguments: list[str] | None = None) -> int:
         attnserve.export(minilm(), folder / "original")
         tools = other_tools(folder / "original", folder)
         tools.pop("as exported")
+        tools[FUSED] = fused(folder / "original", folder)
         for tool, path in tools.items():
             if (tool, None) in done:
                 continue
             row = {"goal": tool, "keep": None, **compared(folder / "original", path, files)}
             rows = _store(rows, row, options)
+        for name, precision in BY_HAND.items():
+            if (name, None) not in done:
+                row = {"goal": name, "keep": None, **converted(folder, precision, files)}
+                rows = _store(rows, row, options)
         for goal, keep in ((goal, keep) for goal in options.goal for keep in options.keep):
             if (goal, keep) in done:
                 continue
@@ -147,6 +156,16 @@ def measure(folder: Path, goal: str, keep: float, files: dict[str, Path]) -> dic
         ],
         **compared(original, output, files),
     }  # fmt: skip
+
+
+def converted(folder: Path, precision: Precision, files: dict[str, Path]) -> dict[str, Any]:
+    """Convert the encoder without a search, and measure speed and quality."""
+    original, output = folder / "original", folder / precision
+    attnserve.optimize(
+        original, output, precision=precision, threads=1, sequence=128,
+        calib=[files["calibration sentences"], files["calibration paragraphs"]],
+    )  # fmt: skip
+    return compared(original, output, files)
 
 
 def compared(original: Path, output: Path, files: dict[str, Path]) -> dict[str, Any]:

@@ -31,7 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 import attnserve
+from attnserve.fusion import fuse_for
 from attnserve.models.artifact import open_artifact
+from attnserve.models.onnx_files import load_model, save_model
 from benchmarks._common import (
     LENGTHS,
     minilm,
@@ -60,6 +62,9 @@ UNSEEN_ROWS = 1000
 
 OTHER_ROWS = 200
 """Rows of --other, which are paragraphs."""
+
+FUSED = "fused, nothing removed"
+"""Every model is compared with it: fusion is no gain of a rewrite."""
 
 SHARED_128: dict[str, Any] = {"collab_dk": 128}
 
@@ -110,6 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
             if kind == "--train":
                 models[goal] = output
             print(f"{kind}, {goal}: {seconds:.0f} s, {search.verdict}, kept {kept}", flush=True)
+        models[FUSED] = fused(original, folder)
         by_hand = models["R = 128 by hand"] = folder / "shared-128"
         attnserve.optimize(original, by_hand, calib=calibration, **SHARED_128)
         by_hand_kept = {
@@ -182,6 +188,15 @@ def other_tools(original: Path, folder: Path) -> dict[str, Path]:
         "onnxscript's optimize_for_ort": made["onnxscript"],
         "ONNX Runtime's int8": made["int8"],
     }
+
+
+def fused(original: Path, folder: Path) -> Path:
+    """Return the model in fused operators, which serving runs for any model."""
+    model = load_model(open_artifact(original))
+    fuse_for(model, "float32")
+    path = folder / "fused.onnx"
+    save_model(model, path)
+    return path
 
 
 def _speeds(models: dict[str, Path], rounds: int | None) -> list[dict[str, Any]]:

@@ -159,7 +159,7 @@ class Meter(ABC):
 
         Outputs are (B, D), (B, T, ..., D), or (B*T, D) if the exporter flattens tokens.
         """
-        shape = a.shape if a.ndim > 1 else (len(a), 1)
+        shape = a.shape if a.ndim > 1 else (a.size, 1)
         real = vector_mask(shape, batch)
         text = np.arange(len(a))
         if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:
@@ -176,7 +176,7 @@ def not_finite_rows(
     """Indices of the first axis with NaN in the original a, and those that b alone makes wrong.
 
     The latter have NaN where a has none, or an infinity that is not that of a. Equal infinities
-    are legal: masks write them. Padding may be anything.
+    are legal: masks write them. Padding is ignored.
     """
     if a.dtype.kind != "f" or a.shape != b.shape or not a.size:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)

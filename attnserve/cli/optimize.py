@@ -325,6 +325,8 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
                 f"{'' if gains else 'no gain: '}served, this model runs at "
                 f"{speed.served.value:.2f}x the speed of the fused original"
             )
+    else:
+        print_line("speed: not measured (the model takes other inputs, or does not run here)")
 
 
 @app.command(

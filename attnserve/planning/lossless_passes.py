@@ -20,11 +20,11 @@ from attnserve.context import Provider
 from attnserve.fusion import DEFECT, FORMS, fuse, fusion_passes
 from attnserve.models.artifact import Artifact
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.onnx_files import load_model, save_model
+from attnserve.models.onnx_files import data_file, load_model, save_model
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.search.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.runtime.interleaved_timer import InterleavedTimer, time_functions
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.session import Batch, open_session, run, weight_bytes
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import AttnserveError, CannotRewrite
@@ -82,6 +82,9 @@ longest that is served. Fused attention gains most at the longest."""
 
 TIMED_S = 0.8
 """Approximate time of all measurements of two forms."""
+
+MANY_FORMS_BYTES = 300_000_000
+"""Weights above which only the form with all blocks fused is made: each form is a copy."""
 
 MAX_FORMS = 4
 """Fused forms that are timed beside the file's: each is a session with its own weights."""
@@ -179,18 +182,22 @@ def _fuse_and_check(
         ]
         gains = _speedups(model, sessions, source.max_length)
         means = [float(np.exp(np.mean(np.log(list(each.values()))))) for each in gains]
-        best = max(range(len(forms)), key=means.__getitem__)
-        best = best if means[best] >= BETTER * means[0] else 0
+        able = [i for i, each in enumerate(gains) if min(each.values()) >= MIN_SPEEDUP] or [0]
+        best = max(able, key=means.__getitem__)
+        best = best if 0 not in able or means[best] >= BETTER * means[0] else 0
         _require_faster(means[best], gains[best])
         plain = None
         if rounds_activations(model):
             plain = open_session(source.model, provider=provider, threads=threads, optimize=False)
         min_cosine, max_error = _compare(model, (sessions[0], sessions[1 + best]), plain)
-        if best:
-            files[best].replace(path)
+        if best:  # not a renamed file: it names the file of its external data
+            new = model.clone()
+            fuse(new, forms[best])
+            save_model(new, path)
     finally:
         for file in files[1:]:
             file.unlink(missing_ok=True)
+            data_file(file).unlink(missing_ok=True)
     fused = _operators(forms[best])
     gelu = [one for one in forms[best] if isinstance(one, FuseGelu)]
     return FusionReport(
@@ -210,6 +217,8 @@ def _forms(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[Rewr
     Attention of a kind has the same operator, heads and widths, and so the same speed.
     """
     operators = _operators(passes)
+    if weight_bytes(model) > MANY_FORMS_BYTES:
+        return [passes]
     kinds: dict[Hashable, list[str]] = {}
     for block in find_attention(model)[0]:
         if block.name in operators:

@@ -47,7 +47,7 @@ Built = TypeVar("Built", bound=Form)
 STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
 """(batch, sequence) at which a form must not be slower either, if the model takes them."""
 
-LARGEST_SHAPE, LARGEST_MACS = (8, 512), 60_000_000_000
+LARGEST_SHAPE, LARGEST_MACS = (8, 512), 20_000_000_000
 """Another such shape, for models that need no more MACs there."""
 
 SAME_ERROR = 1.02
@@ -114,8 +114,10 @@ class FormComparison:
             steps = [step for step in form.applied.steps if step.rewrite == Collaborate.name]
             return float(np.sqrt(np.mean([(step.relative_error or 0.0) ** 2 for step in steps])))
         rows = self.data.choose or self.data.fit
-        found = compare(self.original, form.model, rows, "form", context=self.context)
-        return max(output.relative_error for output in found.outputs)
+        outputs = compare(self.original, form.model, rows, "form", context=self.context).outputs
+        if any(output.not_finite_rows for output in outputs):
+            return math.inf
+        return max(output.relative_error for output in outputs)
 
     def sketch(self, plan: Plan) -> ir.Model:
         """The graph of a plan with weights that are not fitted, to be timed."""
@@ -151,9 +153,11 @@ class FormComparison:
         ]
 
     def _served(self, model: ir.Model) -> ir.Model:
-        calibration = self.data.fit if self.data is not None else ()
-        fused = fused_copy(model, self.precision, self.context.provider)
-        return convert(fused, self.precision, calibration, to_nearest=True)
+        calibration, precision = self.data.fit if self.data is not None else (), self.precision
+        if precision == "bfloat16" and self.context.provider == "cpu":
+            precision = "float32"  # there are no kernels for bfloat16
+        fused = fused_copy(model, precision, self.context.provider)
+        return convert(fused, precision, calibration, to_nearest=True)
 
 
 def choose_mixing(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -42,11 +42,6 @@ from attnserve.models.quantized import Int8Activations, int8_activations, int8_w
 from attnserve.models.rows import counted_shape
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan
-from attnserve.planning.block_precision import (
-    BlockPrecision,
-    changed_precisions,
-    describe_precisions,
-)
 from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
 from attnserve.planning.plan import Plan, targets_of
 from attnserve.planning.plan_file import (
@@ -78,6 +73,10 @@ GPU_ONLY = (
     "refuses the model"
 )
 
+NOT_COMPARED = (
+    "forms of shared dimensions could not be timed on inputs of this model: it gets dense mixing"
+)
+
 LOW_QUALITY = 0.9
 """A warning is given below this value of the measure, which a constant predictor cannot reach."""
 
@@ -102,7 +101,6 @@ class OptimizeReport:
         int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
             without int8.
         int8_activations: "static" with calibration data, otherwise "per-row"; None without int8.
-        block_precisions: Of the blocks that were changed in a model with quantized weights.
     """
 
     output: Path
@@ -121,7 +119,6 @@ class OptimizeReport:
     int8_activations: Int8Activations | None = None
     speed: ServedSpeed | None = None
     mixing: MixingChoice | None = None
-    block_precisions: Mapping[str, BlockPrecision] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         int8 = {"weight_bits": self.int8_weight_bits, "activations": self.int8_activations}
@@ -144,11 +141,6 @@ class OptimizeReport:
             "speedups": self.speed and self.speed.to_json(),
             **({} if self.mixing is None else {"mixing": self.mixing.to_json()}),
             **{f"int8_{name}": value for name, value in int8.items() if value is not None},
-            **(
-                {"block_precisions": {b: asdict(p) for b, p in self.block_precisions.items()}}
-                if self.block_precisions
-                else {}
-            ),
             **({} if self.found is None else self._search_json(self.found)),
             **(
                 {"also_proved": [f.to_json() for f in self.also_proved]} if self.also_proved else {}
@@ -328,7 +320,11 @@ def optimize(
     before = model_cost(original)
     before_cost = _cost(before, original, shape)
     new_meter = partial(QualityMeter, original, artifact, measure=measure)
-    timed = [(batch, each) for each in served_lengths(sequence, data)]
+    timed = list(
+        dict.fromkeys(
+            counted_shape(original, batch, each) for each in served_lengths(sequence, data)
+        )
+    )
     form: MixingChoice | None = None
     if isinstance(mode, Goal):
         assert data is not None
@@ -356,16 +352,12 @@ def optimize(
         if planned.forms:
             comparison = FormComparison(original, data, precision, timed, context)
             rewritten, form = choose_mixing(planned.forms, build, comparison)
+            rewritten = replace(rewritten, warnings=() if form is not None else (NOT_COMPARED,))
         else:
             rewritten = build(planned.plan)
-        rewritten = replace(rewritten, warnings=planned.warnings)
+        rewritten = replace(rewritten, warnings=(*planned.warnings, *rewritten.warnings))
         if precision != "float32":
-            rewritten = _fused(rewritten, shape)
-    changes = changed_precisions(original, rewritten.model, rewritten.plan)
-    precisions = describe_precisions(changes)
-    if rewritten.found is not None and rewritten.found.gain and precisions:
-        verdict = f"{rewritten.found.verdict}; {precisions}"
-        rewritten = replace(rewritten, found=replace(rewritten.found, verdict=verdict))
+            rewritten = _fused(rewritten, shape, provider)
     calibration = data.fit if data is not None else ()
     converted = rewritten.converted or convert(
         rewritten.model, rewritten.plan.precision, calibration,
@@ -404,7 +396,6 @@ def optimize(
             *rewritten.warnings,
             *((rewritten.found.verdict,) if rewritten.found and not rewritten.found.gain else ()),
             *_training_warnings(rewritten.found),
-            *([precisions] if precisions else []),
             *_shared_warnings(rewritten.applied),
             *_size_warnings(before_cost, after_cost),
             *_cost_warnings(even, length, artifact.max_length),
@@ -422,7 +413,6 @@ def optimize(
         int8_activations=int8_activations(converted),
         speed=speed,
         mixing=form,
-        block_precisions=changes,
     )
     _require_cosine(optimized, min_cosine)
     if isinstance(mode, Path):
@@ -557,10 +547,10 @@ def _apply(
     return _Rewritten(plan, model, applied)
 
 
-def _fused(rewritten: _Rewritten, shape: tuple[int, int]) -> _Rewritten:
+def _fused(rewritten: _Rewritten, shape: tuple[int, int], provider: Provider) -> _Rewritten:
     """The rewritten model in fused operators, before its conversion to another precision."""
     plan, model = rewritten.plan, rewritten.model
-    passes = fuse_for(model, plan.precision)
+    passes = fuse_for(model, plan.precision, provider)
     macs = count_macs(model, *shape)
     steps = [Step(one.name, name, macs_after=macs) for one in passes for name in targets_of(one)]
     return replace(

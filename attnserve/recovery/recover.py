@@ -176,7 +176,7 @@ def recover(
     if not trainable_weights(rewritten):  # some converters write weights as nodes
         common.LiftConstantsToInitializersPass()(rewritten)
     if int8:
-        fuse_for(rewritten, "int8")
+        fuse_for(rewritten, "int8", provider)
     target = check_target(Path(output), artifact, rewritten, force=force)
     for path in (original_artifact.model, *external_files(original)):
         for file in (target, data_file(target)):

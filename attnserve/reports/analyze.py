@@ -197,14 +197,14 @@ def _similarity_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
     if not pairs:
         return
     uniform = analysis.similarity.baseline()
-    row, source, similarity = max(pairs, key=lambda pair: pair[2])
+    similar = [pair for pair in pairs if pair[2] >= SIMILAR]
+    found = [pair for pair in similar if pair[2] >= uniform[pair[0]] + MARGIN]
+    row, source, similarity = max(found or pairs, key=lambda pair: pair[2])
     layer, other = analysis.layers[row].index, analysis.layers[source].index
     text = (
         f"Layers {other} and {layer} have the most similar attention ({similarity:.2f} of 1; "
         f"uniform attention: {uniform[row]:.2f})."
     )
-    similar = [pair for pair in pairs if pair[2] >= SIMILAR]
-    found = [pair for pair in similar if pair[2] >= uniform[pair[0]] + MARGIN]
     if similar and not found:
         yield Finding(
             f"{text} Attention is nearly uniform, as in a model that is not trained: the similarity"

@@ -92,6 +92,23 @@ class Speed(Recorded):
     speedup: FiniteFloat
 
 
+class Ratio(Recorded):
+    """A speed-up with its 95 % interval."""
+
+    value: FiniteFloat
+    ci95: tuple[FiniteFloat, FiniteFloat]
+
+
+class Speedups(Recorded):
+    """Speed-ups as served, each over the form before it; ``served`` over the fused original."""
+
+    shapes: tuple[tuple[int, int], ...] = ()
+    fusion: Ratio | None = None
+    precision: Ratio | None = None
+    removal: Ratio | None = None
+    served: Ratio | None = None
+
+
 class Search(Recorded):
     verdict: str | None = None
     speedup: FiniteFloat | None = None
@@ -130,6 +147,7 @@ class Rewrite(Recorded):
     quality: QualityEntry | None = None
     qualities: tuple[QualityEntry, ...] = ()
     verdict: str | None = None
+    speedups: Speedups | None = None
     search: Search | None = None
     training: Training | None = None
     before_recovery: BeforeRecovery | None = None

@@ -49,6 +49,7 @@ PLANNER_MODELS = {
     "ONNX Runtime's optimizer": "ONNX Runtime transformer optimizer",
     "onnxscript's optimize_for_ort": "onnxscript `optimize_for_ort`",
     "ONNX Runtime's int8": "ONNX Runtime dynamic int8",
+    "fused, nothing removed": "attnserve, fused, nothing removed",
     "attention": "attnserve, attention only",
     "with feed-forwards": "attnserve, attention and FFN",
     "with feed-forwards, int8": "attnserve, attention, FFN and int8",
@@ -58,9 +59,11 @@ PLANNER_MODELS = {
 """The names of the models in planner.json, and how the documentation calls them."""
 
 MIXTURE_MODELS = PLANNER_MODELS | {
+    "int8 by hand": "attnserve, fused and int8, nothing removed",
+    "int8-full by hand": "attnserve, fused and int8 of 8 bits, nothing removed",
     "with feed-forwards, int8-full": "attnserve, attention, FFN and int8 of 8 bits",
 }
-"""Those in mixture.json."""
+"""The models in mixture.json."""
 
 QUALITY_MODELS = {
     "minilm": "all-MiniLM-L6-v2",
@@ -173,6 +176,7 @@ def planner_speed() -> str:
     rows = [
         [shown, *(times(speeds[model][length]["vs_exported"]) for length in lengths)]
         for model, shown in PLANNER_MODELS.items()
+        if model in speeds  # older results lack some
     ]
     return table(["tokens", *map(str, lengths)], rows)
 
@@ -277,6 +281,9 @@ def mixture_curve() -> str:
         "ONNX Runtime's optimizer": {"color": MUTED, "marker": "D", "linestyle": ""},
         "onnxscript's optimize_for_ort": {"color": MUTED, "marker": "x", "linestyle": ""},
         "ONNX Runtime's int8": {"color": INK, "marker": "D", "linestyle": ""},
+        "fused, nothing removed": {"color": FIRST, "marker": "s", "linestyle": ""},
+        "int8 by hand": {"color": INK, "marker": "s", "linestyle": ""},
+        "int8-full by hand": {"color": THIRD, "marker": "s", "linestyle": ""},
     }
     rows = _mixture_rows()
 

@@ -464,8 +464,14 @@ class LayoutReader:
         return np.arange(math.prod(shape)).reshape(shape)
 
     def _constant_operand(self, value: ir.Value) -> np.ndarray | None:
-        """The elements of a weight, or of a small value that is computed from weights."""
-        return constant_array(value) if is_constant(value) else self.info.constant(value)
+        """The elements of a weight, or of a small value that is computed from weights.
+
+        Other arrays that are known at these lengths are tokens (zeros in DETR) or positions.
+        """
+        if is_constant(value):
+            return constant_array(value)
+        known = self.info.constant(value)
+        return known if known is not None and (known.size == 1 or _is_of_weights(value)) else None
 
     def _with_constant(
         self, node: ir.Node, inner: LinearTrace, constant: np.ndarray, left: bool, role: str
@@ -516,6 +522,22 @@ class LayoutReader:
 def _is_of_tokens(failure: MatchFailure) -> bool:
     """Whether a node is not supported that computes no angles of positions."""
     return isinstance(failure, UnsupportedNode) and failure.node.op_type not in ("Cos", "Sin")
+
+
+def _is_of_weights(value: ir.Value) -> bool:
+    """Whether a value is computed from constants alone, without the shape of an input."""
+    pending, seen = [value], {value}
+    while pending:
+        reached = pending.pop()
+        node = reached.producer()
+        if is_constant(reached):
+            continue
+        if node is None or node.op_type in ("Shape", "Size") or len(seen) > 4 * REACH:
+            return False
+        read = [one for one in node.inputs if one is not None and one not in seen]
+        pending += read
+        seen.update(read)
+    return True
 
 
 def _unsupported(node: ir.Node, role: str) -> UnsupportedNode:

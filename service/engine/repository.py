@@ -425,9 +425,15 @@ class Repository:
                 loaded = await asyncio.to_thread(self._load, name, version, place)
             except Exception as error:  # the model is served as it is
                 log.warning("%s version %s is not fused: %s", name, version, error)
+                engine.model.operators = self._shown({"rewritten": False, "why": str(error)})
                 return
             assert loaded is not None
             if loaded.identity != engine.content:  # the files were replaced
+                await asyncio.to_thread(loaded.model.close)
+                return
+            if loaded.fusion is not None:  # its result could not be stored: do not try for ever
+                why = "the result of the load check could not be stored"
+                engine.model.operators = {"rewritten": False, "why": why}
                 await asyncio.to_thread(loaded.model.close)
                 return
             self._engines[name][version] = self._serve(name, version, place, loaded)

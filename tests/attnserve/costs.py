@@ -10,8 +10,9 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.search.judge import Judge
-from attnserve.planning.search.report import Speed
+from attnserve.planning.search.judge import Built, Judge
+from attnserve.planning.search.report import Speed, mean_speedup
+from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import Part
 from graph_passes.analysis.cost import model_cost
 
@@ -46,6 +47,24 @@ def compare_speed(judge: Judge, model: ir.Model, lengths: Sequence[int]) -> list
     return speeds
 
 
+def paired_speedup(judge: Judge, slow: Built, fast: Built) -> Speedup:
+    before, after = (
+        mean_speedup(judge.compare_speed(one.model, judge.given.lengths), judge.given.lengths)
+        for one in (slow, fast)
+    )
+    return Speedup(after / before, after / before, after / before)
+
+
+def time_models(
+    models: Sequence[ir.Model], feeds: Mapping[tuple[int, int], Any], **_: Any
+) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
+    return list(feeds), [
+        np.array([[milliseconds(model, feed)] * 2 for model in models]) for feed in feeds.values()
+    ]
+
+
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.runtime.part_latency.LatencyTable.measure", measure)
     monkeypatch.setattr(Judge, "compare_speed", compare_speed)
+    monkeypatch.setattr(Judge, "paired_speedup", paired_speedup)
+    monkeypatch.setattr("attnserve.planning.served_speed.time_models", time_models)

@@ -30,6 +30,7 @@ from graph_passes.errors import CannotRewrite, InvalidData
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
+from tests.attnserve.costs import count_instead_of_timing
 from tests.errors import raises
 from tests.graph_passes.graphs import FLOAT_MASK, D, layers
 
@@ -313,7 +314,10 @@ def test_optimize_pruning_heads_without_output_is_exact(small: Path, tmp_path: P
     assert new.outputs[0].relative_error <= 1e-5
 
 
-def test_optimize_same_seed_gives_the_same_bytes(small: Path, arrays: Path, tmp_path: Path):
+def test_optimize_same_seed_gives_the_same_bytes(
+    small: Path, arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    count_instead_of_timing(monkeypatch)  # the record holds measured speeds
     for name in ("one", "two"):
         optimize(
             small, tmp_path / name / "model.onnx", prune=0.34, importance="voting", skip=["2"],
@@ -323,8 +327,9 @@ def test_optimize_same_seed_gives_the_same_bytes(small: Path, arrays: Path, tmp_
 
 
 def test_optimize_dry_run_writes_nothing_and_recorded_plan_gives_the_same_graph(
-    small: Path, arrays: Path, tmp_path: Path
+    small: Path, arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    count_instead_of_timing(monkeypatch)
     request: dict[str, Any] = {"skip": ["2:constant"], "prune": 0.34, "reuse": "partial:1"}
     dry = optimize(small, tmp_path / "a" / "model.onnx", dry_run=True, calib=arrays, **request)
     assert not any(tmp_path.iterdir())
@@ -380,7 +385,7 @@ def test_optimize_rewrites_of_several_calls_combine(small: Path, arrays: Path, t
     requests: list[dict[str, Any]] = [
         {"reuse": {"1": {"0": ["0", 2]}}},
         {"prune_heads": {"2": [1, 0, 1]}},
-        {"collab_dk": 7, "layers": ["0"]},  # the source of the first call
+        {"collab_dk": 7, "mixing": "sparse", "layers": ["0"]},  # the source of the first call
         {"reuse": {"2": {"0": ["1", 0]}}},
         {"skip": ["2:constant"]},
     ]
@@ -421,7 +426,7 @@ def test_optimize_reused_layer_of_an_earlier_call_is_refused(
 
 def test_optimize_without_applicable_layer_is_refused(small: Path, arrays: Path, tmp_path: Path):
     new = tmp_path / "new" / "model.onnx"
-    optimize(small, new, collab_dk=7)
+    optimize(small, new, collab_dk=7, mixing="dense")
     requests: list[dict[str, Any]] = [{"prune": 0.25}, {"collab_dk": 6}]
     for request in requests:
         with raises(CannotRewrite, "request.nothing", "attention_0", "collaborative"):

@@ -57,7 +57,7 @@ def test_routes_conform_to_openapi_document(
         operation = result.ok()
 
         # Most bodies that are made up for tensors are malformed.
-        cases = 4 * CASES if operation.path.endswith("/infer") else CASES
+        cases = 8 * CASES if operation.path.endswith("/infer") else CASES
 
         @settings(max_examples=cases, suppress_health_check=list(HealthCheck), deadline=None)
         @given(

@@ -27,10 +27,11 @@ from attnserve.precision.int8 import Rounding
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import Batch, open_session
+from graph_passes.errors import CannotRewrite
 
 __all__ = ["ROUNDING", "Built", "Judge", "refusal", "score_model"]
 
-PAIR_SECONDS = 20.0
+PAIR_SECONDS = 12.0
 """Approximate time in which two models are compared, which decides whether one is written."""
 
 ROUNDING = 1e-4
@@ -61,7 +62,8 @@ class Built:
 class Judge:
     """Builds choices and measures them on data to choose.
 
-    The latest build, and the latest that keeps enough, are held: the search ends with one of them.
+    The latest build, the latest that keeps enough, and the latest that removes nothing are held:
+    the search ends with one of them.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class Judge:
         self._held["latest"] = built = self._built(choice, plan, float32_model, applied, context)
         if given.goal.keep is not None and built.loss <= 1 - given.goal.keep:
             self._held["enough"] = built
+        if not plan.changed:  # every result is compared with one that removes nothing
+            self._held["whole"] = built
         self.measured[choice.picks] = built.loss, built.fidelity.mean_cosine
         self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
         return built
@@ -191,14 +195,23 @@ class Judge:
         ]
 
     def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
-        """The speed-up of one built model over another one at the requested lengths, in turns."""
+        """The speed-up of one built model over another one at the requested lengths, in turns.
+
+        Raises:
+            CannotRewrite: They do not run beside each other, for example without memory.
+        """
         given = self.given
         shapes = [(given.batch, length) for length in given.lengths]
         feeds = example_feeds(given.model, shapes, given.context.seed)
         found = time_models(
             [slow.model, fast.model], feeds, context=given.context, seconds=PAIR_SECONDS
         )
-        assert found is not None, "both models were timed before"
+        if found is None:
+            raise CannotRewrite(
+                "two models of the search cannot be timed beside each other",
+                "free memory, and start the search again: it continues",
+                code="search.not_timed",
+            )
         return paired_speedup([times[0] for times in found[1]], [times[1] for times in found[1]])
 
     def _measure(
@@ -227,8 +240,10 @@ class Judge:
         share = None
         if given.goal.task is not None:
             # Cosines of single numbers, as a reranker returns, are those of their signs.
-            errors = [output.relative_error for output in fidelity.outputs]
-            is_same = max(errors, default=1.0) < ROUNDING
+            outputs = fidelity.outputs
+            is_same = bool(outputs) and all(
+                one.relative_error < ROUNDING and not one.not_finite_rows for one in outputs
+            )
             score = self.original_score if is_same else score_model(given, model, context)
             share = share_kept(self.original_score, score, part=rows, seed=given.context.seed)
             losses.append(1 - share.value)

@@ -253,5 +253,5 @@ def draw_front(report: PlanReport) -> str:
         [(1 - point.predicted_loss, point.speedup) for point in report.front],
         [(1 - (point.measured_loss or 0.0), point.speedup) for point in built],
         (1 - report.proofs[-1].loss, report.speedup) if report.gain and report.proofs else None,
-        title=report.verdict.partition(": ")[0],
+        title=report.verdict.partition(": ")[0] if report.gain else report.verdict,
     )

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention, require_finite_weights
@@ -33,7 +32,7 @@ from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, content_digest
-from attnserve.data.lengths import Lengths, middle_length, spread_lengths
+from attnserve.data.lengths import Lengths, middle_length
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint, sha256
 from attnserve.models.example_inputs import example_inputs
@@ -61,7 +60,7 @@ from attnserve.planning.search.report import (
     Speed,
     mean_speedup,
 )
-from attnserve.planning.served_speed import measure_served
+from attnserve.planning.served_speed import measure_served, served_lengths
 from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session, run
 from attnserve.versions import versions
@@ -180,7 +179,7 @@ def _search_input(
             "give `provider` cuda, or `precision` float16",
             code="search.bfloat16",
         )
-    lengths = spread_lengths(sequence) if sequence else _quartiles(data)
+    lengths = served_lengths(sequence, data)
     wanted = sorted({*lengths, *CHECKED_LENGTHS})
     checked, reason = _accepted_lengths(model, batch, wanted, context.seed)
     if refused := [length for length in lengths if length not in checked]:
@@ -209,12 +208,6 @@ def _search_input(
     return SearchInput(
         goal, artifact, model, data, tokenizer, batch, lengths, checked, shape, context, asked
     )
-
-
-def _quartiles(data: Dataset) -> tuple[int, ...]:
-    """The median length of each quarter of the calibration data, ordered by length."""
-    found = np.quantile(data.lengths, (0.125, 0.375, 0.625, 0.875)).round().astype(int)
-    return tuple(dict.fromkeys(max(int(length), 1) for length in found))
 
 
 def _accepted_lengths(
@@ -327,6 +320,8 @@ def _settled(
         f"least {MIN_REMOVAL_GAIN}x"
     )
     settled, others = _proved(given.goal, front.judge, plain, whole)
+    if settled is None:  # it keeps too little of unseen data, by chance
+        return best, proofs, ""
     return settled, [*proofs, *others], reason
 
 

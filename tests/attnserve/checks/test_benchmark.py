@@ -172,8 +172,8 @@ def test_bench_gpu_peaks_are_per_model_and_shape_on_cuda_only(
 def test_measurement_statistics_of_samples():
     # The machine halves its speed after the second round: pairs cancel what medians would not.
     result = Measurement("m", 1, 1, (1.0, 1.0, 2.0, 2.0), (3.0, 3.0, 6.0, 6.0), None, 0)
-    assert (result.p50_ms, result.speedup_vs_first) == (1.5, 3.0)
-    assert result.speedup_ci95 == (3.0, 3.0) and result.gmacs_per_second is None
+    assert (result.p50_ms, result.speedup_vs_first) == pytest.approx((1.5, 3.0))
+    assert result.speedup_ci95 == pytest.approx((3.0, 3.0)) and result.gmacs_per_second is None
 
 
 def test_speedup_interval_narrows_with_rounds_and_is_reproducible():

@@ -17,10 +17,11 @@ from attnserve.context import RunContext
 from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.onnx_files import load_model
+from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning import lossless_passes
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
+from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import to_half
 from graph_passes.analysis.constants import constant_array
@@ -98,8 +99,8 @@ def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
 @pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_half_precision_is_accepted(bert: Artifact, tmp_path: Path) -> None:
     """Half precision rounds more, so that its outputs may differ by more."""
-    attnserve.optimize(bert.model, tmp_path / "half", precision="float16")
-    half = open_artifact(tmp_path / "half")
+    save_model(convert(load_model(bert), "float16"), tmp_path / "half.onnx")
+    half = open_artifact(tmp_path / "half.onnx")
     found = lossless_passes.fuse_lossless(half, tmp_path / "new.onnx", threads=1)
     assert (found.attention, found.gelu) == (LAYERS, LAYERS)
     assert 1e-5 < found.max_error < lossless_passes.TOLERANCES[ir.DataType.FLOAT16].error
@@ -236,6 +237,35 @@ def test_fuse_lossless_slow_result_is_refused(
         return
     with raises(CannotRewrite, "fusion.slow", why):
         lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("gains", "attention"),
+    [
+        ([{16: 1.1, 64: 1.1}, {16: 1.3, 64: 1.3}], 0),  # attention is faster as the file has it
+        ([{16: 1.3, 64: 1.3}, {16: 1.3, 64: 1.3}], LAYERS),
+        ([{16: 1.1, 64: 1.1}, {16: 9.0, 64: 0.9}], LAYERS),  # the other is slower at a length
+        ([{16: 9.0, 64: 0.9}, {16: 1.1, 64: 1.1}], 0),
+    ],
+)
+def test_fuse_lossless_keeps_blocks_that_are_faster_in_the_file(
+    bert: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gains: list[dict[int, float]],
+    attention: int,
+) -> None:
+    """All blocks fused, and all but attention, which has one kind here."""
+    monkeypatch.setattr(
+        lossless_passes,
+        "_gains",
+        lambda sessions, feed, seconds: [gain[feed["input_ids"].shape[1]] for gain in gains],
+    )
+    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+    assert (found.attention, found.gelu, len(found.kept)) == (attention, LAYERS, LAYERS - attention)
+    kinds = Counter(node.op_type for node in load_model(tmp_path / "new.onnx").graph)
+    assert (kinds["Attention"], kinds["Gelu"]) == (attention, LAYERS)
+    assert [path.name for path in tmp_path.iterdir()] == ["new.onnx"]
 
 
 def test_gain_is_the_ratio_of_the_fastest_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,11 @@ def test_identity_depends_on_the_files_of_sentence_transformers(tmp_path: Path) 
     """A model whose pooling changed is not the model that is served."""
     folder = write_encoder(tmp_path / "m")
     (folder / "attnserve.json").unlink()
-    modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
+    models = "sentence_transformers.models"
+    modules = [
+        {"path": "", "type": f"{models}.Transformer"},
+        {"path": "1_Pooling", "type": f"{models}.Pooling"},
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     found: set[str] = set()

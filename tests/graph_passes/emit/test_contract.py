@@ -163,11 +163,11 @@ def assert_form(after: AttentionBlock, before: AttentionBlock, emission: str) ->
 
 HEADS = {"no_output_projection": 2, "cached": 16, "cache_lengths": 1, "projection_layout": 4}
 SHARING = {
-    "weak_mask": 1, "capped": 4, "grouped": 4, "qk_norm": 2, "token_layout": 1, "cached": 15,
+    "weak_mask": 1, "capped": 4, "grouped": 4, "qk_norm": 6, "token_layout": 1, "cached": 15,
     "external_keys": 1, "projection_layout": 4, "rotary_layout": 2,
 }  # fmt: skip
 FUSION = {
-    "no_output_projection": 2, "weak_mask": 1, "capped": 4, "grouped": 3, "rotary": 9, "qk_norm": 2,
+    "no_output_projection": 2, "weak_mask": 1, "capped": 4, "grouped": 3, "rotary": 9, "qk_norm": 6,
     "token_layout": 1, "cached": 11, "cache_lengths": 1,
 }  # fmt: skip
 HEADS_BEFORE = {
@@ -180,7 +180,7 @@ REFUSED: Mapping[str, Mapping[str, int]] = {
     "even heads": HEADS,
     "shared dimensions": SHARING | {"rotary_angles": 2},
     "sparse dimensions": SHARING,
-    "decomposed": {"decomposed": 55, "cached": 19, "operator_rotary": 1},
+    "decomposed": {"decomposed": 59, "cached": 19, "operator_rotary": 1},
     "attention": FUSION | {"tokens_differ": 6, "cached": 13},
     "multi_head": HEADS_BEFORE,
     "merged": FUSION | {"tokens_differ": 2},

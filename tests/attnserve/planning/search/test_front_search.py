@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from attnserve.planning.search import search as search_module
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.goal import Goal
 from attnserve.planning.search.pareto import Choice
@@ -79,3 +80,54 @@ def test_nothing_removed_reaches_the_speedup_or_is_none(
 ) -> None:
     _, found = search(Judge(), target_speedup=speedup).nothing_removed()
     assert (found and found.choice) == choice
+
+
+@dataclass
+class Settling:
+    """A search whose best choice removes something; the other one, nothing."""
+
+    gain: Speedup
+    keeps: bool = True
+    proved: list[Any] = field(default_factory=list[Any])
+
+    def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
+        whole = SimpleNamespace(choice=INT8, plan=SimpleNamespace(changed=[]))
+        best = SimpleNamespace(choice=FRONT[3], plan=SimpleNamespace(changed=["layer"]))
+        front: Any = SimpleNamespace(
+            judge=SimpleNamespace(paired_speedup=lambda slow, fast: self.gain),
+            nothing_removed=lambda: ("front", whole),
+        )
+
+        def proved(*_: Any) -> Any:
+            return (whole if self.keeps else None), ["proof of the whole"]
+
+        monkeypatch.setattr(search_module, "_proved", proved)
+        given: Any = SimpleNamespace(goal=SimpleNamespace(precision="int8"))
+        found, self.proved, note = search_module._settled(given, front, best, ["proof"])
+        return found, note
+
+
+@pytest.mark.parametrize(
+    ("gain", "keeps", "removes"),
+    [
+        (Speedup(1.10, 1.03, 1.2), True, True),
+        (Speedup(1.10, 1.029, 1.2), True, False),  # within the interval
+        (Speedup(0.99, 0.98, 1.0), True, False),
+        (Speedup(0.99, 0.98, 1.0), False, True),  # the other one failed its proof by chance
+    ],
+)
+def test_removal_must_gain_three_percent_outside_the_interval(
+    gain: Speedup, keeps: bool, removes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settling = Settling(gain, keeps)
+    found, note = settling.run(monkeypatch)
+    assert bool(found.plan.changed) == removes
+    assert bool(note) == (not removes) and (removes or "1.03x" in note)
+    assert settling.proved == (["proof"] if removes else ["proof", "proof of the whole"])
+
+
+def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    front: Any = SimpleNamespace(nothing_removed=None)
+    plain: Any = SimpleNamespace(plan=SimpleNamespace(changed=[]))
+    given: Any = None
+    assert search_module._settled(given, front, plain, ["proof"]) == (plain, ["proof"], "")
