@@ -147,9 +147,16 @@ def pooling(config: Any) -> list[Layer]:
 
 
 def windows(config: Any) -> list[Layer]:
-    """Swin-v2: cosines of queries and keys, with a scale and a bias by head."""
+    """Swin-v2: cosines of queries and keys, with a scale and a bias by head.
+
+    Normalized by their length, they are 1 / sqrt(head size) of those normalized by mean square.
+    """
+
+    def layer(heads: int, size: int) -> Layer:
+        return Layer(heads, heads, size, 1 / size, position="bias")
+
     return [
-        Layer(heads, heads, config.embed_dim * 2**stage // heads, 1.0, position="bias")
+        layer(heads, config.embed_dim * 2**stage // heads)
         for stage, heads in enumerate(config.num_heads)
         for _ in range(config.depths[stage])
     ]
@@ -723,7 +730,7 @@ ARCHITECTURES = {architecture.name: architecture for architecture in TABLE}
 EXPORTERS: tuple[tuple[Exporter, int], ...] = (("torchscript", 17), ("dynamo", 18), ("dynamo", 23))
 OLD_OPSETS = (11, 12, 13, 14, 15, 16, 18)
 
-UNREAD = frozenset({"DINOv3", "Swin-v2"})
+UNREAD = frozenset({"DINOv3"})
 """Architectures whose attention is not matched, for the reasons that docs/support.md gives."""
 
 COMMITTED = (
@@ -775,6 +782,7 @@ COMMITTED = (
     Cell("DINOv2", "eager", "torchscript", 17),
     Cell("DETR", "eager", "torchscript", 17),
     Cell("SAM mask decoder", "sdpa", "torchscript", 17),
+    Cell("Swin-v2", "eager", "torchscript", 17),
     Cell("Wav2Vec2", "eager", "torchscript", 17),
     Cell("BERT", "eager", "torchscript", 17, "fp16"),
 )

@@ -124,7 +124,9 @@ def test_training_on_the_gpu_improves_a_rewritten_model(encoder: ir.Model, tmp_p
     model, data = tmp_path / "model.onnx", tmp_path / "data.npz"
     save_model(encoder, model)
     np.savez(data, **example_inputs(encoder, 160, 24, padded=True))
-    attnserve.optimize(model, tmp_path / "small", collab_dk=16, calib=[data], provider="cuda")
+    attnserve.optimize(
+        model, tmp_path / "small", collab_dk=16, mixing="dense", calib=[data], provider="cuda"
+    )
     report = attnserve.recover(
         tmp_path / "small", tmp_path / "trained", teacher=model, data=data, minutes=0.3,
         measure="cosine", provider="cuda",

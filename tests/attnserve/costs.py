@@ -67,4 +67,10 @@ def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.runtime.part_latency.LatencyTable.measure", measure)
     monkeypatch.setattr(Judge, "compare_speed", compare_speed)
     monkeypatch.setattr(Judge, "paired_speedup", paired_speedup)
+    count_served(monkeypatch)
+
+
+def count_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not time what is served; searches still measure."""
     monkeypatch.setattr("attnserve.planning.served_speed.time_models", time_models)
+    monkeypatch.setattr("attnserve.planning.mixing_choice.time_models", time_models)

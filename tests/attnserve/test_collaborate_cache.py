@@ -50,7 +50,9 @@ def decode(model: Path, steps: tuple[int, ...] = (5, 1, 1, 1)) -> list[np.ndarra
 
 
 def optimized(gpt2: Path, folder: Path, R: int, **options: Any) -> OptimizeReport:
-    return optimize(gpt2, folder / f"{R}.onnx", collab_dk=R, collab_cache=True, **options)
+    return optimize(
+        gpt2, folder / f"{R}.onnx", collab_dk=R, mixing="dense", collab_cache=True, **options
+    )
 
 
 def cache_shape(model: Path) -> list[str]:
@@ -104,9 +106,9 @@ def test_optimize_cache_is_recorded_and_inspected(gpt2: Path, tmp_path: Path):
 
 def test_optimize_cached_keys_without_collab_cache_is_refused(gpt2: Path, tmp_path: Path):
     with raises(CannotRewrite, "request.nothing", "`collab_cache`"):
-        optimize(gpt2, tmp_path / "new.onnx", collab_dk=10)
+        optimize(gpt2, tmp_path / "new.onnx", collab_dk=10, mixing="dense")
     with raises(CannotRewrite, "rewrite.cached", "`collab_cache`"):
-        optimize(gpt2, tmp_path / "new.onnx", collab_dk=10, layers=["0"])
+        optimize(gpt2, tmp_path / "new.onnx", collab_dk=10, mixing="dense", layers=["0"])
 
 
 def test_optimize_cache_of_selected_layers(gpt2: Path, tmp_path: Path):
@@ -162,7 +164,9 @@ def test_texts_run_with_empty_caches(gpt2: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lines = [" ".join(f"w{i}" for i in rng.integers(1, VOCABULARY, 9)) for _ in range(60)]
     texts.write_text("\n".join(lines))
-    optimize(folder, tmp_path / "new", calib=texts, collab_dk=EXACT, collab_cache=True)
+    optimize(
+        folder, tmp_path / "new", calib=texts, collab_dk=EXACT, mixing="dense", collab_cache=True
+    )
     found = verify(folder, tmp_path / "new", data=texts)
     states = next(output for output in found.outputs if output.name == "last_hidden_state")
     assert states.min_cosine is not None and states.min_cosine > 1 - 1e-5

@@ -173,7 +173,9 @@ def test_optimize_writes_the_same_weights_for_every_place_of_weights(
 @pytest.mark.parametrize("name", SOURCES)
 def test_deploy_triton_copies_external_data(name: str, torch_files: Path, tmp_path: Path):
     source, before = torch_files / name, tree(torch_files / name)
-    attnserve.optimize(source, tmp_path / "out", collab_dk=16, external_data=True, threads=1)
+    attnserve.optimize(
+        source, tmp_path / "out", collab_dk=16, mixing="dense", external_data=True, threads=1
+    )
     for model in (source, tmp_path / "out"):
         folder = write_repository(model, tmp_path / "triton", name="bert", force=True).folder
         assert verify(model, folder / "1", threads=1).outputs[0].max_abs_error == 0
@@ -205,7 +207,17 @@ def test_optimize_with_relative_paths_writes_beside_the_input(
     folder = Path(shutil.copytree(torch_files / name, tmp_path / "model"))
     before = tree(folder)
     monkeypatch.chdir(folder)
-    command = ["optimize", "model.onnx", "-o", "new.onnx", "--collab-dk", "16", *options]
+    command = [
+        "optimize",
+        "model.onnx",
+        "-o",
+        "new.onnx",
+        "--collab-dk",
+        "16",
+        "--mixing",
+        "dense",
+        *options,
+    ]
     for force in ([], ["--force"]):  # the second time over existing files
         assert main([*command, *force]) == 0
         after = tree(folder)
@@ -213,14 +225,31 @@ def test_optimize_with_relative_paths_writes_beside_the_input(
         data = {"new.onnx.data"} if options else set[str]()
         assert after.keys() - before.keys() == {"attnserve.json", "new.onnx", *data}
         assert main(["verify", "model.onnx", "new.onnx"]) == 0
-    assert main(["optimize", "model.onnx", "-o", "model.onnx", "--collab-dk", "16", "--force"]) != 0
+    assert (
+        main(
+            [
+                "optimize",
+                "model.onnx",
+                "-o",
+                "model.onnx",
+                "--collab-dk",
+                "16",
+                "--mixing",
+                "dense",
+                "--force",
+            ]
+        )
+        != 0
+    )
 
 
 def test_optimize_that_fails_to_write_leaves_the_earlier_output(
     torch_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     output = tmp_path / "out"
-    attnserve.optimize(torch_files / "beside", output, collab_dk=16, external_data=True)
+    attnserve.optimize(
+        torch_files / "beside", output, collab_dk=16, mixing="dense", external_data=True
+    )
     before = tree(tmp_path)
 
     def fail(*_: Any) -> None:
@@ -233,6 +262,7 @@ def test_optimize_that_fails_to_write_leaves_the_earlier_output(
                 torch_files / "beside",
                 output,
                 collab_dk=24,
+                mixing="dense",
                 external_data=external_data,
                 force=True,
             )

@@ -33,7 +33,7 @@ def both(path: Path, x: np.ndarray) -> list[np.ndarray]:
 
 
 def test_optimize_rewrites_both_branches_of_an_if(branches: Path, tmp_path: Path):
-    optimize(branches, tmp_path / "new.onnx", collab_dk=H * K)
+    optimize(branches, tmp_path / "new.onnx", collab_dk=H * K, mixing="dense")
     blocks = inspect(tmp_path / "new.onnx").to_json()["attention"]
     assert [block["form"] for block in blocks] == ["collaborative"] * 2
     x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
@@ -45,7 +45,9 @@ def test_optimize_calibration_of_subgraphs_warns(branches: Path, tmp_path: Path)
     rng = np.random.default_rng(0)
     rows = {"x": rng.standard_normal((8, 5, D)).astype(np.float32), "flag": np.ones(8, bool)}
     np.savez(tmp_path / "rows.npz", **rows)
-    report = optimize(branches, tmp_path / "new.onnx", collab_dk=4, calib=tmp_path / "rows.npz")
+    report = optimize(
+        branches, tmp_path / "new.onnx", collab_dk=4, mixing="dense", calib=tmp_path / "rows.npz"
+    )
     assert sum("by its weights alone" in warning for warning in report.warnings) == 2
 
 

@@ -138,7 +138,7 @@ def test_optimize_sparse_factors_stay_shared(
 
 
 def test_optimize_exact_factors_keep_the_output(albert: Path, tmp_path: Path):
-    optimize(albert, tmp_path / "new.onnx", collab_dk=H * K)
+    optimize(albert, tmp_path / "new.onnx", collab_dk=H * K, mixing="dense")
     rng = np.random.default_rng(1)
     feeds = {
         "x": rng.standard_normal((2, 7, D)).astype(np.float32),
@@ -166,8 +166,10 @@ def test_optimize_content_term_differs_per_layer(
 def test_optimize_pooled_calibration_reduces_the_error(
     albert: Path, calibration: Path, tmp_path: Path
 ):
-    calibrated = optimize(albert, tmp_path / "a.onnx", collab_dk=6, calib=calibration).fidelity
-    plain = optimize(albert, tmp_path / "b.onnx", collab_dk=6).fidelity
+    calibrated = optimize(
+        albert, tmp_path / "a.onnx", collab_dk=6, mixing="dense", calib=calibration
+    ).fidelity
+    plain = optimize(albert, tmp_path / "b.onnx", collab_dk=6, mixing="dense").fidelity
     assert calibrated.mean_cosine > 0.9
     with np.load(calibration) as arrays:
         feeds = {name: arrays[name] for name in arrays.files}

@@ -18,7 +18,9 @@ def test_output_equal_to_input_is_refused(
 ):
     (tmp_path / "link").symlink_to(model)
     before = tree(tmp_path)
-    done = cli("optimize", model, "-o", tmp_path / output, "--collab-dk", 16, *force)
+    done = cli(
+        "optimize", model, "-o", tmp_path / output, "--collab-dk", 16, "--mixing", "dense", *force
+    )
     refused(done, "output")
     assert tree(tmp_path) == before
 
@@ -29,23 +31,30 @@ def test_existing_output_needs_force(cli: Cli, model: Path, tmp_path: Path):
         if output.parent != model:
             output.write_text("precious")
         before = tree(tmp_path)
-        refused(cli("optimize", model, "-o", output, "--collab-dk", 16), "--force")
+        refused(
+            cli("optimize", model, "-o", output, "--collab-dk", 16, "--mixing", "dense"), "--force"
+        )
         assert tree(tmp_path) == before
     new = tmp_path / "new"
-    assert cli("optimize", model, "-o", new, "--collab-dk", 16, "--force").code == 0
+    assert (
+        cli("optimize", model, "-o", new, "--collab-dk", 16, "--mixing", "dense", "--force").code
+        == 0
+    )
 
 
 def test_output_below_a_file_is_refused(cli: Cli, tiny: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     for output in ("file/new.onnx", "file/a/b"):
-        done = cli("optimize", tiny, "-o", tmp_path / output, "--collab-dk", 16)
+        done = cli(
+            "optimize", tiny, "-o", tmp_path / output, "--collab-dk", 16, "--mixing", "dense"
+        )
         refused(done, "file")
 
 
 DEFAULTS: dict[str, tuple[str, list[str], set[str]]] = {
     "optimize": (
         "{name}-optimized",
-        ["--collab-dk", "16"],
+        ["--collab-dk", "16", "--mixing", "dense"],
         {"model.onnx", "attnserve.json", "tokenizer.json", "tokenizer_config.json", "config.json"},
     ),
     "analyze": ("{name}-analysis", [], {"analysis.json", "mask.json", "report.html"}),
@@ -105,7 +114,7 @@ def test_default_output_is_named_after_the_resolved_folder(
     cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(model)
-    done = cli("optimize", ".", "--collab-dk", 16)
+    done = cli("optimize", ".", "--collab-dk", 16, "--mixing", "dense")
     assert done.code == 0
     assert done.out.startswith(f"wrote {tmp_path.resolve() / 'model-optimized' / 'model.onnx'}\n")
     assert (tmp_path / "model-optimized" / "model.onnx").is_file()
@@ -113,21 +122,28 @@ def test_default_output_is_named_after_the_resolved_folder(
 
 def test_default_output_of_a_file_is_beside_the_file(cli: Cli, model: Path):
     (model / "model.onnx").rename(model / "encoder.onnx")
-    assert cli("optimize", model / "encoder.onnx", "--collab-dk", 16, "--dry-run").code == 0
+    assert (
+        cli(
+            "optimize", model / "encoder.onnx", "--collab-dk", 16, "--mixing", "dense", "--dry-run"
+        ).code
+        == 0
+    )
     assert not (model / "encoder-optimized").exists()
-    done = cli("optimize", model / "encoder.onnx", "--collab-dk", 16, "--json").json()
+    done = cli(
+        "optimize", model / "encoder.onnx", "--collab-dk", 16, "--mixing", "dense", "--json"
+    ).json()
     assert done["output"] == str(model / "encoder-optimized" / "model.onnx")
     assert (model / "encoder-optimized" / "attnserve.json").is_file()
 
 
 def test_output_path_is_not_recorded_in_the_artifact(cli: Cli, model: Path, tmp_path: Path):
-    assert cli("optimize", model, "--collab-dk", 16).code == 0
+    assert cli("optimize", model, "--collab-dk", 16, "--mixing", "dense").code == 0
     record = (tmp_path / "model-optimized" / "attnserve.json").read_text()
     assert str(tmp_path) not in record
 
 
 def test_failed_check_without_output_leaves_no_folder(cli: Cli, model: Path, tmp_path: Path):
-    done = cli("optimize", model, "--collab-dk", 1, "--min-cosine", 1)
+    done = cli("optimize", model, "--collab-dk", 1, "--mixing", "dense", "--min-cosine", 1)
     assert done.code == 1 and list(tmp_path.iterdir()) == [model]
 
 

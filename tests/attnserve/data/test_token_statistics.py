@@ -58,7 +58,7 @@ def test_token_statistics_without_token_ids_are_none(batch: Batch):
 
 
 def test_optimize_records_token_ids_of_the_calibration(tiny: Path, sentences: Path, tmp_path: Path):
-    optimize(tiny, tmp_path / "new", collab_dk=16, calib=sentences)
+    optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", calib=sentences)
     record = open_artifact(tmp_path / "new").lineage[-1]["calibration"]
     assert len(record["lengths"]) == 5
     found = record["token_ids"]

@@ -90,7 +90,9 @@ def test_generated_tokens_are_those_of_onnxruntime(
 
 def test_shared_key_cache_is_refused(decoder: Path, tmp_path: Path) -> None:
     """onnxruntime-genai gives the values the shape of the keys."""
-    optimize(decoder, tmp_path / "new", collab_dk=HEADS * HEAD_SIZE, collab_cache=True)
+    optimize(
+        decoder, tmp_path / "new", collab_dk=HEADS * HEAD_SIZE, mixing="dense", collab_cache=True
+    )
     with raises(InvalidModel, "genai.cache_shape", "layer 0"):
         write_genai_folder(tmp_path / "new", tmp_path / "genai")
 

@@ -291,7 +291,14 @@ def test_optimize_ffn_combines_with_other_rewrites(
 ):
     folder = tiny_export(*exporter)
     report = optimize(
-        folder, tmp_path / "new", ffn=0.25, prune=0.25, collab_dk=12, calib=sentences, threads=1
+        folder,
+        tmp_path / "new",
+        ffn=0.25,
+        prune=0.25,
+        collab_dk=12,
+        mixing="dense",
+        calib=sentences,
+        threads=1,
     )
     rewrites = {step.rewrite for step in report.steps}
     assert rewrites == {"prune_heads", "prune_neurons", "collaborate"}

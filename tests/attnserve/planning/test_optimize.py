@@ -61,7 +61,7 @@ def test_optimize_full_rank_is_exact_on_every_export(
     tiny_export: Callable[..., Path], tmp_path: Path, export: tuple
 ):
     original = tiny_export(*export) / "model.onnx"
-    report = optimize(original, tmp_path / "new.onnx", collab_dk=EXACT)
+    report = optimize(original, tmp_path / "new.onnx", collab_dk=EXACT, mixing="dense")
     assert [step.relative_error for step in report.steps] == [0, 0]
     fidelity = verify(original, tmp_path / "new.onnx")
     assert max(output.max_abs_error for output in fidelity.outputs) <= 1e-4
@@ -76,7 +76,9 @@ def test_optimize_full_rank_is_exact_on_every_export(
 
 def test_optimize_error_falls_as_rank_grows(tiny: Path, sentences: Path, tmp_path: Path):
     reports = [
-        optimize(tiny, tmp_path / str(R), collab_dk=R, calib=sentences, dry_run=True)
+        optimize(
+            tiny, tmp_path / str(R), collab_dk=R, mixing="dense", calib=sentences, dry_run=True
+        )
         for R in (1, 24, EXACT)
     ]
     assert [report.steps[0].rank for report in reports] == [1, 24, EXACT]
@@ -87,8 +89,8 @@ def test_optimize_error_falls_as_rank_grows(tiny: Path, sentences: Path, tmp_pat
 
 
 def test_optimize_calibration_reduces_the_error(tiny: Path, sentences: Path, tmp_path: Path):
-    optimize(tiny, tmp_path / "plain", collab_dk=16)
-    optimize(tiny, tmp_path / "fitted", collab_dk=16, calib=sentences)
+    optimize(tiny, tmp_path / "plain", collab_dk=16, mixing="dense")
+    optimize(tiny, tmp_path / "fitted", collab_dk=16, mixing="dense", calib=sentences)
     plain, fitted = (
         verify(tiny, tmp_path / name, data=sentences).outputs[0].relative_error
         for name in ("plain", "fitted")
@@ -106,7 +108,13 @@ def test_optimize_short_calibration_texts_are_warned_of(
 
     def is_warned(sequence: int) -> bool:
         report = optimize(
-            tiny, tmp_path / "new", collab_dk=16, calib=sentences, sequence=sequence, dry_run=True
+            tiny,
+            tmp_path / "new",
+            collab_dk=16,
+            mixing="dense",
+            calib=sentences,
+            sequence=sequence,
+            dry_run=True,
         )
         return any("texts of the length to be served" in warning for warning in report.warnings)
 
@@ -118,7 +126,7 @@ def test_optimize_full_rank_of_minilm_is_exact(
     minilm_export: Callable[[str, str, int], Path], tmp_path: Path
 ):
     folder = minilm_export("sdpa", "dynamo", 18)
-    optimize(folder, tmp_path / "new", collab_dk=384)
+    optimize(folder, tmp_path / "new", collab_dk=384, mixing="dense")
     assert verify(folder, tmp_path / "new").outputs[0].max_abs_error <= 1e-4
 
 
@@ -183,7 +191,9 @@ def test_optimize_layers_by_index_or_name(tiny: Path, tmp_path: Path):
 
 
 def test_optimize_writes_complete_artifact(tiny: Path, sentences: Path, tmp_path: Path):
-    report = optimize(tiny, tmp_path / "a" / "b", collab_dk=16, calib=sentences, seed=5)
+    report = optimize(
+        tiny, tmp_path / "a" / "b", collab_dk=16, mixing="dense", calib=sentences, seed=5
+    )
     folder = tmp_path / "a" / "b"
     assert report.output == folder / "model.onnx"
     assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in tiny.iterdir())
@@ -199,7 +209,9 @@ def test_optimize_writes_complete_artifact(tiny: Path, sentences: Path, tmp_path
 
 
 def test_optimize_report_json_has_contract_keys(tiny: Path, sentences: Path, tmp_path: Path):
-    content = optimize(tiny, tmp_path, collab_dk=16, calib=sentences, dry_run=True).to_json()
+    content = optimize(
+        tiny, tmp_path, collab_dk=16, mixing="dense", calib=sentences, dry_run=True
+    ).to_json()
     assert {"before", "after", "steps", "fidelity", "break_even_sequence", "warnings"} <= set(
         content
     )
@@ -218,8 +230,8 @@ def test_optimize_reports_the_quality_and_its_data(
     tiny: Path, sentences: Path, tmp_path: Path, calibrated: bool, split: str
 ):
     report = optimize(
-        tiny, tmp_path / "new", collab_dk=16, calib=sentences if calibrated else None,
-        also_prove=[sentences], dry_run=True,
+        tiny, tmp_path / "new", collab_dk=16, mixing="dense",
+        calib=sentences if calibrated else None, also_prove=[sentences], dry_run=True,
     )  # fmt: skip
     content = report.to_json()
     keys = {"measure", "value", "ci95", "p5", "constant", "rows", "split"}
@@ -249,22 +261,22 @@ def test_optimize_costs_equal_inspection_of_the_files(tiny: Path, tmp_path: Path
 
 def test_optimize_same_seed_writes_same_bytes(tiny: Path, sentences: Path, tmp_path: Path):
     for name in ("one", "two"):
-        optimize(tiny, tmp_path / name, collab_dk=12, calib=sentences, seed=3)
+        optimize(tiny, tmp_path / name, collab_dk=12, mixing="dense", calib=sentences, seed=3)
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
 def test_optimize_dry_run_reports_and_writes_nothing(tiny: Path, tmp_path: Path):
-    dry = optimize(tiny, tmp_path / "a" / "new", collab_dk=16, dry_run=True)
+    dry = optimize(tiny, tmp_path / "a" / "new", collab_dk=16, mixing="dense", dry_run=True)
     assert not any(tmp_path.iterdir())
-    written = optimize(tiny, tmp_path / "a" / "new", collab_dk=16)
+    written = optimize(tiny, tmp_path / "a" / "new", collab_dk=16, mixing="dense")
     assert dry.to_json() == written.to_json() and dry.output == written.output
 
 
 def test_optimize_below_min_cosine_writes_nothing(tiny: Path, tmp_path: Path):
     with raises(CheckFailed, "optimize.min_cosine", "expected at least 1.0"):
-        optimize(tiny, tmp_path / "new", collab_dk=1, min_cosine=1.0)
+        optimize(tiny, tmp_path / "new", collab_dk=1, mixing="dense", min_cosine=1.0)
     assert not any(tmp_path.iterdir())
-    optimize(tiny, tmp_path / "new", collab_dk=EXACT, min_cosine=1 - 1e-6)
+    optimize(tiny, tmp_path / "new", collab_dk=EXACT, mixing="dense", min_cosine=1 - 1e-6)
 
 
 @pytest.mark.parametrize("stage", ["collect moments", "factor", "verify"])
@@ -276,7 +288,14 @@ def test_optimize_interrupted_writes_nothing(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        optimize(tiny, tmp_path / "new", collab_dk=16, calib=sentences, progress=interrupt)
+        optimize(
+            tiny,
+            tmp_path / "new",
+            collab_dk=16,
+            mixing="dense",
+            calib=sentences,
+            progress=interrupt,
+        )
     assert not any(tmp_path.iterdir())
 
 
@@ -288,7 +307,7 @@ def test_optimize_interrupted_while_writing_leaves_nothing(
 
     monkeypatch.setattr("attnserve.models.outputs.write_record", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        optimize(tiny, tmp_path / "a" / "new", collab_dk=16)
+        optimize(tiny, tmp_path / "a" / "new", collab_dk=16, mixing="dense")
     assert not any(tmp_path.iterdir())
 
 
@@ -297,7 +316,9 @@ def test_optimize_interrupted_while_writing_leaves_nothing(
 
 def test_optimize_optimized_model_adds_to_lineage(tiny: Path, tmp_path: Path):
     optimize(tiny, tmp_path / "one", collab_dk=16, layers=["0"], mixing="dense")
-    report = optimize(tmp_path / "one", tmp_path / "two", collab_dk=EXACT, layers=["1"])
+    report = optimize(
+        tmp_path / "one", tmp_path / "two", collab_dk=EXACT, mixing="dense", layers=["1"]
+    )
     assert report.fidelity.min_cosine >= 1 - 1e-7, "measured against the model it was given"
     assert forms(tmp_path / "two") == [("collaborative", 16), ("collaborative", EXACT)]
     first, second = open_artifact(tmp_path / "two").lineage
@@ -308,17 +329,17 @@ def test_optimize_optimized_model_adds_to_lineage(tiny: Path, tmp_path: Path):
 
 
 def test_optimize_collaborative_layer_is_left_or_refused_if_requested(tiny: Path, tmp_path: Path):
-    optimize(tiny, tmp_path / "one", collab_dk=16, layers=["0"])
+    optimize(tiny, tmp_path / "one", collab_dk=16, layers=["0"], mixing="dense")
     before = tree(tmp_path)
     for options in ({"collab_dk": 16, "layers": ["0"]}, {"collab_dk": {"0": 16}}):
         with raises(CannotRewrite, "rewrite.collaborative"):
             optimize(tmp_path / "one", tmp_path / "two", **options)
     assert tree(tmp_path) == before
-    report = optimize(tmp_path / "one", tmp_path / "two", collab_dk=16)
+    report = optimize(tmp_path / "one", tmp_path / "two", collab_dk=16, mixing="dense")
     assert len(report.steps) == 1
     assert "is left as it is: its heads are collaborative already" in warnings(report)
     with raises(CannotRewrite, "request.nothing", "2 attention blocks"):
-        optimize(tmp_path / "two", tmp_path / "three", collab_dk=16)
+        optimize(tmp_path / "two", tmp_path / "three", collab_dk=16, mixing="dense")
     assert not (tmp_path / "three").exists()
 
 
@@ -327,13 +348,17 @@ def test_optimize_collaborative_layer_is_left_or_refused_if_requested(tiny: Path
 
 def test_optimize_external_data_is_read_and_written(tiny: Path, sentences: Path, tmp_path: Path):
     inline, one, two, three = (tmp_path / name for name in ("inline", "one", "two", "three"))
-    optimize(tiny, inline, collab_dk=24, layers=["0"], calib=sentences)
-    optimize(tiny, one, collab_dk=24, layers=["0"], calib=sentences, external_data=True)
+    optimize(tiny, inline, collab_dk=24, mixing="dense", layers=["0"], calib=sentences)
+    optimize(
+        tiny, one, collab_dk=24, mixing="dense", layers=["0"], calib=sentences, external_data=True
+    )
     assert (one / "model.onnx.data").is_file()
     assert open_artifact(one).record["files"].keys() == {"model.onnx", "model.onnx.data"}
     assert verify(inline, one).outputs[0].max_abs_error == 0
-    optimize(one, two, collab_dk=16, layers=["1"], calib=sentences, external_data=True)
-    optimize(one, three, collab_dk=16, layers=["1"], calib=sentences)
+    optimize(
+        one, two, collab_dk=16, mixing="dense", layers=["1"], calib=sentences, external_data=True
+    )
+    optimize(one, three, collab_dk=16, mixing="dense", layers=["1"], calib=sentences)
     assert not (three / "model.onnx.data").exists()
     shutil.rmtree(one)  # no copy reads it
     assert verify(two, three).outputs[0].max_abs_error == 0
@@ -346,8 +371,12 @@ def test_optimize_fused_export_with_external_data_is_exact(
     tiny_export: Callable[..., Path], sentences: Path, tmp_path: Path
 ):
     source = tiny_export("sdpa", "dynamo", 23)
-    optimize(source, tmp_path / "one", collab_dk=EXACT, layers=["0"], external_data=True)
-    report = optimize(tmp_path / "one", tmp_path / "two", collab_dk=EXACT, layers=["1"])
+    optimize(
+        source, tmp_path / "one", collab_dk=EXACT, mixing="dense", layers=["0"], external_data=True
+    )
+    report = optimize(
+        tmp_path / "one", tmp_path / "two", collab_dk=EXACT, mixing="dense", layers=["1"]
+    )
     assert report.fidelity.min_cosine >= 1 - 1e-7
     assert verify(source, tmp_path / "two", data=sentences).outputs[0].max_abs_error <= 1e-4
 
@@ -363,8 +392,10 @@ def test_optimize_calibration_arrays_equal_their_text(tiny: Path, sentences: Pat
     (tmp_path / "arrays").mkdir()
     for index, batch in enumerate(data.fit):
         np.savez(tmp_path / "arrays" / f"{index}.npz", **batch)
-    report = optimize(tiny, tmp_path / "new", collab_dk=16, calib=tmp_path / "arrays")
-    text = optimize(tiny, tmp_path / "text", collab_dk=16, calib=sentences)
+    report = optimize(
+        tiny, tmp_path / "new", collab_dk=16, mixing="dense", calib=tmp_path / "arrays"
+    )
+    text = optimize(tiny, tmp_path / "text", collab_dk=16, mixing="dense", calib=sentences)
     assert report.fidelity.data == "held out of arrays"
     for ours, theirs in zip(report.steps, text.steps, strict=True):  # another tenth is held out
         assert ours.relative_error == pytest.approx(theirs.relative_error, rel=0.2)
@@ -374,7 +405,7 @@ def test_optimize_unfit_data_writes_nothing(tiny: Path, tmp_path: Path):
     np.savez(tmp_path / "c.npz", wrong=np.ones((3, 4)))
     before = tree(tmp_path)
     with raises(InvalidData, "data.array_names", "input_ids"):
-        optimize(tiny, tmp_path / "new", collab_dk=16, calib=tmp_path / "c.npz")
+        optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", calib=tmp_path / "c.npz")
     assert tree(tmp_path) == before
 
 
@@ -412,7 +443,7 @@ def test_optimize_break_even_past_max_length_is_no_warning(model: Path, tmp_path
 
 
 def test_optimize_full_rank_costs_are_warned_of(tiny: Path, tmp_path: Path):
-    report = optimize(tiny, tmp_path / "new", collab_dk=EXACT, dry_run=True)
+    report = optimize(tiny, tmp_path / "new", collab_dk=EXACT, mixing="dense", dry_run=True)
     assert "needs more MACs than the original at every length" in warnings(report)
 
 
@@ -421,12 +452,14 @@ def test_optimize_missing_or_scarce_calibration_is_warned_of(
 ):
     few = tmp_path / "few.txt"
     few.write_text("a man\na dog\n")
-    assert "not calibrated" in warnings(optimize(tiny, tmp_path, collab_dk=16, dry_run=True))
-    enough = optimize(tiny, tmp_path, collab_dk=16, calib=sentences, dry_run=True)
+    assert "not calibrated" in warnings(
+        optimize(tiny, tmp_path, collab_dk=16, mixing="dense", dry_run=True)
+    )
+    enough = optimize(tiny, tmp_path, collab_dk=16, mixing="dense", calib=sentences, dry_run=True)
     assert "calibrated" not in warnings(enough)
-    scarce = optimize(tiny, tmp_path, collab_dk=16, calib=few, dry_run=True)
+    scarce = optimize(tiny, tmp_path, collab_dk=16, mixing="dense", calib=few, dry_run=True)
     assert "calibrated on 4 tokens, fewer than the 32 features" in warnings(scarce)
-    exact = optimize(tiny, tmp_path, collab_dk=EXACT, dry_run=True)
+    exact = optimize(tiny, tmp_path, collab_dk=EXACT, mixing="dense", dry_run=True)
     assert "calibrated" not in warnings(exact)
 
 
@@ -447,7 +480,7 @@ def test_optimize_weights_not_finite_are_refused(
     tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     onnx.save(proto, path)
     with raises(InvalidModel, "model.not_finite", name):
-        optimize(path, tmp_path / "new", collab_dk=16)
+        optimize(path, tmp_path / "new", collab_dk=16, mixing="dense")
     assert not (tmp_path / "new").exists()
 
 
@@ -527,7 +560,7 @@ def test_optimize_low_quality_is_warned_of(
     quality = Quality("r2", value, value, value, None, value, 0.0, 60)
     fidelity = Fidelity((), 1.0, 1.0, "held out of text.txt", (quality,))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
-    report = optimize(tiny, tmp_path / "new", collab_dk=16, dry_run=True)
+    report = optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", dry_run=True)
     assert any("0.899 (held out of text.txt)" in each for each in report.warnings) is warned
 
 
@@ -540,7 +573,7 @@ def test_optimize_few_held_out_texts_are_warned_of(
     )
     fidelity = Fidelity((), 1.0, 1.0, "held out of text.txt", (quality,))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
-    report = optimize(tiny, tmp_path / "new", collab_dk=16, dry_run=True)
+    report = optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", dry_run=True)
     assert any("210 different rows of up to 29 tokens" in each for each in report.warnings)
 
 

@@ -14,7 +14,7 @@ from attnserve.context import RunContext
 from attnserve.models.onnx_files import load_model
 from attnserve.planning import served_speed
 from attnserve.planning.optimize import optimize
-from attnserve.planning.served_speed import ServedSpeed, measure_served, served_lengths, time_models
+from attnserve.planning.served_speed import ServedSpeed, measure_served, served_lengths
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 
@@ -79,6 +79,7 @@ def test_measure_served_of_other_inputs_is_none(tiny: Path) -> None:
     ) is None  # fmt: skip
 
 
+@pytest.mark.timing(seconds=5)
 @pytest.mark.parametrize("most_bytes", [0, 10**9], ids=["in a child", "in this process"])
 def test_time_models_leaves_out_shapes_that_a_model_refuses(
     most_bytes: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,7 +89,9 @@ def test_time_models_leaves_out_shapes_that_a_model_refuses(
     shapes = [(1, 5), (2, 100_000)]
     feeds = served_speed.example_feeds(model, shapes[:1], 0)
     feeds[shapes[1]] = {name: np.resize(a, (2, 70)) for name, a in feeds[shapes[0]].items()}
-    found = time_models([model, model.clone()], feeds, context=RunContext(), seconds=0.01)
+    found = served_speed.time_models(
+        [model, model.clone()], feeds, context=RunContext(), seconds=0.01
+    )
     assert found is not None
     assert found[0] == shapes[:1]
     assert found[1][0].shape[0] == 2 and (found[1][0] > 0).all()
@@ -100,6 +103,7 @@ def test_served_lengths_are_requested_or_those_of_the_data() -> None:
     assert served_lengths((16, 256), None) == (16, 64, 256)
 
 
+@pytest.mark.timing(seconds=5)
 def test_optimize_reports_the_served_speedup(tiny: Path, sentences: Path, tmp_path: Path) -> None:
     """Also in the record; nothing is removed by a conversion alone."""
     report = optimize(tiny, tmp_path / "new", precision="int8", calib=sentences)

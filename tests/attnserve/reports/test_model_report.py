@@ -40,7 +40,7 @@ RECOVERED = {
 @pytest.fixture(scope="module")
 def rewritten(tiny: Path, sentences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewritten") / "small"
-    optimize(tiny, folder, collab_dk=16, prune=0.25, calib=sentences, threads=1)
+    optimize(tiny, folder, collab_dk=16, mixing="dense", prune=0.25, calib=sentences, threads=1)
     return folder
 
 

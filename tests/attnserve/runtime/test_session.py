@@ -331,7 +331,16 @@ def test_command_without_onnx_runtime_names_the_extra(tiny: Path, tmp_path: Path
     )
     for arguments in (
         ["inspect", str(tiny)],
-        ["optimize", str(tiny), "-o", str(tmp_path / "new"), "--collab-dk", "16"],
+        [
+            "optimize",
+            str(tiny),
+            "-o",
+            str(tmp_path / "new"),
+            "--collab-dk",
+            "16",
+            "--mixing",
+            "dense",
+        ],
         ["verify", str(tiny), str(tiny)],
     ):
         done = subprocess.run(

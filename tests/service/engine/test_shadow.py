@@ -277,7 +277,9 @@ def test_collected_texts_calibrate_a_model_that_keeps_its_promise_on_them(
 
     ask(start(original, sample_texts=texts, sample_rate=1), 20)
     until(lambda: len(texts.read_text().splitlines()) == 160)
-    record = optimize(original, tmp_path / "served", collab_dk=16, calib=texts).to_json()
+    record = optimize(
+        original, tmp_path / "served", collab_dk=16, mixing="dense", calib=texts
+    ).to_json()
     client = start(tmp_path / "served", shadow=original, shadow_rate=1)
     assert ask(client, 120) == 0
     found = compared(client, 120)
