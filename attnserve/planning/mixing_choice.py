@@ -18,13 +18,11 @@ import onnx_ir as ir
 
 from attnserve.checks.compare import compare
 from attnserve.choices import Precision
-from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_sharing import SharingForm
-from attnserve.planning.served_speed import example_feeds, fused_copy, time_models
-from attnserve.precision.convert import convert
+from attnserve.planning.served_speed import ServedTimer, example_feeds, time_models
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analysis.cost import count_macs
 from graph_passes.context import GraphContext
@@ -102,11 +100,10 @@ class FormComparison:
         timed: (batch, sequence) at which the model should be fast.
     """
 
-    original: ir.Model
+    timer: ServedTimer
     data: Dataset | None
     precision: Precision
     timed: Sequence[tuple[int, int]]
-    context: RunContext
 
     def error(self, form: Form) -> float:
         """The largest relative error of an output on data; of the weights without data."""
@@ -114,14 +111,15 @@ class FormComparison:
             steps = [step for step in form.applied.steps if step.rewrite == Collaborate.name]
             return float(np.sqrt(np.mean([(step.relative_error or 0.0) ** 2 for step in steps])))
         rows = self.data.choose or self.data.fit
-        outputs = compare(self.original, form.model, rows, "form", context=self.context).outputs
+        original, context = self.timer.original, self.timer.context
+        outputs = compare(original, form.model, rows, "form", context=context).outputs
         if any(output.not_finite_rows for output in outputs):
             return math.inf
         return max(output.relative_error for output in outputs)
 
     def sketch(self, plan: Plan) -> ir.Model:
         """The graph of a plan with weights that are not fitted, to be timed."""
-        model = self.original.clone()
+        model = self.timer.original.clone()
         with GraphContext.of(model) as context:
             for one in plan.passes:
                 (one.unfitted(context) if isinstance(one, Collaborate) else one)(model)
@@ -133,13 +131,14 @@ class FormComparison:
         Returns:
             None if they cannot be timed.
         """
+        original, context = self.timer.original, self.timer.context
         shapes = list(dict.fromkeys([*self.timed, *STEADY]))
-        macs = count_macs(self.original, *LARGEST_SHAPE)
+        macs = count_macs(original, *LARGEST_SHAPE)
         if macs is not None and macs <= LARGEST_MACS:
             shapes.append(LARGEST_SHAPE)
-        served = [self._served(each) for each in (self.original, *models)]
-        feeds = example_feeds(self.original, shapes, self.context.seed)
-        found = time_models(served, feeds, context=self.context)
+        served = [self.timer.served(each, self.precision) for each in (original, *models)]
+        feeds = example_feeds(original, shapes, context.seed)
+        found = time_models(served, feeds, context=context)
         if found is None:
             return None
         times = dict(zip(*found, strict=True))
@@ -151,13 +150,6 @@ class FormComparison:
             )
             for row in range(1, len(served))
         ]
-
-    def _served(self, model: ir.Model) -> ir.Model:
-        calibration, precision = self.data.fit if self.data is not None else (), self.precision
-        if precision == "bfloat16" and self.context.provider == "cpu":
-            precision = "float32"  # there are no kernels for bfloat16
-        fused = fused_copy(model, precision, self.context.provider)
-        return convert(fused, precision, calibration, to_nearest=True)
 
 
 def choose_mixing(

@@ -54,7 +54,7 @@ from attnserve.planning.requested_rewrites import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
-from attnserve.planning.served_speed import ServedSpeed, measure_served, served_lengths
+from attnserve.planning.served_speed import ServedSpeed, ServedTimer, served_lengths
 from attnserve.precision.convert import Precision, check_cpu, convert
 from attnserve.versions import versions
 from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
@@ -325,6 +325,8 @@ def optimize(
             counted_shape(original, batch, each) for each in served_lengths(sequence, data)
         )
     )
+    calibration = data.fit if data is not None else ()
+    timer = ServedTimer(original, calibration, context)
     form: MixingChoice | None = None
     if isinstance(mode, Goal):
         assert data is not None
@@ -350,7 +352,7 @@ def optimize(
             fit=refit,
         )  # fmt: skip
         if planned.forms:
-            comparison = FormComparison(original, data, precision, timed, context)
+            comparison = FormComparison(timer, data, precision, timed)
             rewritten, form = choose_mixing(planned.forms, build, comparison)
             rewritten = replace(rewritten, warnings=() if form is not None else (NOT_COMPARED,))
         else:
@@ -358,15 +360,14 @@ def optimize(
         rewritten = replace(rewritten, warnings=(*planned.warnings, *rewritten.warnings))
         if precision != "float32":
             rewritten = _fused(rewritten, shape, provider)
-    calibration = data.fit if data is not None else ()
     converted = rewritten.converted or convert(
         rewritten.model, rewritten.plan.precision, calibration,
         float_blocks=rewritten.plan.float_blocks,
     )  # fmt: skip
     speed = rewritten.found and rewritten.found.speed
-    speed = speed or measure_served(
-        original, rewritten.model, converted, rewritten.plan.precision,
-        is_lossy=bool(rewritten.plan.changed), shapes=timed, data=calibration, context=context,
+    speed = speed or timer.measure(
+        rewritten.model, converted, rewritten.plan.precision,
+        is_lossy=bool(rewritten.plan.changed), shapes=timed,
     )  # fmt: skip
     compared = partial(compare, original, converted, context=context)
     if rewritten.found is not None and rewritten.found.gain:

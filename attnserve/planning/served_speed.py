@@ -10,7 +10,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,7 @@ from attnserve.runtime.part_latency import time_sessions
 from attnserve.runtime.session import Batch, open_session, run, weight_bytes
 from graph_passes.errors import AttnserveError
 
-__all__ = ["ServedSpeed", "example_feeds", "fused_copy", "measure_served", "served_lengths",
-           "time_models"]  # fmt: skip
+__all__ = ["ServedSpeed", "ServedTimer", "example_feeds", "served_lengths", "time_models"]
 
 log = logging.getLogger(__name__)
 
@@ -105,104 +104,110 @@ def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int,
     return tuple(dict.fromkeys(max(int(length), 1) for length in found))
 
 
-def fused_copy(
-    model: ir.Model, precision: Precision = "float32", provider: Provider = "cpu"
-) -> ir.Model:
-    """A fused copy of a float32 model, to be timed; the model itself if nothing can be fused."""
-    copy = model.clone()
-    return copy if fuse_for(copy, precision, provider, is_timed_only=True) else model
+@dataclass(frozen=True, eq=False)
+class ServedTimer:
+    """Times rewrites of a model in the form that serving runs, beside the fused original.
 
-
-def measure_served(
-    original: ir.Model,
-    rewritten: ir.Model,
-    converted: ir.Model,
-    precision: Precision,
-    *,
-    is_lossy: bool,
-    shapes: Sequence[tuple[int, int]],
-    data: Sequence[Batch] = (),
-    context: RunContext,
-) -> ServedSpeed | None:
-    """Time the original, its fused form in both precisions, and the rewritten model.
-
-    Args:
-        rewritten: In float32.
-        converted: In its precision, as it is written.
-        is_lossy: Whether anything besides the precision differs from the original.
-        data: Calibration of the precision.
-
-    Returns:
-        None if the models take different inputs, or cannot be timed here; the log says why.
+    Attributes:
+        data: Calibration of a precision.
     """
-    try:
-        return _measure(
-            original, rewritten, converted, precision, is_lossy=is_lossy, shapes=shapes, data=data,
-            context=context,
-        )  # fmt: skip
-    except AttnserveError as error:  # for example no memory: the model is written all the same
-        log.warning("the speed was not measured: %s", error)
-        return None
+
+    original: ir.Model
+    data: Sequence[Batch]
+    context: RunContext
+    made: dict[tuple[int, Precision], tuple[ir.Model, ir.Model]] = field(
+        default_factory=dict[tuple[int, Precision], tuple[ir.Model, ir.Model]]
+    )
+    """Models and their served forms: each is fused once."""
+
+    def served(self, model: ir.Model, precision: Precision = "float32") -> ir.Model:
+        """A float32 model fused and converted; the model itself if neither changes it."""
+        if precision == "bfloat16" and self.context.provider == "cpu":
+            precision = "float32"  # there are no kernels for bfloat16
+        key = id(model), precision
+        if key not in self.made:
+            fused = model.clone()
+            if not fuse_for(fused, precision, self.context.provider, is_timed_only=True):
+                fused = model
+            self.made[key] = model, convert(fused, precision, self.data, to_nearest=True)
+        return self.made[key][1]
+
+    def measure(
+        self,
+        rewritten: ir.Model,
+        converted: ir.Model,
+        precision: Precision,
+        *,
+        is_lossy: bool,
+        shapes: Sequence[tuple[int, int]],
+    ) -> ServedSpeed | None:
+        """Time the original, its fused form in both precisions, and the rewritten model.
+
+        Args:
+            rewritten: In float32.
+            converted: In its precision, as it is written.
+            is_lossy: Whether anything besides the precision differs from the original.
+
+        Returns:
+            None if the models take different inputs, or cannot be timed here; the log says why.
+        """
+        inputs = ([v.name for v in one.graph.inputs] for one in (self.original, converted))
+        if len(set(map(tuple, inputs))) > 1:
+            return None
+        if is_bfloat16(converted) and self.context.provider == "cpu":
+            return None
+        models = {"original": self.original}
+        try:
+            models["fused"] = self.served(self.original)
+            if precision != "float32":
+                models["final"] = converted
+                if is_lossy:
+                    models["precise"] = self.served(self.original, precision)
+            elif is_lossy:
+                models |= {"final": rewritten, "final fused": self.served(rewritten)}
+            distinct = {id(model): model for model in models.values()}
+            feeds = example_feeds(self.original, shapes, self.context.seed)
+            found = time_models(list(distinct.values()), feeds, context=self.context)
+        except AttnserveError as error:  # for example no memory: the model is written all the same
+            log.warning("the speed was not measured: %s", error)
+            return None
+        if found is None:
+            return None
+        rows = {name: list(distinct).index(id(model)) for name, model in models.items()}
+        times = {name: [each[row] for each in found[1]] for name, row in rows.items()}
+        setting = self.context.provider, self.context.threads
+        return _speed(found[0], times, precision, is_lossy=is_lossy, setting=setting)
 
 
-def _measure(
-    original: ir.Model,
-    rewritten: ir.Model,
-    converted: ir.Model,
+def _speed(
+    shapes: Sequence[tuple[int, int]],
+    times: Mapping[str, Sequence[np.ndarray]],
     precision: Precision,
     *,
     is_lossy: bool,
-    shapes: Sequence[tuple[int, int]],
-    data: Sequence[Batch],
-    context: RunContext,
-) -> ServedSpeed | None:
-    provider = context.provider
-    if [v.name for v in original.graph.inputs] != [v.name for v in converted.graph.inputs]:
-        return None
-    if is_bfloat16(converted) and provider == "cpu":
-        return None
-    fused = fused_copy(original, provider=provider)
-    models = {"original": original, "fused": fused}
-    if precision != "float32":
-        models["final"] = converted
-        if is_lossy:
-            base = fused_copy(original, precision, provider)
-            models["precise"] = convert(base, precision, data, to_nearest=True)
-    elif is_lossy:
-        models |= {"final": rewritten, "final fused": fused_copy(rewritten, provider=provider)}
-    distinct = {id(model): model for model in models.values()}
-    found = time_models(
-        list(distinct.values()), example_feeds(original, shapes, context.seed), context=context
-    )
-    if found is None:
-        return None
-    shapes, times = found
-    rows = dict(zip(distinct, range(len(distinct)), strict=True))
-
-    def of(name: str) -> list[np.ndarray]:
-        row = rows[id(models[name])]
-        return [each[row] for each in times]
+    setting: tuple[Provider, int],
+) -> ServedSpeed:
+    """The speed-ups; of two forms of one model the faster one counts, which serving runs."""
 
     def faster(*names: str) -> str:
-        return min(names, key=lambda name: sum(np.log(np.median(each)) for each in of(name)))
+        able = [name for name in names if name in times]
+        return min(able, key=lambda name: sum(np.log(np.median(each)) for each in times[name]))
+
+    def gain(before: str, after: str) -> Speedup:
+        return paired_speedup(times[before], times[after])
 
     reference = faster("original", "fused")
-    final = reference
-    if "final" in models:
-        final = faster("final", *(name for name in models if name == "final fused"))
-    before = "precise" if "precise" in models else reference
+    final = faster("final", "final fused") if "final" in times else reference
     changed = None if precision == "float32" else ("precise" if is_lossy else "final")
-    served = paired_speedup(of(reference), of(final))
+    pairs = zip(times[reference], times[final], strict=True)
     return ServedSpeed(
         shapes=tuple(shapes),
-        fusion=paired_speedup(of("original"), of(reference)),
-        precision=None if changed is None else paired_speedup(of(reference), of(changed)),
-        removal=paired_speedup(of(before), of(final)) if is_lossy else None,
-        served=served,
-        by_shape=tuple(
-            paired_speedup([a], [b]).value for a, b in zip(of(reference), of(final), strict=True)
-        ),
-        setting=(provider, context.threads),
+        fusion=gain("original", reference),
+        precision=None if changed is None else gain(reference, changed),
+        removal=gain(changed or reference, final) if is_lossy else None,
+        served=gain(reference, final),
+        by_shape=tuple(paired_speedup([a], [b]).value for a, b in pairs),
+        setting=setting,
     )
 
 

@@ -60,7 +60,7 @@ from attnserve.planning.search.report import (
     Speed,
     mean_speedup,
 )
-from attnserve.planning.served_speed import measure_served, served_lengths
+from attnserve.planning.served_speed import ServedTimer, served_lengths
 from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session, run
 from attnserve.versions import versions
@@ -366,10 +366,9 @@ def _result(
             f"{proof.share.value:.2%} of the {given.goal.task} score (standard error "
             f"{proof.share.standard_error:.2%})"
         )
-    speed = measure_served(
-        given.model, best.float32_model, best.model, best.plan.precision,
-        is_lossy=bool(best.plan.changed), shapes=[(given.batch, each) for each in given.lengths],
-        data=given.data.fit, context=given.context,
+    speed = ServedTimer(given.model, given.data.fit, given.context).measure(
+        best.float32_model, best.model, best.plan.precision, is_lossy=bool(best.plan.changed),
+        shapes=[(given.batch, each) for each in given.lengths],
     )  # fmt: skip
     verdict = f"{gain:.2f}x as fast, keeping {', '.join(kept)}"
     if speed is not None:

@@ -14,7 +14,7 @@ from attnserve.context import RunContext
 from attnserve.models.onnx_files import load_model
 from attnserve.planning import served_speed
 from attnserve.planning.optimize import optimize
-from attnserve.planning.served_speed import ServedSpeed, measure_served, served_lengths
+from attnserve.planning.served_speed import ServedSpeed, ServedTimer, served_lengths
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 
@@ -34,48 +34,45 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return times
 
 
-def values(speed: ServedSpeed | None) -> list[float | None]:
+def values(speed: ServedSpeed | None) -> list[Any]:
     assert speed is not None
     parts = (speed.fusion, speed.precision, speed.removal, speed.served)
     return [part and pytest.approx(part.value) for part in parts]
 
 
-def test_measure_served_separates_fusion_precision_and_removal(
-    tiny: Path, timed: list[int]
-) -> None:
+def test_served_timer_separates_fusion_precision_and_removal(tiny: Path, timed: list[int]) -> None:
     """Original 12 ms, fused 10, in the precision with removal 4, without 5."""
     original = load_model(tiny / "model.onnx")
     pruned = original.clone()
     PruneHeads({find_attention(pruned)[0][0].name: [1, 0, 1, 1]})(pruned)
     timed += [12, 10, 4, 5]
-    speed = measure_served(
-        original, pruned, pruned.clone(), "int8", is_lossy=True, shapes=SHAPES,
-        context=RunContext(),
-    )  # fmt: skip
+    speed = ServedTimer(original, (), RunContext()).measure(
+        pruned, pruned.clone(), "int8", is_lossy=True, shapes=SHAPES
+    )
     assert values(speed) == [1.2, 2.0, 1.25, 2.5]
     assert speed is not None and speed.by_shape == pytest.approx((2.5, 2.5))
     text = speed.describe("int8")
     assert "1.20x by fused" in text and "2.00x by int8" in text and "1.25x by removal" in text
 
 
-def test_measure_served_reference_is_the_faster_form_of_both(tiny: Path, timed: list[int]) -> None:
+def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path, timed: list[int]) -> None:
     """A fused original that is slower is not served; nor is the slower form of the result."""
     original = load_model(tiny / "model.onnx")
     pruned = original.clone()
     PruneHeads({find_attention(pruned)[0][0].name: [1, 0, 1, 1]})(pruned)
     timed += [10, 12, 8, 5]  # original, fused, pruned, pruned and fused
-    speed = measure_served(
-        original, pruned, pruned, "float32", is_lossy=True, shapes=SHAPES, context=RunContext()
+    speed = ServedTimer(original, (), RunContext()).measure(
+        pruned, pruned, "float32", is_lossy=True, shapes=SHAPES
     )
     assert values(speed) == [1.0, None, 2.0, 2.0]
 
 
-def test_measure_served_of_other_inputs_is_none(tiny: Path) -> None:
+def test_served_timer_of_other_inputs_is_none(tiny: Path) -> None:
     original = load_model(tiny / "model.onnx")
     other = original.clone()
     other.graph.inputs[0].name = "other"
-    assert measure_served(
-        original, other, other, "float32", is_lossy=True, shapes=SHAPES, context=RunContext()
+    assert ServedTimer(original, (), RunContext()).measure(
+        other, other, "float32", is_lossy=True, shapes=SHAPES
     ) is None  # fmt: skip
 
 
