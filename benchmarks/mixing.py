@@ -1,79 +1,153 @@
-"""Quality and speed of sparse mixing in collaborative attention.
+"""Quality and speed of shared query and key dimensions, in the form that serving runs.
 
     python -m benchmarks.mixing --train STSB_TRAIN.tsv --dev STSB_DEV.tsv [--rows 900]
 
-Exports all-MiniLM-L6-v2 (from the [demo] extra) and compresses it with dense mixing (every head
-reads all R = 128 shared dimensions, as in the paper), with sparse mixing (every head reads some of
-them), and without sharing (separate dimensions per head). Compares the token outputs on 500
-sentences of --dev, the score on its pairs, and the speed relative to the original, in interleaved
-rounds on one thread.
+R is a half, a third and a quarter of all query and key dimensions. all-MiniLM-L6-v2 (from the
+[demo] extra) is calibrated on sentences of --train and scored on the pairs of --dev; an encoder in
+the shape of BERT-base has random weights, for its speed alone. Each R has dense mixing (every head
+reads all R dimensions, as in the paper), sparse mixing (every head reads some of them), as many
+dimensions of each head's own, and what ``--mixing auto`` takes. Speeds are over the fused original,
+in one interleaved run on one thread.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 import attnserve
-from benchmarks._common import LENGTHS, encoder_study, number_table, sts_parser, write_result
-from docs.hooks.tables import MIXING_CASES
+from attnserve.models.onnx_files import save_model
+from attnserve.planning.mixing_choice import SAME_ERROR
+from benchmarks._common import encoder_study, number_table, sts_parser, write_result
+from benchmarks.gpu.collab_dk import FUSED, requests, served_form
+from benchmarks.gpu.forms import SIZES
 
-CASES: Mapping[str, dict[str, Any]] = {
-    "R = 128, dense": {"collab_dk": 128, "mixing": "dense"},
-    "R = 128": {"collab_dk": 128},
-    "R = 128, 24 per head": {"collab_dk": 128, "head_dk": 24},
-    "R = 128, 23 per head": {"collab_dk": 128, "head_dk": 23},
-    "23 per head, not shared": {"head_dk": 23},
-}
-"""Arguments of ``optimize`` by the name in the result file.
+SHARES = {"half": 2, "third": 3, "quarter": 4}
+"""Divisors of H K."""
 
-One dimension of content is added to the 23 or 24 and the sum is rounded up: 23 makes 24, 24 makes
-32.
-"""
+BATCHES, LENGTHS = (1, 8), (16, 64, 128, 256, 512)
+
+ROUNDS = 20
+"""The longest shape of the larger model takes seconds per round."""
+
+
+def forms(
+    original: Path, folder: Path, dimensions: int, progress: Console, calib: Path | None = None
+) -> tuple[dict[str, Path], list[dict[str, Any]], dict[str, float]]:
+    """All forms of all R by name, for each R what ``auto`` took and why, and the errors."""
+    made, chosen, errors = {FUSED: original}, list[dict[str, Any]](), dict[str, float]()
+
+    def make(name: str, arguments: Mapping[str, Any]) -> attnserve.OptimizeReport:
+        path = folder / name / "model.onnx"
+        report = attnserve.optimize(original, path, threads=1, calib=calib, **arguments)
+        made[name], errors[name] = path, error(original, path, report, calib)
+        return report
+
+    for share, divisor in SHARES.items():
+        rank = dimensions // divisor
+        for name, arguments in requests(rank, made):
+            make(name, arguments)
+        choice = make(f"auto {rank}", {"collab_dk": rank}).to_json()["mixing"]
+        chosen.append({"share": share, "rank": rank, **choice})
+        progress.print(f"R = {rank}: {choice['chosen']}, {choice['why']}")
+    return made, chosen, errors
+
+
+def error(
+    original: Path, path: Path, report: attnserve.OptimizeReport, calib: Path | None
+) -> float:
+    """The relative error as ``auto`` measures it: of outputs, or of weights without texts."""
+    if calib is not None:
+        outputs = attnserve.verify(original, path, data=calib).outputs
+        return max(output.relative_error for output in outputs)
+    return float(np.sqrt(np.mean([(step.relative_error or 0.0) ** 2 for step in report.steps])))
+
+
+def speeds(
+    made: Mapping[str, Path], folder: Path, rounds: int, progress: Console
+) -> list[dict[str, Any]]:
+    """The speed of each form over the fused original, at each shape."""
+    served = {name: served_form(path, folder / f"{name}.onnx") for name, path in made.items()}
+    for name, path in served.items():
+        progress.print(f"{name}: served {'as it is' if path == made[name] else 'fused'}")
+    report = attnserve.bench(
+        list(served.values()), batches=BATCHES, sequences=LENGTHS, threads=1, rounds=rounds
+    )
+    names = {str(path): name for name, path in served.items()}
+    keys = ("batch", "sequence", "macs", "p50_ms", "speedup_vs_first", "speedup_ci95")
+    return [
+        {"form": names[cell["model"]], **{key: cell[key] for key in keys}}
+        for cell in report.to_json()["results"]
+    ]
+
+
+def summary(
+    rows: Sequence[Mapping[str, Any]], ranks: Sequence[int], errors: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """For each R: ``auto`` at its slowest shape, and beside the best form of equal error.
+
+    Means are geometric, over all shapes.
+    """
+
+    def of(form: str) -> np.ndarray:
+        return np.array([row["speedup_vs_first"] for row in rows if row["form"] == form])
+
+    found: list[dict[str, Any]] = []
+    for rank in ranks:
+        names = {kind: f"{kind} {rank}" for kind in ("auto", "dense", "sparse", "own")}
+        means = {kind: float(np.exp(np.mean(np.log(of(name))))) for kind, name in names.items()}
+        bound = SAME_ERROR * errors[names["dense"]]
+        equal = [mean for kind, mean in means.items() if errors[names[kind]] <= bound]
+        found.append({
+            "rank": rank, "mean": means, "slowest": float(of(names["auto"]).min()),
+            "auto_vs_best": means["auto"] / max(equal),
+        })  # fmt: skip
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = sts_parser(__doc__).parse_args(arguments)
     progress = Console(stderr=True)
-    results: list[dict[str, Any]] = []
+    rounds = options.rounds or ROUNDS
+    models: dict[str, Any] = {}
+
+    def measure(
+        name: str, original: Path, folder: Path, calib: Path | None = None
+    ) -> dict[str, Path]:
+        made, chosen, errors = forms(original, folder, SIZES[name].hidden, progress, calib)
+        rows = speeds(made, folder, rounds, progress)
+        models[name] = {
+            "chosen": chosen, "errors": errors, "speeds": rows,
+            "summary": summary(rows, [one["rank"] for one in chosen], errors),
+        }  # fmt: skip
+        return made
+
     with encoder_study(options.train, options.dev, options.rows) as study:
-        outputs = [study.folder / str(index) for index in range(len(CASES))]
-        for (case, parameters), output in zip(CASES.items(), outputs, strict=True):
-            attnserve.optimize(
-                study.original, output, calib=study.calibration, refit=False, **parameters
-            )
-            results.append({"case": case, **study.quality(output)})
-            progress.print(f"{MIXING_CASES[case]}: cosine {results[-1]['mean_cosine']:.4f}")
-        report = attnserve.bench(
-            [study.original, *outputs], batches=[1], sequences=LENGTHS, threads=1,
-            rounds=options.rounds,
-        )  # fmt: skip
-        for row, output in zip(results, outputs, strict=True):
-            row["speed"] = [
-                {key: cell[key] for key in ("sequence", "speedup_vs_first", "speedup_ci95")}
-                for cell in report.to_json()["results"]
-                if cell["model"] == str(output)
-            ]
-    table = number_table(
-        f"all-MiniLM-L6-v2 on {options.dev.name} (Spearman {study.baseline:.4f}), one thread",
-        ("cosine", "score kept", *map(str, LENGTHS)),
-    )
-    for row in results:
-        speed = [f"{cell['speedup_vs_first']:.2f}x" for cell in row["speed"]]
-        table.add_row(
-            MIXING_CASES[row["case"]], f"{row['mean_cosine']:.4f}", f"{row['kept']:.2%}", *speed
-        )
-    Console().print(table)
-    write_result(
-        "mixing",
-        options,
-        baseline_spearman=study.baseline,
-        threads=1,
-        results=results,
-    )
+        made = measure("MiniLM", study.original, study.folder, study.calibration)
+        del made[FUSED]
+        models["MiniLM"]["quality"] = [
+            {"form": name, **study.quality(path.parent)} for name, path in made.items()
+        ]
+        baseline = study.baseline
+    with tempfile.TemporaryDirectory() as name:
+        original = Path(name) / "original.onnx"
+        save_model(SIZES["BERT-base"].build(max(LENGTHS)), original)
+        measure("BERT-base", original, Path(name))
+    for model, content in models.items():
+        shapes = [f"{batch}x{length}" for length in LENGTHS for batch in BATCHES]
+        table = number_table(f"{model}, speed over the fused original, one thread", shapes)
+        for form in dict.fromkeys(row["form"] for row in content["speeds"]):
+            cells = {f"{row['batch']}x{row['sequence']}": f"{row['speedup_vs_first']:.2f}"
+                     for row in content["speeds"] if row["form"] == form}  # fmt: skip
+            table.add_row(form, *(cells.get(shape, "") for shape in shapes))
+        Console().print(table)
+    write_result("mixing", options, baseline_spearman=baseline, threads=1, models=models)
     return 0
 
 

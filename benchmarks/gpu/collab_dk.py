@@ -29,7 +29,7 @@ from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
 
-__all__ = ["FUSED", "PRECISIONS", "build", "served_form", "with_key_mask"]
+__all__ = ["FUSED", "PRECISIONS", "build", "requests", "served_form", "with_key_mask"]
 
 FUSED = "original"
 PRECISIONS: Sequence[Precision] = ("float32", "float16")
@@ -55,7 +55,7 @@ def build(
     _add(done, ORIGINAL, source, model, shapes)
     rewritten: dict[str, Path] = {FUSED: source}
     for rank in ranks:
-        for name, arguments in _requests(rank, rewritten):
+        for name, arguments in requests(rank, rewritten):
             path = folder / f"{name}.onnx"
             if perf_counter() > deadline:
                 done.not_built[name] = BUDGET
@@ -77,7 +77,7 @@ def build(
     return done
 
 
-def _requests(rank: int, rewritten: Mapping[str, Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+def requests(rank: int, rewritten: Mapping[str, Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The forms of one R, and the arguments of ``optimize`` for each."""
     sparse = f"sparse {rank}"
     yield f"dense {rank}", {"collab_dk": rank, "mixing": "dense"}
@@ -117,7 +117,7 @@ def _add_served(
         _add(done, f"{name}, key mask", masked, model, shapes)
 
 
-def served_form(source: Path, target: Path, provider: Provider) -> Path:
+def served_form(source: Path, target: Path, provider: Provider = "cpu") -> Path:
     """The file that the service runs: the fused form if it is faster, else the model as it is."""
     try:
         fuse_lossless(open_artifact(source), target, provider=provider)
