@@ -372,7 +372,9 @@ class ModelConfig(SettingsFile):
     model_config = ConfigDict(extra="ignore")
 
     model_type: Any = None
-    """Tells where position ids start."""
+    """Tells where position ids start, and the tokenizer's class if nothing states it."""
+    tokenizer_class: Any = None
+    """The tokenizer's class, if tokenizer_config.json states none."""
     architectures: Any = None
     """A name that ends in ForCausalLM or ForSequenceClassification tells the task."""
     is_causal: Any = True

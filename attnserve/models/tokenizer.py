@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, normalizers
 from attnserve.choices import Padding, Side
 from attnserve.models.artifact import Artifact
 from attnserve.models.folder_settings import parse_settings
-from attnserve.models.settings_files import TokenizerConfig
+from attnserve.models.settings_files import ModelConfig, TokenizerConfig
 from graph_passes.errors import (
     AttnserveError,
     InvalidArgument,
@@ -63,6 +63,14 @@ BERT_TOKENIZERS = frozenset(
     )
 )  # fmt: skip
 """Values of ``tokenizer_class`` whose normalizer transformers makes by tokenizer_config.json."""
+
+BERT_MODELS = frozenset({
+    "align", "bark", "bert", "blip", "bros", "chinese_clip", "convbert", "distilbert", "electra",
+    "ernie", "flava", "funnel", "git", "grounding-dino", "layoutlm", "lxmert", "megatron-bert",
+    "mm-grounding-dino", "mobilebert", "mpnet", "nezha", "nomic_bert", "qdqbert", "realm",
+    "retribert", "splinter", "squeezebert", "tvp", "vilt", "visual_bert",
+})  # fmt: skip
+"""Values of ``model_type`` whose tokenizers are in ``BERT_TOKENIZERS`` if no file names a class."""
 
 Text = str | tuple[str, str]
 """A text, or a pair of texts such as a query and a document."""
@@ -423,7 +431,7 @@ def load_tokenizer(
         InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
     ):
         side = (tokenizer.truncation or {}).get("direction", "right")
-        _configure(tokenizer, config)
+        _configure(tokenizer, config, parse_settings(file.with_name("config.json"), ModelConfig))
         if lowers:
             lower_case(tokenizer)
         return TextEncoder(
@@ -551,9 +559,12 @@ def _select(raw: Any, kept: Sequence[int]) -> Encoding:
     return Encoding([ids[i] for i in kept], [type_ids[i] for i in kept])
 
 
-def _configure(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
+def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: ModelConfig) -> None:
     """Set what transformers sets after it reads tokenizer.json."""
-    if str(config.tokenizer_class).removesuffix("Fast") in BERT_TOKENIZERS:
+    name = config.tokenizer_class or model.tokenizer_class
+    if str(name).removesuffix("Fast") in BERT_TOKENIZERS or (
+        name is None and model.model_type in BERT_MODELS
+    ):
         tokenizer.normalizer = normalizers.BertNormalizer(
             handle_chinese_chars=bool(config.tokenize_chinese_chars),
             strip_accents=config.strip_accents,

@@ -282,7 +282,7 @@ def texts(hub: Path) -> Path:
     )  # fmt: skip
     made.save(str(hub / "tokenizer.json"))
     (hub / SENTENCE).unlink()
-    write_json(hub / "config.json", {"model_type": "bert", "max_position_embeddings": 8})
+    write_json(hub / "config.json", {"model_type": "deberta-v2", "max_position_embeddings": 8})
     return hub
 
 
@@ -356,20 +356,29 @@ def test_truncation_side_of_tokenizer_json_counts_if_nothing_else_does(texts: Pa
 
 
 @pytest.mark.parametrize(
-    ("config", "found"),
+    ("config", "model", "found"),
     [
-        ({"tokenizer_class": "BertTokenizerFast", "do_lower_case": True}, [CLS, A, B, SEP]),
-        ({"tokenizer_class": "BertTokenizer"}, [CLS, A, B, SEP]),
-        ({"tokenizer_class": "BertTokenizer", "do_lower_case": False}, [CLS, 7, 8, SEP]),
-        ({"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": True}, [CLS, 7, 8, SEP]),
+        ({"tokenizer_class": "BertTokenizerFast", "do_lower_case": True}, {}, [CLS, A, B, SEP]),
+        ({"tokenizer_class": "BertTokenizer"}, {}, [CLS, A, B, SEP]),
+        ({"tokenizer_class": "BertTokenizer", "do_lower_case": False}, {}, [CLS, 7, 8, SEP]),
+        (
+            {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": True},
+            {"model_type": "bert"},
+            [CLS, 7, 8, SEP],
+        ),
+        ({}, {"model_type": "bert"}, [CLS, A, B, SEP]),
+        ({"do_lower_case": False}, {"model_type": "bert"}, [CLS, 7, 8, SEP]),
+        ({}, {"model_type": "bert", "tokenizer_class": "RobertaTokenizer"}, [CLS, 7, 8, SEP]),
+        ({}, {"model_type": "llama"}, [CLS, 7, 8, SEP]),
     ],
 )
 def test_lower_case_of_bert_is_that_of_tokenizer_config(
-    texts: Path, config: dict[str, Any], found: list[int]
+    texts: Path, config: dict[str, Any], model: dict[str, Any], found: list[int]
 ) -> None:
     """As in transformers: tokenizer.json has another normalizer, or none."""
     own = Tokenizer.from_file(str(texts / "tokenizer.json"))
     own.normalizer = normalizers.BertNormalizer(lowercase=False)
     own.save(str(texts / "tokenizer.json"))
     write_json(texts / TOKENIZER, config)
+    write_json(texts / "config.json", model)
     assert ids(texts, "A B") == found
