@@ -71,7 +71,8 @@ class Run:
 
     @cached_property
     def output(self) -> str:
-        return output_name(self.session, self.artifact.output)
+        """The output of scores."""
+        return output_name(self.session, self.artifact.output, scores=True)
 
     @cached_property
     def progress(self) -> Callable[[int, int], None]:
@@ -81,8 +82,8 @@ class Run:
         """The embeddings of texts with their prompts, in float64."""
         vectors = embed_texts(
             self.session, self.encoder, texts, pooling=self.pooling, normalize=normalize,
-            dimensions=self.artifact.dimensions, batch_size=self.batch_size, output=self.output,
-            progress=self.progress,
+            dimensions=self.artifact.dimensions, batch_size=self.batch_size,
+            output=self.artifact.output, progress=self.progress,
         )  # fmt: skip
         return vectors.astype(np.float64)
 

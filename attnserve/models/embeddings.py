@@ -33,12 +33,13 @@ VECTOR_OUTPUTS = ("sentence_embedding", "last_hidden_state", "token_embeddings")
 """Names that exporters give to the embedding of a text and to hidden states, the best first."""
 
 
-def default_output(names: Sequence[str]) -> str:
-    """The output that embeddings are made of, by its name; the first one if none is known.
+def default_output(names: Sequence[str], *, scores: bool = False) -> str:
+    """The output that embeddings or scores are made of, by its name; else the first one.
 
     A graph with an embedding and hidden states gives the embedding, which it pools itself.
     """
-    return next((name for name in VECTOR_OUTPUTS if name in names), names[0])
+    wanted = ("logits",) if scores else VECTOR_OUTPUTS
+    return next((name for name in wanted if name in names), names[0])
 
 
 def run_texts(
@@ -53,7 +54,7 @@ def run_texts(
     """Yield (indices into ``encodings``, a model output, mask of real tokens) of each batch.
 
     Args:
-        output: The name of the output; None for the default one (``output_name``).
+        output: The name of the output; None for that of embeddings (``output_name``).
 
     A model with a fixed number of rows gets batches of that many, of which the last one is filled.
 
@@ -91,10 +92,10 @@ def run_texts(
             progress(done, len(encodings))
 
 
-def output_name(session: onnxruntime.InferenceSession, name: str | None) -> str:
-    """The name of an output, which must exist; for None the default one.
-
-    This is the first one if it holds logits, else see ``default_output``.
+def output_name(
+    session: onnxruntime.InferenceSession, name: str | None, *, scores: bool = False
+) -> str:
+    """The name of an output, which must exist; for None see ``default_output``.
 
     Raises:
         InvalidArgument: The model has no such output.
@@ -107,7 +108,7 @@ def output_name(session: onnxruntime.InferenceSession, name: str | None) -> str:
             " become part of the graph",
             code="text.output",
         )
-    return name or (names[0] if names[0] == "logits" else default_output(names))
+    return name or default_output(names, scores=scores)
 
 
 def pool(

@@ -20,7 +20,7 @@ import numpy as np
 from attnserve.choices import Activation
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
-from attnserve.models.embeddings import VECTOR_OUTPUTS, default_output, output_name, pool
+from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
 from attnserve.models.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
@@ -345,12 +345,7 @@ class Model:
         Raises:
             InvalidArgument: The artifact names an output that the model does not have.
         """
-        if self.artifact.output is not None:
-            return output_name(self._session, self.artifact.output)
-        names = [tensor.name for tensor in self.outputs]
-        if task == "embed":
-            return default_output(names)
-        return "logits" if "logits" in names else names[0]
+        return output_name(self._session, self.artifact.output, scores=task != "embed")
 
     def vectors(
         self, task: TextTask, inputs: Mapping[str, np.ndarray], output: np.ndarray

@@ -175,7 +175,7 @@ class Labels:
         self.pooling: Pooling = artifact.pooling
         self.dimensions = artifact.dimensions
         outputs = [value.name or "" for value in teacher.graph.outputs]
-        self.output = artifact.output or default_output(outputs)
+        self.output = artifact.output or default_output(outputs, scores=task != "sts")
         if self.output not in outputs:
             raise InvalidArgument(
                 f"`output` is {self.output!r}: the outputs of the model are {', '.join(outputs)}",

@@ -22,7 +22,9 @@ from attnserve.checks.evaluate import (
     pearson,
     spearman,
 )
+from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import embed_texts
+from attnserve.models.loaded_model import Model
 from attnserve.models.tokenizer import load_tokenizer
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
@@ -304,6 +306,33 @@ def test_evaluate_label_beyond_the_classes_is_refused(label: str, classes: Path)
 def test_evaluate_classification_without_logits_is_refused(tokens: Path) -> None:
     with raises(InvalidArgument, "evaluate.no_logits"):
         evaluate(tokens, task="classification", data=table(tokens, "label\ttext", "0\teast"))
+
+
+def test_evaluate_reads_the_output_that_the_task_is_about(tmp_path: Path) -> None:
+    """Of a graph with hidden states and logits; in either order, as the service does."""
+    states = "last_hidden_state = Gather(table, input_ids)"
+    scores = "zero = Constant<value_int = 0>() first = Gather<axis = 1>(input_ids, zero) " \
+        "logits = Gather(table, first)"  # fmt: skip
+    outputs = ["float[batch, sequence, 2] last_hidden_state", "float[batch, 2] logits"]
+    found: list[object] = []
+    for order in (outputs, outputs[::-1]):
+        text = (
+            '<ir_version: 10, opset_import: ["" : 18]>'
+            "both (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)"
+            f"=> ({', '.join(order)}) {{ {states} {scores} }}"
+        )
+        folder = artifact(tmp_path, text)
+        labels = table(folder, "label\ttext", "0\teast north", "1\tnorth east")
+        classified = evaluate(folder, task="classification", data=labels)
+        assert isinstance(classified, ClassificationScore)
+        assert classified.predictions.tolist() == [0, 1]
+        pairs = table(folder, STS, "1\teast north\tnortheast", "0\teast\tnorth")
+        similar = evaluate(folder, task="sts", data=pairs)
+        assert isinstance(similar, StsScore)
+        np.testing.assert_allclose(similar.cosines, [1, 0], atol=1e-6)  # of means of the tokens
+        loaded = Model(open_artifact(folder))
+        found.append([loaded.text_output(task) for task in ("embed", "classify", "rerank")])
+    assert found == [["last_hidden_state", "logits", "logits"]] * 2
 
 
 # --- what the model and the options may be ------------------------------------------------------
