@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from attnserve.runtime.cpu import has_int8_dot_product
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
+from graph_passes.analysis.quantization import is_quantized
 
 __all__ = [
     "FACTORS",
@@ -19,19 +20,12 @@ __all__ = [
     "int8_activations",
     "int8_warning",
     "int8_weight_bits",
-    "is_quantized",
     "quantized_node",
     "rounds_activations",
 ]
 
 Bits = Literal[7, 8]
 Int8Activations = Literal["static", "per-row", "dynamic"]
-
-QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",
-                       "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
-                       "ConvInteger", "QGemm", "QAttention", "QEmbedLayerNormalization",
-                       "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"})  # fmt: skip
-"""Operators of quantized models, besides QLinear..."""
 
 LARGEST_7_BIT = 64
 """The largest absolute weight with which 16-bit sums of two products never saturate."""
@@ -51,11 +45,6 @@ DYNAMIC = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQ
 def quantized_node(model: ir.Model) -> ir.Node | None:
     """The first node that reads or writes quantized values; None if there is none."""
     return next(filter(is_quantized, ir.traversal.RecursiveGraphIterator(model.graph)), None)
-
-
-def is_quantized(node: ir.Node) -> bool:
-    """Whether a node reads or writes quantized values."""
-    return node.op_type in QUANTIZED or node.op_type.startswith("QLinear")
 
 
 def batch_invariant(model: ir.Model) -> bool:

@@ -35,7 +35,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from attnserve.choices import INTEGER, Precision
-from attnserve.models.quantized import FACTORS, Bits, is_quantized, quantized_node
+from attnserve.models.quantized import FACTORS, Bits, quantized_node
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import Rounding, large_tables, quantize, roundings
 from attnserve.precision.products import Moments, Range, collect_ranges, product_of
@@ -49,6 +49,7 @@ from graph_passes.analysis.constants import (
     is_constant,
     is_dequantized,
 )
+from graph_passes.analysis.quantization import is_quantized
 from graph_passes.analysis.shapes import set_missing_types
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from attnserve.recovery.operators import (
     Operator,
     tensor_of,
 )
+from graph_passes.analysis.quantization import is_quantized
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel
 
 __all__ = ["GraphModule", "memory_errors", "trainable_weights"]
@@ -217,10 +217,6 @@ def _on_one_device(
     ]
 
 
-QUANTIZED = re.compile(r"[Qq]uantize|Integer|NBits|\bQ[A-Z]")
-"""Operators of quantized models: MatMulIntegerToFloat, QLinearMatMul, QAttention."""
-
-
 def _steps(model: ir.Model, outputs: Sequence[ir.Value]) -> list[_Step]:
     """One step per node that the outputs depend on, in the order of the graph.
 
@@ -244,7 +240,7 @@ def _steps(model: ir.Model, outputs: Sequence[ir.Value]) -> list[_Step]:
             raise InvalidModel(
                 f"operator {name} of node {node.name!r} cannot be trained",
                 "recover the float model, and quantize the result"
-                if QUANTIZED.search(name)
+                if is_quantized(node)
                 else "report the operator, or recover the model before it was fused",
                 code="recovery.operator",
             )

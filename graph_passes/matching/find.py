@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analysis.quantization import REWRITE_FIRST
 from graph_passes.analysis.shapes import drop_length_dependent, infer_shapes_small
 from graph_passes.blocks import (
     AttentionBlock,
@@ -45,9 +46,7 @@ __all__ = ["find_attention"]
 
 PartT = TypeVar("PartT", Projection, RotaryTerm)
 
-IN_INTEGERS = (
-    "the scores are quantized to integers: rewrite the float model, then quantize the result"
-)
+IN_INTEGERS = f"the scores are quantized to integers: {REWRITE_FIRST}"
 
 BATCH, SEQUENCE = 2, 5
 """Lengths for shape inference: small and distinct, so that axes are not confused."""

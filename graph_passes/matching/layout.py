@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, constant_type, is_constant, origin
 from graph_passes.analysis.evaluation import MAX_ELEMENTS, evaluate
+from graph_passes.analysis.quantization import REWRITE_FIRST, is_quantized
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     BroadcastLayout,
@@ -58,9 +59,6 @@ LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "
 PASS_THROUGH = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Where"})
 LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
-QUANTIZED = frozenset({"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
-                       "MatMulNBits", "MatMulBnb4", "QLinearMatMul", "QGemm", "QuantizeLinear",
-                       "DynamicQuantizeLinear"})  # fmt: skip
 FLATTENS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 FLATTENING = 4
 """Maximum number of ``FLATTENS`` operators (which keep the order of elements) before a product."""
@@ -541,8 +539,7 @@ def _is_of_weights(value: ir.Value) -> bool:
 
 
 def _unsupported(node: ir.Node, role: str) -> UnsupportedNode:
-    advice = "rewrite the float model, then quantize the result"
-    return UnsupportedNode(node, role, advice if node.op_type in QUANTIZED else "")
+    return UnsupportedNode(node, role, REWRITE_FIRST if is_quantized(node) else "")
 
 
 def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from graph_passes.analysis.quantization import REWRITE_FIRST
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import Refusal
 
 __all__ = [
-    "REWRITE_FIRST",
     "caller_reads",
     "no_output_projection",
     "no_probabilities",
@@ -18,9 +18,6 @@ __all__ = [
     "reused_elsewhere",
     "rotary_or_norm",
 ]
-
-
-REWRITE_FIRST = "rewrite the float model, then quantize the result"
 
 
 def quantized_weights(block: AttentionBlock) -> Refusal | None:

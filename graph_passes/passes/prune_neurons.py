@@ -19,6 +19,7 @@ from graph_passes.analysis.constants import (
     origin,
     readers,
 )
+from graph_passes.analysis.quantization import REWRITE_FIRST
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
@@ -26,7 +27,6 @@ from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import last_entry, slice_bounds
 from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets, small_shapes
-from graph_passes.passes.conditions import REWRITE_FIRST
 from graph_passes.passes.prune_heads import check_mask
 
 __all__ = ["NeuronMask", "PruneNeurons", "mask_from_hex", "mask_to_hex", "neurons_refusal"]
