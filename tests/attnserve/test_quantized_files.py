@@ -275,6 +275,8 @@ def test_load_check_of_a_quantized_model_gives_its_fused_form(
     monkeypatch.setattr(sys, "executable", str(python))
     checker = IsolationChecker(provider="cpu", threads=1, timeout_s=60, rewrite=True, folder=None)
     found = checker.check(open_artifact(folder))
+    if found.fusion is not None:  # a busy machine: it runs in the background
+        found = found.fusion.result(300)
     assert found.rewritten is not None
     assert (found.operators["attention"], found.operators["gelu"]) == (2, 2)
     assert kinds(ir.load(found.rewritten))["Softmax"] == 0
