@@ -105,7 +105,7 @@ class FrontSearch:
             guess = self._next_guess(low, high, limit, measured)
         return self.judge.build(front[low])
 
-    def leaner(self, built: Built) -> Built:
+    def as_fast_with_less_loss(self, built: Built) -> Built:
         """A choice that loses less and is as fast within the interval of paired times."""
         candidates, choice = self.candidates, built.choice
         most = SAME_MS * candidates.predicted_ms(choice)

@@ -136,7 +136,7 @@ def search(
     front = FrontSearch(goal, candidates, judge)
     best = front.run()
     if best is not None and goal.keep is not None:
-        best = front.leaner(best)
+        best = front.as_fast_with_less_loss(best)
     if goal.recover is None:
         best, proofs = _proved(goal, judge, front, best)
         result = _result(given, front, best, proofs)
@@ -302,7 +302,7 @@ def _proved(
     return best, proofs
 
 
-def _settled(
+def _worth_removing(
     given: SearchInput, front: FrontSearch, best: Built, proofs: Sequence[Proof]
 ) -> tuple[Built | None, Sequence[Proof], str]:
     """The best choice, or the one that removes nothing if it is about as fast; and the reason."""
@@ -319,10 +319,10 @@ def _settled(
         f"{gain.high:.2f}) the speed of the fused original in {given.goal.precision}, expected at "
         f"least {MIN_REMOVAL_GAIN}x"
     )
-    settled, others = _proved(given.goal, front.judge, plain, whole)
-    if settled is None:  # it keeps too little of unseen data, by chance
+    plain_best, others = _proved(given.goal, front.judge, plain, whole)
+    if plain_best is None:  # it keeps too little of unseen data, by chance
         return best, proofs, ""
-    return settled, [*proofs, *others], reason
+    return plain_best, [*proofs, *others], reason
 
 
 def _result(
@@ -335,7 +335,7 @@ def _result(
     """The best choice, or an empty plan if it is not faster than the original."""
     judge, note = front.judge, ""
     if best is not None:
-        best, proofs, note = _settled(given, front, best, proofs)
+        best, proofs, note = _worth_removing(given, front, best, proofs)
     if best is None:
         best = judge.build(judge.candidates.front[0])
         reason = (

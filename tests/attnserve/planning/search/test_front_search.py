@@ -55,16 +55,18 @@ def search(judge: Any, **goal: Any) -> FrontSearch:
 
 
 @pytest.mark.parametrize(("gain", "index"), [(NO_GAIN, 2), (Speedup(1.05, 1.01, 1.09), 3)])
-def test_leaner_takes_less_loss_at_the_same_speed(gain: Speedup, index: int) -> None:
+def test_as_fast_with_less_loss_takes_less_loss_at_the_same_speed(
+    gain: Speedup, index: int
+) -> None:
     judge = Judge(gain)
     built = judge.build(FRONT[3])
-    assert search(judge, keep=0.99).leaner(built).choice == FRONT[index]
+    assert search(judge, keep=0.99).as_fast_with_less_loss(built).choice == FRONT[index]
 
 
-def test_leaner_builds_nothing_where_no_choice_is_as_fast() -> None:
+def test_as_fast_with_less_loss_builds_nothing_where_no_choice_is_as_fast() -> None:
     judge = Judge()
     built = judge.build(FRONT[4])
-    assert search(judge, keep=0.9).leaner(built) is built
+    assert search(judge, keep=0.9).as_fast_with_less_loss(built) is built
     assert judge.built == [FRONT[4]]
 
 
@@ -103,7 +105,7 @@ class Settling:
 
         monkeypatch.setattr(search_module, "_proved", proved)
         given: Any = SimpleNamespace(goal=SimpleNamespace(precision="int8"))
-        found, self.proved, note = search_module._settled(given, front, best, ["proof"])
+        found, self.proved, note = search_module._worth_removing(given, front, best, ["proof"])
         return found, note
 
 
@@ -130,4 +132,4 @@ def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyP
     front: Any = SimpleNamespace(nothing_removed=None)
     plain: Any = SimpleNamespace(plan=SimpleNamespace(changed=[]))
     given: Any = None
-    assert search_module._settled(given, front, plain, ["proof"]) == (plain, ["proof"], "")
+    assert search_module._worth_removing(given, front, plain, ["proof"]) == (plain, ["proof"], "")
