@@ -9,6 +9,7 @@ quantized weights stay as they are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -18,6 +19,7 @@ from attnserve.checks.certify import read_attention
 from attnserve.choices import INTEGER, Precision
 from attnserve.context import Provider
 from attnserve.models.opset import raise_opset
+from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.context import GraphContext
@@ -30,6 +32,8 @@ from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention, fusion_ref
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 from graph_passes.passes.fuse_residuals import FuseResiduals
 from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
+
+log = logging.getLogger(__name__)
 
 __all__ = ["DEFECT", "FORMS", "fuse", "fuse_for", "fusion_passes"]
 
@@ -165,9 +169,27 @@ def fuse_for(
     try:
         passes = fusion_passes(fused, runs_on, forms, is_timed_only=is_timed_only)
         fuse(fused, passes, is_timed_only=is_timed_only)
+        if not (is_timed_only or _is_loaded(fused)):  # this ONNX Runtime lacks the new operators
+            forms = [form for form in forms if form not in OPSETS]
+            fused = model.clone()
+            passes = fusion_passes(fused, runs_on, forms)
+            fuse(fused, passes)
     except CannotRewrite:
+        return ()
+    except InvalidModel as error:  # a defect: the model is converted as it is
+        log.warning("operators are not fused: %s", error)
         return ()
     model.graph = fused.graph
     model.functions.clear()
     model.functions.update(fused.functions)
     return passes
+
+
+def _is_loaded(model: ir.Model) -> bool:
+    """Whether ONNX Runtime loads a model of an opset that attention operators need."""
+    if model.opset_imports.get("", 0) < max(OPSETS.values()):
+        return True
+    with suppress(InvalidModel):
+        open_session(model)
+        return True
+    return False

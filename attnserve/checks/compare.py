@@ -56,8 +56,8 @@ AUDIO_SHAPES = tuple((batch, tokens * SAMPLES) for batch, tokens in RANDOM_SHAPE
 class OutputFidelity:
     """Errors of one output. Cosines are over the last axis, per token, without padding.
 
-    Errors are those of finite numbers. A token that is NaN or infinite in the new model alone has
-    the cosine 0; tokens with NaN in the original are left out.
+    Errors are infinite if a number of the new model alone is NaN or infinite, and its token has the
+    cosine 0. Tokens with NaN in the original are left out.
 
     Attributes:
         not_finite_rows: Rows, counted from 0 in the order of the comparison, with NaN or infinity
@@ -77,7 +77,12 @@ class OutputFidelity:
     same_outputs: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value != ()}
+        """Errors that are infinite are null."""
+        content = {name: value for name, value in asdict(self).items() if value != ()}
+        return {
+            name: None if isinstance(value, float) and np.isinf(value) else value
+            for name, value in content.items()
+        }
 
     @property
     def names(self) -> str:
@@ -523,10 +528,13 @@ class Tally:
         relative = (
             (self.squares / self.reference) ** 0.5 if self.reference else float(self.squares > 0)
         )
+        mean = self.sum / count
+        if self.not_finite:
+            self.max = mean = relative = np.inf
         return OutputFidelity(
             name,
             self.max,
-            self.sum / count,
+            mean,
             relative,
             self.cosines / tokens if self.tokens else 1.0,
             self.least,

@@ -170,7 +170,8 @@ def _classification(run: Run, data: Path) -> ClassificationScore:
     rows = read_table(data, ("label",), ("text", "sentence"))
     names = label_names(run.artifact)
     labels = np.array([read_label(data, line, label, names) for line, (label, _) in rows])  # N
-    encodings = run.encoder.encode([text for _, (_, text) in rows])
+    prompt = run.artifact.prompt()  # as the service
+    encodings = run.encoder.encode([prompt + text for _, (_, text) in rows])
     predictions = np.empty(len(rows), np.int64)
     for indices, logits, _ in run.logits(encodings, "batch, classes"):
         _check_range(data, [line for line, _ in rows], labels, logits.shape[1])
@@ -243,7 +244,10 @@ def _rerank(run: Run, data: Path) -> RatioScore:
             "add relevant documents",
             code="evaluate.no_relevant",
         )
-    pairs: list[Text] = [(query, text) for query, rows in groups.items() for text, _ in rows]
+    prompt = run.artifact.prompt()  # as the service
+    pairs: list[Text] = [
+        (prompt + query, text) for query, rows in groups.items() for text, _ in rows
+    ]
     scores = np.empty(len(pairs))
     for indices, logits, _ in run.logits(run.encoder.encode(pairs), "batch, 1"):
         scores[indices] = logits[:, 0]

@@ -454,7 +454,7 @@ class Model:
         return bool(self.labels) and not is_vector and (counted or not isinstance(axes[1], int))
 
     @property
-    def scores_instead(self) -> str | None:
+    def scores_instead(self) -> tuple[str, str] | None:
         """What the model gives instead of embeddings, and how to get it; None if it embeds texts.
 
         Logits are told by their name, by the classes, or by the size of the vocabulary.
@@ -468,13 +468,15 @@ class Model:
             is_classes = is_classes or is_logits or is_score
         if len(axes) == 2 and is_classes and axes[1] not in self._length_axes:
             if self.reranks:
-                return "scores of pairs: use /rerank, or /predict for single texts"
-            return "scores of classes: use /predict"
-        is_vocabulary = axes[-1:] == (artifact.config.get("vocab_size"),) and (
-            artifact.settings.is_for("LM") or artifact.settings.is_for("LMHeadModel")
+                return "scores of pairs", "use /rerank, or /predict for single texts"
+            return "scores of classes", "use /predict"
+        is_vocabulary = (
+            axes[-1] is not None
+            and axes[-1] == artifact.config.get("vocab_size")
+            and (artifact.settings.is_for("LM") or artifact.settings.is_for("LMHeadModel"))
         )
         if len(axes) == 3 and (is_logits or is_vocabulary):
-            return f"logits of tokens: send token ids to /v2/models/{self.name}/infer"
+            return "logits of tokens", f"send token ids to /v2/models/{self.name}/infer"
         return None
 
     @property

@@ -58,17 +58,18 @@ UNBOUNDED = 1_000_000
 BERT_TOKENIZERS = frozenset(
     f"{name}Tokenizer"
     for name in (
-        "Bert", "ConvBert", "DistilBert", "Electra", "Funnel", "LayoutLM", "Lxmert", "MPNet",
-        "MobileBert", "RetriBert", "Splinter", "SqueezeBert",
+        "Bert", "ConvBert", "DPRContextEncoder", "DPRQuestionEncoder", "DPRReader", "DistilBert",
+        "Electra", "Funnel", "LayoutLM", "Lxmert", "MPNet", "MobileBert", "RetriBert", "Splinter",
+        "SqueezeBert",
     )
 )  # fmt: skip
 """Values of ``tokenizer_class`` whose normalizer transformers makes by tokenizer_config.json."""
 
 BERT_MODELS = frozenset({
-    "align", "bark", "bert", "blip", "bros", "chinese_clip", "convbert", "distilbert", "electra",
-    "ernie", "flava", "funnel", "git", "grounding-dino", "layoutlm", "lxmert", "megatron-bert",
-    "mm-grounding-dino", "mobilebert", "mpnet", "nezha", "nomic_bert", "qdqbert", "realm",
-    "retribert", "splinter", "squeezebert", "tvp", "vilt", "visual_bert",
+    "align", "bark", "bert", "blip", "bros", "chinese_clip", "convbert", "distilbert", "dpr",
+    "electra", "ernie", "flava", "funnel", "git", "grounding-dino", "layoutlm", "lxmert",
+    "megatron-bert", "mm-grounding-dino", "mobilebert", "mpnet", "nezha", "nomic_bert", "qdqbert",
+    "realm", "retribert", "splinter", "squeezebert", "tvp", "vilt", "visual_bert",
 })  # fmt: skip
 """Values of ``model_type`` whose tokenizers are in ``BERT_TOKENIZERS`` if no file names a class."""
 
@@ -377,6 +378,7 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
         first_position=artifact.first_position,
         lowers=artifact.lower_case,
         truncation_side=artifact.truncation_side,
+        settings=settings,
     )
 
 
@@ -390,6 +392,7 @@ def load_tokenizer(
     first_position: int = 0,
     lowers: bool = False,
     truncation_side: Side | None = None,
+    settings: ModelConfig | None = None,
 ) -> TextEncoder:
     """Load a tokenizer.json.
 
@@ -401,6 +404,7 @@ def load_tokenizer(
         positions: The positions of the model.
         lowers: Whether texts are written in lower case before anything else.
         truncation_side: None for the side of tokenizer_config.json, else of tokenizer.json.
+        settings: config.json of the model, which may tell the tokenizer's class.
         padding, template, first_position: See ``TextEncoder``.
 
     Raises:
@@ -431,7 +435,7 @@ def load_tokenizer(
         InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
     ):
         side = (tokenizer.truncation or {}).get("direction", "right")
-        _configure(tokenizer, config, parse_settings(file.with_name("config.json"), ModelConfig))
+        _configure(tokenizer, config, settings or ModelConfig())
         if lowers:
             lower_case(tokenizer)
         return TextEncoder(

@@ -126,8 +126,8 @@ def fuse_lossless(
     For rows with at least one token that is not masked, every output must equal the original's
     within ``TOLERANCES``. Inputs and outputs keep names, types and shapes. The mean speed-up over
     ``TIMED`` must be at least ``MIN_LOSSLESS_GAIN``, and at least ``MIN_SPEEDUP`` at each shape.
-    Attention of a kind that is faster in the file's form keeps that form. The written file itself
-    is compared and timed.
+    Attention of a kind that is faster in the file's form keeps that form. What is compared and
+    timed is a written file.
 
     Args:
         source: The model; it is not changed.

@@ -22,7 +22,7 @@ from attnserve.data.datasets import Dataset
 from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_sharing import SharingForm
-from attnserve.planning.served_speed import ServedTimer, example_feeds, time_models
+from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analysis.cost import count_macs
 from graph_passes.context import GraphContext
@@ -131,14 +131,15 @@ class FormComparison:
         Returns:
             None if they cannot be timed.
         """
-        original, context = self.timer.original, self.timer.context
+        original = self.timer.original
         shapes = list(dict.fromkeys([*self.timed, *STEADY]))
         macs = count_macs(original, *LARGEST_SHAPE)
         if macs is not None and macs <= LARGEST_MACS:
             shapes.append(LARGEST_SHAPE)
-        served = [self.timer.served(each, self.precision) for each in (original, *models)]
-        feeds = example_feeds(original, shapes, context.seed)
-        found = time_models(served, feeds, context=context)
+        found = self.timer.time(
+            lambda: [self.timer.served(each, self.precision) for each in (original, *models)],
+            shapes,
+        )
         if found is None:
             return None
         times = dict(zip(*found, strict=True))
@@ -148,7 +149,7 @@ class FormComparison:
                 paired_speedup([times[s][0] for s in wanted], [times[s][row] for s in wanted]),
                 min(paired_speedup([t[0]], [t[row]]).value for t in times.values()),
             )
-            for row in range(1, len(served))
+            for row in range(1, len(models) + 1)
         ]
 
 

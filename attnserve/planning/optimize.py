@@ -365,10 +365,7 @@ def optimize(
         float_blocks=rewritten.plan.float_blocks,
     )  # fmt: skip
     speed = rewritten.found and rewritten.found.speed
-    speed = speed or timer.measure(
-        rewritten.model, converted, rewritten.plan.precision,
-        is_lossy=bool(rewritten.plan.changed), shapes=timed,
-    )  # fmt: skip
+    speed = speed or timer.measure(rewritten.model, converted, rewritten.plan, timed)
     compared = partial(compare, original, converted, context=context)
     if rewritten.found is not None and rewritten.found.gain:
         fidelity = rewritten.found.fidelity  # the proof

@@ -25,6 +25,7 @@ from attnserve.data.lengths import Lengths, spread_lengths
 from attnserve.fusion import fuse_for
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
+from attnserve.planning.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.runtime.interleaved_timer import InterleavedTimer, Speedup, paired_speedup
 from attnserve.runtime.isolation import Worker
@@ -41,8 +42,8 @@ DEFAULT_LENGTHS = (16, 128, 512)
 
 TIMER = InterleavedTimer(sample_seconds=2e-4, min_rounds=6, max_rounds=40)
 
-SECONDS = 8.0
-"""Approximate time of all measurements of three models."""
+SECONDS_PER_MODEL = 2.7
+"""Approximate time of all measurements of a model."""
 
 MOST_BYTES = 64_000_000
 """Weights above which sessions are opened in another process, which returns their memory."""
@@ -115,38 +116,61 @@ class ServedTimer:
     original: ir.Model
     data: Sequence[Batch]
     context: RunContext
-    made: dict[tuple[int, Precision], tuple[ir.Model, ir.Model]] = field(
-        default_factory=dict[tuple[int, Precision], tuple[ir.Model, ir.Model]]
+    made: dict[tuple[Any, ...], tuple[ir.Model, ir.Model]] = field(
+        default_factory=dict[tuple[Any, ...], tuple[ir.Model, ir.Model]]
     )
     """Models and their served forms: each is fused once."""
 
-    def served(self, model: ir.Model, precision: Precision = "float32") -> ir.Model:
+    def served(
+        self,
+        model: ir.Model,
+        precision: Precision = "float32",
+        float_blocks: Sequence[str] = (),
+    ) -> ir.Model:
         """A float32 model fused and converted; the model itself if neither changes it."""
         if precision == "bfloat16" and self.context.provider == "cpu":
             precision = "float32"  # there are no kernels for bfloat16
-        key = id(model), precision
+        key = id(model), precision, *float_blocks
         if key not in self.made:
             fused = model.clone()
             if not fuse_for(fused, precision, self.context.provider, is_timed_only=True):
                 fused = model
-            self.made[key] = model, convert(fused, precision, self.data, to_nearest=True)
+            converted = convert(
+                fused, precision, self.data, float_blocks=float_blocks, to_nearest=True
+            )
+            self.made[key] = model, converted
         return self.made[key][1]
+
+    def time(
+        self, models: Callable[[], Sequence[ir.Model]], shapes: Sequence[tuple[int, int]]
+    ) -> tuple[list[tuple[int, int]], list[np.ndarray]] | None:
+        """``time_models`` on example inputs.
+
+        Args:
+            models: Makes the models.
+
+        Returns:
+            None if they cannot be made or timed here; the log says why.
+        """
+        feeds = example_feeds(self.original, shapes, self.context.seed)
+        try:
+            return time_models(models(), feeds, context=self.context)
+        except AttnserveError as error:  # for example no memory: the result is written all the same
+            log.warning("the speed was not measured: %s", error)
+            return None
 
     def measure(
         self,
         rewritten: ir.Model,
         converted: ir.Model,
-        precision: Precision,
-        *,
-        is_lossy: bool,
+        plan: Plan,
         shapes: Sequence[tuple[int, int]],
     ) -> ServedSpeed | None:
         """Time the original, its fused form in both precisions, and the rewritten model.
 
         Args:
             rewritten: In float32.
-            converted: In its precision, as it is written.
-            is_lossy: Whether anything besides the precision differs from the original.
+            converted: In the precision of the plan, as it is written.
 
         Returns:
             None if the models take different inputs, or cannot be timed here; the log says why.
@@ -156,27 +180,26 @@ class ServedTimer:
             return None
         if is_bfloat16(converted) and self.context.provider == "cpu":
             return None
-        models = {"original": self.original}
-        try:
-            models["fused"] = self.served(self.original)
-            if precision != "float32":
-                models["final"] = converted
+        is_lossy, rows = bool(plan.changed), dict[str, int]()
+
+        def models() -> list[ir.Model]:
+            named = {"original": self.original, "fused": self.served(self.original)}
+            if plan.precision != "float32":
+                named["final"] = converted
                 if is_lossy:
-                    models["precise"] = self.served(self.original, precision)
+                    named["precise"] = self.served(self.original, plan.precision, plan.float_blocks)
             elif is_lossy:
-                models |= {"final": rewritten, "final fused": self.served(rewritten)}
-            distinct = {id(model): model for model in models.values()}
-            feeds = example_feeds(self.original, shapes, self.context.seed)
-            found = time_models(list(distinct.values()), feeds, context=self.context)
-        except AttnserveError as error:  # for example no memory: the model is written all the same
-            log.warning("the speed was not measured: %s", error)
-            return None
+                named |= {"final": rewritten, "final fused": self.served(rewritten)}
+            distinct = {id(model): model for model in named.values()}
+            rows.update({name: list(distinct).index(id(one)) for name, one in named.items()})
+            return list(distinct.values())
+
+        found = self.time(models, shapes)
         if found is None:
             return None
-        rows = {name: list(distinct).index(id(model)) for name, model in models.items()}
         times = {name: [each[row] for each in found[1]] for name, row in rows.items()}
         setting = self.context.provider, self.context.threads
-        return _speed(found[0], times, precision, is_lossy=is_lossy, setting=setting)
+        return _speed(found[0], times, plan.precision, is_lossy=is_lossy, setting=setting)
 
 
 def _speed(
@@ -227,25 +250,29 @@ def time_models(
     feeds: Mapping[tuple[int, int], Batch],
     *,
     context: RunContext,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
 ) -> tuple[list[tuple[int, int]], list[np.ndarray]] | None:
     """The shapes that all models take, and milliseconds at each of them: (models, rounds).
+
+    Args:
+        seconds: Approximate time of all measurements; None for one by the number of models.
 
     Returns:
         None if a model takes none.
     """
     given = context.provider, context.threads
+    total = SECONDS_PER_MODEL * len(models) if seconds is None else seconds
     progress = context.stage("time what is served")
     with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
         if sum(map(weight_bytes, models)) <= MOST_BYTES:
             timed = _Sessions(models, *given)
-            return _time(timed.time, feeds, seconds * len(models) / 3, progress)
+            return _time(timed.time, feeds, total, progress)
         files = [Path(folder) / str(index) / "model.onnx" for index in range(len(models))]
         for model, file in zip(models, files, strict=True):
             file.parent.mkdir()
             save_model(model, file)
         with Worker(_Sessions, files, *given) as child:
-            return _time(partial(child.call, "time"), feeds, seconds * len(models) / 3, progress)
+            return _time(partial(child.call, "time"), feeds, total, progress)
 
 
 def _time(

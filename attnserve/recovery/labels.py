@@ -130,8 +130,8 @@ def read_labeled(
 
 
 def _read_table(path: Path, task: LearnedTask, artifact: Artifact) -> list[LabeledRow]:
+    prompt = artifact.prompt()
     if task == "sts":
-        prompt = artifact.prompt()
         return [
             LabeledRow((prompt + first, prompt + second), read_number(path, line, score))
             for line, (score, first, second) in read_table(
@@ -140,7 +140,7 @@ def _read_table(path: Path, task: LearnedTask, artifact: Artifact) -> list[Label
         ]
     names = label_names(artifact)
     return [
-        LabeledRow((text,), read_label(path, line, label, names))
+        LabeledRow((prompt + text,), read_label(path, line, label, names))
         for line, (label, text) in read_table(path, ("label",), ("text", "sentence"))
     ]
 

@@ -80,6 +80,12 @@ def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
     return list(found.values())
 
 
+READERS = frozenset({"Conv", "Gather", "Gemm", "MatMul"})
+SCALING = frozenset({"Div", "Identity", "Mul", "Reshape", "Squeeze", "Sub", "Transpose",
+                     "Unsqueeze"})  # fmt: skip
+"""Operators of weights that are dequantized by hand."""
+
+
 def _initializers(graph: ir.Graph | ir.Function) -> Iterator[ir.TensorProtocol]:
     values = graph.initializers.values() if isinstance(graph, ir.Graph) else ()
     return (value.const_value for value in values if value.const_value is not None)
@@ -98,8 +104,22 @@ def _quantized(model: ir.Model) -> dict[int, int]:
 def _weight_places(node: ir.Node) -> tuple[int, ...]:
     if node.op_type == "Cast" and not node.domain:  # dequantized by hand: (Cast(x) - zero) * scale
         to = ir.DataType(node.attributes.get_int("to", ir.DataType.UNDEFINED))
-        return (0,) if to.is_floating_point() else ()
+        return (0,) if to.is_floating_point() and _is_multiplied(node.outputs[0]) else ()
     return WEIGHTS.get(node.op_type, ())
+
+
+def _is_multiplied(value: ir.Value) -> bool:
+    """Whether a product or a table reads a value as it is, scaled or moved; masks are added."""
+    pending, seen = [value], {value}
+    while pending:
+        for node, _ in pending.pop().uses():
+            if node.op_type in READERS:
+                return True
+            if node.op_type in SCALING:
+                new = [output for output in node.outputs if output not in seen]
+                seen.update(new)
+                pending += new
+    return False
 
 
 def _elements(node: ir.Node, tensor: ir.TensorProtocol) -> int:

@@ -245,7 +245,7 @@ class Engine:
         """
         model = self.model
         if task == "embed" and (instead := model.scores_instead) is not None:
-            what, _, fix = instead.partition(": ")
+            what, fix = instead
             raise NotFound(
                 f"{self.name} has no embeddings, but {what}", fix, code="model.no_embeddings"
             )

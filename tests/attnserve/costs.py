@@ -73,4 +73,3 @@ def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 def count_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not time what is served; searches still measure."""
     monkeypatch.setattr("attnserve.planning.served_speed.time_models", time_models)
-    monkeypatch.setattr("attnserve.planning.mixing_choice.time_models", time_models)

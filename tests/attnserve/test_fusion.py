@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 
+from attnserve import fusion
 from attnserve.checks.certify import read_attention
 from attnserve.choices import Precision
 from attnserve.context import RunContext
@@ -15,6 +17,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plan import Plan
+from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import model_cost
 from graph_passes.errors import InvalidModel
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -98,3 +101,35 @@ def test_fuse_for_nothing_to_fuse_changes_nothing(tiny: Path) -> None:
     count = len(list(model.graph))
     assert fuse_for(model, "float32") == ()
     assert len(list(model.graph)) == count
+
+
+def test_fuse_for_uses_older_operators_where_the_new_ones_do_not_load(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion must not fail, nor lose its fusion, by the age of ONNX Runtime."""
+    opened = fusion.open_session
+
+    def older(model: ir.Model) -> object:
+        if model.opset_imports[""] >= 23:
+            raise InvalidModel("Unsupported model opset", "", code="model.refused")
+        return opened(model)
+
+    monkeypatch.setattr(fusion, "open_session", older)
+    model = load_model(tiny / "model.onnx")
+    passes = fuse_for(model, "int8")
+    assert any(isinstance(one, FuseAttention) for one in passes)
+    assert model.opset_imports[""] < 23
+    open_session(model)
+
+
+def test_fuse_for_a_defect_converts_unfused_and_says_so(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise InvalidModel("it is broken", "report it", code="internal.certificate")
+
+    monkeypatch.setattr(fusion, "fuse", broken)
+    model = load_model(tiny / "model.onnx")
+    count = len(list(model.graph))
+    assert fuse_for(model, "int8") == () and len(list(model.graph)) == count
+    assert "it is broken" in caplog.text

@@ -31,7 +31,7 @@ from graph_passes.errors import CannotRewrite
 
 __all__ = ["ROUNDING", "Built", "Judge", "refusal", "score_model"]
 
-PAIR_SECONDS = 12.0
+PAIR_SECONDS = 8.0
 """Approximate time in which two models are compared, which decides whether one is written."""
 
 ROUNDING = 1e-4

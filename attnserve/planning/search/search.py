@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -304,7 +304,7 @@ def _proved(
 
 def _worth_removing(
     given: SearchInput, front: FrontSearch, best: Built, proofs: Sequence[Proof]
-) -> tuple[Built | None, Sequence[Proof], str]:
+) -> tuple[Built, Sequence[Proof], str]:
     """The best choice, or the one that removes nothing if it is about as fast; and the reason."""
     if not best.plan.changed:
         return best, proofs, ""
@@ -314,15 +314,17 @@ def _worth_removing(
     gain = front.judge.paired_speedup(whole, best)
     if gain.low >= MIN_REMOVAL_GAIN:
         return best, proofs, ""
+    proved, others = _proved(given.goal, front.judge, plain, whole)
+    if proved is not None and proved is not whole:  # it keeps more blocks in float32
+        gain = front.judge.paired_speedup(proved, best)
+    if proved is None or gain.low >= MIN_REMOVAL_GAIN:
+        return best, proofs, ""
     reason = (
         f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
         f"{gain.high:.2f}) the speed of the fused original in {given.goal.precision}, expected at "
         f"least {MIN_REMOVAL_GAIN}x"
     )
-    plain_best, others = _proved(given.goal, front.judge, plain, whole)
-    if plain_best is None:  # it keeps too little of unseen data, by chance
-        return best, proofs, ""
-    return plain_best, [*proofs, *others], reason
+    return proved, others, reason
 
 
 def _result(
@@ -348,7 +350,16 @@ def _result(
         return _no_gain(given, judge, best, reason, [], recovered)
     speeds = judge.compare_speed(best.model, given.checked_lengths)
     gain = mean_speedup(speeds, given.lengths)
-    if reason := refusal(best.plan, gain, speeds):
+    reason = refusal(best.plan, gain, speeds)
+    if reason and best.plan.changed:  # it is slower at a length that is not served
+        plain, whole = front.nothing_removed()
+        other, others = _proved(given.goal, judge, plain, whole)  # (None, []) for None
+        if other is not None:
+            best, proofs, note = other, others, f"nothing is removed: with a removal {reason}"
+            speeds = judge.compare_speed(best.model, given.checked_lengths)
+            gain = mean_speedup(speeds, given.lengths)
+            reason = refusal(best.plan, gain, speeds)
+    if reason:
         if (given.goal.target_speedup or 1) > 1:
             raise CheckFailed(
                 f"`target_speedup` is {given.goal.target_speedup:g}: {reason}",
@@ -356,6 +367,8 @@ def _result(
                 code="search.target_speedup",
             )
         return _no_gain(given, judge, best, reason, speeds, recovered)
+    if recovered is not None and note:
+        recovered = replace(recovered, gain=False, verdict=f"training brings no gain: {note}")
     proof = proofs[-1]
     kept: list[str] = []
     if proof.fidelity.quality is not None:
@@ -367,13 +380,12 @@ def _result(
             f"{proof.share.standard_error:.2%})"
         )
     speed = ServedTimer(given.model, given.data.fit, given.context).measure(
-        best.float32_model, best.model, best.plan.precision, is_lossy=bool(best.plan.changed),
-        shapes=[(given.batch, each) for each in given.lengths],
-    )  # fmt: skip
+        best.float32_model, best.model, best.plan, [(given.batch, each) for each in given.lengths]
+    )
     verdict = f"{gain:.2f}x as fast, keeping {', '.join(kept)}"
     if speed is not None:
         verdict += f": {speed.describe(best.plan.precision)}"
-    if recovered is not None and recovered.gain and not note:
+    if recovered is not None and recovered.gain:
         verdict += f" ({recovered.verdict})"
     verdict += f"; {note}" if note else ""
     outcome = Outcome(
@@ -394,6 +406,8 @@ def _no_gain(
 ) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
+    if recovered is not None:
+        recovered = replace(recovered, gain=False, verdict=f"training brings no gain: {reason}")
     same = Fidelity((), 1.0, 1.0, "the original itself")
     outcome = Outcome(Plan(), False, verdict, same, None, speeds, None, (), recovered, None)
     report = _report(given, judge, best, outcome)

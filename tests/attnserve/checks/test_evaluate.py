@@ -335,6 +335,15 @@ def test_evaluate_reads_the_output_that_the_task_is_about(tmp_path: Path) -> Non
     assert found == [["last_hidden_state", "logits", "logits"]] * 2
 
 
+def test_evaluate_puts_the_default_prompt_before_texts_as_the_service_does(classes: Path) -> None:
+    record = {"prompts": {"ask": "north "}, "default_prompt": "ask"}
+    (classes / "attnserve.json").write_text(json.dumps(record), encoding="utf-8")
+    data = table(classes, "label\ttext", "0\teast", "1\tnorth")
+    score = evaluate(classes, task="classification", data=data)
+    assert isinstance(score, ClassificationScore)
+    assert score.predictions.tolist() == [1, 1]  # of the first token
+
+
 # --- what the model and the options may be ------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from attnserve.models.artifact import open_artifact
 from attnserve.models.folder_settings import read_settings
 from attnserve.models.settings_files import MODULES, TRANSFORMER_FILES, Library, Transformer
-from attnserve.models.tokenizer import load_encoder
+from attnserve.models.tokenizer import BERT_MODELS, BERT_TOKENIZERS, load_encoder
 from graph_passes.errors import InvalidModel
 from tests.attnserve.models.files import write_json, write_modules
 from tests.errors import raises
@@ -382,3 +382,20 @@ def test_lower_case_of_bert_is_that_of_tokenizer_config(
     write_json(texts / TOKENIZER, config)
     write_json(texts / "config.json", model)
     assert ids(texts, "A B") == found
+
+
+@pytest.mark.export
+def test_tokenizers_of_bert_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    classes = {kind: getattr(transformers, name or "", None)
+               for kind, name in TOKENIZER_MAPPING_NAMES.items()}  # fmt: skip
+    bert = transformers.BertTokenizer
+    found = {
+        kind for kind, one in classes.items() if isinstance(one, type) and issubclass(one, bert)
+    }
+    assert found <= BERT_MODELS
+    listed = {kind for kind, name in TOKENIZER_MAPPING_NAMES.items()
+              if str(name).removesuffix("Fast") in BERT_TOKENIZERS}  # fmt: skip
+    assert listed == BERT_MODELS

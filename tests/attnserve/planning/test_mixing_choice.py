@@ -15,7 +15,7 @@ import pytest
 from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
 from attnserve.models.onnx_files import load_model
-from attnserve.planning import mixing_choice
+from attnserve.planning import served_speed
 from attnserve.planning.mixing_choice import choose_mixing
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plan import Plan
@@ -138,7 +138,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows = np.array([[float(ms)] * 3 for ms in times[: len(models)]])
         return list(feeds), [rows] * len(feeds)
 
-    monkeypatch.setattr(mixing_choice, "time_models", time_models)
+    monkeypatch.setattr(served_speed, "time_models", time_models)
     return times
 
 

@@ -10,10 +10,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.choices import Precision
 from attnserve.context import RunContext
 from attnserve.models.onnx_files import load_model
 from attnserve.planning import served_speed
 from attnserve.planning.optimize import optimize
+from attnserve.planning.plan import Plan
 from attnserve.planning.served_speed import ServedSpeed, ServedTimer, served_lengths
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
@@ -34,6 +36,10 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return times
 
 
+def lossy(precision: Precision) -> Plan:
+    return Plan.of([PruneHeads({"a": [1, 0]})], precision, ())
+
+
 def values(speed: ServedSpeed | None) -> list[Any]:
     assert speed is not None
     parts = (speed.fusion, speed.precision, speed.removal, speed.served)
@@ -47,7 +53,7 @@ def test_served_timer_separates_fusion_precision_and_removal(tiny: Path, timed: 
     PruneHeads({find_attention(pruned)[0][0].name: [1, 0, 1, 1]})(pruned)
     timed += [12, 10, 4, 5]
     speed = ServedTimer(original, (), RunContext()).measure(
-        pruned, pruned.clone(), "int8", is_lossy=True, shapes=SHAPES
+        pruned, pruned.clone(), lossy("int8"), SHAPES
     )
     assert values(speed) == [1.2, 2.0, 1.25, 2.5]
     assert speed is not None and speed.by_shape == pytest.approx((2.5, 2.5))
@@ -62,9 +68,30 @@ def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path, timed: li
     PruneHeads({find_attention(pruned)[0][0].name: [1, 0, 1, 1]})(pruned)
     timed += [10, 12, 8, 5]  # original, fused, pruned, pruned and fused
     speed = ServedTimer(original, (), RunContext()).measure(
-        pruned, pruned, "float32", is_lossy=True, shapes=SHAPES
+        pruned, pruned, lossy("float32"), SHAPES
     )
     assert values(speed) == [1.0, None, 2.0, 2.0]
+
+
+def test_served_timer_leaves_the_same_blocks_in_float(
+    tiny: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What int8 gave is that of the precision of the result, of which some blocks are float32."""
+    original, kept = load_model(tiny / "model.onnx"), list[Any]()
+    convert = served_speed.convert
+
+    def converted(*given: Any, **named: Any) -> ir.Model:
+        kept.append((given[1], tuple(named["float_blocks"])))
+        return convert(*given, **named)
+
+    monkeypatch.setattr(served_speed, "convert", converted)
+    timed += [12, 10, 4, 5]
+    name = find_attention(original)[0][0].name
+    plan = Plan.of([PruneHeads({name: [1, 0, 1, 1]})], "int8", (name,))
+    assert ServedTimer(original, (), RunContext()).measure(
+        original.clone(), original.clone(), plan, SHAPES
+    )
+    assert kept == [("float32", ()), ("int8", (name,))]
 
 
 def test_served_timer_of_other_inputs_is_none(tiny: Path) -> None:
@@ -72,7 +99,7 @@ def test_served_timer_of_other_inputs_is_none(tiny: Path) -> None:
     other = original.clone()
     other.graph.inputs[0].name = "other"
     assert ServedTimer(original, (), RunContext()).measure(
-        other, other, "float32", is_lossy=True, shapes=SHAPES
+        other, other, lossy("float32"), SHAPES
     ) is None  # fmt: skip
 
 

@@ -227,3 +227,15 @@ def test_parameters_of_a_model_of_onnxruntime_are_those_of_the_original(tmp_path
     quantize_dynamic(path, made)
     before, after = parameters(load_model(path)), parameters(load_model(made))
     assert after == pytest.approx(before, abs=100)
+
+
+def test_parameters_byte_masks_do_not_count() -> None:
+    nodes: list[Node] = [
+        ("Cast", ["w"], {"to": TensorProto.FLOAT}),
+        ("Sub", ["one", "a"], {}),
+        ("Mul", ["b", "far"], {}),
+        ("Add", ["x", "c"], {}),
+        ("Softmax", ["d"], {}),
+    ]
+    weights = {"w": UNSIGNED, "one": ONE, "far": np.array(-1e4, np.float32)}
+    assert parameters(build(nodes, weights, constants=False)) <= 2

@@ -90,18 +90,28 @@ class Settling:
 
     gain: Speedup
     keeps: bool = True
+    careful: Speedup | None = None
+    """The gain over another choice without removal, which the proof returns then."""
     proved: list[Any] = field(default_factory=list[Any])
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
-        whole = SimpleNamespace(choice=INT8, plan=SimpleNamespace(changed=[]))
+        whole, careful = (
+            SimpleNamespace(choice=choice, plan=SimpleNamespace(changed=[]))
+            for choice in (INT8, FUSED)
+        )
         best = SimpleNamespace(choice=FRONT[3], plan=SimpleNamespace(changed=["layer"]))
+
+        def paired_speedup(slow: Any, fast: Any) -> Speedup | None:
+            return self.careful if slow is careful else self.gain
+
         front: Any = SimpleNamespace(
-            judge=SimpleNamespace(paired_speedup=lambda slow, fast: self.gain),
+            judge=SimpleNamespace(paired_speedup=paired_speedup),
             nothing_removed=lambda: ("front", whole),
         )
 
         def proved(*_: Any) -> Any:
-            return (whole if self.keeps else None), ["proof of the whole"]
+            found = careful if self.careful else whole
+            return (found if self.keeps else None), ["proof of the whole"]
 
         monkeypatch.setattr(search_module, "_proved", proved)
         given: Any = SimpleNamespace(goal=SimpleNamespace(precision="int8"))
@@ -125,7 +135,20 @@ def test_removal_must_gain_three_percent_outside_the_interval(
     found, note = settling.run(monkeypatch)
     assert bool(found.plan.changed) == removes
     assert bool(note) == (not removes) and (removes or "1.03x" in note)
-    assert settling.proved == (["proof"] if removes else ["proof", "proof of the whole"])
+    assert settling.proved == (["proof"] if removes else ["proof of the whole"])
+
+
+@pytest.mark.parametrize(
+    ("careful", "removes"), [(Speedup(1.5, 1.4, 1.6), True), (Speedup(1.0, 0.9, 1.1), False)]
+)
+def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
+    careful: Speedup, removes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest choice without removal failed its proof; the one after it may be slow."""
+    settling = Settling(NO_GAIN, careful=careful)
+    found, note = settling.run(monkeypatch)
+    assert bool(found.plan.changed) == removes
+    assert removes or f"{careful.value:.2f}x" in note
 
 
 def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
