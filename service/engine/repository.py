@@ -367,9 +367,14 @@ class Repository:
     async def _prepare(self, name: str, version: str, place: Place) -> Engine:
         """The engine of the model at ``place``: the current one if unchanged, else a new one."""
         current = self._engines.get(name, {}).get(version)
-        served = current.content if current is not None and current.ready else None
+        served, is_fused = None, False
+        if current is not None and current.ready:
+            served, operators = current.content, current.model.operators
+            is_fused = bool(operators.get("rewritten") or operators.get("pending"))
         try:
-            loaded = await asyncio.to_thread(self._load, name, version, place, served)
+            loaded = await asyncio.to_thread(
+                self._load, name, version, place, served, is_fused=is_fused
+            )
         except AttnserveError:
             raise
         except Exception as error:  # one model must not stop the others
@@ -445,9 +450,15 @@ class Repository:
         yield
 
     def _load(
-        self, name: str, version: str, place: Place, served: str | None = None
+        self,
+        name: str,
+        version: str,
+        place: Place,
+        served: str | None = None,
+        *,
+        is_fused: bool = False,
     ) -> LoadedModel | None:
-        """The model; None if its identity is ``served``.
+        """The model; None if it is served as it is, see ``load_checked``.
 
         Raises:
             InvalidModel: It cannot be loaded, or changed during loading.
@@ -464,7 +475,9 @@ class Repository:
             spinning=not settings.shares_cores,
         )
         check = self._checker.check if settings.probe else identify
-        loaded = load_checked(open_artifact(place.path, place.shared), check, open_model, served)
+        loaded = load_checked(
+            open_artifact(place.path, place.shared), check, open_model, served, is_fused=is_fused
+        )
         if loaded is None:
             return None
         model = loaded.model

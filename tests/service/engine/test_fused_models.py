@@ -182,6 +182,32 @@ def test_repository_serves_original_until_it_is_fused_in_the_background(
     play(bert, script)
 
 
+@pytest.mark.usefixtures("child")
+def test_repository_load_of_an_unfused_model_fuses_it_later(
+    bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For lack of memory, at first: a later load of the same files must not lose its fusion."""
+    free = model_check.available_bytes
+    monkeypatch.setattr(model_check, "available_bytes", lambda: 1 << 20)
+
+    async def script(repository: Repository) -> None:
+        plain = repository.engine()
+        assert plain.model.operators["rewritten"] is False
+        before = await ask(repository)
+        await repository.load("bert")
+        assert repository.engine() is plain  # nothing new is known
+        monkeypatch.setattr(model_check, "available_bytes", free)
+        await repository.load("bert")
+        await repository.settled()
+        fused = repository.engine()
+        assert fused is not plain and fused.model.operators["rewritten"] is True
+        assert np.abs(await ask(repository) - before).max() < 1e-6
+        await repository.load("bert")
+        assert repository.engine() is fused
+
+    play(bert, script)
+
+
 def test_repository_model_loaded_meanwhile_is_not_replaced_by_fused_one(
     bert: Path, gate: Path, tmp_path: Path
 ) -> None:
