@@ -3,11 +3,11 @@
     python -m benchmarks.mixing --train STSB_TRAIN.tsv --dev STSB_DEV.tsv [--rows 900]
 
 R is a half, a third and a quarter of all query and key dimensions. all-MiniLM-L6-v2 (from the
-[demo] extra) is calibrated on sentences of --train and scored on the pairs of --dev; an encoder in
-the shape of BERT-base has random weights, for its speed alone. Each R has dense mixing (every head
-reads all R dimensions, as in the paper), sparse mixing (every head reads some of them), as many
-dimensions of each head's own, and what ``--mixing auto`` takes. Speeds are over the fused original,
-in one interleaved run on one thread.
+[demo] extra) is calibrated on sentences of --train and scored on the pairs of --dev; four layers in
+the shape of BERT-base have random weights, for their speed alone. Each R has dense mixing (every
+head reads all R dimensions, as in the paper), sparse mixing (every head reads some of them), as
+many dimensions of each head's own, and what ``--mixing auto`` takes. Speeds are over the fused
+original, in one interleaved run on one thread.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from attnserve.models.onnx_files import save_model
 from attnserve.planning.mixing_choice import SAME_ERROR
 from benchmarks._common import encoder_study, number_table, sts_parser, write_result
 from benchmarks.gpu.collab_dk import FUSED, requests, served_form
-from benchmarks.gpu.forms import SIZES
+from benchmarks.gpu.forms import SIZES, Size
 
 SHARES = {"half": 2, "third": 3, "quarter": 4}
 """Divisors of H K."""
 
-BATCHES, LENGTHS = (1, 8), (16, 64, 128, 256, 512)
+BATCHES, LENGTHS = (1, 8), (16, 128, 512)
 
-ROUNDS = 20
+WIDE = Size(4, SIZES["BERT-base"].hidden, SIZES["BERT-base"].heads)
+"""All layers of BERT-base have the same shape."""
+
+ROUNDS = 16
 """The longest shape of the larger model takes seconds per round."""
 
 
@@ -118,9 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
     models: dict[str, Any] = {}
 
     def measure(
-        name: str, original: Path, folder: Path, calib: Path | None = None
+        name: str, size: Size, original: Path, folder: Path, calib: Path | None = None
     ) -> dict[str, Path]:
-        made, chosen, errors = forms(original, folder, SIZES[name].hidden, progress, calib)
+        made, chosen, errors = forms(original, folder, size.hidden, progress, calib)
         rows = speeds(made, folder, rounds, progress)
         models[name] = {
             "chosen": chosen, "errors": errors, "speeds": rows,
@@ -129,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
         return made
 
     with encoder_study(options.train, options.dev, options.rows) as study:
-        made = measure("MiniLM", study.original, study.folder, study.calibration)
+        made = measure("MiniLM", SIZES["MiniLM"], study.original, study.folder, study.calibration)
         del made[FUSED]
         models["MiniLM"]["quality"] = [
             {"form": name, **study.quality(path.parent)} for name, path in made.items()
@@ -137,8 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
         baseline = study.baseline
     with tempfile.TemporaryDirectory() as name:
         original = Path(name) / "original.onnx"
-        save_model(SIZES["BERT-base"].build(max(LENGTHS)), original)
-        measure("BERT-base", original, Path(name))
+        save_model(WIDE.build(max(LENGTHS)), original)
+        measure("BERT-base", WIDE, original, Path(name))
     for model, content in models.items():
         shapes = [f"{batch}x{length}" for length in LENGTHS for batch in BATCHES]
         table = number_table(f"{model}, speed over the fused original, one thread", shapes)
