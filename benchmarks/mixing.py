@@ -12,6 +12,7 @@ original, in one interleaved run on one thread.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from rich.console import Console
 import attnserve
 from attnserve.models.onnx_files import save_model
 from attnserve.planning.mixing_choice import SAME_ERROR
-from benchmarks._common import encoder_study, number_table, sts_parser, write_result
+from benchmarks._common import RESULTS, encoder_study, number_table, sts_parser, write_result
 from benchmarks.gpu.collab_dk import FUSED, requests, served_form
 from benchmarks.gpu.forms import SIZES, Size
 
@@ -114,35 +115,50 @@ def summary(
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = sts_parser(__doc__).parse_args(arguments)
-    progress = Console(stderr=True)
-    rounds = options.rounds or ROUNDS
-    models: dict[str, Any] = {}
+def measure(
+    size: Size, original: Path, folder: Path, rounds: int, progress: Console,
+    calib: Path | None = None,
+) -> tuple[dict[str, Path], dict[str, Any]]:  # fmt: skip
+    """All forms of a model, and their choices, errors and speeds."""
+    made, chosen, errors = forms(original, folder, size.hidden, progress, calib)
+    rows = speeds(made, folder, rounds, progress)
+    content = {"chosen": chosen, "errors": errors, "speeds": rows,
+               "summary": summary(rows, [one["rank"] for one in chosen], errors)}  # fmt: skip
+    return made, content
 
-    def measure(
-        name: str, size: Size, original: Path, folder: Path, calib: Path | None = None
-    ) -> dict[str, Path]:
-        made, chosen, errors = forms(original, folder, size.hidden, progress, calib)
-        rows = speeds(made, folder, rounds, progress)
-        models[name] = {
-            "chosen": chosen, "errors": errors, "speeds": rows,
-            "summary": summary(rows, [one["rank"] for one in chosen], errors),
-        }  # fmt: skip
-        return made
 
+def trained(options: Any, rounds: int, progress: Console) -> dict[str, Any]:
+    """all-MiniLM-L6-v2, and the quality of its forms."""
     with encoder_study(options.train, options.dev, options.rows) as study:
-        made = measure("MiniLM", SIZES["MiniLM"], study.original, study.folder, study.calibration)
+        made, content = measure(
+            SIZES["MiniLM"], study.original, study.folder, rounds, progress, study.calibration
+        )
         del made[FUSED]
-        models["MiniLM"]["quality"] = [
-            {"form": name, **study.quality(path.parent)} for name, path in made.items()
-        ]
-        baseline = study.baseline
+        quality = [{"form": name, **study.quality(path.parent)} for name, path in made.items()]
+        return {**content, "quality": quality, "baseline_spearman": study.baseline}
+
+
+def random_layers(options: Any, rounds: int, progress: Console) -> dict[str, Any]:
+    """Layers in the shape of BERT-base."""
     with tempfile.TemporaryDirectory() as name:
         original = Path(name) / "original.onnx"
         save_model(WIDE.build(max(LENGTHS)), original)
-        measure("BERT-base", WIDE, original, Path(name))
-    for model, content in models.items():
+        return measure(WIDE, original, Path(name), rounds, progress)[1]
+
+
+MODELS = {"MiniLM": trained, "BERT-base": random_layers}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = sts_parser(__doc__)
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS),
+        help="others keep their results",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    progress = Console(stderr=True)
+    for model in options.models:
+        content = MODELS[model](options, options.rounds or ROUNDS, progress)
         shapes = [f"{batch}x{length}" for length in LENGTHS for batch in BATCHES]
         table = number_table(f"{model}, speed over the fused original, one thread", shapes)
         for form in dict.fromkeys(row["form"] for row in content["speeds"]):
@@ -150,7 +166,9 @@ def main(arguments: list[str] | None = None) -> int:
                      for row in content["speeds"] if row["form"] == form}  # fmt: skip
             table.add_row(form, *(cells.get(shape, "") for shape in shapes))
         Console().print(table)
-    write_result("mixing", options, baseline_spearman=baseline, threads=1, models=models)
+        stored = json.loads((RESULTS / "mixing.json").read_text(encoding="utf-8"))
+        models = {**stored.get("models", {}), model: content}
+        write_result("mixing", options, threads=1, models=models)
     return 0
 
 

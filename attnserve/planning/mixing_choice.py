@@ -52,7 +52,7 @@ SAME_ERROR = 1.02
 """The largest error, relative to that of the dense form, that counts as equal."""
 
 NO_SLOWER = 0.98
-"""The lowest speed-up over the fused original at any shape; less is more than noise."""
+"""The lowest speed-up over the fused original at any shape."""
 
 SAME_SPEED = 1.01
 """Of two forms whose speeds differ by less, the one with the smaller error is taken."""
@@ -67,16 +67,22 @@ class FormReport:
         error: Of the outputs on calibration data, or of the weights without; None if the form was
             too slow to be fitted.
         speedup: Over the fused original, in the form that serving runs.
-        slowest: The speed-up at the slowest shape.
+        slowest: The speed-up at the slowest shape, by the upper end of its interval.
     """
 
     form: str
     error: float | None
     speedup: Speedup
-    slowest: float
+    slowest: Speedup
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether it is nowhere slower than the fused original, outside the interval."""
+        return self.slowest.high >= NO_SLOWER
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "speedup": self.speedup.to_json()}
+        speeds = {"speedup": self.speedup.to_json(), "slowest": self.slowest.to_json()}
+        return {**asdict(self), **speeds}
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ class FormComparison:
                 (one.unfitted(context) if isinstance(one, Collaborate) else one)(model)
         return model
 
-    def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, float]] | None:
+    def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:
         """Speed-ups over the fused original, as served: the mean, and that of the slowest shape.
 
         Shapes at which a form seems to be slower are timed twice.
@@ -146,12 +152,13 @@ class FormComparison:
         if found is None:
             return None
         times = dict(zip(*found, strict=True))
-        doubtful = [shape for shape, rows in times.items() if min(_ratios(rows)) < 1]
+        doubtful = [s for s, rows in times.items() if min(x.value for x in _speedups(rows)) < 1]
         again = self.timer.time(served, doubtful) if doubtful else None
         for shape, rows in zip(*again, strict=True) if again else ():
             times[shape] = np.concatenate([times[shape], rows], axis=1)
         wanted = [shape for shape in self.timed if shape in times] or list(times)
-        slowest = [min(ratios) for ratios in zip(*map(_ratios, times.values()), strict=True)]
+        by_model = zip(*map(_speedups, times.values()), strict=True)
+        slowest = [min(found, key=lambda speedup: speedup.high) for found in by_model]
         return [
             (
                 paired_speedup([times[s][0] for s in wanted], [times[s][row] for s in wanted]),
@@ -161,9 +168,9 @@ class FormComparison:
         ]
 
 
-def _ratios(times: np.ndarray) -> list[float]:
+def _speedups(times: np.ndarray) -> list[Speedup]:
     """The speed-up of each model over the first one, from times (models, rounds)."""
-    return [paired_speedup([times[0]], [row]).value for row in times[1:]]
+    return [paired_speedup([times[0]], [row]) for row in times[1:]]
 
 
 def choose_mixing(
@@ -212,7 +219,7 @@ def choose_mixing(
     lossier = [kind for kind, error in errors.items() if error > bound]
     why = (
         f"{chosen.speedup.value:.2f}x the speed of the fused original, "
-        + ("at no length slower than it" if chosen.slowest >= NO_SLOWER else "slower at a length")
+        + ("at no length slower than it" if chosen.is_steady else "slower at a length")
         + "".join(f"; {one.form} {one.speedup.value:.2f}x" for one in others)
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )
@@ -221,7 +228,7 @@ def choose_mixing(
 
 def _fastest(forms: Mapping[str, FormReport]) -> FormReport:
     """The fastest form, if possible slower at no shape; of equal ones the most exact."""
-    steady = [one for one in forms.values() if one.slowest >= NO_SLOWER]
+    steady = [one for one in forms.values() if one.is_steady]
     able = steady or list(forms.values())
     most = max(one.speedup.value for one in able)
     near = [one for one in able if SAME_SPEED * one.speedup.value >= most]

@@ -50,11 +50,11 @@ class Comparison:
     def error(self, form: Any) -> float:
         return self.errors[form.model]
 
-    def speeds(self, models: Sequence[Any]) -> list[tuple[Speedup, float]] | None:
+    def speeds(self, models: Sequence[Any]) -> list[tuple[Speedup, Speedup]] | None:
         if self.known is None:
             return None
         found = [self.known[form.kind] for form in models]
-        return [(Speedup(mean, mean, mean), slowest) for mean, slowest in found]
+        return [(Speedup(*(mean,) * 3), Speedup(*(slowest,) * 3)) for mean, slowest in found]
 
 
 def choose(
@@ -154,9 +154,12 @@ def test_shapes_at_which_a_form_seems_slower_are_timed_again(tiny: Path) -> None
 
     timer: Any = SimpleNamespace(original=model, context=None, time=time)
     comparison = FormComparison(timer, None, "float32", [(1, 16)])
-    assert comparison.speeds([model]) == [
-        (Speedup(1.25, 1.25, 1.25), pytest.approx((1.1 * 0.9) ** -0.5))
-    ]
+    found = comparison.speeds([model])
+    assert found is not None
+    ((mean, slowest),) = found
+    assert mean == Speedup(1.25, 1.25, 1.25)
+    assert slowest.value == pytest.approx((1.1 * 0.9) ** -0.5)
+    assert slowest.low == pytest.approx(1 / 1.1) and slowest.high == pytest.approx(1 / 0.9)
     assert list(asked[1]) == [(1, 512)]
 
 
@@ -182,7 +185,7 @@ def test_optimize_auto_mixing_is_decided_by_time(
     told = report.to_json()["mixing"]
     assert told["chosen"] == report.mixing.chosen
     slow = forms is None
-    assert (max(form["slowest"] for form in told["forms"]) < 1) == slow
+    assert (max(form["slowest"]["value"] for form in told["forms"]) < 1) == slow
 
 
 def test_optimize_auto_mixing_of_full_rank_is_dense(tiny: Path, tmp_path: Path):
