@@ -159,7 +159,8 @@ def fuse_for(
         is_timed_only: See ``fuse``.
 
     Returns:
-        The passes; none if nothing can be fused.
+        The passes; none if nothing can be fused, or a fused block fails certification (the log has
+        the reason).
     """
     runs_on: Provider = "cuda" if precision in ("float16", "bfloat16") else provider
     forms: Sequence[FusedOperator] = FORMS[runs_on]
@@ -176,8 +177,8 @@ def fuse_for(
             fuse(fused, passes)
     except CannotRewrite:
         return ()
-    except InvalidModel as error:  # a defect: the model is converted as it is
-        log.warning("operators are not fused: %s", error)
+    except InvalidModel as error:  # a defect of the fusion: the model is converted as it is
+        log.warning("operators are not fused: %s", error.what)
         return ()
     model.graph = fused.graph
     model.functions.clear()
@@ -186,7 +187,7 @@ def fuse_for(
 
 
 def _is_loaded(model: ir.Model) -> bool:
-    """Whether ONNX Runtime loads a model of an opset that attention operators need."""
+    """Whether ONNX Runtime loads the model, if its opset is that of the newest operators."""
     if model.opset_imports.get("", 0) < max(OPSETS.values()):
         return True
     with suppress(InvalidModel):

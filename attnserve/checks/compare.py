@@ -77,7 +77,7 @@ class OutputFidelity:
     same_outputs: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Errors that are infinite are null."""
+        """The content of the JSON report; infinite errors are null."""
         content = {name: value for name, value in asdict(self).items() if value != ()}
         return {
             name: None if isinstance(value, float) and np.isinf(value) else value
@@ -528,12 +528,11 @@ class Tally:
         relative = (
             (self.squares / self.reference) ** 0.5 if self.reference else float(self.squares > 0)
         )
-        mean = self.sum / count
-        if self.not_finite:
-            self.max = mean = relative = np.inf
+        errors = [self.max, self.sum / count, relative]
+        most, mean, relative = [np.inf] * 3 if self.not_finite else errors
         return OutputFidelity(
             name,
-            self.max,
+            most,
             mean,
             relative,
             self.cosines / tokens if self.tokens else 1.0,

@@ -219,7 +219,7 @@ def choose_mixing(
     lossier = [kind for kind, error in errors.items() if error > bound]
     why = (
         f"{chosen.speedup.value:.2f}x the speed of the fused original, "
-        + ("at no length slower than it" if chosen.is_steady else "slower at a length")
+        + ("at no length measurably slower" if chosen.is_steady else "slower at a length")
         + "".join(f"; {one.form} {one.speedup.value:.2f}x" for one in others)
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )

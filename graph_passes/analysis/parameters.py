@@ -80,10 +80,10 @@ def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
     return list(found.values())
 
 
-READERS = frozenset({"Conv", "Gather", "Gemm", "MatMul"})
-SCALING = frozenset({"Div", "Identity", "Mul", "Reshape", "Squeeze", "Sub", "Transpose",
+READERS = frozenset({"Conv", "ConvTranspose", "Einsum", "FusedMatMul", "Gather", "Gemm", "MatMul"})
+SCALING = frozenset({"Cast", "Div", "Identity", "Mul", "Reshape", "Squeeze", "Sub", "Transpose",
                      "Unsqueeze"})  # fmt: skip
-"""Operators of weights that are dequantized by hand."""
+"""Operators that read weights, and those in between if weights are dequantized by hand."""
 
 
 def _initializers(graph: ir.Graph | ir.Function) -> Iterator[ir.TensorProtocol]:

@@ -11,7 +11,7 @@ QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLin
                        "MatMulBnb4", "MatMulNBits", "GatherBlockQuantized", "ConvInteger",
                        "QGemm", "QAttention", "QEmbedLayerNormalization", "QMoE",
                        "DynamicQuantizeLSTM"})  # fmt: skip
-"""Besides QLinear..."""
+"""Operators that read or write quantized values, besides those whose names start with QLinear."""
 
 REWRITE_FIRST = "rewrite the float model, then quantize the result"
 

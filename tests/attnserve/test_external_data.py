@@ -207,17 +207,8 @@ def test_optimize_with_relative_paths_writes_beside_the_input(
     folder = Path(shutil.copytree(torch_files / name, tmp_path / "model"))
     before = tree(folder)
     monkeypatch.chdir(folder)
-    command = [
-        "optimize",
-        "model.onnx",
-        "-o",
-        "new.onnx",
-        "--collab-dk",
-        "16",
-        "--mixing",
-        "dense",
-        *options,
-    ]
+    request = ["--collab-dk", "16", "--mixing", "dense"]
+    command = ["optimize", "model.onnx", "-o", "new.onnx", *request, *options]
     for force in ([], ["--force"]):  # the second time over existing files
         assert main([*command, *force]) == 0
         after = tree(folder)
@@ -225,22 +216,7 @@ def test_optimize_with_relative_paths_writes_beside_the_input(
         data = {"new.onnx.data"} if options else set[str]()
         assert after.keys() - before.keys() == {"attnserve.json", "new.onnx", *data}
         assert main(["verify", "model.onnx", "new.onnx"]) == 0
-    assert (
-        main(
-            [
-                "optimize",
-                "model.onnx",
-                "-o",
-                "model.onnx",
-                "--collab-dk",
-                "16",
-                "--mixing",
-                "dense",
-                "--force",
-            ]
-        )
-        != 0
-    )
+    assert main(["optimize", "model.onnx", "-o", "model.onnx", *request, "--force"]) != 0
 
 
 def test_optimize_that_fails_to_write_leaves_the_earlier_output(

@@ -160,7 +160,7 @@ class Outcome:
             that of the task's score, if the goal has a task.
         speeds: Of the whole model, at all checked lengths.
         chosen: The same comparison on the data that the search looked at.
-        proofs: All proofs of such choices in order; those before the last kept too little.
+        proofs: Of choices like the returned one, in order; those before the last kept too little.
         recovered: The rounds of training; None without training.
         speed: What fusion, precision and removal gave; None if the original is returned.
     """

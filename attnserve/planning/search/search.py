@@ -351,9 +351,9 @@ def _result(
     speeds = judge.compare_speed(best.model, given.checked_lengths)
     gain = mean_speedup(speeds, given.lengths)
     reason = refusal(best.plan, gain, speeds)
-    if reason and best.plan.changed:  # it is slower at a length that is not served
+    if reason and best.plan.changed:  # for example, it is slower at a length
         plain, whole = front.nothing_removed()
-        other, others = _proved(given.goal, judge, plain, whole)  # (None, []) for None
+        other, others = _proved(given.goal, judge, plain, whole)
         if other is not None:
             best, proofs, note = other, others, f"nothing is removed: with a removal {reason}"
             speeds = judge.compare_speed(best.model, given.checked_lengths)

@@ -331,16 +331,7 @@ def test_command_without_onnx_runtime_names_the_extra(tiny: Path, tmp_path: Path
     )
     for arguments in (
         ["inspect", str(tiny)],
-        [
-            "optimize",
-            str(tiny),
-            "-o",
-            str(tmp_path / "new"),
-            "--collab-dk",
-            "16",
-            "--mixing",
-            "dense",
-        ],
+        ["optimize", str(tiny), "-o", str(tmp_path / "new"), "--collab-dk", "16"],
         ["verify", str(tiny), str(tiny)],
     ):
         done = subprocess.run(
