@@ -16,8 +16,8 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -136,13 +136,14 @@ class Worker:
     def _start(self, environment: Mapping[str, str] | None, silent: bool) -> None:
         if environment is None:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({os.getpid()})"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if silent else None,
-            env=environment,
-        )
+        with _interrupts_blocked():
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({os.getpid()})"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE if silent else None,
+                env=environment,
+            )
         self._output: deque[int] = deque(maxlen=OUTPUT_BYTES)
         # The thread owns the pipe: a process that the child started may keep it open.
         pipe, self.process.stderr = self.process.stderr, None
@@ -347,6 +348,8 @@ def error_from_json(told: Mapping[str, str], unknown: type[AttnserveError]) -> A
 def serve(parent: int) -> None:
     """Answer requests until the input ends (in the child)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with(parent)
     requests = sys.stdin.buffer
     # Libraries print to stdout, which carries the answers: redirect it to stderr.
@@ -375,6 +378,23 @@ def serve(parent: int) -> None:
             answer = json.dumps({"error": error_to_json(crash)})
         answers.write(answer + "\n")
         answers.flush()
+
+
+@contextmanager
+def _interrupts_blocked() -> Generator[None]:
+    """Block Ctrl-C in this thread and the processes that it starts (POSIX).
+
+    ``serve`` unblocks it. Before, it would end a child whose interpreter still starts, with an exit
+    status that looks like an error of the model.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with(parent: int) -> None:

@@ -6,6 +6,7 @@ import json
 import operator
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -125,6 +126,13 @@ def test_prepare_runs_first_in_the_child():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl exists on Linux only")
+def test_interrupt_while_the_child_starts_is_left_to_the_parent():
+    def interrupt(child: subprocess.Popen[bytes]) -> None:
+        child.send_signal(signal.SIGINT)
+
+    assert run_isolated(operator.add, 1, 2, on_start=interrupt) == 3
+
+
 def test_child_ends_with_its_parent():
     script = (
         "import os, time\n"
