@@ -5,9 +5,9 @@
 R is a half, a third and a quarter of all query and key dimensions. all-MiniLM-L6-v2 (from the
 [demo] extra) is calibrated on sentences of --train and scored on the pairs of --dev; four layers in
 the shape of BERT-base have random weights, for their speed alone. Each R has dense mixing (every
-head reads all R dimensions, as in the paper), sparse mixing (every head reads some of them), as
-many dimensions of each head's own, and what ``--mixing auto`` takes. Speeds are over the fused
-original, in one interleaved run on one thread.
+head reads all R dimensions, as in the paper), sparse mixing (every head reads some of them), the
+fewest dimensions of each head's own whose error is that of dense mixing, and what ``--mixing auto``
+takes. Speeds are over the fused original, in one interleaved run on one thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ import attnserve
 from attnserve.models.onnx_files import save_model
 from attnserve.planning.mixing_choice import SAME_ERROR
 from benchmarks._common import RESULTS, encoder_study, number_table, sts_parser, write_result
-from benchmarks.gpu.collab_dk import FUSED, requests, served_form
+from benchmarks.gpu.collab_dk import FUSED, served_form
 from benchmarks.gpu.forms import SIZES, Size
+from graph_passes.emit.collaborative import padded_size
 
 SHARES = {"half": 2, "third": 3, "quarter": 4}
 """Divisors of H K."""
@@ -42,25 +43,37 @@ ROUNDS = 16
 
 
 def forms(
-    original: Path, folder: Path, dimensions: int, progress: Console, calib: Path | None = None
+    original: Path, folder: Path, size: Size, progress: Console, calib: Path | None = None
 ) -> tuple[dict[str, Path], list[dict[str, Any]], dict[str, float]]:
     """All forms of all R by name, for each R what ``auto`` took and why, and the errors."""
+    heads, dimensions = size.heads, size.hidden
     made, chosen, errors = {FUSED: original}, list[dict[str, Any]](), dict[str, float]()
 
     def make(name: str, arguments: Mapping[str, Any]) -> attnserve.OptimizeReport:
         path = folder / name / "model.onnx"
-        report = attnserve.optimize(original, path, threads=1, calib=calib, **arguments)
+        report = attnserve.optimize(original, path, threads=1, calib=calib, force=True, **arguments)
         made[name], errors[name] = path, error(original, path, report, calib)
         return report
 
     for share, divisor in SHARES.items():
         rank = dimensions // divisor
-        for name, arguments in requests(rank, made):
-            make(name, arguments)
+        for mixing in ("dense", "sparse"):
+            make(f"{mixing} {rank}", {"collab_dk": rank, "mixing": mixing})
+        for size in head_sizes(heads, dimensions // heads, rank):
+            make(f"own {rank}", {"head_dk": size})
+            if errors[f"own {rank}"] <= SAME_ERROR * errors[f"dense {rank}"]:
+                break
         choice = make(f"auto {rank}", {"collab_dk": rank}).to_json()["mixing"]
         chosen.append({"share": share, "rank": rank, **choice})
         progress.print(f"R = {rank}: {choice['chosen']}, {choice['why']}")
     return made, chosen, errors
+
+
+def head_sizes(heads: int, head_size: int, rank: int) -> Iterator[int]:
+    """Dimensions of a head without padding, beside the one of its content; at least R in all."""
+    for size in range(rank // heads, head_size):
+        if padded_size(size + 1) == size + 1:
+            yield size
 
 
 def error(
@@ -120,7 +133,7 @@ def measure(
     calib: Path | None = None,
 ) -> tuple[dict[str, Path], dict[str, Any]]:  # fmt: skip
     """All forms of a model, and their choices, errors and speeds."""
-    made, chosen, errors = forms(original, folder, size.hidden, progress, calib)
+    made, chosen, errors = forms(original, folder, size, progress, calib)
     rows = speeds(made, folder, rounds, progress)
     content = {"chosen": chosen, "errors": errors, "speeds": rows,
                "summary": summary(rows, [one["rank"] for one in chosen], errors)}  # fmt: skip

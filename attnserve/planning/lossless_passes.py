@@ -23,7 +23,12 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import data_file, load_model, save_model
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.search.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
-from attnserve.runtime.interleaved_timer import InterleavedTimer, time_functions
+from attnserve.runtime.interleaved_timer import (
+    InterleavedTimer,
+    Speedup,
+    paired_speedup,
+    time_functions,
+)
 from attnserve.runtime.session import Batch, open_session, run, weight_bytes
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
@@ -80,7 +85,7 @@ TIMED = ((1, 16), (8, 16), (1, 128), (1, 384))
 """(batch, sequence) at which the forms are timed, if the model accepts them; no length is above the
 longest that is served. Fused attention gains most at the longest."""
 
-TIMED_S = 0.8
+TIMED_S = 1.6
 """Approximate time of all measurements of two forms."""
 
 MANY_FORMS_BYTES = 300_000_000
@@ -90,9 +95,10 @@ MAX_FORMS = 4
 """Fused forms that are timed beside the file's: each is a session with its own weights."""
 
 BETTER = 1.01
-"""The speed-up over fusing every block from which on a form with blocks of the file is run."""
+"""The speed-up over fusing every block, at the lower end of its interval, from which on a form with
+blocks of the file is run."""
 
-TIMER = InterleavedTimer(sample_seconds=5e-4, min_rounds=4, max_rounds=80)
+TIMER = InterleavedTimer(sample_seconds=5e-4, min_rounds=8, max_rounds=80)
 """Large models run for seconds at the longest shape."""
 
 
@@ -104,7 +110,7 @@ class FusionReport:
         attention, gelu: The numbers of fused blocks.
         min_cosine: The lowest cosine of all compared vectors.
         max_error: The largest error, relative to the largest number of the output.
-        speedup: The geometric mean over the timed shapes, each by the fastest runs.
+        speedup: The geometric mean over the timed shapes.
         speedups: By shape.
         kept: Attention blocks that could be fused, and are faster as the file has them.
     """
@@ -125,9 +131,10 @@ def fuse_lossless(
 
     For rows with at least one token that is not masked, every output must equal the original's
     within ``TOLERANCES``. Inputs and outputs keep names, types and shapes. The mean speed-up over
-    ``TIMED`` must be at least ``MIN_LOSSLESS_GAIN``, and at least ``MIN_SPEEDUP`` at each shape.
-    Attention of a kind that is faster in the file's form keeps that form. What is compared and
-    timed is a written file.
+    ``TIMED`` must be at least ``MIN_LOSSLESS_GAIN``, and at no shape measurably below
+    ``MIN_SPEEDUP``; a form that seems too slow is timed once more. Attention of a kind that is
+    measurably faster in the file's form keeps that form. What is compared and timed is a written
+    file.
 
     Args:
         source: The model; it is not changed.
@@ -180,12 +187,14 @@ def _fuse_and_check(
             open_session(file, provider=provider, threads=threads)
             for file in (source.model, *files)
         ]
-        gains = _speedups(model, sessions, source.max_length)
-        means = [float(np.exp(np.mean(np.log(list(each.values()))))) for each in gains]
-        able = [i for i, each in enumerate(gains) if min(each.values()) >= MIN_SPEEDUP] or [0]
-        best = max(able, key=means.__getitem__)
-        best = best if 0 not in able or means[best] >= BETTER * means[0] else 0
-        _require_faster(means[best], gains[best])
+        times = _time(model, sessions, source.max_length)
+        if _too_slow(times, _fastest(times)) is not None:
+            again = _time(model, sessions, source.max_length)
+            times = {shape: np.hstack([times[shape], again[shape]]) for shape in times}
+        row = _fastest(times)
+        if (slow := _too_slow(times, row)) is not None:
+            raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
+        best = row - 1
         plain = None
         if rounds_activations(model):
             plain = open_session(source.model, provider=provider, threads=threads, optimize=False)
@@ -205,8 +214,8 @@ def _fuse_and_check(
         sum(len(one.targets) for one in gelu),
         min_cosine,
         max_error,
-        means[best],
-        gains[best],
+        _speedup(times, row).value,
+        {shape: speedup.value for shape, speedup in _by_shape(times, row).items()},
         sorted(_operators(passes).keys() - fused.keys()),
     )
 
@@ -307,44 +316,64 @@ def _distance(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
         return float(cosines.min()), float(np.abs(a - b).max() / np.abs(a).max())
 
 
-def _speedups(
-    model: ir.Model, sessions: Sequence[Any], longest: int | None
-) -> list[dict[str, float]]:
-    """The speed-ups of all sessions but the first over the first, by shape."""
+Times = Mapping[str, np.ndarray]
+"""Milliseconds (sessions, rounds) by shape. Row 0: the file; row 1: all blocks fused."""
+
+
+def _time(model: ir.Model, sessions: Sequence[Any], longest: int | None) -> Times:
+    """The times of all sessions, at lengths up to ``longest``."""
     lengths = {length: min(length, longest or length) for _, length in TIMED}
     shapes = list(dict.fromkeys((batch, lengths[length]) for batch, length in TIMED))
-    gains: list[dict[str, float]] = [{} for _ in sessions[1:]]
+    times: dict[str, np.ndarray] = {}
     seconds = TIMED_S / len(shapes) * len(sessions) / 2
     for feed, _ in _runnable(model, shapes, sessions[0]):
         for session in sessions[1:]:
             run(session, feed)  # allocates, and picks kernels
-        for gain, value in zip(gains, _gains(sessions, feed, seconds), strict=True):
-            gain[_shape(feed)] = value
-    return gains
+        functions = [partial(run, session, feed) for session in sessions]
+        times[_shape(feed)] = time_functions(functions, seconds, TIMER)
+    return times
 
 
-def _gains(sessions: Sequence[Any], feed: Batch, seconds: float) -> list[float]:
-    """The time of the first session over those of the others, by the fastest run of each."""
-    times = time_functions([partial(run, session, feed) for session in sessions], seconds, TIMER)
-    return [float(times[0].min() / each.min()) for each in times[1:]]
+def _speedup(times: Times, row: int, over: int = 0) -> Speedup:
+    """The speed-up of a form over another one, over all shapes."""
+    return paired_speedup(
+        [each[over] for each in times.values()], [each[row] for each in times.values()]
+    )
 
 
-def _require_faster(mean: float, gains: Mapping[str, float]) -> None:
-    """Raises: CannotRewrite: The speed-up is too low."""
-    slowest = min(gains, key=gains.__getitem__)
+def _by_shape(times: Times, row: int) -> dict[str, Speedup]:
+    """The speed-up of a form over that of the file, at each shape."""
+    return {shape: _speedup({shape: each}, row) for shape, each in times.items()}
+
+
+def _fastest(times: Times) -> int:
+    """The row of the form to run: with all blocks fused, unless another is measurably faster.
+
+    Forms that are measurably slower than the file's at a shape come last.
+    """
+    rows = range(1, len(next(iter(times.values()))))
+    steady = [
+        row for row in rows if all(s.high >= MIN_SPEEDUP for s in _by_shape(times, row).values())
+    ]
+    best, *others = steady or rows
+    for row in others:
+        if _speedup(times, row, over=best).low >= BETTER:
+            best = row
+    return best
+
+
+def _too_slow(times: Times, row: int) -> str | None:
+    """Why a form is not faster than that of the file; None if it is."""
+    mean = _speedup(times, row).value
     if mean < MIN_LOSSLESS_GAIN:
-        raise CannotRewrite(
-            f"the fused model runs {mean:.2f}x as fast, expected at least {MIN_LOSSLESS_GAIN}x",
-            "use the model as it is",
-            code="fusion.slow",
-        )
-    if gains[slowest] < MIN_SPEEDUP:
-        raise CannotRewrite(
-            f"the fused model runs {gains[slowest]:.2f}x as fast at {slowest}, expected at least "
-            f"{MIN_SPEEDUP}x",
-            "use the model as it is",
-            code="fusion.slow",
-        )
+        return f"the fused model runs {mean:.2f}x as fast, expected at least {MIN_LOSSLESS_GAIN}x"
+    for shape, speedup in _by_shape(times, row).items():
+        if speedup.high < MIN_SPEEDUP:
+            return (
+                f"the fused model runs {speedup.value:.2f}x as fast at {shape}, expected at least "
+                f"{MIN_SPEEDUP}x"
+            )
+    return None
 
 
 def _runnable(

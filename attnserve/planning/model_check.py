@@ -71,7 +71,7 @@ the files in the model's folder (graph, sessions and fused model)."""
 FUSION_TIMEOUT_S, MAX_FUSION_TIMEOUT_S = 300, 3600
 """Bounds of the time limit of operator fusion."""
 
-FUSION_TOKENS = 8192
+FUSION_TOKENS = 16384
 """Tokens for which the models are run when they are compared and timed."""
 
 MACS_PER_S = 2e10

@@ -234,13 +234,13 @@ def test_check_little_memory_or_disk_is_tried_again(
 
 
 @pytest.mark.parametrize(
-    ("macs_per_s", "limit", "waits"), [(2e10, 300, True), (2e7, 713, True), (1e6, 3600, False)]
+    ("macs_per_s", "limit", "waits"), [(2e10, 300, True), (4e7, 713, True), (1e6, 3600, False)]
 )
 def test_check_time_limit_and_waiting_follow_macs(
     bert: Path, tmp_path: Path, macs_per_s: float, limit: float, waits: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The model has 17,408 MACs per token, so 8192 tokens are 143 million."""
+    """The model has 17,408 MACs per token, so 16,384 tokens are 285 million."""
     one, limits, waited = checker(tmp_path / "rewritten"), list[float](), list[float]()
     monkeypatch.setattr(model_check, "MACS_PER_S", macs_per_s)
     monkeypatch.setattr(one, "_recall", lambda artifact, content: passed)
