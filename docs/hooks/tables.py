@@ -34,13 +34,14 @@ REUSE_CASES = {
     "all layers but the first reuse all": "all heads reused in all layers but the first",
 }
 
-MIXING_CASES = {
-    "R = 128, dense": "R = 128, dense mixing",
-    "R = 128": "R = 128, sparse mixing",
-    "R = 128, 24 per head": "R = 128, 24 dimensions per head",
-    "R = 128, 23 per head": "R = 128, 23 dimensions per head",
-    "23 per head, not shared": "no sharing, 23 dimensions per head",
+MIXING_FORMS = {
+    "dense": "dense mixing",
+    "sparse": "sparse mixing",
+    "own": "dimensions of each head",
+    "auto": "`--mixing auto`",
 }
+
+MIXING_SHAPES = ((1, 16), (1, 128), (1, 512), (8, 16), (8, 128), (8, 512))
 
 BY_HAND = "R = 128 by hand"
 
@@ -340,21 +341,30 @@ def fidelity() -> str:
     )
 
 
-def mixing() -> str:
-    result = load("mixing")["results"]
-    lengths = [str(each["sequence"]) for each in result[0]["speed"]]
-    return table(
-        ["model", "cosine", "kept", *lengths],
-        [
-            [
-                MIXING_CASES[row["case"]],
-                f"{row['mean_cosine']:.3f}",
-                percent(row["kept"]),
-                *(times(each["speedup_vs_first"]) for each in row["speed"]),
-            ]
-            for row in result
-        ],
-    )
+def mixing(model: str) -> str:
+    """Speeds of the forms of each R; quality where the weights are trained."""
+    result = load("mixing")["models"][model]
+    quality = {row["form"]: row for row in result.get("quality", ())}
+    speeds = {
+        (row["form"], (row["batch"], row["sequence"])): times(row["speedup_vs_first"])
+        for row in result["speeds"]
+    }
+    rows: list[list[str]] = []
+    for choice in result["chosen"]:
+        for kind, words in MIXING_FORMS.items():
+            form = f"{kind} {choice['rank']}"
+            words += f": {MIXING_FORMS[choice['chosen']]}" if kind == "auto" else ""
+            kept = (
+                [f"{quality[form]['mean_cosine']:.3f}", percent(quality[form]["kept"])]
+                if quality
+                else []
+            )
+            rows.append([
+                f"R = {choice['rank']}, {words}", f"{result['errors'][form]:.3f}", *kept,
+                *(speeds[form, shape] for shape in MIXING_SHAPES),
+            ])  # fmt: skip
+    shapes = [f"{batch} x {length}" for batch, length in MIXING_SHAPES]
+    return table(["form", "error", *(["cosine", "kept"] if quality else []), *shapes], rows)
 
 
 def reuse_prune() -> str:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.quality import MODELS
 from docs.hooks.tables import load
 
 
-def test_sparse_mixing_is_not_slower_at_any_length():
-    """``--collab-dk 128`` reaches 0.97 of the original's speed at every length."""
-    rows = {row["case"]: row for row in load("mixing")["results"]}
-    assert min(each["speedup_vs_first"] for each in rows["R = 128"]["speed"]) >= 0.97
+@pytest.mark.parametrize("model", ["MiniLM", "BERT-base"])
+def test_auto_mixing_is_not_slower_than_the_fused_original_or_the_best_form(model: str):
+    """``--collab-dk`` at a half, a third and a quarter: 0.98 at every shape, 0.98 of the best.
+
+    Two files of one form differ by up to 0.03 in one run, so that a choice of the best form counts.
+    """
+    found = load("mixing")["models"][model]
+    shapes = {(row["batch"], row["sequence"]) for row in found["speeds"]}
+    assert shapes >= {(batch, length) for batch in (1, 8) for length in (16, 128, 512)}
+    assert len(found["summary"]) == 3
+    for row, choice in zip(found["summary"], found["chosen"], strict=True):
+        assert row["slowest"] >= 0.98
+        assert choice["chosen"] == row["best"] or row["auto_vs_best"] >= 0.98
 
 
-def test_sparse_mixing_keeps_the_cosine_of_dense_mixing():
-    rows = {row["case"]: row for row in load("mixing")["results"]}
-    lost = rows["R = 128, dense"]["mean_cosine"] - rows["R = 128, 24 per head"]["mean_cosine"]
-    assert lost <= 0.003
+def test_auto_mixing_loses_no_more_than_dense_mixing():
+    found = load("mixing")["models"]["MiniLM"]
+    quality = {row["form"]: row["mean_cosine"] for row in found["quality"]}
+    for choice in found["chosen"]:
+        assert quality[f"dense {choice['rank']}"] - quality[f"auto {choice['rank']}"] <= 0.003
 
 
 SEARCH_RUNS = 180 / 0.0289
