@@ -59,8 +59,8 @@ def forms(
         rank = dimensions // divisor
         for mixing in ("dense", "sparse"):
             make(f"{mixing} {rank}", {"collab_dk": rank, "mixing": mixing})
-        for size in head_sizes(heads, dimensions // heads, rank):
-            make(f"own {rank}", {"head_dk": size})
+        for own in head_sizes(heads, dimensions // heads, rank):
+            make(f"own {rank}", {"head_dk": own})
             if errors[f"own {rank}"] <= SAME_ERROR * errors[f"dense {rank}"]:
                 break
         choice = make(f"auto {rank}", {"collab_dk": rank}).to_json()["mixing"]

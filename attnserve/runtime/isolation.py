@@ -382,10 +382,10 @@ def serve(parent: int) -> None:
 
 @contextmanager
 def _interrupts_blocked() -> Generator[None]:
-    """Block Ctrl-C in this thread and the processes that it starts (POSIX).
+    """Block SIGINT in this thread and in the processes that it starts (POSIX).
 
-    ``serve`` unblocks it. Before, it would end a child whose interpreter still starts, with an exit
-    status that looks like an error of the model.
+    ``serve`` unblocks it. A SIGINT during the start of the interpreter would end the child with
+    exit status 1, like an error of the model.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

@@ -125,14 +125,15 @@ def test_prepare_runs_first_in_the_child():
     assert run_isolated(resource.getrlimit, resource.RLIMIT_NOFILE, prepare=prepare) == [64, 64]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl exists on Linux only")
-def test_interrupt_while_the_child_starts_is_left_to_the_parent():
+@pytest.mark.skipif(os.name != "posix", reason="signals can be blocked on POSIX only")
+def test_sigint_while_the_child_starts_is_ignored():
     def interrupt(child: subprocess.Popen[bytes]) -> None:
         child.send_signal(signal.SIGINT)
 
     assert run_isolated(operator.add, 1, 2, on_start=interrupt) == 3
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl exists on Linux only")
 def test_child_ends_with_its_parent():
     script = (
         "import os, time\n"
