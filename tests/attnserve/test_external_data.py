@@ -182,14 +182,9 @@ def test_deploy_triton_copies_external_data(name: str, torch_files: Path, tmp_pa
     assert tree(source) == before
 
 
+@pytest.mark.usefixtures("any_speed")
 @pytest.mark.parametrize("name", SOURCES)
-def test_fuse_lossless_reads_external_data(
-    name: str, torch_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(
-        "attnserve.planning.lossless_passes._gains",
-        lambda sessions, *_: [2.0] * len(sessions[1:]),
-    )
+def test_fuse_lossless_reads_external_data(name: str, torch_files: Path, tmp_path: Path):
     fuse_lossless(open_artifact(torch_files / name), tmp_path / "model.onnx", threads=1)
     assert not external_files(load_model(tmp_path / "model.onnx"))
     assert verify(torch_files / name, tmp_path / "model.onnx", threads=1).mean_cosine > 0.9999

@@ -226,14 +226,6 @@ def test_rewrites_of_a_quantized_model_are_refused(folder: Path, sentences: Path
         attnserve.analyze(folder, folder.parent / "report", calib=sentences)
 
 
-@pytest.fixture
-def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the timing: a tiny model is not faster."""
-    monkeypatch.setattr(
-        lossless_passes, "_gains", lambda sessions, feed, seconds: [2.0] * len(sessions[1:])
-    )
-
-
 @pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_of_a_quantized_model(folder: Path) -> None:
     found = lossless_passes.fuse_lossless(open_artifact(folder), folder / "new.onnx", threads=1)

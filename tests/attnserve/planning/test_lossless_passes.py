@@ -67,12 +67,6 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return set_gains
 
 
-@pytest.fixture
-def any_speed(timed: Callable[..., object]) -> None:
-    """Skip the timing: a tiny model is not faster."""
-    timed(lambda length: [2.0] * lossless_passes.MAX_FORMS)
-
-
 def scaled(by: float) -> Callable[[ir.Model], None]:
     """Scale the weight of the last norm, and so every number of the output."""
 
