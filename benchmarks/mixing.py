@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ import numpy as np
 from rich.console import Console
 
 import attnserve
-from attnserve.models.onnx_files import save_model
+from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning.mixing_choice import SAME_ERROR
+from attnserve.planning.requested_sharing import head_sizes
 from benchmarks._common import RESULTS, encoder_study, number_table, sts_parser, write_result
 from benchmarks.gpu.collab_dk import FUSED, served_form
 from benchmarks.gpu.forms import SIZES, Size
-from graph_passes.emit.collaborative import padded_size
+from graph_passes.matching.find import find_attention
 
 SHARES = {"half": 2, "third": 3, "quarter": 4}
 """Divisors of H K."""
@@ -47,6 +48,7 @@ def forms(
 ) -> tuple[dict[str, Path], list[dict[str, Any]], dict[str, float]]:
     """All forms of all R by name, for each R what ``auto`` took and why, and the errors."""
     heads, dimensions = size.heads, size.hidden
+    sizes = head_sizes(find_attention(load_model(original))[0][0])
     made, chosen, errors = {FUSED: original}, list[dict[str, Any]](), dict[str, float]()
 
     def make(name: str, arguments: Mapping[str, Any]) -> attnserve.OptimizeReport:
@@ -59,7 +61,7 @@ def forms(
         rank = dimensions // divisor
         for mixing in ("dense", "sparse"):
             make(f"{mixing} {rank}", {"collab_dk": rank, "mixing": mixing})
-        for own in head_sizes(heads, dimensions // heads, rank):
+        for own in (own for own in sizes if own * heads >= rank):
             make(f"own {rank}", {"head_dk": own})
             if errors[f"own {rank}"] <= SAME_ERROR * errors[f"dense {rank}"]:
                 break
@@ -69,17 +71,10 @@ def forms(
     return made, chosen, errors
 
 
-def head_sizes(heads: int, head_size: int, rank: int) -> Iterator[int]:
-    """Dimensions of a head without padding, beside the one of its content; at least R in all."""
-    for size in range(rank // heads, head_size):
-        if padded_size(size + 1) == size + 1:
-            yield size
-
-
 def error(
     original: Path, path: Path, report: attnserve.OptimizeReport, calib: Path | None
 ) -> float:
-    """The relative error as ``auto`` measures it: of outputs, or of weights without texts."""
+    """The relative error of outputs on all calibration rows; of weights without texts."""
     if calib is not None:
         outputs = attnserve.verify(original, path, data=calib).outputs
         return max(output.relative_error for output in outputs)

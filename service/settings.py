@@ -191,7 +191,7 @@ class Settings(BaseSettings):
     """Report not ready until every model that was on disk at the start is loaded or unloaded."""
     rewrite: bool = True
     """Fuse operators if the probe finds the fused model equivalent (cosine at least 1 - 1e-6),
-    faster in the mean, and at no tested shape more than 3% slower outside the interval."""
+    faster in the mean, and at no shape more than 3% slower (upper end of the 95% interval)."""
     drain_delay_s: NonNegativeFloat = 0
     """Seconds between reporting not ready and closing the socket when the server stops, for a load
     balancer to notice."""

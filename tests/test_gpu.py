@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +65,9 @@ def test_forms_in_half_precision_agree(name: str):
     assert cosine.min() > (0.5 if name == "reused fp16" else 0.99)
 
 
+@pytest.mark.usefixtures("any_speed")
 @pytest.mark.parametrize("half", [None, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
-def test_models_are_fused_without_loss(
-    encoder: ir.Model, half: ir.DataType | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def times(functions: Sequence[Any], *_: object) -> np.ndarray:
-        return np.array([[2.0] * 8] + [[1.0] * 8] * (len(functions) - 1))
-
-    monkeypatch.setattr(lossless_passes, "time_functions", times)
+def test_models_are_fused_without_loss(encoder: ir.Model, half: ir.DataType | None, tmp_path: Path):
     if half is not None:
         to_half(encoder, half)
     save_model(encoder, tmp_path / "model.onnx")

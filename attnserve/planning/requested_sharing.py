@@ -193,17 +193,17 @@ class SharingChooser:
             return head_dk
         if form.kind == "own":
             return _own_size(block, own, rank, form)
-        return min(rank, max(_head_sizes(block), default=block.head_size))
+        return min(rank, max(head_sizes(block), default=block.head_size))
 
 
 def _own_size(block: AttentionBlock, own: int, rank: int, form: SharingForm) -> int | None:
     """The size of own dimensions; None if heads cannot be shorter."""
-    sizes = _head_sizes(block)
+    sizes = head_sizes(block)
     least = next((i for i, size in enumerate(sizes) if size * max(own, 1) >= rank), len(sizes))
     return sizes[min(least + form.step, len(sizes) - 1)] if sizes else None
 
 
-def _head_sizes(block: AttentionBlock) -> list[int]:
+def head_sizes(block: AttentionBlock) -> list[int]:
     """The numbers of dimensions of a head that cost less than its own, ascending.
 
     Each is the largest that is padded to its size; content takes one more dimension, but for rotary

@@ -124,13 +124,14 @@ class Worker:
         on_start: Callable[[subprocess.Popen[bytes]], object] | None = None,
         silent: bool = False,
     ) -> None:
-        self._start(environment, silent)
         try:
+            self._start(environment, silent)
             if on_start is not None:
                 on_start(self.process)
             self._request((prepare, factory, arguments), timeout_s)
         except BaseException:
-            self.close()
+            if hasattr(self, "process"):  # else it could not be started
+                self.close()
             raise
 
     def _start(self, environment: Mapping[str, str] | None, silent: bool) -> None:

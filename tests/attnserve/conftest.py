@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from attnserve.planning import lossless_passes
 from tests.attnserve.costs import count_served
 from tests.fixtures.make import BERT
 
@@ -62,14 +60,3 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 20))) for _ in range(60)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused forms count as twice as fast as the file's: a tiny model is not faster."""
-
-    def time(functions: Sequence[object], seconds: float, timer: object) -> np.ndarray:
-        means = np.where(np.arange(len(functions)) == 0, 2.0, 1.0)
-        return np.repeat(means[:, None], 16, axis=1)
-
-    monkeypatch.setattr(lossless_passes, "time_functions", time)

@@ -15,7 +15,7 @@ MULTIPLE = 8
 """The number of remaining neurons is a multiple of this, the floats of a vector register."""
 
 MIN_SPEEDUP = 0.97
-"""The lowest accepted speed-up of a whole model at any timed length; less is more than noise."""
+"""The lowest accepted speed-up of a whole model at any timed length."""
 
 MAX_BLOCK_SLOWDOWN = 1.03
 """The highest accepted time of a block at any length, relative to the exported block. It keeps the

@@ -203,7 +203,7 @@ def test_check_stopped_fusion_is_not_cached(
     if way == "close":
         one.close()
     else:
-        until(lambda: handles_signals(process.pid))
+        until(lambda: is_ended_by_sigint(process.pid))
         process.send_signal(signal.Signals[way])
     assert first.fusion is not None and first.fusion.result(300).rewritten is None
     gate.touch()
@@ -212,8 +212,8 @@ def test_check_stopped_fusion_is_not_cached(
     assert again.fusion.result(300).rewritten is not None
 
 
-def handles_signals(pid: int) -> bool:
-    """Whether SIGINT ends a child of the check: it starts by blocking it, then ignores it."""
+def is_ended_by_sigint(pid: int) -> bool:
+    """A child of the check starts by blocking SIGINT, then ignores it, then ends by it."""
     status = dict(re.findall(r"(\w+):\t(.*)", Path(f"/proc/{pid}/status").read_text()))
     return not any(int(status[held], 16) & 1 << signal.SIGINT - 1 for held in ("SigBlk", "SigIgn"))
 

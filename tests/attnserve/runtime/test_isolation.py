@@ -12,6 +12,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,22 @@ def test_sigint_while_the_child_starts_is_ignored():
         child.send_signal(signal.SIGINT)
 
     assert run_isolated(operator.add, 1, 2, on_start=interrupt) == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals cannot be blocked on Windows")
+def test_interrupt_while_the_child_is_started_ends_it(monkeypatch: pytest.MonkeyPatch):
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Worker(list)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl exists on Linux only")
