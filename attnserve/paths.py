@@ -1,4 +1,4 @@
-"""Paths that the public functions accept: strings, and path objects of every kind."""
+"""Paths that the public functions accept, and the files that belong to a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import overload
 
-__all__ = ["StrPath", "as_path", "as_paths"]
+__all__ = ["StrPath", "as_path", "as_paths", "belongs_to"]
 
 StrPath = str | os.PathLike[str]
 
@@ -25,3 +25,12 @@ def as_paths(paths: StrPath | Iterable[StrPath] | None) -> list[Path]:
     if paths is None:
         return []
     return [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(one) for one in paths]
+
+
+def belongs_to(path: Path, model: Path) -> bool:
+    """Whether a file is in the folder of a model, after links are followed.
+
+    A link to a model, as in the cache of Hugging Face, may have its files beside its target.
+    """
+    found = path.resolve()
+    return found.parent == model.resolve().parent or found.is_relative_to(model.parent.resolve())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
+
+from attnserve.control_characters import escape_control
 
 if TYPE_CHECKING:  # imported on use, because `--help` must start fast
     from rich.table import Table
@@ -37,8 +41,16 @@ __all__ = [
     "with_options",
 ]
 
-out = Console(highlight=False)
-err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+class _Console(Console):
+    """A console on which names from files cannot control the terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escape_control(text), **options)
+
+
+out = _Console(highlight=False)
+err = _Console(stderr=True, soft_wrap=True, highlight=False)
 
 RENAMED = {"sequence": "seq", "sequences": "seq", "batches": "batch"}
 """Parameters of the Python functions whose options have another name."""
@@ -105,7 +117,11 @@ def print_line(text: str) -> None:
 def print_json(value: dict[str, Any]) -> None:
     import orjson  # Ctrl-C during this import ends Python with a segmentation fault
 
-    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
+    try:
+        text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+    except TypeError:  # an integer of more than 64 bits, such as the cost of a damaged model
+        text = json.dumps(value, indent=2)
+    sys.stdout.write(text + "\n")
 
 
 def make_table(title: str, columns: Sequence[str]) -> Table:

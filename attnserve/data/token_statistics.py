@@ -21,6 +21,9 @@ __all__ = ["CalibrationRange", "row_ids", "seen_ids", "token_statistics", "unsee
 
 INPUT = "input_ids"
 
+MOST_IDS = 1 << 24
+"""More ids than any vocabulary has: a file must not decide how much memory they take."""
+
 MOST_UNSEEN = 0.25
 """A row is outside of the calibration data if a larger share of its tokens is not seen there, and
 if this is more than twice the share of the held-out calibration rows."""
@@ -101,8 +104,15 @@ def token_statistics(data: Dataset) -> dict[str, Any] | None:
 
 
 def seen_ids(statistics: dict[str, Any]) -> Bool[np.ndarray, " V"]:
-    """Whether each id up to the largest one occurs in the rows to fit, from their statistics."""
-    packed = zlib.decompress(base64.b64decode(statistics["seen"]))
+    """Whether each id up to the largest one occurs in the rows to fit, from their statistics.
+
+    Raises:
+        ValueError, zlib.error: They are damaged, or name ids above ``MOST_IDS``.
+    """
+    unpacker = zlib.decompressobj()
+    packed = unpacker.decompress(base64.b64decode(statistics["seen"]), MOST_IDS // 8)
+    if not unpacker.eof:
+        raise ValueError("the ids are truncated, or more than any vocabulary has")
     return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").astype(bool)
 
 

@@ -22,13 +22,14 @@ from attnserve.models.folder_settings import parse_settings, read_settings
 from attnserve.models.json_files import read_json
 from attnserve.models.record import RECORD, check_fields, described_model, parse_record, read_record
 from attnserve.models.settings_files import ModelConfig
-from attnserve.paths import StrPath
+from attnserve.paths import StrPath, belongs_to
 from graph_passes.errors import InvalidModel
 
 __all__ = [
     "COMPANIONS",
     "HUB_FOLDER",
     "Artifact",
+    "companions_to_copy",
     "copy_companions",
     "is_hub_folder",
     "model_file",
@@ -319,7 +320,33 @@ def _has_configuration(path: Path) -> bool:
 
 
 def copy_companions(artifact: Artifact, folder: Path) -> None:
-    """Copy the companion files of a model into ``folder``."""
+    """Copy the companion files of a model into ``folder``.
+
+    Raises:
+        InvalidModel: See ``companions_to_copy``.
+    """
+    for name, path in companions_to_copy(artifact).items():
+        shutil.copyfile(path, folder / name)
+
+
+def companions_to_copy(artifact: Artifact) -> dict[str, Path]:
+    """The companion files of a model, by name.
+
+    Raises:
+        InvalidModel: One is a link out of the model's folder: a copy would publish that file.
+    """
+    found: dict[str, Path] = {}
     for name in COMPANIONS:
-        if (path := artifact.companion(name)) is not None:
-            shutil.copyfile(path, folder / name)
+        path = artifact.companion(name)
+        if path is None:
+            continue
+        shared = None if artifact.shared is None else artifact.shared.resolve()
+        is_shared = shared is not None and path.resolve().is_relative_to(shared)
+        if not is_shared and not belongs_to(path, artifact.model):
+            raise InvalidModel(
+                f"{path} is a link to {path.resolve()}, outside of the model's folder",
+                "replace it by a copy of that file, or remove it",
+                code="artifact.link_outside",
+            )
+        found[name] = path
+    return found

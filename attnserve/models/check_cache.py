@@ -24,6 +24,7 @@ from attnserve.models.checksums import sha256
 from attnserve.models.onnx_files import data_file
 from attnserve.runtime.cache import cache_folder, private_folder, read_private, write_atomically
 from attnserve.runtime.cpu import available_cores, cpu_flags
+from attnserve.runtime.locks import open_folder, try_lock
 from graph_passes.errors import InvalidModel
 
 __all__ = ["CheckCache"]
@@ -77,9 +78,9 @@ class CheckCache:
         Args:
             is_given_up: Whether to stop waiting; the context is then False.
         """
-        with _open_folder(self.folder) as folder:
+        with open_folder(self.folder) as folder:
             while not is_given_up():
-                if folder is None or _lock(folder):
+                if try_lock(folder):
                     yield True
                     return
                 sleep(LOCK_POLL_S)
@@ -167,33 +168,6 @@ class CheckCache:
 def _checksums(file: Path) -> list[str]:
     """The checksums of a model and of its data file, if there is one."""
     return [sha256(path) for path in (file, data_file(file)) if path.exists()]
-
-
-@contextmanager
-def _open_folder(folder: Path | None) -> Generator[int | None]:
-    """A descriptor of a folder to lock; None where that is not possible."""
-    descriptor = None
-    if folder is not None and os.name == "posix":
-        with suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _lock(folder: int) -> bool:
-    """Lock an open folder; False if another one holds the lock."""
-    import fcntl
-
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
 
 
 def _version(package: str) -> str:

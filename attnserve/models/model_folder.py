@@ -52,7 +52,7 @@ def _models(path: Path) -> Iterator[tuple[str, dict[str, Place]]]:
     for folder in sorted(path.iterdir()):
         versions: dict[str, Place] = {}
         with suppress(PermissionError):
-            if not folder.is_dir() or folder.name.startswith("."):
+            if not folder.is_dir() or folder.name.startswith(".") or not _is_text(folder.name):
                 continue
             versions = {
                 child.name: Place(child, folder)
@@ -63,3 +63,12 @@ def _models(path: Path) -> Iterator[tuple[str, dict[str, Place]]]:
                 versions = {"1": Place(folder)}
         if versions:
             yield folder.name, versions
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be written in a URL and in JSON: any bytes can name a folder."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -52,6 +52,7 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     proto = validated(path, proto)
     try:
         model = ir.from_proto(proto)
+        _check_values(model)
         ir.external_data.set_base_dir(model.graph, path.parent)
         _map_linked(model, path)
         model.graph.sort()  # some converters do not sort nodes
@@ -67,6 +68,15 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     if not in_place:
         _read_own_weights(model, path)
     return model
+
+
+def _check_values(model: ir.Model) -> None:
+    """Raises: ValueError: A value is used and never defined; onnx_ir could not copy the graph."""
+    used = [v for node in model.graph.all_nodes() for v in node.inputs if v is not None]
+    for value in (*used, *model.graph.outputs):
+        is_given = value.is_graph_input() or value.is_initializer()
+        if not is_given and value.producer() is None:
+            raise ValueError(f"{value.name!r} is used and never defined")
 
 
 def _map_linked(model: ir.Model, path: Path) -> None:

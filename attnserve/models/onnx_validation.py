@@ -14,7 +14,9 @@ from pathlib import Path
 import onnx
 import onnx.inliner
 import onnx_ir as ir
+from google.protobuf.message import Message
 
+from attnserve.paths import belongs_to
 from graph_passes.errors import InvalidModel
 
 __all__ = ["external_file", "external_locations", "validated"]
@@ -27,6 +29,11 @@ MAX_NESTED_FUNCTIONS = 64
 """Maximum depth of calls between local functions."""
 
 MAX_OPSET = 1 << 31
+
+REQUIRED = onnx.defs.OpSchema.FormalParameterOption.Single
+
+MAX_INPUT, MAX_VALUE = 1 << 28, 1 << 31
+"""Most elements of an input, and of a value between operators."""
 
 TYPED_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
 COMPLEX = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
@@ -57,6 +64,16 @@ def validated(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
                 "the file is damaged: download or export it again",
                 code="artifact.opset",
             )
+    if any(isinstance(name, bytes) for name in _names(proto)):
+        raise InvalidModel(
+            f"{path}: a name in the file is not UTF-8",
+            "the file is damaged: download or export it again",
+            code="artifact.malformed",
+        )
+    for value in proto.graph.input:
+        _check_size(path, value, MAX_INPUT)
+    for value in (*proto.graph.output, *proto.graph.value_info):
+        _check_size(path, value, MAX_VALUE)
     for tensor in _tensors(proto):
         _check_tensor(path, tensor)
     if proto.functions:
@@ -68,6 +85,18 @@ def validated(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
     for node in _nodes(proto.graph):
         _check_node(path, node, opsets.get("", 1))
     return proto
+
+
+def _check_size(path: Path, value: onnx.ValueInfoProto, most: int) -> None:
+    """Refuse a declared shape that no tensor has: some bytes of a file would ask for gigabytes."""
+    axes = value.type.tensor_type.shape.dim
+    size = math.prod(max(axis.dim_value, 1) for axis in axes)
+    if size > most:
+        raise InvalidModel(
+            f"{path}: {value.name!r} is declared with {size} elements",
+            "the file is damaged: download or export it again",
+            code="artifact.declared_size",
+        )
 
 
 def _check_node(path: Path, node: onnx.NodeProto, opset: int) -> None:
@@ -87,6 +116,11 @@ def _check_node(path: Path, node: onnx.NodeProto, opset: int) -> None:
             faults.append(f"the attribute {each.name!r} has type {each.type}")
     if not schema.min_input <= len(node.input) <= schema.max_input:
         faults.append(f"it has {len(node.input)} inputs")
+    faults += [
+        f"the input {formal.name!r} is missing"
+        for formal, name in zip(schema.inputs, node.input, strict=False)
+        if formal.option == REQUIRED and not name
+    ]
     if not schema.min_output <= len(node.output) <= schema.max_output:
         faults.append(f"it has {len(node.output)} outputs")
     if faults:
@@ -95,6 +129,22 @@ def _check_node(path: Path, node: onnx.NodeProto, opset: int) -> None:
             "check it with onnx.checker.check_model, or export it again",
             code="artifact.node",
         )
+
+
+def _names(message: Message) -> Iterator[str | bytes]:
+    """All names in a message; those that are not UTF-8 are bytes."""
+    for field in message.DESCRIPTOR.fields:  # ListFields would copy the weights
+        if field.name in ("doc_string", "metadata_props"):
+            continue
+        if field.type == field.TYPE_STRING:
+            value = getattr(message, field.name)
+            yield from value if field.is_repeated else [value]
+        elif field.type == field.TYPE_MESSAGE:
+            if field.is_repeated:
+                for each in getattr(message, field.name):
+                    yield from _names(each)
+            elif message.HasField(field.name):
+                yield from _names(getattr(message, field.name))
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -208,8 +258,7 @@ def _check_typed(where: str, tensor: onnx.TensorProto, bits: int) -> None:
 def external_file(path: Path, location: str) -> Path | None:
     """The file of external data at ``location`` of a model; None if it is outside of its folder.
 
-    Links are followed. A link to a model, as in the cache of Hugging Face, may have the data beside
-    its target.
+    Links are followed, see ``belongs_to``.
     """
     relative = Path(location)
     if (
@@ -219,9 +268,8 @@ def external_file(path: Path, location: str) -> Path | None:
         or ".." in relative.parts
     ):
         return None
-    found = (path.parent / relative).resolve()
-    is_beside = found.parent == path.resolve().parent
-    return found if is_beside or found.is_relative_to(path.parent.resolve()) else None
+    found = path.parent / relative
+    return found.resolve() if belongs_to(found, path) else None
 
 
 def external_locations(proto: onnx.ModelProto) -> list[str]:

@@ -6,13 +6,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from time import sleep, time
 from typing import Any, Literal
 
 import onnx_ir as ir
 
-from attnserve.models.artifact import COMPANIONS, HUB_FOLDER, Artifact, copy_companions
+from attnserve.models.artifact import (
+    HUB_FOLDER,
+    Artifact,
+    companions_to_copy,
+    copy_companions,
+)
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_files import data_file, save_model
 from attnserve.models.record import (
@@ -23,9 +29,19 @@ from attnserve.models.record import (
     write_record,
 )
 from attnserve.runtime.external_data import external_files
+from attnserve.runtime.locks import open_folder, try_lock
+from attnserve.runtime.signals import signals_delayed
 from graph_passes.errors import InvalidOutput
 
 __all__ = ["check_output", "check_target", "default_output", "staged", "write_rewritten"]
+
+PREFIX = ".attnserve-"
+"""Of the names of temporary folders beside an output."""
+
+ABANDONED_S = 60.0
+"""A temporary folder without a lock that is younger may belong to a process that is starting."""
+
+LOCK_POLL_S = 0.05
 
 
 def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:
@@ -38,6 +54,7 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
 
     Raises:
         InvalidOutput: ``output`` is a file of the input, exists, or cannot be written.
+        InvalidModel: See ``companions_to_copy``.
     """
     is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
     target = output if is_file else output / "model.onnx"
@@ -54,11 +71,10 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
     check_output(target, force=force)
     check_output(data_file(target), force=force)
     if not _same(target.parent, artifact.folder):
-        for name in COMPANIONS:
-            ours, theirs = artifact.companion(name), target.parent / name
-            if ours is None or (theirs.is_file() and ours.read_bytes() == theirs.read_bytes()):
-                continue
-            check_output(theirs, force=force)
+        for name, ours in companions_to_copy(artifact).items():
+            theirs = target.parent / name
+            if not (theirs.is_file() and ours.read_bytes() == theirs.read_bytes()):
+                check_output(theirs, force=force)
     record = target.with_name(RECORD)
     # A folder with model.onnx and a record is one artifact; a second model must not be added.
     is_artifact = artifact.model.name == "model.onnx" and _same(target.parent, artifact.folder)
@@ -123,32 +139,20 @@ def staged(folder: Path, finish: Callable[[Path], None] = lambda _: None) -> Gen
         InvalidOutput: ``folder`` cannot be created or written.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
-    stage: Path | None = None
     try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            stage = Path(tempfile.mkdtemp(prefix=".attnserve-", dir=folder))
-        except OSError as error:
-            raise InvalidOutput(
-                f"{folder}: cannot be written: {error.strerror}",
-                "choose another `output`",
-                code="output.not_writable",
-            ) from error
-        yield stage
-        try:
-            with _locked(folder):
-                finish(stage)
-                # The model is moved last, so that its companion files exist when it appears.
-                for path in sorted(stage.iterdir(), key=lambda path: path.suffix == ".onnx"):
-                    _flush(path)
-                    path.replace(folder / path.name)
-            _flush(folder)
-        except OSError as error:
-            raise InvalidOutput(
-                f"{folder}: writing failed: {error.strerror}",
-                "choose another `output`",
-                code="output.not_writable",
-            ) from error
+        with ExitStack() as opened:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stage = opened.enter_context(_stage(folder))
+            except OSError as error:
+                raise _not_writable(folder, "cannot be written", error) from error
+            yield stage
+            try:
+                with _locked(folder):
+                    finish(stage)
+                    _move(stage, folder)
+            except OSError as error:
+                raise _not_writable(folder, "writing failed", error) from error
     except OSError as error:  # raised inside the context, for example by a full disk
         raise InvalidOutput(
             f"{folder}: writing failed: {error.strerror or error}",
@@ -156,28 +160,62 @@ def staged(folder: Path, finish: Callable[[Path], None] = lambda _: None) -> Gen
             code="output.write_failed",
         ) from error
     finally:
-        if stage is not None:
-            shutil.rmtree(stage, ignore_errors=True)
         with suppress(OSError):  # folders that are not empty stay
             for path in made:
                 path.rmdir()
 
 
+def _not_writable(folder: Path, what: str, error: OSError) -> InvalidOutput:
+    return InvalidOutput(
+        f"{folder}: {what}: {error.strerror}",
+        "choose another `output`",
+        code="output.not_writable",
+    )
+
+
+@contextmanager
+def _stage(folder: Path) -> Generator[Path]:
+    """A temporary folder in ``folder``. If this process is killed, a later one deletes it."""
+    _delete_abandoned(folder)
+    stage = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
+    try:
+        with open_folder(stage) as descriptor:
+            try_lock(descriptor)
+            yield stage
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _move(stage: Path, folder: Path) -> None:
+    """Move the files of ``stage`` to ``folder``; a signal comes before all moves or after them.
+
+    The model is moved last, so that its companion files exist when it appears.
+    """
+    paths = sorted(stage.iterdir(), key=lambda path: path.suffix == ".onnx")
+    for path in paths:  # before the first move, because it may take long
+        _flush(path)
+    with signals_delayed():
+        for path in paths:
+            path.replace(folder / path.name)
+        _flush(folder)
+
+
 @contextmanager
 def _locked(folder: Path) -> Generator[None]:
     """Lock ``folder`` against the moves of other processes, where the system can."""
-    if os.name != "posix":
+    with open_folder(folder) as descriptor:
+        while not try_lock(descriptor):
+            sleep(LOCK_POLL_S)
         yield
-        return
-    import fcntl
 
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+
+def _delete_abandoned(folder: Path) -> None:
+    """Delete the temporary folders of processes that were killed: nobody locks them."""
+    for path in folder.glob(f"{PREFIX}*"):
+        with suppress(OSError), open_folder(path) as descriptor:
+            is_new = time() - path.stat().st_mtime < ABANDONED_S
+            if not is_new and try_lock(descriptor, without_locks=False):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

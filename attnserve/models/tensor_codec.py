@@ -77,7 +77,8 @@ def from_bytes(raw: memoryview, datatype: Datatype, shape: Sequence[int]) -> np.
 
 def to_bytes(array: np.ndarray) -> memoryview:
     """The raw bytes of a tensor, without a copy if it has their order."""
-    return array.astype(array.dtype.newbyteorder("<"), order="C", copy=False).data
+    ordered = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+    return ordered.reshape(-1).view(np.uint8).data
 
 
 def _flatten(values: list[Any]) -> tuple[list[int], list[Any]]:

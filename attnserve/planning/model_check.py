@@ -43,7 +43,7 @@ from attnserve.runtime.isolation import (
     limit_process,
     run_isolated,
 )
-from attnserve.runtime.memory_use import available_bytes
+from attnserve.runtime.memory_use import available_bytes, peak_bytes
 from attnserve.runtime.session import gpu_name
 from attnserve.runtime.temporary import temporary_folder
 from graph_passes.errors import (
@@ -67,6 +67,12 @@ FIX = "do not use this file; if you made it, check it with onnx.checker.check_mo
 MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
 """Memory that the child allocates: a floor, the stacks and heaps of threads, and several copies of
 the files in the model's folder (graph, sessions and fused model)."""
+
+LOADED_BYTES, LOADED_PER_BYTE = 1 << 30, 8
+"""The same for a model in its first run: the server takes about as much for it."""
+
+RUN_PER_BYTE = 64
+"""Memory of a run for each byte of its inputs."""
 
 FUSION_TIMEOUT_S, MAX_FUSION_TIMEOUT_S = 300, 3600
 """Bounds of the time limit of operator fusion."""
@@ -282,9 +288,7 @@ class IsolationChecker:
         Not with CUDA, which reserves memory for all of the machine.
         """
         cores = os.cpu_count() or 1
-        files = (*artifact.folder.glob("*"), *artifact.folder.glob("*/*"))  # external data too
-        size = sum(path.stat().st_size for path in files if path.is_file())
-        memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * size
+        memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * _size(artifact)
         return (0 if self._provider == "cuda" else memory), math.ceil(timeout_s) * cores
 
     # -- fusion -----------------------------------------------------------------------------------
@@ -366,6 +370,12 @@ class IsolationChecker:
         return found
 
 
+def _size(artifact: Artifact) -> int:
+    """The size in bytes of a model and its external data, with the other files of its folder."""
+    files = (*artifact.folder.glob("*"), *artifact.folder.glob("*/*"))
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
 def identify(artifact: Artifact) -> CheckResult:
     """The result for a trusted model, without a check and without fusion.
 
@@ -419,7 +429,22 @@ class _Child:
             self._artifact, provider=self._provider, threads=self._threads, facts=self._facts
         )
         model.warm_up()
+        if self._provider == "cpu":
+            self._check_memory()
         model.close()
+
+    def _check_memory(self) -> None:
+        """Refuse a small file that computes large constants; images take more than texts."""
+        size, taken = _size(self._artifact), peak_bytes()
+        examples = self._facts.examples[:1]
+        given = sum(array.nbytes for example in examples for array in example.values())
+        if taken > LOADED_BYTES + LOADED_PER_BYTE * size + RUN_PER_BYTE * given:
+            raise InvalidModel(
+                f"{self._artifact.model}: a run of {WARM_UP_ROWS} rows takes {taken / 1e6:.0f} MB"
+                f" of memory, and its folder has {size / 1e6:.3g} MB",
+                FIX,
+                code="model.memory",
+            )
 
 
 def _fuse_in_child(

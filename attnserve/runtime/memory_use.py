@@ -14,7 +14,7 @@ import psutil
 
 from attnserve.runtime.control_groups import control_groups
 
-__all__ = ["available_bytes", "gpu_bytes", "rss_bytes"]
+__all__ = ["available_bytes", "gpu_bytes", "peak_bytes", "rss_bytes"]
 
 GROUP_FILES = (
     ("memory.max", "memory.current", ""),
@@ -33,6 +33,18 @@ def rss_bytes() -> int:
 
 @lru_cache(maxsize=1)
 def _sample(interval: int) -> int:
+    return psutil.Process().memory_info().rss
+
+
+def peak_bytes() -> int:
+    """The most memory that was resident in this process; what is now, where it is not known.
+
+    ``getrusage`` tells that of the parent, if it was higher.
+    """
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(line for line in lines if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
     return psutil.Process().memory_info().rss
 
 

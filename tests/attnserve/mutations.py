@@ -625,11 +625,34 @@ CORRUPTIONS: tuple[Corruption, ...] = (
 )  # fmt: skip
 
 
-def corrupted(number: int, files: Sequence[Path]) -> tuple[onnx.ModelProto, str]:
-    """Return the corrupted model of a number, and a description."""
+def bytes_changed(content: bytearray, rng: Rng) -> None:
+    for position in rng.integers(len(content), size=pick(rng, (1, 1, 4, 64))):
+        content[position] = int(rng.integers(256))
+
+
+def bytes_cut(content: bytearray, rng: Rng) -> None:
+    start = int(rng.integers(len(content)))
+    del content[start : pick(rng, (start + 1, start + 16, len(content)))]
+
+
+def bytes_repeated(content: bytearray, rng: Rng) -> None:
+    start, end = sorted(int(one) for one in rng.integers(len(content), size=2))
+    content[start:start] = content[start : min(end, start + 256)]
+
+
+DAMAGES = (bytes_changed, bytes_cut, bytes_repeated)
+
+
+def corrupted(number: int, files: Sequence[Path]) -> tuple[bytes, str]:
+    """Return the corrupted file of a number, and a description."""
     rng = np.random.default_rng(number)
-    corruption, path = CORRUPTIONS[number % len(CORRUPTIONS)], pick(rng, files)
-    proto = onnx.load(path)
-    with suppress(NotApplicable):
-        corruption(proto, rng)
-    return proto, f"#{number}, {path.name}; {corruption.__name__}"
+    corruption, path = pick(rng, (*CORRUPTIONS, *DAMAGES)), pick(rng, files)
+    if corruption in DAMAGES:
+        content = bytearray(path.read_bytes())
+        corruption(content, rng)
+    else:
+        proto = onnx.load(path)
+        with suppress(NotApplicable):
+            corruption(proto, rng)
+        content = proto.SerializeToString()
+    return bytes(content), f"#{number}, {path.name}; {corruption.__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from inspect import signature
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.main import get_command
 import attnserve
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import Quality
+from attnserve.cli import display
 from attnserve.cli.app import app
 from attnserve.cli.display import option_names, print_qualities, shorten_names, with_options
 
@@ -80,3 +82,20 @@ def test_print_qualities_names_outputs_if_there_are_several(capsys: pytest.Captu
     print_qualities("proof", Fidelity((), 1.0, 1.0, "rows.txt", (one, two)))
     starts = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert starts == ["quality (rows.txt)", "proof of x (rows.txt)", "proof of y (rows.txt)"]
+
+
+def test_names_of_files_do_not_control_the_terminal(capsys: pytest.CaptureFixture[str]):
+    name = "a\x1b]0;title\x07\x1b[2J\x9b31mb"
+    display.print_line(name)
+    display.print_message(name)
+    table = display.make_table(name, ["name"])
+    table.add_row(display.escape(name))
+    display.out.print(table)
+    shown = "".join(capsys.readouterr())
+    assert not set("\x1b\x07\x9b") & set(shown)
+    assert shown.count("\\x1b]0;title\\x07\\x1b[2J") == 4
+
+
+def test_print_json_integers_of_more_than_64_bits(capsys: pytest.CaptureFixture[str]):
+    display.print_json({"macs": 1 << 70})
+    assert json.loads(capsys.readouterr().out) == {"macs": 1 << 70}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_mask_replaces_numbers_and_addresses_equally(tmp_path: Path):
     assert number.isdigit() and len(number) == 10 and line.count(number) == 2
     assert "0123456789" not in line and "jo.doe" not in line
     assert address.endswith("@example.com,") and len(line.split()[-1]) == 400
+
+
+@pytest.mark.parametrize("unit", ["a", "a.", "a@", "a@b.", "1", "a1", "a@b.c@", "é+"])
+def test_mask_takes_time_in_proportion_to_the_text(tmp_path: Path, unit: str):
+    """A text of a client must not hold the interpreter: 20,000 letters took 6 s."""
+    text = (unit * 200_000)[:200_000]
+    start = time.process_time()
+    TextSample(tmp_path / "texts.txt", 1, mask=True).write([text])
+    assert time.process_time() - start < 5
 
 
 def test_sample_refuses_pipes_and_folders_without_blocking(tmp_path: Path):

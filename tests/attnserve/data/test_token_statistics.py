@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +90,18 @@ def test_row_ids_are_those_of_real_tokens():
     assert [ids.tolist() for ids in row_ids(masked)] == [[1, 2], [3, 4, 5]]
     assert [ids.tolist() for ids in row_ids(batch)] == [[1, 2, 0], [3, 4, 5]]
     assert not list(row_ids({"pixels": np.zeros((1, 3))}))
+
+
+def test_calibration_range_of_a_decompression_bomb_is_none():
+    """The file of a model must not decide how much memory the server takes."""
+    bomb = base64.b64encode(zlib.compress(bytes(100_000_000), 9)).decode()
+    tracemalloc.start()
+    try:
+        record = {"lengths": [5], "token_ids": {"seen": bomb, "unseen_share": 0}}
+        assert CalibrationRange.read([{"calibration": record}]) is None
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_calibration_range_without_token_ids_knows_lengths_only():

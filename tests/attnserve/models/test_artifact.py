@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from attnserve.models.artifact import Artifact, copy_companions, open_artifact
 from attnserve.models.model_folder import Place, find_models
 from attnserve.models.onnx_files import external_data_locations, load_model, save_model
+from attnserve.models.outputs import check_target
 from attnserve.models.record import write_record
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
@@ -148,6 +150,17 @@ def test_find_models_of_the_hub(hub: Path, level: str):
     assert found == {"encoder": {"1": Place(hub)}}
 
 
+@pytest.mark.skipif(os.name != "posix", reason="names are bytes on POSIX only")
+def test_find_models_folder_whose_name_is_no_text_is_left_out(plain: Path, tmp_path: Path):
+    """It could not be named in a URL, and the index of all models would fail."""
+    models = tmp_path / "models"
+    for name in (b"caf\xe9", b"cafe"):
+        folder = models / os.fsdecode(name)
+        folder.mkdir(parents=True)
+        shutil.copyfile(plain, folder / "model.onnx")
+    assert find_models(models).keys() == {"cafe"}
+
+
 def test_find_models_a_model_named_onnx_hides_no_others(hub: Path):
     shutil.copytree(hub / "onnx", hub / "other")
     assert find_models(hub).keys() == {"onnx", "other"}
@@ -228,6 +241,39 @@ def test_copy_companions_copies_known_files_only(plain: Path, tmp_path: Path):
     copy_companions(Artifact(plain), tmp_path / "new")
     names = ("tokenizer.json", "vocab.txt")
     assert tree(tmp_path / "new") == {name: name.encode() for name in names}
+
+
+def test_copy_companions_link_out_of_the_folder_is_refused(plain: Path, tmp_path: Path):
+    """The copy is published with the model: it must not hold a private file."""
+    (tmp_path / "key").write_text("private")
+    (plain.parent / "vocab.txt").symlink_to(tmp_path / "key")
+    (tmp_path / "new").mkdir()
+    with raises(InvalidModel, "artifact.link_outside", "vocab.txt"):
+        copy_companions(Artifact(plain), tmp_path / "new")
+    with raises(InvalidModel, "artifact.link_outside", "vocab.txt"):
+        check_target(tmp_path / "other", Artifact(plain), load_model(plain))
+    assert not tree(tmp_path / "new")
+
+
+def test_copy_companions_links_inside_are_followed(plain: Path, tmp_path: Path):
+    """Kubernetes mounts files as links to ..data, and a hub cache as links to its blobs."""
+    (plain.parent / "..data").mkdir()
+    (plain.parent / "..data" / "vocab.txt").write_text("inside")
+    (plain.parent / "vocab.txt").symlink_to("..data/vocab.txt")
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "1" / "onnx"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (blobs / "1").write_bytes(plain.read_bytes())
+    (blobs / "2").write_text("blob")
+    (snapshot / "model.onnx").symlink_to(blobs / "1")
+    (snapshot.parent / "tokenizer.json").symlink_to(blobs / "2")
+    for artifact, name, text in (
+        (Artifact(plain), "vocab.txt", "inside"),
+        (Artifact(snapshot / "model.onnx", shared=snapshot.parent), "tokenizer.json", "blob"),
+    ):
+        (new := tmp_path / f"new {name}").mkdir()
+        copy_companions(artifact, new)
+        assert (new / name).read_text() == text
 
 
 @pytest.mark.parametrize("kind", ["plain", "external"])

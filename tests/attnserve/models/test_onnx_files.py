@@ -355,3 +355,34 @@ def test_load_model_axes_of_length_minus_one_are_free(plain: Path):
     shape = load_model(plain).graph.inputs[0].shape
     assert shape is not None and len(shape) == count
     assert all(not isinstance(axis, int) or axis > 0 for axis in shape)
+
+
+def test_load_model_name_that_is_no_text_is_refused(plain: Path):
+    content = plain.read_bytes()
+    assert b"MatMul" in content
+    plain.write_bytes(content.replace(b"MatMul", b"Mat\xfful"))
+    with raises(InvalidModel, "artifact.malformed", "UTF-8"):
+        load_model(plain)
+
+
+@pytest.mark.parametrize("place", ["input", "output"])
+def test_load_model_undefined_value_is_refused(plain: Path, place: str):
+    proto = onnx.load(plain)
+    if place == "input":
+        proto.graph.node[0].input[0] = "nowhere"
+    else:
+        proto.graph.output[0].name = "nowhere"
+    plain.write_bytes(proto.SerializeToString())
+    with raises(InvalidModel, "artifact.malformed", "'nowhere' is used and never defined"):
+        load_model(plain)
+
+
+@pytest.mark.parametrize("axes", [[1 << 31], [1 << 16, 1 << 16], [2, 1 << 62]])
+def test_load_model_declared_size_that_fits_no_memory_is_refused(plain: Path, axes: list[int]):
+    """A few bytes made the conversion to float16 ask for 16 GiB."""
+    proto = onnx.load(plain)
+    kind = helper.make_tensor_type_proto(TensorProto.FLOAT, axes)
+    proto.graph.input[0].type.CopyFrom(kind)
+    plain.write_bytes(proto.SerializeToString())
+    with raises(InvalidModel, "artifact.declared_size"):
+        load_model(plain)

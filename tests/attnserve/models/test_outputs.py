@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -179,6 +182,70 @@ def test_staged_files_are_on_disk_before_they_appear(
         (stage / "model.onnx").write_text("m")
     paths = (tmp_path / "new" / "model.onnx", tmp_path / "new")
     assert flushed == [path.stat().st_ino for path in paths]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_between_moves_loses_neither_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    """The old record beside the new model, or the reverse, would be a model with wrong settings."""
+    names = ("attnserve.json", "model.onnx", "model.onnx.data")
+    for name in names:
+        (tmp_path / name).write_text("old")
+    replace = Path.replace
+
+    def interrupted(path: Path, target: Path) -> Path:
+        signal.raise_signal(number)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)), staged(tmp_path) as stage:
+            for name in names:
+                (stage / name).write_text("new")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert tree(tmp_path) == dict.fromkeys(names, b"new")
+
+
+def test_interrupt_while_a_file_is_flushed_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("attnserve.json", "model.onnx"):
+        (tmp_path / name).write_text("old")
+    before = tree(tmp_path)
+
+    def interrupted(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "model.onnx":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt), staged(tmp_path) as stage:
+        for name in ("attnserve.json", "model.onnx"):
+            (stage / name).write_text("new")
+    assert tree(tmp_path) == before
+
+
+def test_temporary_folder_of_a_killed_process_is_deleted(tmp_path: Path):
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from attnserve.models.outputs import staged\n"
+        "with staged(Path(sys.argv[1])) as stage:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=False)
+    (left,) = tmp_path.iterdir()
+    with staged(tmp_path):  # its process may not have locked it yet
+        assert left.exists()
+    os.utime(left, (0, 0))
+    with staged(tmp_path) as own:
+        assert not left.exists()
+        os.utime(own, (0, 0))
+        with staged(tmp_path):
+            assert own.exists()  # its process lives
+    assert not list(tmp_path.iterdir())
 
 
 def test_staged_full_disk_is_invalid_output(tmp_path: Path):

@@ -30,9 +30,10 @@ from attnserve.planning import model_check
 from attnserve.planning.model_check import IsolationChecker, identify
 from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
 from graph_passes.errors import InvalidArgument, InvalidModel
+from tests.errors import raises
 from tests.fixtures.checked_child import Child
 from tests.service.conftest import until
-from tests.service.tiny import write_encoder
+from tests.service.tiny import write_encoder, write_model
 
 pytestmark = pytest.mark.process
 
@@ -287,6 +288,24 @@ def test_check_model_folder_with_python_files_executes_none(
     assert not (tmp_path / "executed").exists()
 
 
+LARGE_CONSTANT = """
+<ir_version: 8, opset_import: ["": 17]>
+large (float[n] x) => (float[n] y) <int64 size = {350000000}> {
+  window = HannWindow(size)
+  most = ReduceMax<keepdims = 0>(window)
+  y = Mul(x, most)
+}
+"""
+"""147 bytes, from which ONNX Runtime computes 1.4 GB: while it opens the model, or in each run."""
+
+
+def test_check_small_file_that_takes_much_memory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    write_model(tmp_path / "m" / "model.onnx", LARGE_CONSTANT)
+    with raises(InvalidModel, "model.memory", "MB of memory"):
+        checker(tmp_path / "checks", rewrite=False).check(open_artifact(tmp_path / "m"))
+
+
 def test_check_child_ends_on_interrupt() -> None:
     with pytest.raises(WorkerCrashed) as caught:
         run_isolated(signal.raise_signal, signal.SIGINT, prepare=limit_process, silent=True)
@@ -509,6 +528,17 @@ def test_cache_moves_data_files_and_compares_their_checksums(tmp_path: Path) -> 
     assert cache.read("a") == {"of": "a"}
     data_file(kept).write_bytes(b"others")
     assert cache.read("a") is None
+
+
+def test_cache_shared_by_processes_of_one_id_keeps_the_files_of_both(tmp_path: Path) -> None:
+    """Two containers with one volume: each process has the id 1."""
+    one, other = CheckCache(tmp_path / "checks"), CheckCache(tmp_path / "checks")
+    with one.new_file("a") as first, other.new_file("a") as second:
+        assert first is not None and second is not None and first != second
+        first.write_bytes(b"first")
+        second.write_bytes(b"second")
+        assert one.keep(first).read_bytes() == b"first"
+        assert other.keep(second).read_bytes() == b"second"
 
 
 @pytest.mark.usefixtures("cache")

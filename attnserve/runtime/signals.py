@@ -1,0 +1,36 @@
+"""Delay the signals that end a program."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["signals_delayed"]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def signals_delayed() -> Generator[None]:
+    """Delay Ctrl-C and SIGTERM until the end of the context, in the main thread.
+
+    Python calls handlers in the main thread only: others are never interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before: dict[int, Any] = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came:
+            signal.raise_signal(number)
