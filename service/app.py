@@ -18,6 +18,7 @@ from service.api import open_inference, openai, ranking, texts, triton
 from service.api.observe import ObserveRequests
 from service.api.responses import json_response
 from service.auth import Authorize, read_keys
+from service.budget import Budget
 from service.dashboard import router as dashboard
 from service.dashboard.stats import report
 from service.engine.repository import Repository
@@ -78,6 +79,8 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     app.state.settings = chosen
     app.state.repository = models
     app.state.metrics = metrics
+    app.state.bodies = Budget(chosen.max_open_bytes)
+    app.state.answers = Budget(chosen.max_open_bytes)
     app.state.error_renderers = dict.fromkeys(("/v1", "/v2/rerank"), openai.render_error)
     # The middleware added last runs first: it also counts refused requests and gives them an id.
     app.add_middleware(

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from urllib.parse import urlsplit
@@ -137,7 +138,9 @@ class Authorize:
     def _is_own(self, origin: str) -> bool:
         if origin in self._settings.cors_origins:
             return True
-        return self._settings.is_local and is_loopback(urlsplit(origin).hostname or "")
+        with suppress(ValueError):  # it is no URL
+            return self._settings.is_local and is_loopback(urlsplit(origin).hostname or "")
+        return False
 
     def _file_version(self) -> tuple[int, int] | None:
         """Changes with the file; None if there is none."""

@@ -12,7 +12,7 @@ from service.engine.device import on_device
 from service.engine.repository import Repository
 from service.log import configure_log, flush_log
 from service.metrics import Metrics
-from service.server import Server, bind_socket, check_tls, raise_file_limit, stop_while_starting
+from service.server import Server, bind_socket, check_tls
 from service.settings import Settings
 
 log = logging.getLogger("attnserve")
@@ -39,7 +39,6 @@ def serve(settings: Settings) -> None:
             code="workers.unsupported",
         )
     configure_log(settings)
-    raise_file_limit()
     if not (settings.is_local or settings.api_keys or settings.api_keys_file):
         log.warning("every client that reaches %s is served: no API keys are set", settings.host)
     try:
@@ -52,13 +51,14 @@ def serve(settings: Settings) -> None:
 def share_cores(settings: Settings) -> Settings:
     """``settings`` with the threads of a run, if runs share the cores or the CPU quota is smaller.
 
-    ONNX Runtime and the tokenizers would otherwise use all cores of the machine.
+    ONNX Runtime would otherwise use all cores of the machine. The tokenizers use half of them: long
+    texts must leave some to the runs of others.
     """
     threads, cores = settings.threads, available_cores()
     if not threads and (settings.workers > 1 or cores < (os.cpu_count() or 1)):
         threads = max(1, cores // (settings.workers * settings.concurrency))
-    if threads:
-        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # tokenizers, also in workers
+    # Workers inherit it.
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads or max(1, cores // 2)))
     return settings.model_copy(update={"threads": threads})
 
 
@@ -71,5 +71,4 @@ def _serve(settings: Settings) -> None:
             return
         repository = Repository(settings, Metrics())
         app = create_app(settings, repository)
-        stop_while_starting()
         Server(app, repository).run(sockets=[listener])

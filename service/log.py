@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from attnserve.control_characters import escape_control
 from service.settings import Settings
 
 REQUEST: ContextVar[dict[str, str] | None] = ContextVar("request", default=None)
@@ -28,9 +29,6 @@ FLUSH_S = 2.0
 
 PLAIN = re.compile(r"[^\s\"'=\x00-\x1f\x7f-\xa0]+")
 """Values that need no quotes in a text line."""
-
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Characters that could end a line or control a terminal."""
 
 
 class _Formatter(logging.Formatter):
@@ -51,16 +49,12 @@ class _Formatter(logging.Formatter):
         head = f"{time} {level} {record.name}: "
         told = "".join(f" {name}={_quoted(value)}" for name, value in fields.items())
         lines = [message + told, *stack.splitlines()]
-        return "\n".join(head + CONTROL.sub(_escaped, line) for line in lines)
+        return "\n".join(head + escape_control(line).replace("\n", "\\n") for line in lines)
 
 
 def _quoted(value: Any) -> str:
     is_plain = isinstance(value, str) and PLAIN.fullmatch(value)
     return value if is_plain else orjson.dumps(value).decode()
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
 
 
 class _QueuedLog(QueueHandler):

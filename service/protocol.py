@@ -2,15 +2,23 @@
 
 ``uvicorn --http h11`` limits heads too, and keeps the bodies of requests that offer an upgrade, but
 needs 100 us more processor time for each request.
+
+The parser gets complete heads, and no byte of the next one with a body: what is removed from a head
+may be cut at any place by the network.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import sys
+from contextlib import suppress
 from typing import Any
 
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 MAX_HEAD_BYTES = 65_536
 """Of the request line and the headers."""
@@ -18,15 +26,29 @@ MAX_HEAD_BYTES = 65_536
 RECEIVE_S = 60.0
 """A request must be complete this long after its first byte, the first one after the connection."""
 
+SURPLUS_S = 2.0
+"""The same for a connection above the limit."""
+
+YOUNG_S, OLD_S = 1.0, 5.0
+"""Above the limit, connections that wait for a request for less than ``YOUNG_S`` are closed last;
+those whose request is incomplete may be closed after ``OLD_S``."""
+
 SEND_S = 30.0
-"""A connection whose client reads nothing of an answer for this time is closed."""
+"""A connection whose client receives nothing of an answer for this time is closed."""
 
 LINGER_S = 2.0
 """After an error answer, input is dropped for at most this time: closing a connection with unread
 input resets it, and the client may lose the answer."""
 
-UPGRADE = re.compile(rb"\r\nupgrade:[ \t]*h2c[ \t]*(?=\r\n)", re.IGNORECASE)
-"""The JDK's client offers HTTP/2 with every request; httptools would then drop the body
+END = re.compile(rb"\r?\n\r?\n")
+"""Of a head, and of chunks."""
+
+START = re.compile(rb"[\r\n]{0,4}(?:[A-Z]|$)")
+"""Of a head; TLS and other protocols are refused at their first byte."""
+
+UPGRADE = re.compile(rb"(?<=\n)upgrade[ \t]*:[^\n]*\n(?:[ \t][^\n]*\n)*", re.IGNORECASE)
+"""An offer of another protocol, which this server never accepts. The JDK's client offers HTTP/2
+with every request, and httptools would drop the body
 (github.com/MagicStack/httptools/issues/124)."""
 
 HEALTH = ("/v2/health/live", "/v2/health/ready")
@@ -44,27 +66,41 @@ def _surplus(app: Any) -> Any:
         if scope["type"] != "http" or scope["path"] in HEALTH:
             await app(scope, receive, send)
             return
-        body = b'{"error":"too many connections; try again later"}'
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close"),
-                   (b"retry-after", b"1"), (b"content-length", b"%d" % len(body))]  # fmt: skip
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        content = {"error": "too many connections; try again later"}
+        refusal = JSONResponse(content, 503, {"connection": "close", "retry-after": "1"})
+        await refusal(scope, receive, send)
 
     return answer
+
+
+class State(ServerState):
+    """The state of a server, shared by its connections.
+
+    Attributes:
+        cut_answers: Connections that were closed in the middle of an answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut_answers = 0
 
 
 class Protocol(HttpToolsProtocol):
     """A connection that ends if its client sends too much or too slowly, or does not read.
 
-    Connections above uvicorn's ``limit_concurrency`` are answered with 503, except for health
-    checks. uvicorn would refuse all requests of all connections then, those of probes too.
+    A connection above uvicorn's ``limit_concurrency`` takes the place of one that waits for its
+    client. If there is none, it is answered with 503, except for health checks. uvicorn would
+    refuse all requests of all connections then, those of probes too.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._most, self.limit_concurrency = self.limit_concurrency, None
-        self._head_bytes: int | None = 0  # None while a body is read
+        self._head = bytearray()  # incomplete
+        self._body_left = 0.0  # bytes; infinite for chunks, 0 while a head is read
         self._unread_bytes = 0  # since the last part of a body: sizes of chunks, and trailers
+        self._waits_since = self.loop.time()  # for a request, or for the rest of it
+        self._tail = b""  # of a body in chunks
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
@@ -73,9 +109,13 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._most is not None and len(self.connections) > self._most:
+        transport.set_write_buffer_limits(0)  # all that is not sent at once is watched
+        is_surplus = self._most is not None and len(self.connections) > self._most
+        if is_surplus and not self._make_room():
             self.app = _surplus(self.app)
-        self._start_receiving()
+            self._start_receiving(SURPLUS_S)
+        else:
+            self._start_receiving(RECEIVE_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._receiving, self._sending, self._lingering):
@@ -85,25 +125,58 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        if self._receiving is None:
-            self._start_receiving()
-        if self._head_bytes is not None:
-            head, end, body = data.partition(b"\r\n\r\n")
-            self._head_bytes += len(head)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(TOO_LARGE)
-                return
-            data = UPGRADE.sub(b"", head + end[:2], count=1) + end[2:] + body
+        self._unset_keepalive_if_required()
+        while data and not self._refused:
+            if self._receiving is None:
+                self._start_receiving(RECEIVE_S)
+            data = self._receive_body(data) if self._body_left else self._receive_head(data)
+
+    def _receive_head(self, data: bytes) -> bytes:
+        """Keep a part of a head until all of it is there; returns what follows."""
+        searched = max(len(self._head) - 3, 0)
+        self._head += data
+        end = END.search(self._head, searched)
+        size = len(self._head) if end is None else end.end()
+        if size > MAX_HEAD_BYTES or not START.match(self._head):
+            self._refuse(TOO_LARGE if size > MAX_HEAD_BYTES else MALFORMED)
+            return b""
+        if end is None:
+            return b""
+        head, rest = bytes(self._head[:size]), bytes(self._head[size:])
+        self._head.clear()
+        super().data_received(UPGRADE.sub(b"", head))
+        return rest
+
+    def _receive_body(self, data: bytes) -> bytes:
+        """Read a part of a body; returns what follows."""
+        if self._body_left == math.inf:  # chunks can only end at an empty line
+            end = END.search(self._tail + data)
+            size = len(data) if end is None else end.end() - len(self._tail)
+            self._tail = b"\n" if end else (self._tail + data)[-3:]
         else:
-            self._unread_bytes += len(data)
-        super().data_received(data)
-        if self._head_bytes is None and self._unread_bytes > MAX_HEAD_BYTES:
+            size = int(min(self._body_left, len(data)))
+            self._body_left -= size
+        self._unread_bytes += size
+        super().data_received(data[:size])
+        if self._unread_bytes > MAX_HEAD_BYTES:
             self._refuse(TOO_LARGE)
+        return data[size:]
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def _unsupported_upgrade_warning(self) -> None:
+        self._refuse(MALFORMED)
 
     def on_headers_complete(self) -> None:
-        self._head_bytes = None
+        sizes = (int(value) for name, value in self.headers if name == b"content-length")
+        is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        assert self.parser is not None
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts != 1 and (hosts or self.parser.get_http_version() == "1.1"):
+            raise ValueError("RFC 9112, 3.2: exactly one Host")  # answered with 400
+        self._body_left = math.inf if is_chunked else next(sizes, 0)
+        self._tail = b""
         super().on_headers_complete()
         if not self.pipeline:
             self._answering = self.cycle
@@ -113,7 +186,7 @@ class Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._head_bytes = self._unread_bytes = 0
+        self._body_left = self._unread_bytes = 0
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
@@ -122,6 +195,7 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.pipeline:
             self._answering = self.pipeline[-1][0]
+        self._waits_since = self.loop.time()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -137,18 +211,77 @@ class Protocol(HttpToolsProtocol):
             self._sending = None
         super().resume_writing()
 
-    def _start_receiving(self) -> None:
-        self._receiving = self.loop.call_later(RECEIVE_S, self._refuse, TOO_SLOW)
+    def _start_receiving(self, seconds: float) -> None:
+        self._waits_since = self.loop.time()
+        self._receiving = self.loop.call_later(seconds, self._refuse, TOO_SLOW)
+
+    def _make_room(self) -> bool:
+        """Close the connection that waits longest for its client, if there is one.
+
+        Those without any request come first, then those between two requests, young ones of both,
+        and incomplete requests.
+        """
+        now = self.loop.time()
+        order: dict[Protocol, tuple[bool, bool, bool, float]] = {}
+        for one in self.connections:
+            if isinstance(one, Protocol) and one is not self and one._waits:
+                age = now - one._waits_since
+                if one._is_between or age >= OLD_S:
+                    has_asked = one._answering is not None
+                    order[one] = not one._is_between, age < YOUNG_S, has_asked, one._waits_since
+        if not order:
+            return False
+        first = min(order, key=lambda one: order[one])
+        if first._is_between:
+            first.transport.close()
+        else:
+            first._refuse(TOO_SLOW)
+        return True
+
+    @property
+    def _waits(self) -> bool:
+        """Whether all is answered that the client has sent, but an incomplete request."""
+        current = self._answering
+        is_answered = (
+            current is None
+            or current.response_complete
+            or (self._body_left > 0 and not current.response_started and current is self.cycle)
+        )
+        return is_answered and not (self.pipeline or self._refused or self.transport.is_closing())
+
+    @property
+    def _is_between(self) -> bool:
+        """Whether no part of a request has arrived."""
+        return not (self._head or self._body_left)
 
     def _watch_sending(self) -> None:
-        unread = self.transport.get_write_buffer_size()
-        self._sending = self.loop.call_later(SEND_S, self._check_sending, unread)
+        self._sending = self.loop.call_later(SEND_S, self._check_sending, self._unsent)
 
-    def _check_sending(self, unread: int) -> None:
-        if self.transport.get_write_buffer_size() < unread:
+    def _check_sending(self, before: int) -> None:
+        if self._unsent < before:
             self._watch_sending()
-        else:
-            self.transport.abort()
+            return
+        if isinstance(self.server_state, State):
+            self.server_state.cut_answers += 1
+        self.transport.abort()
+
+    @property
+    def _unsent(self) -> int:
+        """Bytes that the client has not received yet.
+
+        The kernel holds megabytes. It takes no more from this process while a slow client reads
+        them, so that those that wait here tell nothing.
+        """
+        waiting = self.transport.get_write_buffer_size()
+        if sys.platform == "linux":
+            import fcntl
+            import termios
+
+            queued = bytearray(4)
+            with suppress(OSError):
+                fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, queued)
+            waiting += int.from_bytes(queued, sys.byteorder)
+        return waiting
 
     def _refuse(self, status: bytes) -> None:
         """Answer with an error after the requests before, and close the connection."""
@@ -159,7 +292,7 @@ class Protocol(HttpToolsProtocol):
             self._receiving.cancel()
         current = self._answering
         if current is not None and not current.response_complete:
-            is_its_body = current is self.cycle and self._head_bytes is None
+            is_its_body = current is self.cycle and self._body_left > 0
             if current.response_started or not is_its_body:
                 current.keep_alive = False  # uvicorn closes the connection after its answer
                 return

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import ssl
-import sys
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,7 +22,7 @@ from graph_passes.errors import InvalidArgument
 from service.engine.repository import Repository
 from service.errors import ServiceError
 from service.log import flush_log
-from service.protocol import Protocol
+from service.protocol import Protocol, State
 from service.settings import Settings
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -33,6 +32,9 @@ KEEP_ALIVE_S = 75
 of many clients, and a request that is sent while the connection closes gets no answer."""
 
 CLOSE = (b"connection", b"close")
+
+RESERVED_FILES = 128
+"""Open files that are no connections: models, the log, connections that are being refused."""
 
 CUT_S = 2.0
 """Time to send the refusals after the drain timeout."""
@@ -60,11 +62,14 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                limit_concurrency=repository.settings.max_connections,
+                limit_concurrency=_most_connections(repository.settings),
                 http=Protocol,
+                # Else every local client could name another address in the log.
+                proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
                 **_tls(repository.settings),
             )
         )
+        self.server_state = self._connections = State()
         self._repository = repository
         self._loading: asyncio.Task[None] | None = None
         self._load_error: BaseException | None = None
@@ -81,23 +86,19 @@ class Server(uvicorn.Server):
             AttnserveError: ``load`` failed.
             ServiceError: Requests were refused, because they were not answered in time.
         """
-        # uvicorn raises the signals that it caught again after the drain: ignore them.
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
         try:
             super().run(sockets)
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             if self._watchdog is not None:
                 self._watchdog.cancel()
         if self._load_error is not None:
             raise self._load_error
         if self._interrupted:
             raise KeyboardInterrupt
-        if self._unanswered:
+        if lost := self._unanswered + self._connections.cut_answers:
             raise ServiceError(
-                f"{self._unanswered} connections were closed during the drain: their requests were "
-                f"not answered in {self._repository.settings.drain_timeout_s:g} s",
+                f"{lost} connections were closed during the drain: their requests were not answered"
+                f" in {self._repository.settings.drain_timeout_s:g} s, or the answers not read",
                 "raise ATTNSERVE_DRAIN_TIMEOUT_S, or lower the timeouts of requests",
                 code="server.drain_timeout",
             )
@@ -142,11 +143,14 @@ class Server(uvicorn.Server):
             self._watchdog = threading.Timer(seconds, _end_process)
             self._watchdog.daemon = True
             self._watchdog.start()
+        if not self._repository.draining:
+            self._connections.cut_answers = 0
         self._repository.draining = True
         # uvicorn closes idle connections: clients must not send their next request into that.
         self.server_state.default_headers.append(CLOSE)
         self.config.encoded_headers.append(CLOSE)  # uvicorn makes the default anew each second
-        super().handle_exit(sig, frame)
+        # Not uvicorn's own: it raises the signals again after the drain.
+        self.force_exit, self.should_exit = self.should_exit and sig == signal.SIGINT, True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         settings = self._repository.settings
@@ -174,11 +178,6 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(CUT_S, abort)
 
 
-def stop_while_starting() -> None:
-    """End at SIGTERM, also as process 1 of a container, where it has no default action."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
-
 def _end_process() -> None:
     """End a process that a run without end keeps alive."""
     log.error("a run does not return: the process is ended")
@@ -186,15 +185,25 @@ def _end_process() -> None:
     os._exit(1)
 
 
-def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one: each connection needs a descriptor."""
+def _most_connections(settings: Settings) -> int:
+    """``max_connections``, or fewer if this process may not open as many files.
+
+    The soft limit of open files is raised to the hard one.
+    """
+    most = settings.max_connections
     if os.name != "posix":
-        return
+        return most
     import resource
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS allows less than it says
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY or most <= files - RESERVED_FILES:
+        return most
+    allowed = max(files - RESERVED_FILES, files // 2)
+    log.warning("at most %d connections, because at most %d files may be open", allowed, files)
+    return allowed
 
 
 def _tls(settings: Settings) -> dict[str, Any]:

@@ -141,6 +141,9 @@ class Settings(BaseSettings):
     """Maximum number of tokens per request, which bounds its memory."""
     max_tensor_bytes: PositiveInt = 64_000_000
     """Maximum size in bytes of the input tensors of one request, and of its output tensors."""
+    max_open_bytes: PositiveInt = 256_000_000
+    """Maximum size in bytes of the bodies of all open requests, above which the server answers 429,
+    and of their output tensors, counted twice, for which they wait."""
     max_run_bytes: PositiveInt = 2_000_000_000
     """Maximum size in bytes of what one operator reads and writes in the run of one row. Attention
     that is not fused needs 2 x heads x length^2 numbers."""
@@ -199,8 +202,8 @@ class Settings(BaseSettings):
     """Seconds in which accepted requests are answered when the server stops. After them the others
     are refused, and the server exits with an error."""
     max_connections: PositiveInt = 1000
-    """Maximum number of open connections of a process; those above it get 503, but for health
-    checks."""
+    """Maximum number of open connections of a process. One above it takes the place of one that
+    waits for its client; without such a one it gets 503, but for health checks."""
     log_level: LogLevel = "info"
     """Log level; info and debug log every request."""
     log_format: Literal["text", "json"] = "text"

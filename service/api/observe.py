@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from contextlib import ExitStack
 from time import perf_counter
 
 from opentelemetry.trace import format_span_id, format_trace_id
@@ -12,7 +13,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.engine.engine import Engine
 from service.errors import error_response
 from service.log import REQUEST
 from service.metrics import Metrics
@@ -28,7 +28,7 @@ VALID_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 class ObserveRequests:
     """ASGI middleware: adds x-request-id to answers, counts requests and writes the access log.
 
-    It releases the engines of a request (``acquire_engine``) after the answer. A valid id of the
+    It releases what a request holds (``hold``) after the answer. A valid id of the
     client is kept. An unexpected exception is logged with its traceback and answered with 500.
     """
 
@@ -43,8 +43,7 @@ class ObserveRequests:
         if not VALID_REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         started, status, added = perf_counter(), 0, MutableHeaders({"x-request-id": request_id})
-        engines: list[Engine] = []
-        scope["attnserve.engines"] = engines
+        held = scope["attnserve.held"] = ExitStack()
         # FastAPI's GET routes refuse HEAD. The web server omits the body of the answer.
         routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
@@ -73,8 +72,7 @@ class ObserveRequests:
                 answer = error_response(scope, 500, "internal error")
                 await answer(scope, receive, observed)
             finally:
-                for engine in engines:
-                    engine.release()
+                held.close()
                 # The pattern of the route, not the path: the number of series must stay bounded.
                 route = getattr(routed.get("route"), "path", "unknown")
                 self._metrics.count_response(route, status)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -25,11 +26,12 @@ from service.api.requests import (
     Name,
     acquire_engine,
     get_engine,
+    hold_answer,
     model_route,
     read_body,
     run,
 )
-from service.api.responses import array_json, json_response, respond
+from service.api.responses import json_response, respond
 from service.api.tensors import (
     HEADER_LENGTH,
     InputTensor,
@@ -217,13 +219,14 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     """Run the model on tensors. The headers and the parameters of the answer hold its cost."""
     _refuse_unsupported(body)
     inputs = decode_all(body.inputs, request.state.raw)
+    body.inputs.clear()  # lists of numbers need much more memory than the arrays
     engine = acquire_engine(request, name)
     names = [output.name for output in body.outputs]
-    answer = await run(request, engine.infer, inputs, names, timeout_us=body.parameters.timeout)
+    answer = await run(
+        request, engine.infer, inputs, names,
+        timeout_us=body.parameters.timeout, hold=partial(hold_answer, request),
+    )  # fmt: skip
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
-    for output in outputs:
-        if "data" in output:
-            output["data"] = await array_json(output["data"])
     content = {
         "model_name": engine.name,
         "model_version": engine.version,
@@ -231,7 +234,7 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
         "parameters": None,
         "outputs": outputs,
     }
-    return respond(request, engine, answer, content, raw_outputs, cost_field="parameters")
+    return await respond(request, engine, answer, content, raw_outputs, cost_field="parameters")
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[TensorMetadata]:

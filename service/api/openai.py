@@ -158,7 +158,7 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
         "model": engine.name,
         "usage": {"prompt_tokens": answer.tokens, "total_tokens": answer.tokens},
     }
-    return respond(request, engine, answer, content)
+    return await respond(request, engine, answer, content)
 
 
 @router.get("/models")

@@ -106,7 +106,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
         for at, score in _ranked(answer.outputs["rerank"], activation)
     ]
-    return respond(request, engine, answer, ranks)
+    return await respond(request, engine, answer, ranks)
 
 
 @cohere.post("/v1/rerank", response_model=CohereResponse, response_model_exclude_none=True)
@@ -124,7 +124,7 @@ async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     ]
     usage = {"total_tokens": answer.tokens}
     content = {"results": results, "model": engine.name, "usage": usage}
-    return respond(request, engine, answer, content)
+    return await respond(request, engine, answer, content)
 
 
 def _pairs(engine: Engine, query: str, texts: Sequence[str]) -> list[tuple[str, str]]:

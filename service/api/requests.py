@@ -6,6 +6,7 @@ import asyncio
 import math
 import zlib
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from typing import Annotated, Any, TypeVar, cast
@@ -19,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from graph_passes.errors import InvalidData
+from service.budget import Budget
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge
@@ -30,6 +32,9 @@ B = TypeVar("B", bound=BaseModel)
 
 Name = Annotated[str, Field(max_length=1024)]
 
+
+SMALL_BYTES = 262_144
+"""Of an answer."""
 
 MAX_FIELDS = 100
 """The largest number of fields of an object: the error of each unknown one takes memory."""
@@ -110,8 +115,29 @@ def acquire_engine(request: Request, name: str | None = None, version: str | Non
     """
     engine = get_engine(request, name, version)
     engine.acquire()
-    request.scope["attnserve.engines"].append(engine)
+    hold(request, engine.release)
     return engine
+
+
+def hold(request: Request, release: Callable[[], object]) -> None:
+    """Call ``release`` after the answer of this request was sent."""
+    held: ExitStack = request.scope["attnserve.held"]
+    held.callback(release)
+
+
+async def hold_answer(request: Request, size: int, deadline: float | None) -> None:
+    """Wait until ``size`` bytes are free for an answer, and hold them until it was sent.
+
+    A small answer does not wait: the limit of waiting rows bounds them all.
+
+    Raises:
+        DeadlineExceeded: See ``Budget.wait``.
+    """
+    if size <= SMALL_BYTES:
+        return
+    budget: Budget = request.app.state.answers
+    await budget.wait(size, deadline)
+    hold(request, partial(budget.give_back, size))
 
 
 async def read_body(request: Request) -> bytes | bytearray:
@@ -125,6 +151,7 @@ async def read_body(request: Request) -> bytes | bytearray:
         HTTPException: The content-encoding is unknown.
         MalformedRequest: The body does not match its content-encoding.
         ClientGone: The client disconnected.
+        Overloaded: The bodies of open requests are ``max_open_bytes`` long already.
     """
     settings: Settings = request.app.state.settings
     limit = settings.max_body_bytes
@@ -145,12 +172,21 @@ async def read_body(request: Request) -> bytes | bytearray:
             body += chunk
             if len(body) > limit:
                 raise too_large
+            _hold_body(request, len(chunk))
     except ClientDisconnect as error:
         raise ClientGone("the client disconnected before its request was complete") from error
     if encoding != "identity":
         body = _decompress(body, encoding, limit)
+        _hold_body(request, len(body))
     request.state.started = perf_counter()
     return body
+
+
+def _hold_body(request: Request, size: int) -> None:
+    """Count bytes of a body until the answer was sent; raises ``Overloaded``."""
+    budget: Budget = request.app.state.bodies
+    budget.take(size)
+    hold(request, partial(budget.give_back, size))
 
 
 def _decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
@@ -259,6 +295,7 @@ class JsonRoute(APIRoute):
         async def handle(request: Request) -> Response:
             content = await self.read(request)
             body = schema() if not content and not is_required else parse_json(content, schema)
+            del content  # it may be large, and the request may wait
             values = {name: request.path_params[name] for name in path_parameters}
             return await self.endpoint(request=request, body=body, **values)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from time import perf_counter
 from typing import Any
 from urllib.parse import quote
@@ -12,11 +12,18 @@ import numpy as np
 import orjson
 from fastapi import Request, Response
 from starlette.background import BackgroundTask
+from starlette.responses import StreamingResponse
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
 from service.engine.engine import Answer, Engine
 
 JSON = orjson.OPT_SERIALIZE_NUMPY
+
+PLACE = b"\0"
+"""Where an array belongs. JSON holds no such byte: it is escaped in texts."""
+
+SLICE_BYTES = 262_144
+"""Bytes that are sent at a time."""
 
 SLICE = 32_768
 """Numbers that are serialized at a time, in about 2 ms. orjson does not release the GIL, so that a
@@ -28,17 +35,7 @@ def json_response(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content, option=JSON), status, media_type="application/json")
 
 
-async def array_json(array: np.ndarray) -> orjson.Fragment:
-    """``array`` flat in row-major order; other requests run between its slices."""
-    flat = np.ascontiguousarray(array).ravel()
-    slices = [orjson.dumps(flat[:SLICE], option=JSON)[1:-1]]
-    for start in range(SLICE, flat.size, SLICE):
-        await asyncio.sleep(0)
-        slices.append(orjson.dumps(flat[start : start + SLICE], option=JSON)[1:-1])
-    return orjson.Fragment(b"[%b]" % b",".join(slices))
-
-
-def respond(
+async def respond(
     request: Request,
     engine: Engine,
     answer: Answer,
@@ -52,7 +49,7 @@ def respond(
         content: The JSON of the body. Its serialization counts as time of the request.
         raw: Tensors whose bytes follow the JSON.
         cost_field: The field of ``content`` for the cost. ``content`` is then serialized when the
-            time is known; large values in it should be ``orjson.Fragment``.
+            time is known, and its "outputs" may hold large arrays, flat, as "data".
     """
     body = b"" if cost_field else orjson.dumps(content, option=JSON)
     total_ms = (perf_counter() - request.state.started) * 1e3
@@ -64,14 +61,54 @@ def respond(
     headers["x-model-version"] = engine.version
     if (plan := engine.model.artifact.plan_id) is not None:
         headers["x-plan"] = plan
-    if cost_field:
-        body = orjson.dumps({**content, cost_field: cost}, option=JSON)
-    media_type = "application/json"
-    if raw:
-        headers["inference-header-content-length"] = str(len(body))
-        body, media_type = b"".join([body, *raw]), "application/octet-stream"
     background = answer.follow_up and BackgroundTask(answer.follow_up)
-    return Response(body, 200, headers, media_type, background)
+    arrays: list[np.ndarray] = []
+    if cost_field:
+        body, arrays = _without_large({**content, cost_field: cost})
+    media_type = "application/octet-stream" if raw else "application/json"
+    if raw:
+        headers["inference-header-content-length"] = str(await _size(body, arrays))
+    raw_bytes = sum(map(len, raw))
+    if not arrays and raw_bytes <= SLICE_BYTES:
+        return Response(b"".join([body, *raw]), 200, headers, media_type, background)
+    if raw or request.scope["http_version"] == "1.0":  # 1.0 has no chunks
+        headers["content-length"] = str(await _size(body, arrays) + raw_bytes)
+    parts = _parts(body, arrays, raw)
+    return StreamingResponse(parts, 200, headers, media_type, background)
+
+
+def _without_large(content: dict[str, Any]) -> tuple[bytes, list[np.ndarray]]:
+    """``content`` as JSON with ``PLACE`` for each large array in "outputs", and these arrays."""
+    large: list[np.ndarray] = []
+    outputs: list[dict[str, Any]] = []
+    for output in content["outputs"]:
+        data = output.get("data")
+        if data is not None and data.size > SLICE:
+            large.append(data)
+            output = {**output, "data": orjson.Fragment(PLACE)}
+        outputs.append(output)
+    return orjson.dumps({**content, "outputs": outputs}, option=JSON), large
+
+
+async def _parts(
+    body: bytes, arrays: Sequence[np.ndarray], raw: Sequence[memoryview] = ()
+) -> AsyncGenerator[bytes | memoryview]:
+    """``body`` with its arrays, then ``raw``, so that they take little more memory than before."""
+    first, *rest = body.split(PLACE) if arrays else [body]
+    yield first
+    for array, part in zip(arrays, rest, strict=True):
+        for start in range(0, array.size, SLICE):
+            text = orjson.dumps(array[start : start + SLICE], option=JSON)
+            yield (b"," if start else b"[") + text[1:-1]
+            await asyncio.sleep(0)  # other requests run between the parts
+        yield b"]" + part
+    for tensor in raw:
+        for start in range(0, len(tensor), SLICE_BYTES):
+            yield tensor[start : start + SLICE_BYTES]
+
+
+async def _size(body: bytes, arrays: Sequence[np.ndarray]) -> int:
+    return sum([len(part) async for part in _parts(body, arrays)])
 
 
 def _cost(answer: Answer, total_ms: float, provider: str) -> dict[str, int | float]:

@@ -174,7 +174,7 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
     engine = acquire_engine(request, body.model, body.version)
     answer, vectors = await embed_texts(request, engine, body.inputs, body, truncate=body.truncate)
     content = {"embeddings": vectors, **_model_and_usage(engine, answer.tokens)}
-    return respond(request, engine, answer, content)
+    return await respond(request, engine, answer, content)
 
 
 @router.post("/predict", response_model=PredictResponse)
@@ -198,7 +198,7 @@ async def predict(request: Request, body: PredictRequest) -> Response:
         for scores in answer.outputs["classify"]
     ]
     content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
-    return respond(request, engine, answer, content)
+    return await respond(request, engine, answer, content)
 
 
 @router.post("/similarity", response_model=SimilarityResponse)
@@ -214,7 +214,7 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     # Of the distinct texts, which are limited: there may be many more pairs.
     cosines = np.clip(vectors @ vectors.T, -1, 1)[left, right]
     content = {"similarities": cosines, **_model_and_usage(engine, answer.tokens)}
-    return respond(request, engine, answer, content)
+    return await respond(request, engine, answer, content)
 
 
 @router.post("/tokenize", response_model=TokenizeResponse)

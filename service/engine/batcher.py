@@ -54,8 +54,9 @@ class Row:
 class Queue:
     """Waiting rows, and the choice of rows that run together.
 
-    A batch is the oldest row and its neighbors by length, closest first, up to the budget. A row
-    joins only if the padding that it adds costs no more than a run of its own.
+    Requests take turns, so that a short one does not wait for all rows of a large one. A batch is
+    the oldest row of the request whose turn it is and its neighbors by length, closest first, up to
+    the budget. A row joins only if the padding that it adds costs no more than a run of its own.
 
     Args:
         budget: Padded tokens of a batch: rows x longest row. A longer row runs alone.
@@ -65,35 +66,44 @@ class Queue:
 
     def __init__(self, budget: int, overhead: int, max_rows: int | None = None) -> None:
         self.budget, self.overhead, self.max_rows = budget, overhead, max_rows
-        self._arrived: OrderedDict[int, Row] = OrderedDict()
+        self._waiting: OrderedDict[Any, OrderedDict[int, Row]] = OrderedDict()
+        """The rows of each request by number; the next turn comes first."""
         self._sorted: dict[Hashable, list[tuple[int, int, Row]]] = {}
         self._next = 0
+        self._rows = 0
         self.tokens = 0
 
     def __len__(self) -> int:
-        return len(self._arrived)
+        return self._rows
 
     @property
-    def oldest(self) -> Row:
-        return next(iter(self._arrived.values()))
+    def next(self) -> Row:
+        return next(iter(next(iter(self._waiting.values())).values()))
+
+    @property
+    def requests(self) -> Iterable[Any]:
+        """Those with waiting rows."""
+        return self._waiting.keys()
 
     def add(self, row: Row) -> None:
         row.number = self._next
         self._next += 1
-        self._arrived[row.number] = row
+        self._waiting.setdefault(row.request, OrderedDict())[row.number] = row
+        self._rows += 1
         insort(self._sorted.setdefault(row.key, []), (row.tokens, row.number, row))
         self.tokens += row.tokens
 
     def discard(self, row: Row) -> None:
         """Remove ``row`` if it still waits."""
-        if self._arrived.get(row.number) is row:
+        if self._waiting.get(row.request, {}).get(row.number) is row:
             rows = self._sorted[row.key]
             at = bisect_left(rows, (row.tokens, row.number))
             self._remove(rows, at, at + 1)
 
     def take(self) -> list[Row]:
         """Remove and return the next batch, shortest row first; the queue must not be empty."""
-        first = self.oldest
+        first = self.next
+        self._waiting.move_to_end(first.request)
         rows = self._sorted[first.key]
         low = bisect_left(rows, (first.tokens, first.number))
         high = low + 1  # the batch is rows[low:high]
@@ -117,7 +127,11 @@ class Queue:
         removed = [row for _, _, row in rows[low:high]]
         del rows[low:high]
         for row in removed:
-            del self._arrived[row.number]
+            own = self._waiting[row.request]
+            del own[row.number]
+            if not own:
+                del self._waiting[row.request]
+            self._rows -= 1
             self.tokens -= row.tokens
         if not rows:
             del self._sorted[removed[0].key]
@@ -185,7 +199,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Run:
-    """A run in a slot, and the requests that wait for it."""
+    """A run in a slot, or the preparation of rows, and the requests that wait for it."""
 
     requests: set[_Request]
     stop: Stop = field(default_factory=Stop)
@@ -227,7 +241,9 @@ class Batcher:
         self._max_wait = max_wait_ms / 1e3
         self._concurrency = concurrency
         self._run_pool = ThreadPoolExecutor(concurrency, "run")
-        self._prepare_pool = ThreadPoolExecutor(1, "prepare")  # must not wait behind runs
+        # Neither waits behind runs, nor short texts behind long ones.
+        self._prepare_pool = ThreadPoolExecutor(1, "prepare")
+        self._short_pool = ThreadPoolExecutor(1, "prepare-short")
         self._lock = threading.Lock()
         self._free_slots = concurrency
         self._preparing = 0  # rows
@@ -246,7 +262,7 @@ class Batcher:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a run that nobody waits for does not end: its slot is lost."""
+        """Whether a run that nobody waits for, or its preparation, does not end."""
         with self._lock:
             since = [run.abandoned_at for run in self._runs if run.abandoned_at is not None]
         return bool(since) and perf_counter() - min(since) > STUCK_S
@@ -311,7 +327,8 @@ class Batcher:
             in_slot = in_slot and self._free_slots > 0
             self._free_slots -= in_slot
             self._preparing += count
-        pool = self._run_pool if in_slot else self._prepare_pool
+        pool = self._short_pool if is_short else self._prepare_pool
+        pool = self._run_pool if in_slot else pool
         pool.submit(self._prepare, request, prepare, count, in_slot)
         return await self._wait(request)
 
@@ -335,7 +352,8 @@ class Batcher:
         if self._open:  # futures belong to the loop; this may be another thread
             unloaded = NotReady("the model is unloaded", "load it again")
             self._loop.call_soon_threadsafe(self.refuse_all, unloaded)
-        self._prepare_pool.shutdown(wait=True)
+        for pool in (self._prepare_pool, self._short_pool):
+            pool.shutdown(wait=True)
         self._run_pool.shutdown(wait=True, cancel_futures=True)
 
     # -- on the event loop ------------------------------------------------------------------------
@@ -381,13 +399,12 @@ class Batcher:
 
     def _withdraw(self, request: _Request) -> None:
         """Remove the rows of an answered request that still wait, and end runs for it alone."""
-        ended: list[_Run] = []
         with self._lock:
             if request.remaining:
                 for row in request.rows:
                     self.queue.discard(row)
-                ended = [run for run in self._runs if request in run.requests
-                         and all(each.future.done() for each in run.requests)]  # fmt: skip
+            ended = [run for run in self._runs if request in run.requests
+                     and all(each.future.done() for each in run.requests)]  # fmt: skip
         for run in ended:
             run.abandoned_at = run.abandoned_at or perf_counter()
             run.stop.set()
@@ -430,6 +447,9 @@ class Batcher:
         rows: Sequence[Row] = ()
         error: Exception | None = None
         started = perf_counter()
+        run = _Run({request})
+        with self._lock:
+            self._runs.add(run)
         try:
             if not request.future.done():
                 rows = _check_not_empty(prepare())
@@ -438,6 +458,7 @@ class Batcher:
         now = perf_counter()
         request.prepare_s = now - started
         with self._lock:
+            self._runs.discard(run)
             self._preparing -= count
             self._free_slots += in_slot
             if rows and not request.future.done():
@@ -489,7 +510,8 @@ class Batcher:
             now = perf_counter()
             while self._free_slots and len(self.queue) and not self._paused:
                 if self._max_wait and self.queue.tokens < self.queue.budget:
-                    delay = self.queue.oldest.request.queued_at + self._max_wait - now
+                    oldest = min(request.queued_at for request in self.queue.requests)
+                    delay = oldest + self._max_wait - now
                     if delay > 0:
                         self._loop.call_soon_threadsafe(self._arm, delay)
                         return None

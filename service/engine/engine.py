@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -60,8 +60,11 @@ REASONS: Mapping[type[BaseException], str] = {
 """Labels of failed requests in the metrics."""
 
 SHORT_CHARACTERS = 2000
-"""Texts of at most this many characters are tokenized in the thread that runs them, if it is
-free (``Batcher.submit_from``). Tokenizing them takes about a millisecond."""
+"""Texts of a request with at most this many in all are tokenized in the thread that runs them, if
+it is free, else apart from longer ones (``Batcher.submit_from``). It takes about a millisecond."""
+
+COPIES = 2
+"""Of the output tensors of a request: those of its rows, and those of the answer."""
 
 log = logging.getLogger("attnserve")
 
@@ -159,13 +162,17 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether the model can run; a full queue does not matter."""
-        return self._broken is None and not self.batcher.is_stuck
+        return self._broken is None and not self._is_stuck
 
     @property
     def reason(self) -> str:
         """Why the engine is not ready; empty if it is."""
-        stuck = "a run does not end" if self.batcher.is_stuck else ""
+        stuck = "a run does not end" if self._is_stuck else ""
         return hide_folders(self._broken or stuck, self.settings.model)
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self.batcher.is_stuck or self._tokenizer.is_stuck
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -174,6 +181,7 @@ class Engine:
         inputs: Mapping[str, np.ndarray],
         outputs: Sequence[str] = (),
         deadline: float | None = None,
+        hold: Callable[[int, float | None], Awaitable[None]] | None = None,
     ) -> Answer:
         """Run the model on tensors.
 
@@ -181,6 +189,7 @@ class Engine:
             inputs: Every input of the model, by name.
             outputs: Names of the outputs to return, in this order; all if empty.
             deadline: On the clock of ``perf_counter``; None for none.
+            hold: Waits until as many bytes are free for the answer, before the deadline.
 
         Raises:
             InvalidData: The inputs do not fit the model, or an output is unknown.
@@ -201,7 +210,9 @@ class Engine:
             if model.rows_are_independent:  # the batcher bounds the rows of a run
                 row = {name: (1, *shape[1:]) for name, shape in shapes.items()}
             _check_limit(padded_tokens, self.settings.max_tokens, "padded tokens")
-            self._check_size(shapes, row, names)
+            size = self._check_size(shapes, row, names)
+            if hold is not None:
+                await hold(COPIES * size, deadline)
             rows = self._tensor_rows(inputs, names)
             result = await self.batcher.submit(rows, deadline)
             started = perf_counter_ns()
@@ -287,7 +298,7 @@ class Engine:
                 rows,
                 len(texts),
                 deadline,
-                is_short=sum(map(_characters, texts)) <= SHORT_CHARACTERS,
+                is_short=_are_short(texts),
             )
             started = perf_counter_ns()
             answer = Answer(
@@ -319,6 +330,7 @@ class Engine:
                 lambda: [Row((), 1, one) for one in model.encode(texts, truncate=truncate)],
                 len(texts),
                 deadline,
+                is_short=_are_short(texts),
             )
         return result.results
 
@@ -433,8 +445,12 @@ class Engine:
         shapes: Mapping[str, tuple[int, ...]],
         row: Mapping[str, tuple[int, ...]],
         outputs: Sequence[str],
-    ) -> None:
-        """Refuse a request that needs too much memory, by its shapes and those of one row."""
+    ) -> int:
+        """Refuse a request that needs too much memory, by its shapes and those of one row.
+
+        Returns:
+            The bytes of its output tensors.
+        """
         size = self.model.output_bytes(shapes, outputs)
         _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
         found, limit = self.model.run_bytes(row), self.settings.max_run_bytes
@@ -443,6 +459,7 @@ class Engine:
                 f"an operator of {self.name} needs {found} bytes at this length: at most {limit}",
                 "send a shorter input, or raise ATTNSERVE_MAX_RUN_BYTES",
             )
+        return size
 
     def _check_texts(self, texts: Sequence[Text]) -> None:
         if self.model.encoder is None:
@@ -500,6 +517,10 @@ class Engine:
     def _replace(self) -> None:
         self.model.close()  # the old session goes first: there may be no memory for both
         self.model = self._reload()
+
+
+def _are_short(texts: Sequence[Text]) -> bool:
+    return sum(map(_characters, texts)) <= SHORT_CHARACTERS
 
 
 def _characters(text: Text) -> int:

@@ -65,10 +65,12 @@ class SharedRepository(Repository):
 
     @property
     def ready(self) -> bool:
-        """Whether all serving workers are ready; until all have served once, False."""
-        return (
-            self._ready_here and self._state.complete and all(peer.ready for peer in self._peers())
-        )
+        """Whether at least half of the workers are ready; until all have served once, False.
+
+        One that cannot follow a load, or is being replaced, must not take the others away.
+        """
+        able = self._ready_here + sum(peer.ready for peer in self._peers())
+        return self._state.complete and 2 * able >= self._state.workers
 
     @property
     def workers(self) -> tuple[int, int]:
@@ -88,7 +90,8 @@ class SharedRepository(Repository):
         The other workers wait for worker 0, so that an invalid model is reported once.
 
         Raises:
-            InvalidModel: The files differ from those that the other workers serve, or see ``load``.
+            InvalidModel: No model can be loaded: the files differ from those that the other workers
+                serve, or see ``load``.
         """
         while (target := self._state.target()) is None and self._worker > 0:
             await asyncio.sleep(TICK_S)
@@ -98,8 +101,7 @@ class SharedRepository(Repository):
                 self._set_target(*self._engines, *self._failures)
             return
         await self._apply(target)
-        if self._error is not None:
-            raise self._error
+        self._require_models()
         self._missing |= {name for name, one in target.models.items() if one.failures}
         try:
             await self.shadow.start()  # of worker 0 if it is a replacement
@@ -146,8 +148,7 @@ class SharedRepository(Repository):
         await self.start()
         async with self._state.lock():  # it must not change between reaching it and serving
             await self._follow_target()
-            if self._error is not None:
-                raise self._error
+            self._require_models()
             self._following = asyncio.get_running_loop().create_task(self._run())
             if open_port is not None:
                 await open_port()
@@ -169,6 +170,11 @@ class SharedRepository(Repository):
         self._state.remove_status(self._worker)
 
     # -- internal ---------------------------------------------------------------------------------
+
+    def _require_models(self) -> None:
+        """Raise the error of a model if none is loaded: one of several must not stop the others."""
+        if self._error is not None and not self._engines:
+            raise self._error
 
     @property
     def _ready_here(self) -> bool:
@@ -207,7 +213,8 @@ class SharedRepository(Repository):
     async def _follow_target(self) -> None:
         """Reach a new target state; one that could not be reached is tried again.
 
-        If it still cannot be reached, this process ends, and the supervisor starts another one.
+        If it still cannot be reached, this process ends, and the supervisor starts another one,
+        unless the reason is a file, which a restart does not change.
         """
         async with self._applying:
             target = self._state.target()
@@ -217,28 +224,30 @@ class SharedRepository(Repository):
                 self._attempts = 0
             elif self._error is None or not self.serving or monotonic() < self._retry_at:
                 return
-            elif self._attempts > MAX_RETRIES:
+            elif self._attempts > MAX_RETRIES and not isinstance(self._error, InvalidModel):
                 log.error("worker %d ends: it cannot load what the others serve", self._worker)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             await self._apply(target)
-            self._retry_at = monotonic() + 2.0**self._attempts
+            self._retry_at = monotonic() + 2.0 ** min(self._attempts, MAX_RETRIES + 1)
             self._attempts += 1
 
     async def _apply(self, target: TargetState) -> None:
-        """Load and unload models until they equal ``target``; store the first error."""
+        """Load and unload models until they equal ``target``; store one error, if possible of no
+        file."""
         first: AttnserveError | None = None
         for name, model in target.models.items():
             try:
                 await self._apply_model(name, model)
             except AttnserveError as error:
                 log.error("worker %d: %s", self._worker, str(error).replace("\n", "; "))
-                first = first or error
+                first = error if first is None or isinstance(first, InvalidModel) else first
         self._error, self._generation = first, target.generation
 
     async def _apply_model(self, name: str, target: TargetModel) -> None:
         failure: AttnserveError | None = None
-        if self._contents_of(name) != target.contents:
+        before = self._contents_of(name)
+        if before != target.contents:
             try:
                 if target.contents:
                     await self._replace(name, target.contents)
@@ -246,6 +255,12 @@ class SharedRepository(Repository):
                     await self._remove(name)
             except AttnserveError as error:  # may be a version that failed in every worker
                 failure = error
+        engines = self._engines.get(name, {})
+        for version, engine in list(engines.items()):
+            if engine.content not in (target.contents.get(version), before.get(version)):
+                self._retire(engines.pop(version))  # two workers must not serve different files
+        if not engines:
+            self._engines.pop(name, None)
         if self._contents_of(name) != target.contents:
             raise failure or InvalidModel(
                 f"{name}: its files have changed since another worker loaded them",

@@ -249,7 +249,7 @@ class _Supervisor:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "service.workers.worker"],
                 stdin=theirs.fileno(),
-                env=allowed_environment("OTEL_") | variables,  # workers may export traces
+                env=allowed_environment("OTEL_", "FORWARDED_ALLOW_IPS") | variables,
                 pass_fds=[listener.fileno()],
                 process_group=0,  # signals of the terminal reach the supervisor only
             )

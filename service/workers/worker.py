@@ -24,7 +24,7 @@ from graph_passes.errors import AttnserveError
 from service.app import create_app
 from service.log import configure_log
 from service.metrics import Metrics
-from service.server import Server, stop_while_starting
+from service.server import Server
 from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState, Status
@@ -81,7 +81,6 @@ def main() -> int:
     os.set_blocking(sys.stdin.fileno(), False)
     configure_log(settings)
     keep_folder(state.path)
-    stop_while_starting()
     with socket.socket(fileno=file) as listener:
         try:
             metrics = Metrics(state.metrics)

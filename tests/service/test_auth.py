@@ -150,6 +150,16 @@ def test_cors_allows_only_configured_origins(
     assert "access-control-allow-origin" not in other.headers
 
 
+@pytest.mark.parametrize("origin", ["http://[", "http://[::1", "//[x]", "null", "http://a\x7f["])
+def test_malformed_origin_may_not_load_models(
+    start: Callable[..., TestClient], encoder: Path, origin: str
+) -> None:
+    client = start(encoder)
+    for action in ("load", "unload"):
+        answer = client.post(f"/v2/repository/models/tiny/{action}", headers={"origin": origin})
+        assert answer.status_code == 403
+
+
 def test_changed_key_file_is_read_again(
     start: Callable[..., TestClient], encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import create_server
-from time import monotonic
+from time import monotonic, sleep
 
 import httpx2
 import psutil
@@ -36,6 +36,30 @@ forever (float[n] x) => (float[n] y) <int64 trips = {4611686018427387904}, bool 
 """A model whose check never ends."""
 
 PROGRAM = "import sys; from attnserve.cli.app import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_sigterm_during_the_imports_ends_the_server(tmp_path: Path) -> None:
+    """As process 1 of a container it has no default action: the signal would be lost."""
+    model = write_encoder(tmp_path / "tiny")
+
+    def has_handler(process: subprocess.Popen[bytes]) -> bool:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+        return bool(int(caught.split()[1], 16) & 1 << signal.SIGTERM - 1)
+
+    for delay in (0, 0.05, 0.2, 0.5):
+        with subprocess.Popen(
+            [sys.executable, "-m", "attnserve", "serve", str(model), "--port", "0"],
+            cwd=Path(service.__file__).parents[1],
+            stderr=subprocess.PIPE,
+        ) as process:
+            until(lambda: has_handler(process))
+            sleep(delay)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) in (128 + signal.SIGTERM, 0)
+            assert process.stderr is not None
+            assert b"Traceback" not in process.stderr.read()
 
 
 @contextmanager

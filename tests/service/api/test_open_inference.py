@@ -111,6 +111,28 @@ def test_infer_raw_tensors_at_any_address(client: TestClient, spaces: int) -> No
     assert answer.headers["x-tokens"] == "8"
 
 
+@pytest.mark.parametrize("is_binary", [False, True])
+def test_infer_large_outputs_arrive_in_parts(
+    start: Callable[..., TestClient], encoder: Path, is_binary: bool
+) -> None:
+    client = start(encoder, max_tokens=200_000)
+    ids = np.resize(np.arange(2, 8), (20_000, 4))
+    asked = {"id": "\0 seven", "parameters": {"binary_data_output": is_binary}}
+    body, headers = binary_request(ids, **asked)
+    answer = client.post("/v2/models/tiny/infer", content=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    expected = hidden_states(ids).astype("<f4")
+    if is_binary:
+        told, raw = read_binary(answer)
+        assert raw == expected.tobytes() + b"\1" * ids.size
+        assert int(answer.headers["content-length"]) == len(answer.content)
+    else:
+        told = answer.json()
+        hidden, kept = (output["data"] for output in told["outputs"])
+        assert hidden == expected.ravel().tolist() and kept == [True] * ids.size
+    assert told["id"] == "\0 seven" and told["parameters"]["tokens"] == ids.size
+
+
 def test_infer_binary_data_of_output_overrides_request(client: TestClient) -> None:
     asked = {
         "parameters": {"binary_data_output": True},

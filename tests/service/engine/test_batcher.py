@@ -71,6 +71,15 @@ def test_queue_take_separates_keys() -> None:
     assert [{one.key for one in batch} for batch in drained(queue)] == [{"a"}, {"b"}]
 
 
+def test_queue_requests_take_turns() -> None:
+    """A short request waits for one row of each other request, not for all of them."""
+    queue = Queue(10, 0)
+    for request, rows in (("a", 4), ("b", 3), ("c", 1)):
+        for _ in range(rows):
+            queue.add(Row("text", 10, None, request=request))
+    assert "".join(one.request for batch in drained(queue) for one in batch) == "abcababa"
+
+
 def test_queue_discard_twice_removes_row_once() -> None:
     queue, middle = filled(3), row(4)
     queue.add(middle)
@@ -315,11 +324,11 @@ def test_submit_from_short_and_alone_prepares_in_run_thread() -> None:
 
     play(script, run)
     assert run.ran == [[1], [2, 3], [4], [5]]
-    assert preparation.threads == ["run", "prepare", "prepare", "prepare", "run"]
+    assert preparation.threads == ["run", "prepare-short", "prepare-short", "prepare", "run"]
 
 
 def test_submit_from_second_request_prepares_outside_run_thread() -> None:
-    """In the run thread its rows could not share a batch with those of the first."""
+    """In the run thread its rows could not share a batch with those of a third."""
     run, slow, preparation = Recorder(held=False), Preparation(held=True), Preparation()
 
     async def script(batcher: Batcher) -> None:
@@ -327,10 +336,10 @@ def test_submit_from_second_request_prepares_outside_run_thread() -> None:
         await asyncio.sleep(0.01)
         other = start(batcher.submit_from(preparation.of(1), 1, is_short=True))
         await asyncio.sleep(0.01)
-        assert preparation.threads == [] and run.ran == []
+        await other  # it does not wait for the first
+        assert preparation.threads == ["prepare-short"] and run.ran == [[1]]
         slow.go.set()
-        await asyncio.gather(first, other)
-        assert preparation.threads == ["prepare"]
+        await first
 
     play(script, run)
 
@@ -517,6 +526,39 @@ def test_run_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
         while batcher._runs:
             await asyncio.sleep(0.001)
         assert not batcher.is_stuck
+
+    play(script, run)
+
+
+def test_preparation_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batcher_module, "STUCK_S", 0.1)
+    making = Preparation(held=True)
+
+    async def script(batcher: Batcher) -> None:
+        request = start(batcher.submit_from(making.of("endless"), 1))
+        while not batcher._runs:  # it is being prepared
+            await asyncio.sleep(0.001)
+        request.cancel()
+        while not batcher.is_stuck:
+            await asyncio.sleep(0.001)
+        making.go.set()
+        while batcher._runs:
+            await asyncio.sleep(0.001)
+        assert not batcher.is_stuck
+
+    play(script)
+
+
+def test_submit_from_short_does_not_wait_behind_long() -> None:
+    long, run = Preparation(held=True), Recorder(held=False)
+
+    async def script(batcher: Batcher) -> None:
+        waiting = [start(batcher.submit_from(long.of("long"), 1)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await batcher.submit_from(Preparation().of("short"), 1, is_short=True)
+        assert run.ran == [["short"]]
+        long.go.set()
+        await asyncio.gather(*waiting)
 
     play(script, run)
 

@@ -528,7 +528,10 @@ def test_ready_requires_all_workers_first_and_serving_ones_later(tmp_path: Path)
         state.set_complete()
         assert one.ready and two.ready and one.workers == (2, 2)
         state.set_status(replace(_status(state, 1), ready=False))
-        assert not one.ready and two.ready
+        assert one.ready and two.ready  # half of the workers are
+        one._missing.add("gone")
+        assert not one.ready
+        one._missing.clear()
         state.remove_status(1)  # it died
         assert one.ready and one.workers == (2, 1)
 
@@ -555,6 +558,35 @@ def test_worker_start_with_changed_files_is_refused(tmp_path: Path) -> None:
     together(models, _folder(tmp_path), play)
 
 
+def test_worker_start_with_changed_files_of_one_model_serves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that changed on disk must not take models away that did not change."""
+    models = repository(tmp_path / "models", "tiny", "other")
+    ended: list[int] = []
+    monkeypatch.setattr(shared_repository, "MAX_RETRIES", 0)
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
+
+    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+        record = models / "tiny" / "1" / "attnserve.json"
+        before = record.read_bytes() if record.exists() else None
+        record.write_text(json.dumps({"max_length": 4}))
+        two = await start(1)
+        assert two.versions("other") == ["1"] and not two._ready_here
+        with pytest.raises(NotReady):
+            two.engine("tiny")
+        await asyncio.sleep(1)  # it tries again, and does not end
+        assert not ended
+        record.unlink() if before is None else record.write_bytes(before)
+        end = monotonic() + 30
+        while not two._ready_here:
+            assert monotonic() < end
+            await asyncio.sleep(0.05)
+        assert two.versions("tiny") == ["1"]
+
+    together(models, _folder(tmp_path), play)
+
+
 def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
     models = repository(tmp_path / "models", "tiny")
 
@@ -570,10 +602,11 @@ def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
         with pytest.raises(NotReady, match="MemoryError") as failed:
             await one.load("tiny")
         assert failed.value.code == "model.unexpected"
-        assert not one.ready and not two.ready  # what they serve is not the same
+        assert one._ready_here and not two._ready_here
+        assert one.ready and two.ready  # one of two can answer
         del two._load
         await one.load("tiny")
-        assert two.versions("tiny") == ["1", "2"] and one.ready and two.ready
+        assert two.versions("tiny") == ["1", "2"] and two._ready_here
 
     together(models, _folder(tmp_path), play)
 
@@ -602,7 +635,7 @@ def test_worker_that_cannot_follow_tries_again_then_ends(
         if heals:
             del two._load
         deadline = monotonic() + 10
-        while not (two.ready if heals else ended):
+        while not (two._ready_here if heals else ended):
             assert monotonic() < deadline
             await asyncio.sleep(0.05)
         assert two.versions("tiny") == (["1", "2"] if heals else ["1"])

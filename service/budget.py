@@ -1,0 +1,61 @@
+"""A bound on the bytes that open requests hold together."""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+
+from service.errors import DeadlineExceeded, Overloaded
+
+
+class Budget:
+    """Bytes for the requests of one event loop. A free budget admits a request of any size.
+
+    Args:
+        limit: The bytes that they may hold at the same time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used = limit, 0
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+
+    def take(self, size: int) -> None:
+        """Hold ``size`` bytes until they are given back.
+
+        Raises:
+            Overloaded: The others hold too many.
+        """
+        if not self._has_room(size):
+            raise Overloaded(
+                f"open requests hold {self._used} bytes, and at most {self._limit} may be held",
+                "try again later",
+            )
+        self._used += size
+
+    async def wait(self, size: int, deadline: float | None) -> None:
+        """Hold ``size`` bytes, as soon as those that came before have got theirs.
+
+        Args:
+            deadline: On the clock of ``perf_counter``; None for none.
+
+        Raises:
+            DeadlineExceeded: It passed before.
+        """
+        left = None if deadline is None else deadline - perf_counter()
+        try:
+            async with asyncio.timeout(left), self._turn:
+                while not self._has_room(size):
+                    self._freed.clear()
+                    await self._freed.wait()
+                self._used += size
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                "the memory for the answer was not free before the deadline", "allow more time"
+            ) from error
+
+    def give_back(self, size: int) -> None:
+        self._used -= size
+        self._freed.set()
+
+    def _has_room(self, size: int) -> bool:
+        return not self._used or self._used + size <= self._limit
