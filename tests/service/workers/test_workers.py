@@ -692,10 +692,11 @@ def test_share_cores_divides_available_cores(
         monkeypatch.setattr(launch, "available_cores", lambda: cores)
         return share_cores(Settings(model=tmp_path, **given)).threads  # type: ignore[arg-type]
 
-    assert threads() == 0 and "RAYON_NUM_THREADS" not in os.environ
-    assert threads(workers=2) == 4
-    assert os.environ["RAYON_NUM_THREADS"] == "4"
+    assert (threads(), os.environ["RAYON_NUM_THREADS"]) == (0, "4")
+    monkeypatch.delenv("RAYON_NUM_THREADS")
     assert threads(workers=2, concurrency=2) == 2
+    assert os.environ["RAYON_NUM_THREADS"] == "2"
+    assert threads(workers=2) == 4
     assert threads(workers=16) == 1
     assert threads(workers=2, threads=3) == 3
     assert threads(cores=3) == 3  # by a quota
