@@ -133,6 +133,41 @@ def test_infer_large_outputs_arrive_in_parts(
     assert told["id"] == "\0 seven" and told["parameters"]["tokens"] == ids.size
 
 
+def test_infer_large_json_beside_raw_tensors_arrives(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    ids = np.resize(np.arange(2, 8), (20_000, 4))
+    outputs = [
+        {"name": "last_hidden_state"},
+        {"name": "kept", "parameters": {"binary_data": True}},
+    ]
+    body, headers = binary_request(ids, outputs=outputs)
+    client = start(encoder, max_tokens=200_000)
+    answer = client.post("/v2/models/tiny/infer", content=body, headers=headers)
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    told, raw = read_binary(answer)
+    assert told["outputs"][0]["data"] == hidden_states(ids).astype("<f4").ravel().tolist()
+    assert raw == b"\1" * ids.size
+
+
+def test_infer_large_json_of_http_1_0_has_a_length(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    """HTTP/1.0 has no chunks."""
+    app = start(encoder, max_tokens=200_000).app
+    ids = np.resize(np.arange(2, 8), (20_000, 4))
+
+    async def older(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "http_version": "1.0"}, receive, send)
+
+    body, headers = binary_request(ids)
+    headers["accept-encoding"] = "identity"
+    answer = TestClient(older).post("/v2/models/tiny/infer", content=body, headers=headers)
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    hidden = answer.json()["outputs"][0]["data"]
+    assert hidden == hidden_states(ids).astype("<f4").ravel().tolist()
+
+
 def test_infer_binary_data_of_output_overrides_request(client: TestClient) -> None:
     asked = {
         "parameters": {"binary_data_output": True},
