@@ -109,7 +109,8 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # all that is not sent at once is watched
+        # All that is not sent at once is watched. With 0, TLS of asyncio would never resume.
+        transport.set_write_buffer_limits(1)
         is_surplus = self._most is not None and len(self.connections) > self._most
         if is_surplus and not self._make_room():
             self.app = _surplus(self.app)
