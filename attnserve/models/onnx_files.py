@@ -71,7 +71,7 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
 
 
 def _check_values(model: ir.Model) -> None:
-    """Raises: ValueError: A value is used and never defined; onnx_ir could not copy the graph."""
+    """Raise ValueError if a value is used and never defined: onnx_ir cannot copy such a graph."""
     used = [v for node in model.graph.all_nodes() for v in node.inputs if v is not None]
     for value in (*used, *model.graph.outputs):
         is_given = value.is_graph_input() or value.is_initializer()

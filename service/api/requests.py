@@ -34,7 +34,7 @@ Name = Annotated[str, Field(max_length=1024)]
 
 
 SMALL_BYTES = 262_144
-"""Of an answer."""
+"""Size of an answer up to which it does not wait for free memory."""
 
 MAX_FIELDS = 100
 """The largest number of fields of an object: the error of each unknown one takes memory."""

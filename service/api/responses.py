@@ -66,13 +66,14 @@ async def respond(
     if cost_field:
         body, arrays = _without_large({**content, cost_field: cost})
     media_type = "application/octet-stream" if raw else "application/json"
-    if raw:
-        headers["inference-header-content-length"] = str(await _size(body, arrays))
     raw_bytes = sum(map(len, raw))
+    if raw or request.scope["http_version"] == "1.0":  # 1.0 has no chunks
+        size = sum([len(part) async for part in _parts(body, arrays)])
+        headers["content-length"] = str(size + raw_bytes)
+        if raw:
+            headers["inference-header-content-length"] = str(size)
     if not arrays and raw_bytes <= SLICE_BYTES:
         return Response(b"".join([body, *raw]), 200, headers, media_type, background)
-    if raw or request.scope["http_version"] == "1.0":  # 1.0 has no chunks
-        headers["content-length"] = str(await _size(body, arrays) + raw_bytes)
     parts = _parts(body, arrays, raw)
     return StreamingResponse(parts, 200, headers, media_type, background)
 
@@ -93,7 +94,7 @@ def _without_large(content: dict[str, Any]) -> tuple[bytes, list[np.ndarray]]:
 async def _parts(
     body: bytes, arrays: Sequence[np.ndarray], raw: Sequence[memoryview] = ()
 ) -> AsyncGenerator[bytes | memoryview]:
-    """``body`` with its arrays, then ``raw``, so that they take little more memory than before."""
+    """``body`` with its arrays, then ``raw``, in parts that take little memory."""
     first, *rest = body.split(PLACE) if arrays else [body]
     yield first
     for array, part in zip(arrays, rest, strict=True):
@@ -105,10 +106,6 @@ async def _parts(
     for tensor in raw:
         for start in range(0, len(tensor), SLICE_BYTES):
             yield tensor[start : start + SLICE_BYTES]
-
-
-async def _size(body: bytes, arrays: Sequence[np.ndarray]) -> int:
-    return sum([len(part) async for part in _parts(body, arrays)])
 
 
 def _cost(answer: Answer, total_ms: float, provider: str) -> dict[str, int | float]:

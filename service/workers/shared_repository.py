@@ -233,8 +233,10 @@ class SharedRepository(Repository):
             self._attempts += 1
 
     async def _apply(self, target: TargetState) -> None:
-        """Load and unload models until they equal ``target``; store one error, if possible of no
-        file."""
+        """Load and unload models until they equal ``target``; store one error.
+
+        An error that a restart may mend comes before one of a file.
+        """
         first: AttnserveError | None = None
         for name, model in target.models.items():
             try:

@@ -288,7 +288,7 @@ def test_fuse_lossless_noisy_times_fuse_all_blocks(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_fuse_lossless_noise_hides_no_slow_length_and_no_faster_form(
+def test_fuse_lossless_noisy_times_refuse_slow_lengths_and_take_faster_forms(
     bert: Artifact, tmp_path: Path, timed: Callable[..., list[int]], seed: int
 ) -> None:
     """The standard deviation of a time is 5 %, and 16 rounds give intervals of about +-4 %."""
