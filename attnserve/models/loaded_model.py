@@ -453,8 +453,28 @@ class Model:
         is_vector = found.name in VECTOR_OUTPUTS
         return bool(self.labels) and not is_vector and (counted or not isinstance(axes[1], int))
 
+    def refusal(self, task: TextTask) -> tuple[str, str, str] | None:
+        """Why the model cannot do ``task``, how to get what it has, and a code; None if it can."""
+        if task == "embed" and (instead := self._scores_instead) is not None:
+            what, fix = instead
+            return f"{self.name} has no embeddings, but {what}", fix, "model.no_embeddings"
+        if task == "classify" and not self.classifies:
+            return (
+                f"{self.name} has no classes: no output 'logits' of shape [batch, classes]",
+                "use /embed for vectors, or name its scores in attnserve.json (`output`, and"
+                " `activation`: identity for probabilities)",
+                "model.no_classes",
+            )
+        if task == "rerank" and not self.reranks:
+            return (
+                f"{self.name} is no reranker: no output 'logits' of shape [batch, 1]",
+                "export a reranker with the task rerank",
+                "model.no_reranker",
+            )
+        return None
+
     @property
-    def scores_instead(self) -> tuple[str, str] | None:
+    def _scores_instead(self) -> tuple[str, str] | None:
         """What the model gives instead of embeddings, and how to get it; None if it embeds texts.
 
         Logits are told by their name, by the classes, or by the size of the vocabulary.

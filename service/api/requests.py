@@ -166,27 +166,26 @@ async def read_body(request: Request) -> bytes | bytearray:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large
+    budget: Budget = request.app.state.bodies
+
+    def hold_bytes(size: int) -> None:
+        budget.take(size)
+        hold(request, partial(budget.give_back, size))
+
     body: bytes | bytearray = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
             if len(body) > limit:
                 raise too_large
-            _hold_body(request, len(chunk))
+            hold_bytes(len(chunk))
     except ClientDisconnect as error:
         raise ClientGone("the client disconnected before its request was complete") from error
     if encoding != "identity":
         body = _decompress(body, encoding, limit)
-        _hold_body(request, len(body))
+        hold_bytes(len(body))
     request.state.started = perf_counter()
     return body
-
-
-def _hold_body(request: Request, size: int) -> None:
-    """Count bytes of a body until the answer was sent; raises ``Overloaded``."""
-    budget: Budget = request.app.state.bodies
-    budget.take(size)
-    hold(request, partial(budget.give_back, size))
 
 
 def _decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:

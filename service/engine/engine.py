@@ -255,24 +255,9 @@ class Engine:
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
         model = self.model
-        if task == "embed" and (instead := model.scores_instead) is not None:
-            what, fix = instead
-            raise NotFound(
-                f"{self.name} has no embeddings, but {what}", fix, code="model.no_embeddings"
-            )
-        if task == "classify" and not model.classifies:
-            raise NotFound(
-                f"{self.name} has no classes: no output 'logits' of shape [batch, classes]",
-                "use /embed for vectors, or name its scores in attnserve.json (`output`, and"
-                " `activation`: identity for probabilities)",
-                code="model.no_classes",
-            )
-        if task == "rerank" and not model.reranks:
-            raise NotFound(
-                f"{self.name} is no reranker: no output 'logits' of shape [batch, 1]",
-                "export a reranker with the task rerank",
-                code="model.no_reranker",
-            )
+        if (refusal := model.refusal(task)) is not None:
+            what, fix, code = refusal
+            raise NotFound(what, fix, code=code)
         with self._counted() as stages:
             self._check_texts(texts)
             names = [model.text_output(task)]
