@@ -73,7 +73,7 @@ def prune_and_train(study: Study, rounds: int, options: argparse.Namespace) -> l
             minutes=options.minutes / rounds, threads=options.threads,
         )  # fmt: skip
         after = study.quality(trained)
-        course = report.training.to_json()
+        course = report.record.to_json()["training"]
         steps.append({"before": before, "after": after, "training": course})
         print(f"round {number} of {rounds}: {report.verdict}", before, after, flush=True)
         model = trained

@@ -151,7 +151,7 @@ class Study:
         row = {
             "asked": CASES[case], "threads": options.threads or "all", "seconds": seconds,
             "before": before, "after": after, "speedups": speeds,
-            "verdict": report.verdict, "training": report.training.to_json(),
+            "verdict": report.verdict, "training": report.record.to_json()["training"],
         }  # fmt: skip
         print(f"{case}: {report.verdict}", before, after, speeds["smaller"], flush=True)
         return row
@@ -165,7 +165,7 @@ class Study:
         for kind in ("sentences", "paragraphs"):
             quality = self.verified(model, self.files[f"unseen {kind}"]).quality
             assert quality is not None
-            found[kind] = quality.to_json()
+            found[kind] = quality.record.to_json()
         return found
 
     def verified(self, model: Path, data: Path) -> Any:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
+from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     ids = stories(options.text, options.tokenizer)
     fit = [{"idx": rows[None]} for rows in ids[:FITTED]]
-    data = Dataset(fit, [], [], LENGTH, {})
+    data = Dataset(fit, [], [], LENGTH, Calibration())
     original = load_model(options.model)
     expected = logits(original, ids[FITTED:])
     names = [block.name for block in find_attention(original)[0]]

@@ -17,6 +17,7 @@ from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, i
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.lineage import FidelityRecord, Measured
 from attnserve.models.masks import flat_mask, token_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
@@ -130,21 +131,27 @@ class Fidelity:
         return [warning for output in self.outputs for warning in output.warnings()]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "outputs": [output.to_json() for output in self.outputs],
-            "mean_cosine": self.mean_cosine,
-            "min_cosine": self.min_cosine,
-            "data": self.data,
-            **self.quality_json(),
-        }
+        return self.record.to_json()
 
-    def quality_json(self) -> dict[str, Any]:
-        """The key "quality", and "qualities" if there are several; nothing without data."""
-        found = [quality.to_json() for quality in self.qualities]
-        return {
-            **({"quality": found[0]} if found else {}),
-            **({"qualities": found} if len(found) > 1 else {}),
-        }
+    @property
+    def record(self) -> FidelityRecord:
+        """The whole comparison."""
+        outputs = tuple(output.to_json() for output in self.outputs)
+        return self.cosines.model_copy(update={"outputs": outputs, **self.measured.stated})
+
+    @property
+    def cosines(self) -> FidelityRecord:
+        """The cosines alone."""
+        mean, least = self.mean_cosine, self.min_cosine
+        return FidelityRecord(mean_cosine=mean, min_cosine=least, data=self.data)
+
+    @property
+    def measured(self) -> Measured:
+        """The lowest quality, and all of them if there are several; nothing without data."""
+        found = tuple(quality.record for quality in self.qualities)
+        if len(found) > 1:
+            return Measured(quality=found[0], qualities=found)
+        return Measured(quality=found[0]) if found else Measured()
 
 
 def verify(
@@ -180,7 +187,7 @@ def verify(
         found = load_inputs(
             Path(data), narrower, artifact, tokenizer=as_path(tokenizer), split=False
         )
-        batches, source = found.fit, found.source["file"]
+        batches, source = found.fit, found.source.file
         meter = QualityMeter(before, artifact, measure=measure, data=found)
     elif measure != "auto":
         raise InvalidArgument(

@@ -113,6 +113,8 @@ def score_session(
 ) -> Score:
     """``evaluate`` for an open session; tokenizer and labels are those of ``artifact``."""
     if max_length is not None:
-        artifact = replace(artifact, record=artifact.record | {"max_length": max_length})
+        artifact = replace(
+            artifact, record=artifact.record.model_copy(update={"max_length": max_length})
+        )
     run = Run(session, artifact, pooling or artifact.pooling, tokenizer, batch_size, context)
     return TASKS[task](run, data)

@@ -26,6 +26,7 @@ from attnserve.choices import Measure, Pooling
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
+from attnserve.models.lineage import Asked, Rewrite
 from attnserve.models.loaded_model import Model, TextTask, logits_of
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidModel
@@ -92,30 +93,26 @@ def read_promise(artifact: Artifact, original: Artifact) -> Promise:
             code="quality.other_original",
         )
     entries = entries[first:]
-    found = [_mapping(entry.get("quality")) for entry in entries]
-    measure: Any = found[-1].get("measure")
-    if measure not in get_args(Measure):
+    found = [entry.quality for entry in entries]
+    last = found[-1]
+    if last is None or last.measure not in get_args(Measure):
         return Promise()
     losses = [1 - value for value in map(_promised, entries) if value is not None]
-    known = len(losses) == len(entries) and len({one.get("measure") for one in found}) == 1
+    measures = {one and one.measure for one in found}
+    known = len(losses) == len(entries) and len(measures) == 1
     value = min(1 - sum(losses), 1 - ROUNDING) if known else None
-    return Promise(measure, value, str(found[-1].get("output", "")))
+    return Promise(cast(Measure, last.measure), value, last.output)
 
 
-def _promised(entry: Mapping[str, Any]) -> float | None:
+def _promised(entry: Rewrite) -> float | None:
     """The promise of one rewrite; None if it has none."""
-    quality, search = _mapping(entry.get("quality")), _mapping(entry.get("search"))
-    asked, ci95 = _mapping(search.get("asked")), quality.get("ci95")
-    promised: Any = ci95[0] if isinstance(ci95, list) and ci95 else quality.get("value")
-    if search.get("gain") and asked.get("keep") is not None and asked.get("measure") != "score":
-        promised = asked["keep"]
-    if quality.get("split") == "random" or not isinstance(promised, int | float):
+    quality, search = entry.quality, entry.search
+    if quality is None or quality.split == "random":
         return None
-    return float(promised)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return cast(Mapping[str, Any], value) if isinstance(value, dict) else {}
+    asked = search.asked if search is not None and search.gain else Asked()
+    if asked.keep is not None and asked.measure != "score":
+        return asked.keep
+    return quality.value if quality.ci95 is None else quality.ci95[0]
 
 
 @dataclass(frozen=True)

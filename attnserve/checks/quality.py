@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -32,6 +31,7 @@ from attnserve.checks.measures import (
 from attnserve.choices import Measure, Pooling, SearchMeasure
 from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
+from attnserve.models.lineage import QualityRecord
 from attnserve.models.masks import token_mask
 from attnserve.models.output_kinds import (
     MIN_CLASSES,
@@ -137,24 +137,21 @@ class Quality:
         """The names of the output."""
         return " = ".join([self.output, *self.same_outputs])
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "measure": self.measure,
-            "value": self.value,
-            "lower": self.lower,
-            "ci95": None if self.ci95 is None else list(self.ci95),
-            "p5": self.p5,
-            "constant": self.constant,
-            "rows": self.rows,
-            "split": self.split,
-            "output": self.output,
-            **({"file": self.file} if self.file else {}),
-            **({"lengths": self.lengths} if self.lengths else {}),
-            **({"same_outputs": list(self.same_outputs)} if self.same_outputs else {}),
-            **({"not_finite_rows": list(self.not_finite_rows)} if self.not_finite_rows else {}),
-            **({"excluded_rows": list(self.excluded_rows)} if self.excluded_rows else {}),
-            **self.also,
-        }
+    @property
+    def record(self) -> QualityRecord:
+        names = ("file", "lengths", "same_outputs", "not_finite_rows", "excluded_rows")
+        told = {name: value for name in names if (value := getattr(self, name))}
+        return QualityRecord(
+            measure=self.measure,
+            value=self.value,
+            lower=self.lower,
+            ci95=self.ci95,
+            p5=self.p5,
+            constant=self.constant,
+            rows=self.rows,
+            split=self.split,
+            output=self.output,
+        ).model_copy(update={**told, **self.also})
 
     def describe(self) -> str:
         """One line for people."""
@@ -287,7 +284,7 @@ class QualityMeter:
     def _kinds(self, batch: Batch, rows: int) -> list[tuple[str, str, np.ndarray]]:
         """The file of a batch, and its rows of short and of long texts."""
         data = None if self.data is None else self.data.file_of(batch)
-        name = "" if data is None or data is self.data else data.source["file"]
+        name = "" if data is None or data is self.data else data.source.file
         edge = None if data is None else data.length_edge
         array = next((x for x in batch.values() if x.ndim > 1 and len(x) == rows), None)
         if edge is None or array is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attnserve.models.lineage import ShareRecord
 from graph_passes.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -213,8 +214,9 @@ class Share:
         quantile = float(student.ppf(confidence, max(self.blocks - 1, 1)))
         return self.value - quantile * self.standard_error
 
-    def to_json(self) -> dict[str, float]:
-        return {"value": self.value, "standard_error": self.standard_error, "rows": self.rows}
+    @property
+    def record(self) -> ShareRecord:
+        return ShareRecord(value=self.value, standard_error=self.standard_error, rows=self.rows)
 
 
 def share_kept(

@@ -25,8 +25,9 @@ from attnserve.cli.display import (
 
 if TYPE_CHECKING:
     from attnserve.planning.optimize import OptimizeReport
+    from attnserve.planning.plan_file import Point
     from attnserve.planning.search.goal import Allowed
-    from attnserve.planning.search.report import PlanReport, Point
+    from attnserve.planning.search.report import PlanReport
 
 __all__ = ["app"]
 
@@ -446,8 +447,8 @@ def _show_plan(report: PlanReport) -> None:
     out.print(table)
     if report.speeds:
         table = make_table(
-            f"latency of the whole model, {report.asked['threads'] or 'all'} thread(s), "
-            f"{report.asked['provider']}",
+            f"latency of the whole model, {report.asked.threads or 'all'} thread(s), "
+            f"{report.asked.provider}",
             (">batch x tokens", ">original ms", ">ms", ">speed-up"),
         )
         for speed in report.speeds:

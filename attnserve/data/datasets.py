@@ -16,6 +16,7 @@ import onnx_ir as ir
 from attnserve.data.lengths import Lengths, length_bounds
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import Artifact
+from attnserve.models.lineage import Calibration
 from attnserve.models.masks import is_mask, padding_value, token_mask
 from attnserve.models.rows import filled, fixed_axes, row_content
 from attnserve.models.tokenizer import (
@@ -89,7 +90,7 @@ class Dataset:
     choose: Sequence[Batch]
     prove: Sequence[Sequence[Batch]]
     length: int
-    source: Mapping[str, Any]
+    source: Calibration
     lengths: Sequence[int] = ()
     files: Sequence[Dataset] = ()
 
@@ -240,19 +241,20 @@ class _File:
         ]
         more_lengths = [len(row) for more in made for row in more]
         all_lengths = [*self.lengths, *more_lengths]
-        joined = {"joined_rows": len(more_lengths), "joined_to": self.sequence}
-        source = {
-            "file": name,
-            "rows": len(self.rows),
-            "distinct_rows": len(self.distinct),
-            **(joined if more_lengths else {}),
-            "tokens": int(sum(self.lengths)),
-            "fit_rows": len(parts[0]),
-            "fit_tokens": sum(self.lengths[i] for i in self.parts[0]) + sum(map(len, made[0])),
-            "held_out_rows": [len(part) for part in parts[1:]],
-            "lengths": _percentiles(all_lengths),
-            "sha256": _checksum(self.path),
-        }
+        source = Calibration(
+            file=name,
+            rows=len(self.rows),
+            distinct_rows=len(self.distinct),
+            tokens=int(sum(self.lengths)),
+            fit_rows=len(parts[0]),
+            fit_tokens=sum(self.lengths[i] for i in self.parts[0]) + sum(map(len, made[0])),
+            held_out_rows=tuple(len(part) for part in parts[1:]),
+            lengths=_percentiles(all_lengths),
+            sha256=_checksum(self.path),
+        )
+        if more_lengths:
+            joined = {"joined_rows": len(more_lengths), "joined_to": self.sequence}
+            source = source.model_copy(update=joined)
         if self.is_split:
             fit, choose, *prove = map(self.batches, parts)
         else:
@@ -299,7 +301,7 @@ def _read_file(
             )
         encoder = load_encoder(artifact, encoder_path).with_length(tokens)
         texts = read(path)
-        are_pairs = artifact.record.get("task") == "rerank"
+        are_pairs = artifact.record.task == "rerank"
         rows = encoder.encode([_pair(line) for line in texts] if are_pairs else texts)
         lengths = sizes = [len(encoding) for encoding in rows]
         if sequence is not None and not are_pairs:
@@ -363,20 +365,25 @@ def _combined(
     """One dataset of several files."""
     sources = [dataset.source for dataset in datasets]
     lengths = [length for dataset in datasets for length in dataset.lengths]
-    joined = [source for source in sources if "joined_rows" in source]
-    summed = ("rows", "distinct_rows", "tokens", "fit_rows", "fit_tokens")
-    checksums = "".join(source["sha256"] for source in sources)
-    source = {
-        "file": ", ".join(source["file"] for source in sources),
-        **{key: sum(source[key] for source in sources) for key in summed},
-        **({"joined_rows": sum(source["joined_rows"] for source in joined)} if joined else {}),
-        **({"joined_to": joined[0]["joined_to"]} if joined else {}),
-        "held_out_rows": np.sum([source["held_out_rows"] for source in sources], 0).tolist(),
-        "lengths": _percentiles(lengths),
-        "sha256": hashlib.sha256(f"{checksums} {list(map(float, weights))}".encode()).hexdigest(),
-        "files": list(map(dict, sources)),
-        **({"weights": list(weights)} if weights else {}),
-    }
+    joined = [source for source in sources if source.joined_rows]
+    checksums = "".join(source.sha256 for source in sources)
+    source = Calibration(
+        file=", ".join(source.file for source in sources),
+        rows=sum(source.rows for source in sources),
+        distinct_rows=sum(source.distinct_rows for source in sources),
+        tokens=sum(source.tokens for source in sources),
+        fit_rows=sum(source.fit_rows for source in sources),
+        fit_tokens=sum(source.fit_tokens for source in sources),
+        held_out_rows=tuple(np.sum([source.held_out_rows for source in sources], 0).tolist()),
+        lengths=_percentiles(lengths),
+        sha256=hashlib.sha256(f"{checksums} {list(map(float, weights))}".encode()).hexdigest(),
+        files=tuple(sources),
+    )
+    if joined:
+        count = sum(source.joined_rows for source in joined)
+        source = source.model_copy(update={"joined_rows": count, "joined_to": joined[0].joined_to})
+    if weights:
+        source = source.model_copy(update={"weights": tuple(weights)})
     return Dataset(
         fit=[batch for dataset in datasets for batch in dataset.fit],
         choose=[batch for dataset in datasets for batch in dataset.choose],
@@ -391,8 +398,8 @@ def _combined(
     )
 
 
-def _percentiles(lengths: Sequence[int]) -> list[int]:
-    return np.percentile(lengths, (0, 5, 50, 95, 100)).round().astype(int).tolist()
+def _percentiles(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(np.percentile(lengths, (0, 5, 50, 95, 100)).round().astype(int).tolist())
 
 
 def _joined(

@@ -6,18 +6,26 @@ import base64
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attnserve.data.datasets import Dataset
+from attnserve.models.lineage import Calibration, Rewrite, TokenIds
 from attnserve.models.masks import token_mask
 from attnserve.runtime.session import Batch
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
-__all__ = ["CalibrationRange", "row_ids", "seen_ids", "token_statistics", "unseen_share"]
+__all__ = [
+    "CalibrationRange",
+    "calibration_of",
+    "row_ids",
+    "seen_ids",
+    "token_statistics",
+    "unseen_share",
+]
 
 INPUT = "input_ids"
 
@@ -44,19 +52,18 @@ class CalibrationRange:
     most_unseen: float = MOST_UNSEEN
 
     @classmethod
-    def read(cls, lineage: Sequence[Any]) -> CalibrationRange | None:
+    def read(cls, lineage: Sequence[Rewrite]) -> CalibrationRange | None:
         """The range in the last calibration of a lineage; None if it is missing or damaged."""
-        records = (entry.get("calibration") for entry in lineage if isinstance(entry, dict))
-        last = next((one for one in reversed([*records]) if isinstance(one, dict)), None)
-        if last is None:
+        records = [entry.calibration for entry in lineage if entry.calibration is not None]
+        if not records or not records[-1].lengths:
             return None
+        tokens = records[-1].token_ids
         try:
-            tokens = last.get("token_ids")
             seen = None if tokens is None else np.append(seen_ids(tokens), False)
-            share = 0.0 if tokens is None else float(tokens["unseen_share"])
-            return cls(int(last["lengths"][-1]), seen, max(MOST_UNSEEN, 2 * share))
-        except (KeyError, IndexError, TypeError, ValueError, zlib.error):
+        except (ValueError, zlib.error):
             return None
+        share = 0.0 if tokens is None else tokens.unseen_share
+        return cls(records[-1].lengths[-1], seen, max(MOST_UNSEEN, 2 * share))
 
     def reasons(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> tuple[str, ...]:
         """Why a row of token ids is outside: "length", "tokens", both or nothing.
@@ -80,14 +87,11 @@ def row_ids(batch: Mapping[str, np.ndarray]) -> Iterable[Int[np.ndarray, " T"]]:
     return (row[real] for row, real in zip(ids, token_mask(batch, ids.shape), strict=True))
 
 
-def token_statistics(data: Dataset) -> dict[str, Any] | None:
+def token_statistics(data: Dataset) -> TokenIds | None:
     """Statistics of the token ids of a dataset, for the record of an artifact.
 
     Returns:
-        None if the model has no integer input ``input_ids`` (B, S). Otherwise "distinct", the
-        number of distinct ids in the rows to fit; "unseen_share", the share of the tokens of the
-        held-out rows whose id is not among them; and "seen", these ids: bit i % 8 of byte i // 8 is
-        1 for each id i. The bytes are compressed (zlib) and written in base64, about 5 kB for a
+        None if the model has no integer input ``input_ids`` (B, S). The ids take about 5 kB for a
         vocabulary of 30,000.
     """
     fitted, held_out = (_token_ids(part) for part in (data.fit, [*data.choose, *data.held_out]))
@@ -96,21 +100,27 @@ def token_statistics(data: Dataset) -> dict[str, Any] | None:
     seen = np.zeros(fitted.max(initial=-1) + 1, bool)
     seen[fitted] = True
     packed = np.packbits(seen, bitorder="little").tobytes()
-    return {
-        "distinct": int(seen.sum()),
-        "unseen_share": unseen_share(held_out, seen),
-        "seen": base64.b64encode(zlib.compress(packed, 9)).decode("ascii"),
-    }
+    return TokenIds(
+        distinct=int(seen.sum()),
+        unseen_share=unseen_share(held_out, seen),
+        seen=base64.b64encode(zlib.compress(packed, 9)).decode("ascii"),
+    )
 
 
-def seen_ids(statistics: dict[str, Any]) -> Bool[np.ndarray, " V"]:
+def calibration_of(data: Dataset) -> Calibration:
+    """What a record says of the data that a model was calibrated on."""
+    tokens = token_statistics(data)
+    return data.source if tokens is None else data.source.model_copy(update={"token_ids": tokens})
+
+
+def seen_ids(statistics: TokenIds) -> Bool[np.ndarray, " V"]:
     """Whether each id up to the largest one occurs in the rows to fit, from their statistics.
 
     Raises:
         ValueError, zlib.error: They are damaged, or name ids above ``MOST_IDS``.
     """
     unpacker = zlib.decompressobj()
-    packed = unpacker.decompress(base64.b64decode(statistics["seen"]), MOST_IDS // 8)
+    packed = unpacker.decompress(base64.b64decode(statistics.seen), MOST_IDS // 8)
     if not unpacker.eof:
         raise ValueError("the ids are truncated, or more than any vocabulary has")
     return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").astype(bool)

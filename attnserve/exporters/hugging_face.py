@@ -38,7 +38,7 @@ from attnserve.models.artifact import COMPANIONS
 from attnserve.models.folder_settings import Embedding, FolderSettings, read_settings
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.outputs import check_output, staged
-from attnserve.models.record import write_record
+from attnserve.models.record import Record, write_record
 from attnserve.models.tokenizer import UNBOUNDED, lower_case
 from attnserve.paths import StrPath
 from attnserve.runtime.session import open_session
@@ -112,7 +112,7 @@ class ExportReport:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        embedding = self.embedding.record()
+        embedding = self.embedding.stated()
         fields = {key: value for key, value in asdict(self).items() if key != "embedding"}
         return {**fields, **embedding, "path": str(self.path)}
 
@@ -261,7 +261,7 @@ def export(
             relative_error=relative,
             seconds=time.perf_counter() - started,
         )
-        write_record(stage, {**settings.text_record(), **_record(report, model)})
+        write_record(stage, _record(report, settings, model))
     return report
 
 
@@ -625,15 +625,16 @@ def _max_length(settings: FolderSettings, tokenizer: Any, limit: int | None) -> 
     return min((n for n in (known, limit) if n), default=None)
 
 
-def _record(report: ExportReport, source: str) -> dict[str, Any]:
+def _record(report: ExportReport, settings: FolderSettings, source: str) -> Record:
     fields = asdict(report)
     kept = ("max_length", "task", "exporter", "opset", "attention", "max_abs_error")
     scores = {key: fields[key] for key in ("activation", "template") if fields[key] is not None}
     packages = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
-    return {
-        **report.embedding.record(),
+    return Record.model_validate({
+        **settings.stated_of_text(),
+        **report.embedding.stated(),
         **scores,
         **{key: fields[key] for key in kept},
         "source": source,
         "versions": package_versions(packages),
-    }
+    })  # fmt: skip

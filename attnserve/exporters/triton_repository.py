@@ -353,13 +353,14 @@ def _copy_model(artifact: Artifact, folder: Path) -> None:
         (folder / relative).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(artifact.folder / relative, folder / relative)
     copy_companions(artifact, folder)
-    if artifact.record:
-        record = dict(artifact.record)
-        if isinstance(files := record.get("files"), dict):
-            record["files"] = {
+    record = artifact.record
+    if record.stated:
+        if record.files:
+            files = {
                 "model.onnx" if name == artifact.model.name else name: checksum
-                for name, checksum in files.items()
+                for name, checksum in record.files.items()
             }
+            record = record.model_copy(update={"files": files})
         write_record(folder, record)
 
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, cast
@@ -20,7 +20,8 @@ from typing import Any, cast
 from attnserve.choices import Activation, Padding, Pooling, Side, Similarity
 from attnserve.models.folder_settings import parse_settings, read_settings
 from attnserve.models.json_files import read_json
-from attnserve.models.record import RECORD, check_fields, described_model, parse_record, read_record
+from attnserve.models.lineage import Rewrite
+from attnserve.models.record import RECORD, Record, parse_record, read_record
 from attnserve.models.settings_files import ModelConfig
 from attnserve.paths import StrPath, belongs_to
 from graph_passes.errors import InvalidModel
@@ -47,6 +48,8 @@ COMPANIONS = (
     "chat_template.jinja",
 )
 
+EMPTY = Record()
+
 HUB_FOLDER = "onnx"
 """The folder of ONNX files in a model of the Hugging Face hub."""
 
@@ -57,17 +60,13 @@ class Artifact:
 
     Attributes:
         model: The .onnx file.
-        record: The parsed attnserve.json; empty if there is none. Keys: ``source``, ``max_length``
-            (tokens) and those of an embedding (``pooling``, ``normalize``, ``dimensions``,
-            ``prompts``, ``default_prompt``, ``similarity``) and of scores (``activation``,
-            ``template``) from ``export``; ``lineage`` (one entry per rewrite, oldest first) from
-            ``optimize``.
+        record: The content of attnserve.json; empty if there is none.
         shared: A folder with companion files for all versions or files of a model, used for files
             that are not in the model's folder.
     """
 
     model: Path
-    record: dict[str, Any] = field(default_factory=dict[str, Any])
+    record: Record = EMPTY
     shared: Path | None = None
 
     @property
@@ -99,57 +98,57 @@ class Artifact:
 
     @property
     def pooling(self) -> Pooling:
-        return self.record.get("pooling") or "mean"
+        return self.record.pooling or "mean"
 
     @property
     def normalize(self) -> bool:
         """Whether pooled vectors are normalized to length one."""
-        return bool(self.record.get("normalize", False))
+        return bool(self.record.normalize)
 
     @property
     def dimensions(self) -> int | None:
         """The number of dimensions that pooled vectors keep; None for all."""
-        return self.record.get("dimensions")
+        return self.record.dimensions
 
     @property
     def output(self) -> str | None:
         """The output that embeddings and scores are made of; None for the default one."""
-        return self.record.get("output")
+        return self.record.output
 
     @property
     def prompts(self) -> dict[str, str]:
         """Texts before an input, by name, for example "query"."""
-        return self.record.get("prompts") or {}
+        return self.record.prompts or {}
 
     @property
     def similarity(self) -> Similarity:
         """The similarity of two vectors that the model was trained for."""
-        return self.record.get("similarity") or "cosine"
+        return self.record.similarity or "cosine"
 
     @property
     def padding(self) -> Padding:
         """The side of padding; "left" is for graphs that pool the last position themselves."""
-        return self.record.get("padding") or "right"
+        return self.record.padding or "right"
 
     @property
     def lower_case(self) -> bool:
         """Whether texts are written in lower case before the tokenizer normalizes them."""
-        return bool(self.record.get("lower_case", False))
+        return bool(self.record.lower_case)
 
     @property
     def truncation_side(self) -> Side | None:
         """The side at which long texts lose tokens; None for that of the tokenizer's files."""
-        return self.record.get("truncation_side")
+        return self.record.truncation_side
 
     @property
     def activation(self) -> Activation | None:
         """What turns logits into scores; None for softmax, or sigmoid of a single logit."""
-        return self.record.get("activation")
+        return self.record.activation
 
     @property
     def template(self) -> str | None:
         """The text of a pair, with {query} and {document}; None if the tokenizer joins pairs."""
-        return self.record.get("template")
+        return self.record.template
 
     @property
     def first_position(self) -> int:
@@ -160,7 +159,7 @@ class Artifact:
         Raises:
             InvalidModel: config.json is not valid.
         """
-        stated = self.record.get("first_position")
+        stated = self.record.first_position
         return self.settings.first_position if stated is None else stated
 
     @cached_property
@@ -187,17 +186,17 @@ class Artifact:
     def prompt(self, *names: str) -> str:
         """The prompt with the first of these names that exists, else the default prompt."""
         found = (self.prompts[name] for name in names if name in self.prompts)
-        return next(found, self.prompts.get(self.record.get("default_prompt") or "", ""))
+        return next(found, self.prompts.get(self.record.default_prompt or "", ""))
 
     @property
     def max_length(self) -> int | None:
         """Maximum number of tokens of a text, with special tokens; None if unknown."""
-        return self.record.get("max_length")
+        return self.record.max_length
 
     @property
-    def lineage(self) -> list[dict[str, Any]]:
-        """The rewrites of the model, oldest first; without entries that are no objects."""
-        return [entry for entry in self.record.get("lineage", ()) if isinstance(entry, dict)]
+    def lineage(self) -> tuple[Rewrite, ...]:
+        """The rewrites of the model, oldest first."""
+        return self.record.lineage
 
     @property
     def source(self) -> str | None:
@@ -205,8 +204,8 @@ class Artifact:
 
         None if the record does not name it.
         """
-        source = self.record.get("source")
-        if not isinstance(source, str):
+        source = self.record.source
+        if source is None:
             return None
         path = PurePath(source)
         return "/".join(path.parts[-2:]) if path.is_absolute() else source
@@ -216,10 +215,10 @@ class Artifact:
         """The size before the first rewrite and after the last; None without a rewrite."""
         if not self.lineage:
             return None
-        first, last = self.lineage[0], self.lineage[-1]
+        first, last = self.lineage[0].to_json(), self.lineage[-1].to_json()
         kept = ("after", "fidelity", "batch", "sequence", "break_even_sequence")
         return {
-            "rewrites": [entry.get("rewrite") for entry in self.lineage],
+            "rewrites": [entry.rewrite for entry in self.lineage],
             "before": first.get("before"),
             **{key: last.get(key) for key in kept},
         }
@@ -227,7 +226,7 @@ class Artifact:
     @cached_property
     def plan_id(self) -> str | None:
         """A checksum of the plan that was applied last; None if there was none."""
-        plan = self.lineage[-1].get("plan") if self.lineage else None
+        plan = self.lineage[-1].plan if self.lineage else None
         if plan is None:
             return None
         return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:12]
@@ -239,7 +238,7 @@ class Artifact:
         Raises:
             InvalidModel: They are not names by number, or config.json is not valid.
         """
-        labels: Any = self.record.get("id2label")
+        labels: Any = self.record.id2label
         if labels is None:
             labels = self.settings.labels
         if isinstance(labels, list):
@@ -271,15 +270,12 @@ def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
     if shared is None and model.parent.name == HUB_FOLDER and _has_configuration(above):
         shared = above
     record = read_record(model)
-    if not record and shared is not None and (shared / RECORD).is_file():
+    if not record.stated and shared is not None and (shared / RECORD).is_file():
         found = parse_record(shared / RECORD)
-        if described_model(found, shared) is None:  # else it is that of a model beside it
-            record = {key: value for key, value in found.items() if key not in ("files", "others")}
-    if "pooling" not in record:
-        settings = read_settings(model.parent, *([] if shared is None else [shared]))
-        stated = settings.record()
-        check_fields(settings.folder / "modules.json", stated, "download the model again")
-        record = stated | record
+        if found.describes(shared) is None:  # else it is that of a model beside it
+            record = found.without("files", "others")
+    if "pooling" not in record.stated:
+        record = record.over(read_settings(model.parent, *filter(None, [shared])).record())
     return Artifact(model, record, shared)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 
 from attnserve.models.artifact import Artifact
+from attnserve.models.lineage import Rewrite, Source
 from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.record import RECORD
 from graph_passes.errors import InvalidModel
@@ -26,9 +26,9 @@ def check_files(artifact: Artifact) -> None:
         InvalidModel: A file is missing, or its checksum differs.
     """
     record = artifact.model.with_name(RECORD)
-    for name, expected in artifact.record.get("files", {}).items():
+    for name, expected in artifact.record.files.items():
         path = artifact.folder / name
-        if Path(name).name != name or not isinstance(expected, str):
+        if Path(name).name != name:
             raise InvalidModel(
                 f"{record}: 'files' contains {name!r}: expected a file name and its sha256",
                 "copy the artifact again",
@@ -75,35 +75,33 @@ def fingerprint(artifact: Artifact) -> str:
     return digest.hexdigest()
 
 
-def source_entry(artifact: Artifact, model: ir.Model) -> dict[str, Any]:
+def source_entry(artifact: Artifact, model: ir.Model) -> Source:
     """How a record names the model that was rewritten: its file, and checksums of both.
 
     Args:
         model: The loaded model of the artifact. Loading it here would take its memory twice.
     """
-    return {
-        "file": artifact.model.name,
-        "sha256": sha256(artifact.model),
-        "weights": _weights_sha256(model),
-    }
+    return Source(
+        file=artifact.model.name, sha256=sha256(artifact.model), weights=_weights_sha256(model)
+    )
 
 
-def last_rewrite_of(original: Artifact, lineage: Sequence[Mapping[str, Any]]) -> int | None:
+def last_rewrite_of(original: Artifact, lineage: Sequence[Rewrite]) -> int | None:
     """The place of the last rewrite that names this model as its source.
 
     0 if no rewrite names any; None if all name others. A model may be stored in another way since,
     for example with external data: its weights tell. Records of earlier versions name the file.
     """
-    sources = [source if isinstance(source := one.get("source"), dict) else {} for one in lineage]
-    if not any(source.get("sha256") for source in sources):
+    sources = [one.source for one in lineage]
+    if not any(source.sha256 for source in sources):
         return 0
     checksum = sha256(original.model)
     weights = functools.cache(lambda: _weights_sha256(load_model(original, in_place=True)))
 
-    def is_same(source: Mapping[str, Any]) -> bool:
-        if "weights" in source:
-            return source["weights"] == weights()
-        return source.get("sha256") == checksum
+    def is_same(source: Source) -> bool:
+        if source.weights is not None:
+            return source.weights == weights()
+        return source.sha256 == checksum
 
     places = [place for place, source in enumerate(sources) if is_same(source)]
     return places[-1] if places else None

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from attnserve.choices import Activation, Pooling, Similarity
 from attnserve.models.json_files import read_json
+from attnserve.models.record import Record
 from attnserve.models.settings_files import (
     MODULES,
     TRANSFORMER_FILES,
@@ -94,8 +95,8 @@ class Embedding:
     similarity: Similarity = "cosine"
     head: tuple[Module, ...] = ()
 
-    def record(self) -> dict[str, Any]:
-        """The keys of attnserve.json; those without a value are left out."""
+    def stated(self) -> dict[str, Any]:
+        """The fields of a record; those without a value are left out."""
         default = Embedding()
         names = ("dimensions", "prompts", "default_prompt", "similarity")
         stated = {key: getattr(self, key) for key in names}
@@ -210,23 +211,28 @@ class FolderSettings:
             )
         return problem if name == "Identity" and classes > 1 else SCORES[name]
 
-    def record(self) -> dict[str, Any]:
-        """The keys of attnserve.json that an ONNX file in this folder needs; empty without any.
+    def record(self) -> Record:
+        """The record that an ONNX file in this folder needs; empty without any setting.
 
         What the graph has to compute is its output sentence_embedding, which Optimum writes.
 
         Raises:
             InvalidModel: A setting is not supported.
         """
+        path = self.folder / "modules.json"
+        return Record.parse(self._stated(), path, "download the model again")
+
+    def _stated(self) -> dict[str, Any]:
+        """The fields of ``record``."""
         length = self.transformer.max_length
-        stated = self.text_record() | ({} if length is None else {"max_length": length})
+        stated = self.stated_of_text() | ({} if length is None else {"max_length": length})
         kinds = {one.kind for one in self.modules} - {"Dropout"}
         if kinds == {"LogitScore"}:
             return stated
         embedding = self.embedding
         if kinds:
             output = {"output": "sentence_embedding"} if embedding.head else {}
-            return {**embedding.record(), **output, **stated}
+            return {**embedding.stated(), **output, **stated}
         if embedding.pooling != "mean":
             stated["pooling"] = embedding.pooling
         activation = self.activation(self.model.classes)
@@ -236,8 +242,8 @@ class FolderSettings:
         }  # fmt: skip
         return stated | {key: value for key, value in scores.items() if value}
 
-    def text_record(self) -> dict[str, Any]:
-        """The keys of attnserve.json about the text itself."""
+    def stated_of_text(self) -> dict[str, Any]:
+        """The fields of a record about the text itself."""
         side = self.transformer.tokenizer_args.truncation_side
         lower = {"lower_case": True} if self.transformer.do_lower_case else {}
         return lower | ({"truncation_side": side} if side else {})

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from graph_passes.errors import InvalidModel
 
-__all__ = ["read_json"]
+__all__ = ["first_problem", "read_json"]
 
 
 def read_json(path: Path) -> Any:
@@ -23,3 +26,12 @@ def read_json(path: Path) -> Any:
         raise InvalidModel(
             f"{path}: not valid JSON: {error}", "copy or remove the file", code="artifact.json"
         ) from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first error of a validation: place, value, and the expected value."""
+    first = error.errors(include_url=False)[0]
+    # Members of a union are named by their types, for example "list[any]".
+    parts = [str(part) for part in first["loc"] if not str(part).endswith("]")]
+    place = ".".join(parts)[:100] or "content"
+    return f"{place} is {reprlib.repr(first['input'])}: {first['msg']}"

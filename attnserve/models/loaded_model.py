@@ -388,7 +388,7 @@ class Model:
         Raises:
             InvalidModel: It has BERT's pooler_output instead.
         """
-        stated = self.artifact.record.get("pooling")
+        stated = self.artifact.record.pooling
         if stated not in (None, "none") and self.text_output("embed") == "pooler_output":
             raise InvalidModel(
                 f"{self.artifact.model}: `pooling` is {stated}, but the graph has no hidden states:"

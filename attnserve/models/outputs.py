@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import sleep, time
-from typing import Any, Literal
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -20,10 +20,10 @@ from attnserve.models.artifact import (
     copy_companions,
 )
 from attnserve.models.checksums import sha256
+from attnserve.models.lineage import Rewrite
 from attnserve.models.onnx_files import data_file, save_model
 from attnserve.models.record import (
     RECORD,
-    described_model,
     merged_record,
     parse_record,
     write_record,
@@ -78,9 +78,7 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
     record = target.with_name(RECORD)
     # A folder with model.onnx and a record is one artifact; a second model must not be added.
     is_artifact = artifact.model.name == "model.onnx" and _same(target.parent, artifact.folder)
-    if record.exists() and (
-        is_artifact or described_model(parse_record(record), target.parent) is None
-    ):
+    if record.exists() and (is_artifact or parse_record(record).describes(target.parent) is None):
         check_output(record, force=force)
     return target
 
@@ -230,7 +228,7 @@ def _flush(path: Path) -> None:
 
 
 def write_rewritten(
-    target: Path, model: ir.Model, source: Artifact, entry: dict[str, Any], *, external: bool
+    target: Path, model: ir.Model, source: Artifact, entry: Rewrite, *, external: bool
 ) -> None:
     """Write a model that was made from ``source``, its record and companion files, atomically.
 
@@ -240,12 +238,9 @@ def write_rewritten(
     """
 
     def finish(stage: Path) -> None:
-        record = {
-            **source.record,
-            "format": 1,
-            "files": {p.name: sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"},
-            "lineage": [*source.lineage, entry],
-        }
+        files = {p.name: sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"}
+        changed = {"format": 1, "files": files, "lineage": (*source.lineage, entry)}
+        record = source.record.model_copy(update=changed)
         write_record(stage, merged_record(target, record))
 
     with staged(target.parent, finish) as stage:

@@ -3,159 +3,163 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Self, cast
 
+from pydantic import AfterValidator, Field, StrictBool, StrictStr, ValidationError
+
+from attnserve.choices import Activation, Padding, Pooling, Side, Similarity
+from attnserve.models.json_files import first_problem
+from attnserve.models.lineage import Recorded, Rewrite
 from graph_passes.errors import InvalidModel
 
-__all__ = [
-    "RECORD",
-    "check_fields",
-    "described_model",
-    "merged_record",
-    "parse_record",
-    "read_record",
-    "write_record",
-]
+__all__ = ["RECORD", "Record", "merged_record", "parse_record", "read_record", "write_record"]
 
 RECORD = "attnserve.json"
 """The file name of the record."""
 
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lineage": (lambda value: isinstance(value, list), "a JSON list"),
-    "files": (lambda value: isinstance(value, dict), "a JSON object"),
-    "pooling": (
-        lambda value: value in (None, "mean", "cls", "last", "none"), "mean, cls, last or none",
-    ),
-    "padding": (lambda value: value in (None, "right", "left"), "right or left"),
-    "similarity": (lambda value: value in (None, "cosine", "dot"), "cosine or dot"),
-    "lower_case": (lambda value: isinstance(value, bool | None), "true or false"),
-    "truncation_side": (lambda value: value in (None, "right", "left"), "right or left"),
-    "normalize": (lambda value: isinstance(value, bool | None), "true or false"),
-    "max_length": (lambda value: _is_count(value), "a number of tokens above 0"),
-    "dimensions": (lambda value: _is_count(value), "a number of dimensions above 0"),
-    "output": (lambda value: isinstance(value, str | None), "the name of an output"),
-    "prompts": (lambda value: _is_texts(value), "a JSON object of texts"),
-    "default_prompt": (lambda value: isinstance(value, str | None), "a name of prompts"),
-    "activation": (
-        lambda value: value in (None, "sigmoid", "softmax", "identity"),
-        "sigmoid, softmax or identity",
-    ),
-    "template": (
-        lambda value: value is None or _is_template(value),
-        "a text with {query} and {document}, once each",
-    ),
-    "first_position": (
-        lambda value: value is None or (type(value) is int and value >= 0), "a position from 0",
-    ),
-    "id2label": (lambda value: isinstance(value, dict | list | None), "a JSON object or list"),
-}  # fmt: skip
-"""Fields of the record: what is valid, in code and in words."""
+RESTORE = "restore or remove the file"
 
 
-def merged_record(target: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _require_places(template: str) -> str:
+    if not template.count("{query}") == template.count("{document}") == 1:
+        raise ValueError("expected {query} and {document}, once each")
+    return template
+
+
+Count = Annotated[int, Field(strict=True, gt=0)]
+Place = Annotated[int, Field(strict=True, ge=0)]
+Template = Annotated[StrictStr, AfterValidator(_require_places)]
+
+
+class Record(Recorded):
+    """The content of attnserve.json about one model.
+
+    Fields that are not given have the values of the folder's other files, or the defaults of
+    ``Artifact``.
+
+    Attributes:
+        source, task: What was exported, and for what.
+        max_length: Maximum number of tokens of a text.
+        pooling, normalize, dimensions, prompts, default_prompt, similarity: Of embeddings.
+        output: The output that embeddings and scores are made of.
+        activation, template, id2label: Of scores.
+        padding, lower_case, truncation_side, first_position: Of texts.
+        files: Checksums of the model's files, by name; exports have none.
+        lineage: The rewrites of the model, oldest first.
+        others: Records of other models in the folder, by file name.
+    """
+
+    pooling: Pooling | None = None
+    normalize: StrictBool | None = None
+    dimensions: Count | None = None
+    prompts: dict[str, StrictStr] | None = None
+    default_prompt: StrictStr | None = None
+    similarity: Similarity | None = None
+    output: StrictStr | None = None
+    padding: Padding | None = None
+    lower_case: StrictBool | None = None
+    truncation_side: Side | None = None
+    activation: Activation | None = None
+    template: Template | None = None
+    max_length: Count | None = None
+    first_position: Place | None = None
+    id2label: dict[str, Any] | list[Any] | None = None
+    task: StrictStr | None = None
+    source: StrictStr | None = None
+    format: int = 1
+    files: Mapping[str, StrictStr] = {}
+    lineage: tuple[Rewrite, ...] = ()
+    others: Mapping[str, Record] = {}
+
+    @classmethod
+    def parse(cls, content: Any, path: Path, fix: str = RESTORE) -> Self:
+        """The record with this JSON content.
+
+        Args:
+            path: The file that it comes from, for messages.
+
+        Raises:
+            InvalidModel: A value is invalid, or cannot be written as JSON: it holds lone
+                surrogates, or is a number of over 64 bits.
+        """
+        # orjson writes the parts of the record that the service answers with. Not at the top of the
+        # module: Ctrl-C during this import ends Python with a segmentation fault.
+        import orjson
+
+        try:
+            orjson.dumps(content)
+            return cls.model_validate(content)
+        except (TypeError, ValidationError) as error:
+            is_invalid = isinstance(error, ValidationError)
+            what = first_problem(error) if is_invalid else str(error)
+            raise InvalidModel(f"{path}: {what}", fix, code="artifact.record") from error
+
+    def over(self, base: Self) -> Self:
+        """``base`` with the fields that are given here."""
+        return base.model_copy(update=self.stated)
+
+    def describes(self, folder: Path) -> str | None:
+        """The existing model in ``folder`` that this is the record of, if any."""
+        files = self.files if "files" in self.model_fields_set else {"model.onnx": ""}
+        return next(
+            (name for name in files if name.endswith(".onnx") and (folder / name).is_file()), None
+        )
+
+    def without(self, *fields: str) -> Self:
+        """The record without some fields."""
+        kept = {name: value for name, value in self.stated.items() if name not in fields}
+        return type(self)().model_copy(update=kept)
+
+
+def merged_record(target: Path, record: Record) -> Record:
     """Add the records of other models in the folder of ``target`` under "others", by file name."""
     path = target.with_name(RECORD)
     if not path.is_file():
         return record
     earlier = parse_record(path)
-    others: dict[str, Any] = earlier.pop("others", {})
-    name = described_model(earlier, path.parent)
+    others = dict(earlier.others)
+    name = earlier.describes(path.parent)
     if name is not None:
-        others[name] = earlier
+        others[name] = earlier.without("others")
     others.pop(target.name, None)
-    return {**record, "others": others} if others else record
+    return record.model_copy(update={"others": others}) if others else record
 
 
-def write_record(folder: Path, record: dict[str, Any]) -> None:
+def write_record(folder: Path, record: Record) -> None:
     """Write attnserve.json as indented JSON."""
-    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(record.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
 
 
-def read_record(model: Path) -> dict[str, Any]:
+def read_record(model: Path) -> Record:
     """The record of one model; empty if attnserve.json describes only other models."""
     path = model.with_name(RECORD)
     if not path.is_file():
-        return {}
+        return Record()
     record = parse_record(path)
-    others: dict[str, Any] = record.pop("others", {})
-    if model.name in others:
-        return others[model.name]
-    return record if described_model(record, path.parent) in (model.name, None) else {}
+    if model.name in record.others:
+        return record.others[model.name]
+    is_its_own = record.describes(path.parent) in (model.name, None)
+    return record.without("others") if is_its_own else Record()
 
 
-def described_model(record: dict[str, Any], folder: Path) -> str | None:
-    """The existing model in ``folder`` that the top level of the record describes, if any."""
-    files = record.get("files", {"model.onnx": ""})  # exports have no "files"
-    return next(
-        (name for name in files if name.endswith(".onnx") and (folder / name).is_file()), None
-    )
-
-
-def parse_record(path: Path) -> dict[str, Any]:
+def parse_record(path: Path) -> Record:
     """The content of a file attnserve.json, with the records of other models under "others".
 
     Raises:
         InvalidModel: It cannot be read, or a value is invalid.
     """
-    # orjson reads only what it can write: the service answers with parts of the record. Not at the
-    # top of the module: Ctrl-C during this import ends Python with a segmentation fault.
     import orjson
 
-    fix = "restore or remove the file"
     try:
-        parsed: Any = orjson.loads(path.read_bytes())
+        content: Any = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         place = error.strerror if isinstance(error, OSError) else f"line {error.lineno}"
         raise InvalidModel(
-            f"{path}: not valid JSON: {place}", fix, code="artifact.record"
+            f"{path}: not valid JSON: {place}", RESTORE, code="artifact.record"
         ) from error
-    if not isinstance(parsed, dict):
-        raise InvalidModel(f"{path}: expected a JSON object", fix, code="artifact.record")
-    record = cast(dict[str, Any], parsed)
-    others: Any = record.get("others", {})
-    if not isinstance(others, dict) or not all(isinstance(one, dict) for one in others.values()):
-        raise InvalidModel(
-            f"{path}: 'others': expected a JSON object of objects", fix, code="artifact.record"
-        )
-    for entry in (record, *cast(dict[str, dict[str, Any]], others).values()):
-        check_fields(path, entry, fix)
-    return record
-
-
-def check_fields(path: Path, entry: Mapping[str, Any], fix: str) -> None:
-    """Check the values of a record, and that it can be written as JSON.
-
-    Raises:
-        InvalidModel: A value is invalid, holds lone surrogates, or is a number of over 64 bits.
-    """
-    import orjson
-
-    for key, (is_valid, expected) in FIELDS.items():
-        if key in entry and not is_valid(entry[key]):
-            raise InvalidModel(
-                f"{path}: {key!r} is {str(entry[key])[:80]!r}: expected {expected}",
-                fix,
-                code="artifact.record",
-            )
-    try:
-        orjson.dumps(entry)
-    except TypeError as error:
-        raise InvalidModel(f"{path}: {error}", fix, code="artifact.record") from error
-
-
-def _is_count(value: Any) -> bool:
-    return value is None or (type(value) is int and value > 0)
-
-
-def _is_texts(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and all(isinstance(text, str) for text in cast(dict[str, Any], value).values())
-    )
-
-
-def _is_template(value: Any) -> bool:
-    return isinstance(value, str) and value.count("{query}") == value.count("{document}") == 1
+    if not isinstance(content, dict):
+        raise InvalidModel(f"{path}: expected a JSON object", RESTORE, code="artifact.record")
+    return Record.parse(cast(Mapping[str, Any], content), path)

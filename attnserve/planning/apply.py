@@ -14,6 +14,7 @@ from attnserve.checks.compare import empty_axes, random_batches, shaped_for
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.fusion import DEFECT
+from attnserve.models.lineage import Step
 from attnserve.models.opset import raise_opset
 from attnserve.planning.plan import Plan, targets_of
 from graph_passes.analysis.cost import count_macs, infer_at, macs_at
@@ -31,38 +32,7 @@ from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.skip_attention import skipped
 
-__all__ = ["ApplyReport", "Step", "apply_plan"]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One rewrite of one block.
-
-    Attributes:
-        rewrite: The name of the pass.
-        relative_error: Of collaborative factors, in the metric that was minimized. Of other lossy
-            rewrites, the distance of the block's output to the original's over its variation there,
-            on calibration data (random inputs without); None if it cannot be observed.
-        macs_after: MACs of the whole model.
-        fitted_error: The distance after the output projection was refitted, all rewrites of the
-            block included; None if it was not refitted.
-        rank: R of collaborative heads.
-        heads: The number of heads that compute their own probabilities.
-        neurons: The number of neurons that a feed-forward has left.
-        head_size: The mean number of dimensions that a head reads in sparse mixing.
-        cache_width: Numbers of a token in the cached keys, over all heads.
-    """
-
-    rewrite: str
-    block: str
-    relative_error: float | None = None
-    macs_after: int | None = None
-    fitted_error: float | None = None
-    rank: int | None = None
-    heads: int | None = None
-    neurons: int | None = None
-    head_size: int | None = None
-    cache_width: int | None = None
+__all__ = ["ApplyReport", "apply_plan"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -19,10 +19,11 @@ import onnx_ir as ir
 from attnserve.checks.compare import compare
 from attnserve.choices import Precision
 from attnserve.data.datasets import Dataset
+from attnserve.models.lineage import FormRecord, MixingRecord
 from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_sharing import SharingForm
-from attnserve.planning.served_speed import ServedTimer
+from attnserve.planning.served_speed import ServedTimer, ratio_of
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analysis.cost import count_macs
 from graph_passes.context import GraphContext
@@ -80,9 +81,10 @@ class FormReport:
         """Whether it is nowhere slower than the fused original, outside the interval."""
         return self.slowest.high >= NO_SLOWER
 
-    def to_json(self) -> dict[str, Any]:
-        speeds = {"speedup": self.speedup.to_json(), "slowest": self.slowest.to_json()}
-        return {**asdict(self), **speeds}
+    @property
+    def record(self) -> FormRecord:
+        speedup, slowest = ratio_of(self.speedup), ratio_of(self.slowest)
+        return FormRecord(self.form, self.error, speedup, slowest)
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,9 @@ class MixingChoice:
     forms: tuple[FormReport, ...]
     why: str
 
-    def to_json(self) -> dict[str, Any]:
-        forms = [form.to_json() for form in self.forms]
-        return {"chosen": self.chosen, "why": self.why, "forms": forms}
+    @property
+    def record(self) -> MixingRecord:
+        return MixingRecord(self.chosen, self.why, tuple(form.record for form in self.forms))
 
 
 @dataclass(frozen=True, eq=False)

@@ -393,7 +393,7 @@ def _content(artifact: Artifact) -> str:
         path = artifact.companion(name)
         digest.update(f" {name} {path and sha256(path)}".encode())
     # Other files state it too, for example those of sentence-transformers.
-    digest.update(json.dumps(artifact.record, sort_keys=True).encode())
+    digest.update(json.dumps(artifact.record.to_json(), sort_keys=True).encode())
     return digest.hexdigest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,16 +32,17 @@ from attnserve.data.datasets import (
     load_inputs,
 )
 from attnserve.data.lengths import Lengths, check_lengths, length_bounds, middle_length
-from attnserve.data.token_statistics import token_statistics
+from attnserve.data.token_statistics import calibration_of
 from attnserve.fusion import fuse_for
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import source_entry
+from attnserve.models.lineage import ModelCost, Rewrite, Step
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.models.rows import counted_shape
 from attnserve.paths import StrPath, as_path, as_paths
-from attnserve.planning.apply import ApplyReport, Step, apply_plan
+from attnserve.planning.apply import ApplyReport, apply_plan
 from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
 from attnserve.planning.plan import Plan, targets_of
 from attnserve.planning.plan_file import (
@@ -64,7 +65,7 @@ from graph_passes.errors import CheckFailed, InvalidArgument
 from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.prune_neurons import PruneNeurons
 
-__all__ = ["ModelCost", "OptimizeReport", "optimize"]
+__all__ = ["OptimizeReport", "optimize"]
 
 DEFAULT_SEQUENCE = 128
 
@@ -79,15 +80,6 @@ NOT_COMPARED = (
 
 LOW_QUALITY = 0.9
 """A warning is given below this value of the measure, which a constant predictor cannot reach."""
-
-
-@dataclass(frozen=True)
-class ModelCost:
-    """Counts at the report's batch and sequence; MACs are None where they cannot be counted."""
-
-    parameters: int
-    macs: int | None
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -121,36 +113,42 @@ class OptimizeReport:
     mixing: MixingChoice | None = None
 
     def to_json(self) -> dict[str, Any]:
-        int8 = {"weight_bits": self.int8_weight_bits, "activations": self.int8_activations}
-        return {
-            "before": asdict(self.before),
-            "after": asdict(self.after),
-            "steps": [asdict(step) for step in self.steps],
-            "fidelity": {
-                "mean_cosine": self.fidelity.mean_cosine,
-                "min_cosine": self.fidelity.min_cosine,
-                "data": self.fidelity.data,
-            },
-            **self.fidelity.quality_json(),
-            "break_even_sequence": self.break_even_sequence,
-            "batch": self.batch,
-            "sequence": self.sequence,
-            "warnings": list(self.warnings),
-            "plan": self.plan.to_json(),
-            "served_speedup": self.speed and self.speed.served.value,
-            "speedups": self.speed and self.speed.to_json(),
-            **({} if self.mixing is None else {"mixing": self.mixing.to_json()}),
-            **{f"int8_{name}": value for name, value in int8.items() if value is not None},
-            **({} if self.found is None else self._search_json(self.found)),
-            **(
-                {"also_proved": [f.to_json() for f in self.also_proved]} if self.also_proved else {}
-            ),
-        }
+        return self.record.to_json("rewrite")
 
-    @staticmethod
-    def _search_json(found: PlanReport) -> dict[str, Any]:
-        summary = found.summary()
-        return {"search": summary, "choose": summary["choose"]}
+    @property
+    def record(self) -> Rewrite:
+        """The entry of the lineage; ``_write`` adds the inputs."""
+        found = self.found
+        kinds = [step.rewrite for step in self.steps]
+        if found is not None and found.recovered is not None and found.recovered.gain:
+            kinds.append("recover")
+        if self.plan.precision != "float32":
+            kinds.append(self.plan.precision)
+        entry = Rewrite(
+            rewrite="+".join(dict.fromkeys(kinds)) or "none",
+            before=self.before,
+            after=self.after,
+            steps=self.steps,
+            fidelity=self.fidelity.cosines,
+            break_even_sequence=self.break_even_sequence,
+            batch=self.batch,
+            sequence=self.sequence,
+            warnings=self.warnings,
+            plan=self.plan.to_json(),
+            served_speedup=self.speed and self.speed.served.value,
+            speedups=self.speed and self.speed.record,
+        )
+        optional = {
+            "mixing": self.mixing and self.mixing.record,
+            "int8_weight_bits": self.int8_weight_bits,
+            "int8_activations": self.int8_activations,
+            "search": found and found.summary,
+            "also_proved": tuple(fidelity.record for fidelity in self.also_proved),
+        }
+        told: dict[str, Any] = {name: value for name, value in optional.items() if value}
+        if found is not None:
+            told["choose"] = found.summary.choose
+        return entry.model_copy(update={**self.fidelity.measured.stated, **told})
 
 
 def optimize(
@@ -371,7 +369,7 @@ def optimize(
         fidelity = rewritten.found.fidelity  # the proof
     elif data is not None:
         meter = new_meter(data=data, split="prove")
-        fidelity = compared(data.held_out, f"held out of {data.source['file']}", meter=meter)
+        fidelity = compared(data.held_out, f"held out of {data.source.file}", meter=meter)
     else:
         batches = random_batches(original, seed, empty=empty_axes(original, converted))
         fidelity = compared(batches, "random inputs", meter=new_meter(split="random"))
@@ -617,10 +615,10 @@ def _data_warnings(
         return ["not calibrated: calibration data cuts the error several times"]
     warnings: list[str] = []
     usual = float(np.median(data.lengths)) if data.lengths else longest
-    if "joined_rows" in data.source:
+    if data.source.joined_rows:
         warnings.append(
             f"the calibration texts are much shorter than {longest} tokens: "
-            f"{data.source['joined_rows']} rows of several texts were added; texts of the length "
+            f"{data.source.joined_rows} rows of several texts were added; texts of the length "
             "to be served are better"
         )
     elif JOINED * usual <= longest:
@@ -630,9 +628,9 @@ def _data_warnings(
         )
     widths = [block.input_size for block in report.blocks if block.name in rewritten.plan.changed]
     widths += [sum(mask) for mask in rewritten.plan.targets(PruneNeurons).values()]
-    if widths and data.source["fit_tokens"] < max(widths):
+    if widths and data.source.fit_tokens < max(widths):
         warnings.append(
-            f"calibrated on {data.source['fit_tokens']} tokens, fewer than the "
+            f"calibrated on {data.source.fit_tokens} tokens, fewer than the "
             f"{max(widths)} features that a layer is fitted on: more text gives a better fit"
         )
     return warnings
@@ -679,12 +677,6 @@ def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
     return warnings
 
 
-def _calibration(data: Dataset) -> dict[str, Any]:
-    """What the artifact records of the data that it was calibrated on."""
-    tokens = token_statistics(data)
-    return {**data.source, **({} if tokens is None else {"token_ids": tokens})}
-
-
 def _write(
     artifact: Artifact,
     original: ir.Model,
@@ -694,17 +686,11 @@ def _write(
     external_data: bool,
     seed: int,
 ) -> None:
-    kinds = [step.rewrite for step in report.steps]
-    recovered = None if report.found is None else report.found.recovered
-    if recovered is not None and recovered.gain:
-        kinds.append("recover")
-    precision = [] if report.plan.precision == "float32" else [report.plan.precision]
-    entry = {
-        "rewrite": "+".join(dict.fromkeys([*kinds, *precision])) or "none",
+    inputs = {
         "source": source_entry(artifact, original),
-        "calibration": None if data is None else _calibration(data),
+        "calibration": None if data is None else calibration_of(data),
         "seed": seed,
-        **report.to_json(),
         "versions": versions(),
     }
+    entry = report.record.model_copy(update=inputs)
     write_rewritten(report.output, graph, artifact, entry, external=external_data)

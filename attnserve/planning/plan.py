@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
@@ -10,13 +9,11 @@ from typing import Any, Self, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from attnserve.choices import INTEGER, Precision
+from attnserve.models.json_files import first_problem
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.base import BlockPass, RewritePass, pass_named
 
-__all__ = ["FORMAT", "HOW_TO_PLAN", "ORDER", "Plan", "first_problem", "targets_of"]
-
-FORMAT = 2
-"""Of plan.json. Format 1 (attnserve 0.1) described rewrites by other names and is refused."""
+__all__ = ["HOW_TO_PLAN", "ORDER", "Plan", "targets_of"]
 
 HOW_TO_PLAN = "make a new plan with `attnserve plan`"
 
@@ -154,10 +151,3 @@ def targets_of(rewrite: RewritePass) -> Mapping[str, Any]:
     """The parameters of a pass by block; empty for a pass of the whole graph."""
     is_block_pass = isinstance(rewrite, BlockPass)
     return cast("BlockPass[Any, Any]", rewrite).targets if is_block_pass else {}
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first error of a validation: place, value, and the expected value."""
-    first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))[:100] or "content"
-    return f"{place} is {reprlib.repr(first['input'])}: {first['msg']}"

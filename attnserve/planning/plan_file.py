@@ -3,51 +3,105 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
 from attnserve.choices import SearchMeasure
-from attnserve.context import Provider, RunContext
+from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.data.lengths import Lengths
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
-from attnserve.planning.plan import HOW_TO_PLAN, Plan, first_problem
+from attnserve.models.json_files import first_problem
+from attnserve.models.lineage import Calibration, Search, Source, Speedups
+from attnserve.planning.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from graph_passes.errors import InvalidArgument, InvalidData
 
-__all__ = ["planned_lengths", "planned_quality", "read_plan"]
+__all__ = [
+    "FORMAT",
+    "Decision",
+    "PlanFile",
+    "Point",
+    "planned_lengths",
+    "planned_measure",
+    "planned_quality",
+    "read_plan",
+]
+
+FORMAT = 2
+"""Of plan.json. Format 1 (attnserve 0.1) described rewrites by other names and is refused."""
 
 
-class _Source(BaseModel):
-    """A file that the plan was made with."""
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one block, and why.
 
-    file: Any = None
-    sha256: Any = None
-    joined_to: Lengths | None = None
+    Attributes:
+        kept, count: The number of heads or neurons afterwards and before.
+        head_size: The truncated size of queries and keys, if they are truncated.
+        rank: The shared dimensions R, if heads share any.
+        source: The attention whose probabilities are reused, if any.
+        written: The implementation.
+        ms_before, ms_after: Of the block alone, as mean over the requested lengths.
+        predicted_loss: The loss at the model's output by this block alone: 1 - R^2 of embeddings
+            and features, a share of the KL divergence of logits.
+        in_float: Whether it stays float32 in an int8 or int4 model.
+    """
+
+    block: str
+    kind: str
+    kept: int
+    count: int
+    head_size: int | None
+    rank: int | None
+    source: str | None
+    written: str
+    ms_before: float
+    ms_after: float
+    predicted_loss: float
+    why: str
+    in_float: bool = False
 
 
-class _Settings(BaseModel):
-    """The settings of the search that refitting repeats, and what it had to keep."""
+@dataclass(frozen=True)
+class Point:
+    """A choice on the Pareto front, with measurements if it was built.
 
-    keep: float | None = None
-    measure: SearchMeasure = "auto"
-    seed: Annotated[int, Field(strict=True, ge=0)] = 0
-    provider: Provider = "cpu"
+    Attributes:
+        speedup: The predicted speed-up of the whole model at the requested lengths.
+        predicted_loss: The sum of the losses of its blocks (``Decision``).
+        measured_loss: The measured loss of the goal's measure.
+    """
+
+    speedup: float
+    predicted_loss: float
+    measured_loss: float | None = None
+    cosine: float | None = None
 
 
-class _PlanFile(BaseModel):
-    """The keys of plan.json that are read; a report of the search is beside them."""
+class PlanFile(Search):
+    """The content of plan.json: a plan, and the report of the search that made it.
 
-    format: Literal[2]  # plan.FORMAT
-    model: _Source = _Source()
-    calibration: _Source = _Source()
-    asked: _Settings = _Settings()
-    gain: bool = False
+    Attributes:
+        layers: What becomes of each block.
+        front: The choices on the Pareto front.
+        latency_ms: The latencies of every distinct block.
+    """
+
+    format: Literal[2]
+    model: Source = Source()
+    calibration: Calibration = Calibration()
+    speedups: Speedups | None = None
+    layers: tuple[Decision, ...] = ()
     plan: Any = None
+    front: tuple[Point, ...] = ()
+    latency_ms: tuple[Mapping[str, Any], ...] = ()
+    versions: Mapping[str, str] = {}
 
 
 def read_plan(
@@ -60,13 +114,13 @@ def read_plan(
         InvalidArgument: It was made for another model or other data.
     """
     file = _read(path)
-    expected = {"model": fingerprint(artifact), "calibration": data.source["sha256"]}
+    expected = {"model": fingerprint(artifact), "calibration": data.source.sha256}
     for what, digest in expected.items():
-        source: _Source = getattr(file, what)
+        source: Source | Calibration = getattr(file, what)
         if source.sha256 != digest:
             raise InvalidArgument(
                 f"{path}: it was made with another {what} ({source.file}, sha256 "
-                f"{str(source.sha256)[:12]}; this one is {str(digest)[:12]})",
+                f"{(source.sha256 or 'unknown')[:12]}; this one is {digest[:12]})",
                 "give the model, and the files and weights of `calib`, that it was made with, or "
                 "make a new plan",
                 code="plan.other_input",
@@ -118,9 +172,9 @@ def planned_lengths(path: Path) -> Lengths | None:
     return _read(path).calibration.joined_to
 
 
-def _read(path: Path) -> _PlanFile:
+def _read(path: Path) -> PlanFile:
     try:
-        return _PlanFile.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return PlanFile.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise InvalidData(f"{path}: no such file", "check the path", code="plan.file") from error
     except OSError as error:

@@ -24,6 +24,7 @@ from attnserve.data.datasets import Dataset
 from attnserve.data.lengths import Lengths, spread_lengths
 from attnserve.fusion import fuse_for
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.lineage import Ratio, Speedups
 from attnserve.models.onnx_files import save_model
 from attnserve.planning.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
@@ -33,7 +34,14 @@ from attnserve.runtime.part_latency import time_sessions
 from attnserve.runtime.session import Batch, open_session, run, weight_bytes
 from graph_passes.errors import AttnserveError
 
-__all__ = ["ServedSpeed", "ServedTimer", "example_feeds", "served_lengths", "time_models"]
+__all__ = [
+    "ServedSpeed",
+    "ServedTimer",
+    "example_feeds",
+    "ratio_of",
+    "served_lengths",
+    "time_models",
+]
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +81,16 @@ class ServedSpeed:
     by_shape: tuple[float, ...]
     setting: tuple[Provider, int]
 
-    def to_json(self) -> dict[str, Any]:
-        parts = {"fusion": self.fusion, "precision": self.precision, "removal": self.removal}
-        return {
-            "shapes": [list(shape) for shape in self.shapes],
-            **{name: part and part.to_json() for name, part in parts.items()},
-            "served": self.served.to_json(),
-            "served_by_shape": list(self.by_shape),
-        }
+    @property
+    def record(self) -> Speedups:
+        return Speedups(
+            shapes=self.shapes,
+            fusion=ratio_of(self.fusion),
+            precision=self.precision and ratio_of(self.precision),
+            removal=self.removal and ratio_of(self.removal),
+            served=ratio_of(self.served),
+            served_by_shape=self.by_shape,
+        )
 
     def describe(self, precision: Precision) -> str:
         """One line, for example "1.24x by fused operators, 2.40x by int8, 1.00x by removal"."""
@@ -93,6 +103,10 @@ class ServedSpeed:
         provider, threads = self.setting
         where = f"{provider}, {threads or 'all'} thread{'s' * (threads != 1)}"
         return f"{', '.join(parts)} (at {shapes} tokens, {where})"
+
+
+def ratio_of(speedup: Speedup) -> Ratio:
+    return Ratio(speedup.value, (speedup.low, speedup.high))
 
 
 def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:

@@ -201,7 +201,7 @@ def recover(
         key = {
             "student": fingerprint(artifact),
             "teacher": fingerprint(original_artifact),
-            "data": [dict(rows.source), content_digest(rows)],
+            "data": [rows.source.to_json(), content_digest(rows)],
             "asked": [measure, provider, seed, int8, task],
             "served": [texts.pooling, texts.dimensions, texts.output],
             "versions": {**versions(), "torch": torch.__version__},
@@ -234,10 +234,10 @@ def _digest(record: Any) -> str:
 def _require_rows(data: Dataset) -> None:
     """Raises: InvalidData: A file has too few rows to fit, to choose and to prove."""
     sources = (one.source for one in data.files or [data])
-    smallest = min(sources, key=lambda source: source["distinct_rows"])
-    if smallest["distinct_rows"] < MIN_TEXTS:
+    smallest = min(sources, key=lambda source: source.distinct_rows)
+    if smallest.distinct_rows < MIN_TEXTS:
         raise InvalidData(
-            f"{smallest['file']} has {smallest['distinct_rows']} distinct rows: expected at least "
+            f"{smallest.file} has {smallest.distinct_rows} distinct rows: expected at least "
             f"{MIN_TEXTS}, and thousands for a good result",
             "give more unlabeled text like that to be served",
             code="recovery.few_rows",
@@ -496,7 +496,7 @@ class Recovery:
         return _Proof(fidelity, self.labels.held_out_loss(outputs), self.labels.score(outputs))
 
     def _compare(self, model: ir.Model, batches: Sequence[Batch], split: str) -> Fidelity:
-        source = f"held out of {self.data.source['file']}"
+        source = f"held out of {self.data.source.file}"
         return compare(
             self.original, model, batches, source, meter=self.new_meter(split=split),
             context=self.context.labeled(split),

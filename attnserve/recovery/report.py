@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 
 from attnserve.checks.compare import Fidelity
 from attnserve.data.datasets import Dataset
-from attnserve.data.token_statistics import token_statistics
+from attnserve.data.token_statistics import calibration_of
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
+from attnserve.models.lineage import BeforeRecovery, Rewrite
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
 from attnserve.recovery.labels import LabelReport
@@ -75,34 +75,28 @@ class RecoverReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        int8 = {"weight_bits": self.int8_weight_bits, "activations": self.int8_activations}
-        return {
-            "fidelity": _fidelity(self.after),
-            **self.after.quality_json(),
-            "before_recovery": {"fidelity": _fidelity(self.before), **self.before.quality_json()},
-            **({} if self.scores is None else {"scores": self.scores.to_json()}),
-            "gain": self.gain,
-            "verdict": self.verdict,
-            "training": {
-                **self.training.to_json(), "states": self.states, "weights": self.weights,
-            },
-            **{f"int8_{name}": value for name, value in int8.items() if value is not None},
-            "warnings": list(self.warnings),
-        }  # fmt: skip
+        return self.record.to_json("rewrite")
 
-
-def _fidelity(fidelity: Fidelity) -> dict[str, Any]:
-    return {
-        "mean_cosine": fidelity.mean_cosine,
-        "min_cosine": fidelity.min_cosine,
-        "data": fidelity.data,
-    }
-
-
-def _as_int8(kept: Mapping[str, Any], model: ir.Model) -> dict[str, Any]:
-    """The record of the rewrite, with the precision and the bytes of the converted model."""
-    changed = {"plan": {"precision": "int8"}, "after": {"bytes": parameter_bytes(model)}}
-    return {**kept, **{key: {**kept[key], **new} for key, new in changed.items() if key in kept}}
+    @property
+    def record(self) -> Rewrite:
+        """The entry of the lineage; ``write_recovered`` adds the inputs."""
+        before = BeforeRecovery(fidelity=self.before.cosines)
+        entry = Rewrite(
+            rewrite="recover" if self.int8_weight_bits is None else "recover+int8",
+            fidelity=self.after.cosines,
+            before_recovery=before.model_copy(update=self.before.measured.stated),
+            gain=self.gain,
+            verdict=self.verdict,
+            training=self.training.record(self.states, self.weights),
+            warnings=self.warnings,
+        )
+        optional = {
+            "scores": self.scores and self.scores.to_json(),
+            "int8_weight_bits": self.int8_weight_bits,
+            "int8_activations": self.int8_activations,
+        }
+        told = {name: value for name, value in optional.items() if value is not None}
+        return entry.model_copy(update={**self.after.measured.stated, **told})
 
 
 def write_recovered(
@@ -126,20 +120,20 @@ def write_recovered(
         data: What was learned.
         external: Whether the weights are in a file of their own.
     """
-    last = artifact.lineage[-1] if artifact.lineage else {}
-    tokens = token_statistics(data)
-    kept = {key: last[key] for key in KEPT if key in last}
+    last = artifact.lineage[-1].stated if artifact.lineage else {}
+    kept = {name: last[name] for name in KEPT if name in last}
     if report.int8_weight_bits is not None:
-        kept = _as_int8(kept, model)
-    entry = {
-        "rewrite": "recover" if report.int8_weight_bits is None else "recover+int8",
+        if "plan" in kept:
+            kept["plan"] = {**kept["plan"], "precision": "int8"}
+        if "after" in kept:
+            kept["after"] = replace(kept["after"], bytes=parameter_bytes(model))
+    inputs = {
         # The quality is measured against the teacher, not against the model before.
         "source": source_entry(teacher, original),
         "rewritten": source_entry(artifact, rewritten),
-        "calibration": {**data.source, **({} if tokens is None else {"token_ids": tokens})},
+        "calibration": calibration_of(data),
         "seed": seed,
-        **kept,
-        **report.to_json(),
         "versions": {**versions(), "torch": torch.__version__},
     }
+    entry = report.record.model_copy(update={**inputs, **kept})
     write_rewritten(report.output, model, artifact, entry, external=external)

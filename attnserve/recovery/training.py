@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from attnserve.context import RunContext
+from attnserve.models.lineage import TrainingRecord
 from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed
 from attnserve.recovery.distillation import Objective
 from attnserve.recovery.module import GraphModule, memory_errors
@@ -116,9 +117,10 @@ class Training:
     def is_better(self) -> bool:
         return self.loss < self.first_loss
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields; null for numbers that are not finite."""
-        return cast(dict[str, Any], _finite(asdict(self)))
+    def record(self, states: int, weights: int) -> TrainingRecord:
+        """The fields, with null for numbers that are not finite, and what was trained."""
+        fields = _finite(asdict(self)) | {"states": states, "weights": weights}
+        return TrainingRecord.model_validate(fields)
 
 
 class Checkpoint:

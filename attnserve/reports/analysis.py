@@ -30,6 +30,7 @@ from attnserve.calibration.voting import Votes, voting_to_stay
 from attnserve.checks.certify import read_attention
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset
+from attnserve.models.lineage import Calibration
 from attnserve.versions import versions
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
@@ -147,7 +148,7 @@ class Analysis:
     """
 
     model: Mapping[str, Any]
-    calibration: Mapping[str, Any]
+    calibration: Calibration
     layers: tuple[LayerAnalysis, ...]
     similarity: HeadSimilarity
     lengths: Int[np.ndarray, " N"]
@@ -196,7 +197,7 @@ class Analysis:
         return {
             "format": 1,
             "model": dict(self.model),
-            "calibration": dict(self.calibration),
+            "calibration": self.calibration.to_json(),
             "seed": self.seed,
             "versions": versions(),
             "layers": [_layer_json(layer) for layer in self.layers],

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from attnserve.models.lineage import Rewrite
 from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg
-from attnserve.reports.lineage import Rewrite
 from attnserve.reports.plots import Figure
 
 __all__ = ["figures"]
@@ -25,7 +25,7 @@ def _steps(rewrite: Rewrite) -> Figure | None:
     steps = [step for step in rewrite.steps if step.relative_error is not None]
     if len(steps) < 2:
         return None
-    before = rewrite.before.macs
+    before = rewrite.before and rewrite.before.macs
     cost = [step.macs_after for step in steps]
     costs = [count for count in cost if count is not None] if before else []
     has_cost = before is not None and len(costs) == len(steps)

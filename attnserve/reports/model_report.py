@@ -17,13 +17,12 @@ from attnserve.checks.inspect import Inspection, inspect_graph
 from attnserve.context import Progress, ignore_progress
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import sha256
+from attnserve.models.lineage import Rewrite
 from attnserve.models.model_folder import find_models
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, staged
-from attnserve.models.record import RECORD
 from attnserve.paths import StrPath, as_path
 from attnserve.reports.drawing import require_extra
-from attnserve.reports.lineage import Rewrite, read_lineage
 from attnserve.reports.model_plots import figures
 from attnserve.reports.pages import render_page
 from attnserve.runtime.external_data import external_files
@@ -135,7 +134,7 @@ def _places(path: Path, output: Path | None) -> Iterator[tuple[str, str, Artifac
 
 
 def _read(name: str, version: str, artifact: Artifact, page: Path, seed: int) -> ModelReport:
-    rewrites = read_lineage(artifact.lineage, path=str(artifact.folder / RECORD))
+    rewrites = artifact.lineage
     graph = load_model(artifact.model, in_place=True)
     files = {artifact.model, *external_files(graph)}
     last = rewrites[-1] if rewrites else None
@@ -162,7 +161,7 @@ def render(report: ModelReport) -> str:
         "report.html.j2",
         report=report,
         artifact=report.artifact,
-        record=report.artifact.record,
+        record=report.artifact.record.to_json(),
         sha256=sha256(report.artifact.model),
         attention=content["attention"],
         unmatched=content["missed"],

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -109,9 +108,6 @@ class Speedup:
     value: float
     low: float
     high: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {"value": self.value, "ci95": [self.low, self.high]}
 
 
 def paired_speedup(

@@ -10,8 +10,9 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.lineage import Speed
 from attnserve.planning.search.judge import Built, Judge
-from attnserve.planning.search.report import Speed, mean_speedup
+from attnserve.planning.search.report import mean_speedup
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import Part
 from graph_passes.analysis.cost import model_cost

@@ -96,8 +96,8 @@ def test_optimize_cache_shrinks_and_error_falls_with_rank(gpt2: Path, tmp_path: 
 def test_optimize_cache_is_recorded_and_inspected(gpt2: Path, tmp_path: Path):
     report = optimized(gpt2, tmp_path, 10)
     (entry,) = open_artifact(report.output).lineage
-    assert [step["cache_width"] for step in entry["steps"]] == [10 + H] * LAYERS
-    assert entry["fidelity"]["data"] == "random inputs, empty caches"
+    assert [step.cache_width for step in entry.steps] == [10 + H] * LAYERS
+    assert entry.fidelity.data == "random inputs, empty caches"
     reading = inspect(report.output).reading
     assert [block.form for block in reading.blocks] == ["collaborative"] * LAYERS
     assert all(block.k.past is not None for block in reading.blocks)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import onnx_ir as ir
 
@@ -15,6 +15,7 @@ from attnserve.choices import Precision, SearchMeasure
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
+from attnserve.models.lineage import Asked
 from graph_passes.errors import InvalidArgument
 
 __all__ = ["Allowed", "Goal", "SearchInput"]
@@ -114,4 +115,4 @@ class SearchInput:
     checked_lengths: Sequence[int]
     shape: tuple[int, int]
     context: RunContext
-    asked: dict[str, Any]
+    asked: Asked

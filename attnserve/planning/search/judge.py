@@ -13,6 +13,7 @@ from attnserve.checks.evaluate import Share, score_session, share_kept
 from attnserve.checks.quality import CHOICE, QualityMeter
 from attnserve.context import RunContext
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.lineage import Speed
 from attnserve.planning.apply import ApplyReport, apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.candidate_set import CandidateSet
@@ -20,7 +21,7 @@ from attnserve.planning.search.checkpoint import Checkpoint, digest
 from attnserve.planning.search.goal import SearchInput
 from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.search.pareto import Choice
-from attnserve.planning.search.report import Proof, Speed, mean_speedup
+from attnserve.planning.search.report import Proof, mean_speedup
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
@@ -233,7 +234,7 @@ class Judge:
             split=split,
         )  # fmt: skip
         fidelity = compare(
-            given.model, model, batches, f"held out of {given.data.source['file']}", meter=meter,
+            given.model, model, batches, f"held out of {given.data.source.file}", meter=meter,
             context=context,
         )  # fmt: skip
         losses = [q.point_loss for q in fidelity.qualities if given.goal.measure != "score"]

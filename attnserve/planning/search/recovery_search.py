@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from attnserve.choices import Measure
+from attnserve.models.lineage import Recovered, Round
 from attnserve.planning.search.checkpoint import digest
 from attnserve.planning.search.front_search import (
     FIRST_GUESS,
@@ -29,7 +30,7 @@ from attnserve.planning.search.goal import SearchInput
 from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal
 from attnserve.planning.search.limits import MIN_GAIN
 from attnserve.planning.search.pareto import Choice
-from attnserve.planning.search.report import Proof, Recovered, Round, mean_speedup
+from attnserve.planning.search.report import Proof, mean_speedup
 from attnserve.precision.convert import BITS
 from attnserve.runtime.cache import cache_folder
 from attnserve.versions import package_versions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,79 +11,26 @@ import numpy as np
 
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.evaluate import Share
-from attnserve.planning.plan import FORMAT, Plan
+from attnserve.models.lineage import (
+    Asked,
+    Calibration,
+    ProofRecord,
+    Recovered,
+    Search,
+    Source,
+    Speed,
+)
+from attnserve.planning.plan import Plan
+from attnserve.planning.plan_file import FORMAT, Decision, PlanFile, Point
 from attnserve.planning.served_speed import ServedSpeed
 from attnserve.reports.plots import pareto_front
 
 __all__ = [
-    "Decision",
     "Outcome",
     "PlanReport",
-    "Point",
-    "Recovered",
-    "Round",
-    "Speed",
     "draw_front",
     "mean_speedup",
 ]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What becomes of one block, and why.
-
-    Attributes:
-        kept, count: The number of heads or neurons afterwards and before.
-        head_size: The truncated size of queries and keys, if they are truncated.
-        rank: The shared dimensions R, if heads share any.
-        source: The attention whose probabilities are reused, if any.
-        written: The implementation.
-        ms_before, ms_after: Of the block alone, as mean over the requested lengths.
-        predicted_loss: The loss at the model's output by this block alone: 1 - R^2 of embeddings
-            and features, a share of the KL divergence of logits.
-        in_float: Whether it stays float32 in an int8 or int4 model.
-    """
-
-    block: str
-    kind: str
-    kept: int
-    count: int
-    head_size: int | None
-    rank: int | None
-    source: str | None
-    written: str
-    ms_before: float
-    ms_after: float
-    predicted_loss: float
-    why: str
-    in_float: bool = False
-
-
-@dataclass(frozen=True)
-class Point:
-    """A choice on the Pareto front, with measurements if it was built.
-
-    Attributes:
-        speedup: The predicted speed-up of the whole model at the requested lengths.
-        predicted_loss: The sum of the losses of its blocks (``Decision``).
-        measured_loss: The measured loss of the goal's measure.
-    """
-
-    speedup: float
-    predicted_loss: float
-    measured_loss: float | None = None
-    cosine: float | None = None
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Latencies of the new model and the original at one length: medians of interleaved runs."""
-
-    batch: int
-    sequence: int
-    original_ms: float
-    ms: float
-    speedup: float
 
 
 def mean_speedup(speeds: Sequence[Speed], lengths: Collection[int]) -> float:
@@ -105,48 +52,10 @@ class Proof:
     share: Share | None
     loss: float
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "loss": self.loss,
-            "share": self.share and self.share.to_json(),
-            **self.fidelity.quality_json(),
-        }
-
-
-@dataclass(frozen=True)
-class Round:
-    """A choice that was built and trained.
-
-    Attributes:
-        predicted_speedup, predicted_loss: As in ``Point``.
-        built_loss, loss: The measured loss on the data to choose, before and after the training.
-        steps, seconds: Of the training.
-        keeps: Whether the loss is one that the goal allows.
-    """
-
-    predicted_speedup: float
-    predicted_loss: float
-    built_loss: float
-    loss: float
-    steps: int
-    seconds: float
-    keeps: bool
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """What training added to a search.
-
-    Attributes:
-        gain: Whether a trained model is returned.
-        verdict: One line for people.
-        torch: The version of PyTorch.
-    """
-
-    rounds: tuple[Round, ...]
-    gain: bool
-    verdict: str
-    torch: str
+    @property
+    def record(self) -> ProofRecord:
+        found = ProofRecord(loss=self.loss, share=self.share and self.share.record)
+        return found.model_copy(update=self.fidelity.measured.stated)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,9 +97,9 @@ class PlanReport(Outcome):
         output: The file that the report was written to, if any; not part of the content.
     """
 
-    model: Mapping[str, str]
-    calibration: Mapping[str, Any]
-    asked: Mapping[str, Any]
+    model: Source
+    calibration: Calibration
+    asked: Asked
     decisions: Sequence[Decision]
     front: Sequence[Point]
     timed: Sequence[Mapping[str, Any]]
@@ -201,45 +110,44 @@ class PlanReport(Outcome):
     @property
     def speedup(self) -> float:
         """The measured speed-up: the geometric mean over the requested lengths."""
-        return mean_speedup(self.speeds, self.asked["sequences"])
-
-    def summary(self) -> dict[str, Any]:
-        """The part that is recorded with an optimized model."""
-        whole = self.to_json()
-        keys = (
-            "asked", "verdict", "gain", "fidelity", "quality", "choose", "proofs", "speedup",
-            "speeds", "machine", "recovered",
-        )  # fmt: skip
-        return {key: whole[key] for key in keys if key in whole}
+        return mean_speedup(self.speeds, self.asked.sequences)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "model": dict(self.model),
-            "calibration": dict(self.calibration),
-            "asked": dict(self.asked),
-            "verdict": self.verdict,
-            "gain": self.gain,
-            "fidelity": {
-                "mean_cosine": self.fidelity.mean_cosine,
-                "min_cosine": self.fidelity.min_cosine,
-                "data": self.fidelity.data,
-                "share": self.share and self.share.to_json(),
-            },
-            **self.fidelity.quality_json(),
-            "choose": self.chosen and self.chosen.quality_json().get("quality"),
-            "proofs": [proof.to_json() for proof in self.proofs],
-            "speedup": self.speedup,
-            "speeds": [asdict(speed) for speed in self.speeds],
-            "speedups": self.speed and self.speed.to_json(),
-            "layers": [asdict(decision) for decision in self.decisions],
-            "plan": self.rewrites.to_json(),
-            "front": [asdict(point) for point in self.front],
-            "latency_ms": list(self.timed),
-            "machine": self.machine,
-            **({} if self.recovered is None else {"recovered": asdict(self.recovered)}),
-            "versions": dict(self.versions),
-        }
+        return self.record.to_json()
+
+    @property
+    def summary(self) -> Search:
+        """The part that is recorded with an optimized model."""
+        stated = self.record.stated
+        kept = {name: stated[name] for name in Search.model_fields if name in stated}
+        return Search().model_copy(update=kept)
+
+    @property
+    def record(self) -> PlanFile:
+        """The content of plan.json."""
+        shared = {"share": self.share and self.share.record}
+        found = PlanFile(
+            format=FORMAT,
+            model=self.model,
+            calibration=self.calibration,
+            asked=self.asked,
+            verdict=self.verdict,
+            gain=self.gain,
+            fidelity=self.fidelity.cosines.model_copy(update=shared),
+            choose=self.chosen and self.chosen.measured.quality,
+            proofs=tuple(proof.record for proof in self.proofs),
+            speedup=self.speedup,
+            speeds=tuple(self.speeds),
+            speedups=self.speed and self.speed.record,
+            layers=tuple(self.decisions),
+            plan=self.rewrites.to_json(),
+            front=tuple(self.front),
+            latency_ms=tuple(self.timed),
+            machine=self.machine,
+            versions=self.versions,
+        )
+        trained = {} if self.recovered is None else {"recovered": self.recovered}
+        return found.model_copy(update={**self.fidelity.measured.stated, **trained})
 
 
 def draw_front(report: PlanReport) -> str:

@@ -36,6 +36,7 @@ from attnserve.data.lengths import Lengths, middle_length
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint, sha256
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.lineage import Asked, Recovered, Source, Speed
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.models.rows import counted_shape
@@ -52,14 +53,7 @@ from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal, sco
 from attnserve.planning.search.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, check_trainable
-from attnserve.planning.search.report import (
-    Outcome,
-    PlanReport,
-    Proof,
-    Recovered,
-    Speed,
-    mean_speedup,
-)
+from attnserve.planning.search.report import Outcome, PlanReport, Proof, mean_speedup
 from attnserve.planning.served_speed import ServedTimer, served_lengths
 from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session, run
@@ -188,22 +182,23 @@ def _search_input(
             f"choose `sequence` up to {max(checked)}" if checked else "choose another `batch`",
             code="search.shape",
         )
-    asked = {
-        "keep": goal.keep,
-        "target_speedup": goal.target_speedup,
-        "measure": goal.measure,
-        "task": goal.task,
-        "eval_data": goal.eval_data and goal.eval_data.name,
-        "eval_data_sha256": goal.eval_data and _file_digest(goal.eval_data),
-        "allow": list(goal.allow),
-        "precision": goal.precision,
-        "batch": batch,
-        "sequences": list(lengths),
-        "provider": context.provider,
-        "threads": context.threads,
-        "seed": context.seed,
-        **({} if goal.recover is None else {"recover": goal.recover}),
-    }
+    asked = Asked(
+        keep=goal.keep,
+        target_speedup=goal.target_speedup,
+        measure=goal.measure,
+        task=goal.task,
+        eval_data=goal.eval_data and goal.eval_data.name,
+        eval_data_sha256=goal.eval_data and _file_digest(goal.eval_data),
+        allow=goal.allow,
+        precision=goal.precision,
+        batch=batch,
+        sequences=tuple(lengths),
+        provider=context.provider,
+        threads=context.threads,
+        seed=context.seed,
+    )
+    if goal.recover is not None:
+        asked = asked.model_copy(update={"recover": goal.recover})
     shape = counted_shape(model, batch, middle_length(sequence or data.length))
     return SearchInput(
         goal, artifact, model, data, tokenizer, batch, lengths, checked, shape, context, asked
@@ -239,7 +234,15 @@ def _key(given: SearchInput) -> str:
     """The name of the checkpoint: equal for equal requests."""
     artifact = given.artifact
     served = [artifact.pooling, artifact.dimensions, artifact.output, content_digest(given.data)]
-    return digest((fingerprint(artifact), given.data.source, given.asked, served, versions()))
+    return digest(
+        (
+            fingerprint(artifact),
+            given.data.source.to_json(),
+            given.asked.to_json(),
+            served,
+            versions(),
+        )
+    )
 
 
 # ---- losses -------------------------------------------------------------------------------------
@@ -417,7 +420,7 @@ def _no_gain(
 def _report(given: SearchInput, judge: Judge, best: Built, outcome: Outcome) -> PlanReport:
     timing = judge.candidates.timing
     return PlanReport(
-        model={"file": given.artifact.model.name, "sha256": fingerprint(given.artifact)},
+        model=Source(file=given.artifact.model.name, sha256=fingerprint(given.artifact)),
         calibration=given.data.source,
         asked=given.asked,
         rewrites=outcome.rewrites,

@@ -362,4 +362,4 @@ def test_compare_outputs_of_one_value_are_reported_once(tmp_path: Path):
     path = model(tmp_path / "a.onnx", text)
     report = measured(path, path, feed([[[3, 4], [1, 2]]], [[1, 1]]))
     assert [output.names for output in report.outputs] == ["y = again", "other"]
-    assert report.to_json()["outputs"][0]["same_outputs"] == ("again",)
+    assert report.to_json()["outputs"][0]["same_outputs"] == ["again"]

@@ -123,7 +123,7 @@ def artifact(folder: Path, *entries: dict[str, Any]) -> Any:
 
 def entry(source: str, value: float, **more: Any) -> dict[str, Any]:
     quality = {"measure": "similarity", "value": value, "output": "hidden", **more}
-    return {"source": {"sha256": source}, "quality": quality}
+    return {"rewrite": "x", "source": {"sha256": source}, "quality": quality}
 
 
 def test_promise_is_read_from_the_lineage(tmp_path: Path):
@@ -150,6 +150,6 @@ def test_promise_is_read_from_the_lineage(tmp_path: Path):
     assert promise(entry(checksum, 0.99, split="random"))[1] is None
     assert promise(entry(checksum, 1.0))[1] == 1 - live_quality.ROUNDING
     assert promise() == ("auto", None, "")
-    assert promise({"source": {"sha256": checksum}}) == ("auto", None, "")
+    assert promise({"rewrite": "x", "source": {"sha256": checksum}}) == ("auto", None, "")
     with raises(InvalidModel, "quality.other_original", "original.onnx"):
         promise(entry("other", 0.99))

@@ -16,6 +16,7 @@ from attnserve.checks.measures import MIN_ROWS, MOST_PAIRED, lower_bound
 from attnserve.checks.quality import Quality, QualityMeter
 from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
+from attnserve.models.lineage import Calibration
 
 RANDOM = np.random.default_rng(0)
 HEADER = '<ir_version: 10, opset_import: ["" : 20, "test" : 1]> g'
@@ -289,7 +290,7 @@ def test_short_and_long_texts_are_measured_apart(text_folder: Path):
     b[40:] = 5 + RANDOM.standard_normal((40, 12, 16))
     mask = np.ones((80, 12), np.int64)
     mask[:40, 3:] = 0
-    data = Dataset([], [], [], 6, {}, lengths=[3] * 200 + [12] * 200)
+    data = Dataset([], [], [], 6, Calibration(), lengths=[3] * 200 + [12] * 200)
     found = meter("float[b, t, d] y", tokenizer=text_folder, data=data)
     found.add([a], [b], {"attention_mask": mask})
     worst, best = found.results()
@@ -305,14 +306,20 @@ def test_files_are_measured_apart():
     b[40:] = 0.1 * RANDOM.standard_normal((40, 12, 16))
     batches = [{"x": a[:40]}, {"x": a[40:]}]
     files = [
-        Dataset([], [], [[batch]], 12, {"file": name})
+        Dataset([], [], [[batch]], 12, Calibration(file=name))
         for name, batch in zip(("good.txt", "bad.txt"), batches, strict=True)
     ]
-    found = meter("float[b, t, d] y", data=Dataset([], [], [batches], 12, {}, files=files))
+    found = meter(
+        "float[b, t, d] y", data=Dataset([], [], [batches], 12, Calibration(), files=files)
+    )
     found.add([a[:40]], [b[:40]], batches[0])
     found.add([a[40:]], [b[40:]], batches[1])
     worst, best = found.results()
-    assert worst.file == "bad.txt" and worst.value < 0.5 and worst.to_json()["file"] == "bad.txt"
+    assert (
+        worst.file == "bad.txt"
+        and worst.value < 0.5
+        and worst.record.to_json()["file"] == "bad.txt"
+    )
     assert best.file == "good.txt" and best.value == pytest.approx(1) and best.rows == 40
 
 
@@ -451,7 +458,7 @@ def test_rows_that_are_not_finite_are_named():
     b = a.copy()
     b[[7, 9]] = np.nan
     found = measured(meter("float[b, t, 96] hidden"), a, b)
-    assert found.not_finite_rows == (7, 9) and found.to_json()["not_finite_rows"] == [7, 9]
+    assert found.not_finite_rows == (7, 9) and found.record.to_json()["not_finite_rows"] == [7, 9]
     assert "7, 9" in found.describe()
 
 
@@ -476,7 +483,7 @@ def test_outputs_of_one_value_are_measured_once():
     counted.add([a, a], [a, a], {"x": a})
     (found,) = counted.results()
     assert found.outputs == "sentence_embedding = 461"
-    assert found.to_json()["same_outputs"] == ["461"]
+    assert found.record.to_json()["same_outputs"] == ["461"]
 
 
 def test_p5_of_top1_is_the_percentile_of_the_agreement():

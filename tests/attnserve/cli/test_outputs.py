@@ -155,7 +155,7 @@ def test_second_model_in_a_folder_keeps_the_record_of_the_first(
         assert cli("optimize", model, "-o", folder / f"{name}.onnx", "--collab-dk", rank,
                    "--mixing", "dense").code == 0  # fmt: skip
     for name, rank in (("a", 16), ("b", 8)):
-        steps = open_artifact(folder / f"{name}.onnx").lineage[-1]["steps"]
+        steps = open_artifact(folder / f"{name}.onnx").lineage[-1].to_json()["steps"]
         assert {step["rank"] for step in steps} == {rank}
 
 

@@ -54,15 +54,15 @@ def texts(batches: Iterable[Any]) -> set[tuple[int, ...]]:
 
 def test_load_inputs_splits_the_distinct_sentences(tiny: Path, sentences: Path):
     data = read(sentences, open_artifact(tiny))
-    distinct = data.source["distinct_rows"]
+    distinct = data.source.distinct_rows
     parts = [data.fit, data.choose, *data.prove]
     assert [rows(part) for part in parts[1:]] == [distinct // 7] * 3
     assert sum(map(rows, parts)) == distinct
     found = [texts(part) for part in parts]
     assert len(set.union(*found)) == sum(map(len, found)) == distinct, "parts are disjoint"
-    assert {"file": "sentences.txt", "rows": 60}.items() <= data.source.items()
-    assert data.source["fit_tokens"] < data.source["tokens"]
-    assert len(data.source["sha256"]) == 64
+    assert (data.source.file, data.source.rows) == ("sentences.txt", 60)
+    assert data.source.fit_tokens < data.source.tokens
+    assert len(data.source.sha256) == 64
     assert max(len(batch["input_ids"]) for batch in data.fit) == BATCH_SIZE
 
 
@@ -72,8 +72,8 @@ def test_load_inputs_removes_duplicates_before_the_split(
     once = read(sentences, open_artifact(tiny))
     (tmp_path / "twice.txt").write_text(2 * sentences.read_text())
     twice = read(tmp_path / "twice.txt", open_artifact(tiny))
-    assert twice.source["rows"] == 2 * once.source["rows"]
-    assert twice.source["distinct_rows"] == once.source["distinct_rows"]
+    assert twice.source.rows == 2 * once.source.rows
+    assert twice.source.distinct_rows == once.source.distinct_rows
     assert texts(twice.fit).isdisjoint(texts([*twice.choose, *twice.held_out]))
 
 
@@ -134,7 +134,7 @@ def test_length_edge_separates_short_and_long_texts(
 def test_short_texts_are_joined_up_to_the_requested_length(tiny: Path, sentences: Path):
     """Joined rows are made within each part, so that parts stay disjoint."""
     plain, joined = (read(sentences, open_artifact(tiny), sequence=n) for n in (None, 60))
-    assert plain.source.get("joined_rows") is None and joined.source["joined_to"] == 60
+    assert plain.source.joined_rows == 0 and joined.source.joined_to == 60
     for before, after in ((plain.fit, joined.fit), (plain.choose, joined.choose)):
         added = texts(after) - texts(before)
         assert texts(before) < texts(after)
@@ -148,7 +148,7 @@ def test_short_texts_are_joined_over_the_requested_range(tiny: Path, sentences: 
     added = texts(joined.fit) - texts(plain.fit)
     # The last row of a part has the texts that are left.
     assert sorted(map(len, added))[1] >= 40 and max(map(len, added)) <= 60
-    assert joined.source["joined_to"] == (40, 60)
+    assert joined.source.joined_to == (40, 60)
 
 
 def test_texts_are_joined_up_to_the_maximum_length(tiny: Path, sentences: Path):
@@ -163,7 +163,7 @@ def test_long_texts_among_short_ones_are_not_repeated(tiny: Path, tmp_path: Path
     lines += [f"{word} " * 55 for word in words]
     (tmp_path / "text.txt").write_text("\n".join(lines))
     data = read(tmp_path / "text.txt", open_artifact(tiny), sequence=32)
-    assert data.source["joined_rows"]
+    assert data.source.joined_rows
     for part in (data.fit, data.choose, *data.prove):
         assert rows(part) == len(texts(part)), "all rows are distinct"
 
@@ -186,7 +186,7 @@ def test_load_inputs_truncates_to_max_length(tiny: Path, tmp_path: Path):
 def test_load_inputs_of_a_reranker_are_pairs(tiny: Path, tmp_path: Path):
     (tmp_path / "pairs.txt").write_text("the cat\tthe dog cat\nthe dog\n", encoding="utf-8")
     artifact = open_artifact(tiny)
-    artifact = replace(artifact, record={**artifact.record, "task": "rerank"})
+    artifact = replace(artifact, record=artifact.record.model_copy(update={"task": "rerank"}))
     data = read(tmp_path / "pairs.txt", artifact, sequence=64, split=False)
     (batch,) = data.fit
     assert batch["input_ids"].shape == (2, 8)  # [CLS] the cat [SEP] the dog cat [SEP]
@@ -312,14 +312,14 @@ def test_files_are_split_apart_and_their_parts_are_disjoint(
         assert texts(part) == set.union(*map(texts, both)) - later
         assert texts(part).isdisjoint(later)
     assert texts(data.prove[-1]) == set.union(*(texts(one.prove[-1]) for one in alone))
-    assert [file.source["file"] for file in data.files] == ["sentences.txt", "other.txt"]
+    assert [file.source.file for file in data.files] == ["sentences.txt", "other.txt"]
     for batch in data.held_out:
         assert any(batch is each for each in data.file_of(batch).held_out)
     source = data.source
-    assert source["rows"] == sum(one.source["rows"] for one in alone)
-    assert source["fit_rows"] == rows(data.fit)
-    assert source["held_out_rows"] == [rows(part) for part in parts[1:]]
-    assert json.dumps(source, allow_nan=False)
+    assert source.rows == sum(one.source.rows for one in alone)
+    assert source.fit_rows == rows(data.fit)
+    assert source.held_out_rows == tuple(rows(part) for part in parts[1:])
+    assert json.dumps(source.to_json(), allow_nan=False)
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (3, 1), (1, 5), (1, 1000)])
@@ -335,7 +335,7 @@ def test_weights_are_shares_of_the_rows_to_fit(
     assert texts(data.fit) <= texts(every.fit)
     assert texts(data.choose) == texts(every.choose), "weights concern the fit alone"
     assert texts(data.held_out) == texts(every.held_out)
-    assert data.source["sha256"] != every.source["sha256"]
+    assert data.source.sha256 != every.source.sha256
 
 
 def test_files_of_one_name_are_told_apart(tiny: Path, sentences: Path, tmp_path: Path):
@@ -343,7 +343,7 @@ def test_files_of_one_name_are_told_apart(tiny: Path, sentences: Path, tmp_path:
     second = tmp_path / "b" / sentences.name
     second.write_text("the dog is happy\nthe cat is sad\n")
     data = read_files([sentences, second], open_artifact(tiny))
-    assert [file.source["file"] for file in data.files] == [str(sentences), str(second)]
+    assert [file.source.file for file in data.files] == [str(sentences), str(second)]
 
 
 def test_short_file_among_files_is_joined(tiny: Path, sentences: Path, tmp_path: Path):
@@ -352,8 +352,8 @@ def test_short_file_among_files_is_joined(tiny: Path, sentences: Path, tmp_path:
     data = read_files([sentences, long], open_artifact(tiny), sequence=60)
     short, other = data.files
     assert "joined_rows" not in other.source
-    assert data.source["joined_rows"] == short.source["joined_rows"] > 0
-    assert data.source["joined_to"] == 60
+    assert data.source.joined_rows == short.source.joined_rows > 0
+    assert data.source.joined_to == 60
 
 
 @pytest.mark.parametrize("weights", [(1,), (1, 2, 3), (0, 1), (1, -2), (1, np.nan), (1, np.inf)])
@@ -414,7 +414,7 @@ def test_rows_that_differ_in_padding_alone_are_one_row(artifact: Artifact, tmp_p
         padded = {n: np.pad(a, ((0, 0), (0, length - 7))) for n, a in arrays(30, 7).items()}
         np.savez(tmp_path / f"{length}.npz", **padded)
     data = read(tmp_path, artifact)
-    assert data.source["distinct_rows"] == 30
+    assert data.source.distinct_rows == 30
     parts = [{row[:7] for row in texts(part)} for part in (data.fit, data.choose, data.held_out)]
     assert sum(map(len, parts)) == len(set.union(*parts)) == 30
 
@@ -500,8 +500,8 @@ def test_arrays_count_real_tokens_and_keep_the_length_at_which_they_run(tmp_path
         tmp_path / "rows.npz",
         graph_of(tmp_path / "m.onnx", "int64[b, s] input_ids, int64[b, s] attention_mask"),
     )
-    assert data.source["tokens"] == 900 and data.source["lengths"] == [3] * 5
-    assert data.source["fit_tokens"] == 3 * data.source["fit_rows"]
+    assert data.source.tokens == 900 and data.source.lengths == (3,) * 5
+    assert data.source.fit_tokens == 3 * data.source.fit_rows
     assert data.length == 24
 
 
@@ -678,12 +678,12 @@ def test_collect_moments_infinite_activations_are_refused():
 
 
 def test_load_inputs_source_is_json_with_checksum(tiny: Path, sentences: Path, tmp_path: Path):
-    assert json.dumps(dict(read(sentences, open_artifact(tiny)).source), allow_nan=False)
+    assert json.dumps(read(sentences, open_artifact(tiny)).source.to_json(), allow_nan=False)
     np.savez(tmp_path / "c.npz", **arrays())
-    first = read(tmp_path, open_artifact(tiny)).source["sha256"]
+    first = read(tmp_path, open_artifact(tiny)).source.sha256
     assert len(first) == 64
     np.savez(tmp_path / "d.npz", **arrays())
-    second = read(tmp_path, open_artifact(tiny)).source["sha256"]
+    second = read(tmp_path, open_artifact(tiny)).source.sha256
     assert second != first, "a folder's is of all its files"
 
 

@@ -20,12 +20,13 @@ from attnserve.data.token_statistics import (
     unseen_share,
 )
 from attnserve.models.artifact import open_artifact
+from attnserve.models.lineage import Calibration, Rewrite, TokenIds
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import Batch
 
 
 def dataset(fit: list[Batch], held_out: list[Batch]) -> Dataset:
-    return Dataset(fit, held_out, [], 4, {})
+    return Dataset(fit, held_out, [], 4, Calibration())
 
 
 def rows(*ids: list[int]) -> Batch:
@@ -35,8 +36,8 @@ def rows(*ids: list[int]) -> Batch:
 def test_token_statistics_of_known_ids():
     masked = rows([1, 9, 4], [9, 5, 0]) | {"attention_mask": np.array([[1, 1, 1], [1, 1, 0]])}
     found = token_statistics(dataset([masked, rows([1, 20])], [rows([1, 2, 300, 20])]))
-    assert found is not None and json.dumps(found)
-    assert found["distinct"] == 5 and found["unseen_share"] == 0.5
+    assert found is not None and json.dumps(found.to_json())
+    assert found.distinct == 5 and found.unseen_share == 0.5
     assert np.flatnonzero(seen_ids(found)).tolist() == [1, 4, 5, 9, 20], "padding is not counted"
 
 
@@ -49,8 +50,8 @@ def test_unseen_share_of_no_tokens_and_of_unknown_ids():
 def test_token_statistics_of_a_large_vocabulary_are_compact():
     ids = np.random.default_rng(0).integers(0, 30_000, (100, 100))
     found = token_statistics(dataset([{"input_ids": ids}], [{"input_ids": ids}]))
-    assert found is not None and found["unseen_share"] == 0
-    assert len(found["seen"]) < 5200
+    assert found is not None and found.unseen_share == 0
+    assert len(found.seen) < 5200
 
 
 @pytest.mark.parametrize(
@@ -62,16 +63,18 @@ def test_token_statistics_without_token_ids_are_none(batch: Batch):
 
 def test_optimize_records_token_ids_of_the_calibration(tiny: Path, sentences: Path, tmp_path: Path):
     optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", calib=sentences)
-    record = open_artifact(tmp_path / "new").lineage[-1]["calibration"]
-    assert len(record["lengths"]) == 5
-    found = record["token_ids"]
-    assert found["distinct"] == seen_ids(found).sum() > 5
-    assert 0 <= found["unseen_share"] < 0.5
+    record = open_artifact(tmp_path / "new").lineage[-1].calibration
+    assert record is not None and len(record.lengths) == 5
+    found = record.token_ids
+    assert found is not None and found.distinct == seen_ids(found).sum() > 5
+    assert 0 <= found.unseen_share < 0.5
 
 
 def calibrated(*batches: Batch, lengths: list[int]) -> CalibrationRange | None:
     tokens = token_statistics(dataset([*batches], [*batches]))
-    return CalibrationRange.read([{"calibration": {"lengths": lengths, "token_ids": tokens}}, {}])
+    calibration = Calibration(lengths=tuple(lengths), token_ids=tokens)
+    entries = [Rewrite(rewrite="x", calibration=calibration), Rewrite(rewrite="y")]
+    return CalibrationRange.read(entries)
 
 
 def test_calibration_range_marks_longer_rows_and_rows_of_unknown_tokens():
@@ -97,21 +100,23 @@ def test_calibration_range_of_a_decompression_bomb_is_none():
     bomb = base64.b64encode(zlib.compress(bytes(100_000_000), 9)).decode()
     tracemalloc.start()
     try:
-        record = {"lengths": [5], "token_ids": {"seen": bomb, "unseen_share": 0}}
-        assert CalibrationRange.read([{"calibration": record}]) is None
+        calibration = Calibration(lengths=(5,), token_ids=TokenIds(seen=bomb))
+        assert CalibrationRange.read([Rewrite(rewrite="x", calibration=calibration)]) is None
         assert tracemalloc.get_traced_memory()[1] < 50_000_000
     finally:
         tracemalloc.stop()
 
 
 def test_calibration_range_without_token_ids_knows_lengths_only():
-    found = CalibrationRange.read([{"calibration": {"lengths": [1, 1, 1, 1, 2]}}])
+    calibration = Calibration(lengths=(1, 1, 1, 1, 2))
+    found = CalibrationRange.read([Rewrite(rewrite="x", calibration=calibration)])
     assert found is not None and found.reasons([900, 901, 902]) == ("length",)
 
 
 @pytest.mark.parametrize(
     "calibration",
-    [None, {}, {"lengths": []}, {"lengths": ["?"]}, {"lengths": [1], "token_ids": {"seen": "!"}}],
+    [None, {}, {"lengths": []}, {"lengths": [1], "token_ids": {"seen": "!"}}],
 )
 def test_calibration_range_of_missing_or_damaged_records_is_none(calibration: object):
-    assert CalibrationRange.read([{"calibration": calibration}, "?"]) is None
+    entry = Rewrite.model_validate({"rewrite": "x", "calibration": calibration})
+    assert CalibrationRange.read([entry]) is None

@@ -102,7 +102,7 @@ def test_export_has_dynamic_axes_and_the_requested_opset(
         "token_type_ids": ["batch", "sequence"],
         "last_hidden_state": ["batch", "sequence", 32],
     }
-    assert artifact.record["max_abs_error"] < 1e-5
+    assert artifact.record.stated["max_abs_error"] < 1e-5
     assert not any(
         tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer
     )
@@ -151,7 +151,7 @@ def test_export_folder_and_record_are_complete_and_reproducible(
     }  # fmt: skip
     artifact = open_artifact(folder)
     assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("mean", False, 64)
-    record = artifact.record
+    record = artifact.record.stated
     assert record["source"] == str(source)
     assert (record["task"], record["exporter"], record["opset"], record["attention"]) == (
         "feature-extraction", "torchscript", 17, "sdpa",
@@ -433,7 +433,10 @@ def test_export_empty_prompts_are_left_out_and_default_prompt_is_kept(
     path = source / "config_sentence_transformers.json"
     write_json(path, {"prompts": {"query": "", "document": ""}, "default_prompt_name": "query"})
     fast(source, tmp_path / "plain")
-    assert not open_artifact(tmp_path / "plain").record.keys() & {"prompts", "default_prompt"}
+    assert not open_artifact(tmp_path / "plain").record.stated.keys() & {
+        "prompts",
+        "default_prompt",
+    }
     write_json(path, {"prompts": {"query": "the ", "document": ""}, "default_prompt_name": "query"})
     fast(source, tmp_path / "out")
     artifact = open_artifact(tmp_path / "out")
@@ -522,7 +525,7 @@ def test_export_reranker_scores_pairs_like_pytorch(
     auto = "AutoModelForSequenceClassification"
     network = save_random(config, auto, {**SMALL, "num_labels": 1}, source)
     report = fast(source, tmp_path / "out", task="rerank")
-    assert open_artifact(report.path).record["task"] == "rerank"
+    assert open_artifact(report.path).record.task == "rerank"
     pairs = [("the red cat", text) for text in TEXTS]
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     inputs = tokenizer(*map(list, zip(*pairs, strict=True)), padding=True, return_tensors="pt")
@@ -846,4 +849,4 @@ def test_export_minilm_with_every_exporter(
 ) -> None:
     artifact = open_artifact(minilm_export(attention, exporter, opset))
     assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("mean", True, 256)
-    assert artifact.record["max_abs_error"] < 1e-4
+    assert artifact.record.stated["max_abs_error"] < 1e-4

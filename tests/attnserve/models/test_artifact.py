@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from attnserve.models.artifact import Artifact, copy_companions, open_artifact
+from attnserve.models.lineage import Rewrite
 from attnserve.models.model_folder import Place, find_models
 from attnserve.models.onnx_files import external_data_locations, load_model, save_model
 from attnserve.models.outputs import check_target
-from attnserve.models.record import write_record
+from attnserve.models.record import Record, write_record
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
 from tests.attnserve.models.files import linear, tree, write_json, write_modules
@@ -57,10 +58,10 @@ def test_open_artifact_of_the_hub_has_tokenizer_and_pooling(hub: Path, where: st
 
 
 def test_open_artifact_record_precedes_modules(hub: Path):
-    write_record(hub / "onnx", {"pooling": "last"})
+    write_record(hub / "onnx", Record(pooling="last"))
     artifact = open_artifact(hub)
     assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("last", False, None)
-    write_record(hub / "onnx", {"lineage": []})  # of optimize
+    write_record(hub / "onnx", Record(lineage=()))  # of optimize
     assert open_artifact(hub).pooling == "cls"
 
 
@@ -86,7 +87,7 @@ def test_open_artifact_unknown_similarity_is_refused(hub: Path, name: str):
     write_json(hub / "config_sentence_transformers.json", {"similarity_fn_name": name})
     with raises(InvalidModel, "export.config", "similarity_fn_name", name):
         open_artifact(hub)
-    write_record(hub / "onnx", {"pooling": "cls"})  # says what the folder does not
+    write_record(hub / "onnx", Record(pooling="cls"))  # says what the folder does not
     assert open_artifact(hub).similarity == "cosine"
 
 
@@ -94,7 +95,7 @@ def test_open_artifact_unknown_similarity_is_refused(hub: Path, name: str):
 def test_open_artifact_without_pooling_reads_only_lengths(hub: Path, names: tuple[str, ...]):
     write_modules(hub, *names)
     write_json(hub / "1_LogitScore" / "config.json", {"true_token_id": 5})
-    assert open_artifact(hub).record == {"max_length": 256}
+    assert open_artifact(hub).record == Record(max_length=256)
 
 
 @pytest.mark.parametrize("mode", [None, 5, True, [1], [["cls"]], {"a": 1}])
@@ -133,8 +134,8 @@ def test_open_artifact_settings_that_are_no_json_are_refused(hub: Path, broken: 
 
 def test_record_of_a_model_above_the_folder_onnx_is_not_that_of_the_one_in_it(hub: Path):
     linear(hub / "model.onnx")
-    write_record(hub, {"files": {"model.onnx": ""}, "lineage": [{"rewrite": "prune"}]})
-    assert open_artifact(hub / "onnx").lineage == []
+    write_record(hub, Record(files={"model.onnx": ""}, lineage=(Rewrite(rewrite="x"),)))
+    assert open_artifact(hub / "onnx").lineage == ()
 
 
 def test_a_folder_named_onnx_is_a_plain_one_without_configuration(tmp_path: Path):
@@ -178,13 +179,13 @@ def test_open_artifact_missing_path_is_refused(tmp_path: Path, where: str):
 def test_record_properties_and_defaults(plain: Path):
     artifact = open_artifact(plain)
     assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("mean", False, None)
-    assert artifact.lineage == [] and artifact.tokenizer is None
+    assert artifact.lineage == () and artifact.tokenizer is None
     record = {"pooling": "cls", "normalize": True, "max_length": 64, "lineage": [{"rewrite": "x"}]}
-    write_record(plain.parent, record)
+    write_record(plain.parent, Record.model_validate(record))
     (plain.parent / "tokenizer.json").write_text("{}")
     artifact = open_artifact(plain)
     assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("cls", True, 64)
-    assert artifact.lineage == [{"rewrite": "x"}]
+    assert artifact.lineage == (Rewrite(rewrite="x"),)
     assert artifact.tokenizer == plain.parent / "tokenizer.json"
 
 
@@ -205,7 +206,7 @@ def test_open_artifact_first_position_is_stated_or_that_of_the_model_type(
 ):
     if config is not None:
         (plain.parent / "config.json").write_text(json.dumps(config))
-    write_record(plain.parent, record)
+    write_record(plain.parent, Record.model_validate(record))
     assert open_artifact(plain).first_position == first
 
 

@@ -138,7 +138,9 @@ def _run(model: Model, texts: list[str]) -> tuple[dict[str, np.ndarray], np.ndar
 def test_plan_id_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan may have megabytes, and every answer has the checksum in its headers."""
     plan = {"layers": [1, 2]}
-    model = Model(open_artifact(write_encoder(tmp_path / "m", lineage=[{"plan": plan}])))
+    model = Model(
+        open_artifact(write_encoder(tmp_path / "m", lineage=[{"rewrite": "x", "plan": plan}]))
+    )
     first = model.artifact.plan_id
     assert first is not None
     monkeypatch.setattr(json, "dumps", lambda *_, **__: 1 / 0)

@@ -17,7 +17,7 @@ import pytest
 from attnserve.models.artifact import copy_companions, open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, staged
-from attnserve.models.record import merged_record, write_record
+from attnserve.models.record import Record, merged_record, write_record
 from graph_passes.errors import InvalidOutput
 from tests.attnserve.models.files import tree
 from tests.errors import raises
@@ -80,7 +80,7 @@ def test_check_target_existing_file_needs_force(plain: Path, tmp_path: Path, nam
 
 def test_check_target_record_without_model_needs_force(plain: Path, tmp_path: Path):
     (tmp_path / "new").mkdir()
-    write_record(tmp_path / "new", {"pooling": "cls"})
+    write_record(tmp_path / "new", Record(pooling="cls"))
     with raises(InvalidOutput, "output.exists", "attnserve.json"):
         target(tmp_path / "new" / "other.onnx", plain)
 
@@ -112,16 +112,16 @@ def test_check_output_below_a_file_is_refused(tmp_path: Path):
 def test_merged_record_keeps_the_records_of_other_models(plain: Path):
     """The newest record is at the top level, the others are under "others"."""
     folder = plain.parent
-    write_record(folder, {"source": "model.onnx"})
+    write_record(folder, Record(source="model.onnx"))
     for name in ("a.onnx", "b.onnx", "a.onnx"):
         file = target(folder / name, plain, force=True)
         shutil.copyfile(plain, file)
-        write_record(folder, merged_record(file, {"source": name, "files": {name: "sha"}}))
+        write_record(folder, merged_record(file, Record(source=name, files={name: "sha"})))
     record = json.loads((folder / "attnserve.json").read_text())
     assert record["files"] == {"a.onnx": "sha"}
     assert set(record["others"]) == {"model.onnx", "b.onnx"}
     for name in ("model.onnx", "a.onnx", "b.onnx"):
-        assert open_artifact(folder / name).record["source"] == name
+        assert open_artifact(folder / name).record.source == name
 
 
 def test_staged_success_moves_all_files(tmp_path: Path):
@@ -155,7 +155,7 @@ def test_staged_finish_of_two_writers_keeps_both_records(tmp_path: Path):
 
     def write(name: str) -> None:
         def finish(stage: Path) -> None:
-            record = merged_record(folder / name, {"files": {name: ""}})
+            record = merged_record(folder / name, Record(files={name: ""}))
             if name == "a.onnx":
                 started.set()
                 time.sleep(0.2)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any, cast
 
 import orjson
 import pytest
 
 from attnserve.models.artifact import open_artifact
-from attnserve.models.record import write_record
+from attnserve.models.lineage import Rewrite
+from attnserve.models.record import Record, parse_record, write_record
+from attnserve.planning.plan_file import PlanFile
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
 
@@ -22,24 +26,24 @@ from tests.errors import raises
         (b"\xff\xfe\x00", "not valid JSON"),
         (b'{"loss": NaN}', "not valid JSON"),
         (b'{"source": "\\ud800"}', "not valid JSON"),
-        (b'{"normalize": "false"}', "'normalize'"),
-        (b'{"normalize": 1}', "'normalize'"),
-        (b'{"max_length": true}', "'max_length'"),
-        (b'{"max_length": 0}', "'max_length'"),
-        (b'{"pooling": "max"}', "'pooling'"),
-        (b'{"id2label": "A"}', "'id2label'"),
-        (b'{"activation": "tanh"}', "'activation'"),
-        (b'{"template": "{query}"}', "'template'"),
-        (b'{"template": "{query}{document}{query}"}', "'template'"),
-        (b'{"first_position": -1}', "'first_position'"),
-        (b'{"others": {"a.onnx": {"normalize": 0}}}', "'normalize'"),
-        (b'{"others": {"a.onnx": []}}', "expected"),
+        (b'{"normalize": "false"}', "normalize"),
+        (b'{"normalize": 1}', "normalize"),
+        (b'{"max_length": true}', "max_length"),
+        (b'{"max_length": 0}', "max_length"),
+        (b'{"pooling": "max"}', "pooling"),
+        (b'{"id2label": "A"}', "id2label"),
+        (b'{"activation": "tanh"}', "activation"),
+        (b'{"template": "{query}"}', "template"),
+        (b'{"template": "{query}{document}{query}"}', "template"),
+        (b'{"first_position": -1}', "first_position"),
+        (b'{"others": {"a.onnx": {"normalize": 0}}}', "normalize"),
+        (b'{"others": {"a.onnx": []}}', "others.a.onnx"),
         (b"[1]", "JSON object"),
         (b"null", "JSON object"),
-        (b'{"lineage": 3}', "'lineage'"),
-        (b'{"files": []}', "'files'"),
-        (b'{"others": []}', "'others'"),
-        (b'{"others": {"a.onnx": {"files": 3}}}', "'files'"),
+        (b'{"lineage": 3}', "lineage"),
+        (b'{"files": []}', "files"),
+        (b'{"others": []}', "others"),
+        (b'{"others": {"a.onnx": {"files": 3}}}', "files"),
         (b"[" * 100_000, "not valid JSON"),
     ],
 )
@@ -51,16 +55,53 @@ def test_open_artifact_invalid_record_is_refused(plain: Path, content: bytes, va
 
 def test_open_artifact_record_can_be_written_as_json(plain: Path):
     """The service answers with parts of the record, and orjson writes no larger integers."""
-    content = b'{"lineage": [{"before": 1000000000000000000000000000000}], "max_length": null}'
+    content = b'{"rewrite": "x", "later": 1000000000000000000000000000000}'
+    content = b'{"lineage": [%b], "max_length": null}' % content
     (plain.parent / "attnserve.json").write_bytes(content)
     artifact = open_artifact(plain)
-    assert orjson.loads(orjson.dumps(artifact.lineage)) == [{"before": 1e30}]
+    assert orjson.loads(orjson.dumps(artifact.lineage[0].to_json())) == {
+        "rewrite": "x",
+        "later": 1e30,
+    }
     assert artifact.max_length is None
 
 
 def test_open_artifact_record_applies_to_its_model(plain: Path):
-    write_record(plain.parent, {"pooling": "cls", "files": {"other.onnx": "0"}})
+    write_record(plain.parent, Record(pooling="cls", files={"other.onnx": "0"}))
     assert open_artifact(plain).pooling == "cls"  # renamed: there is no other
     shutil.copy(plain, plain.with_name("other.onnx"))
     assert open_artifact(plain).pooling == "mean"
     assert open_artifact(plain.with_name("other.onnx")).pooling == "cls"
+
+
+RECORDS = Path(__file__).parents[2] / "fixtures" / "records"
+"""Records and plans that ``attnserve`` 0.1 and 2.0 wrote for tests/fixtures/bert."""
+
+RENAMED = {"mean output cosine": "cosine"}
+"""Values of 0.1 by their present names."""
+
+
+def lost(before: Any, after: Any, place: str = "") -> list[str]:
+    """The places of values that are missing or differ."""
+    if isinstance(before, dict):
+        fields = cast(dict[str, Any], before)
+        return [
+            one for key in fields for one in lost(fields[key], after.get(key), f"{place}.{key}")
+        ]
+    if isinstance(before, list):
+        items = zip(cast(list[Any], before), after, strict=True)
+        return [one for a, b in items for one in lost(a, b, f"{place}[]")]
+    return [] if after == RENAMED.get(before, before) else [place]
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_records_of_earlier_versions_are_read_and_written_without_loss(path: Path):
+    content = json.loads(path.read_text())
+    is_plan = path.stem.endswith("-plan")
+    read = PlanFile.model_validate(content) if is_plan else parse_record(path)
+    again = read.to_json()
+    assert lost(content, again) == []
+    if path.stem.startswith("2.0"):
+        assert again == content, "nothing is added either"
+    if isinstance(read, Record):
+        assert all(isinstance(entry, Rewrite) and entry.before for entry in read.lineage)

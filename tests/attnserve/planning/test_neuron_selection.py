@@ -18,6 +18,7 @@ from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.models.artifact import open_artifact
+from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning.neuron_selection import choose_neurons
 from attnserve.planning.optimize import optimize
@@ -208,7 +209,7 @@ def test_plan_request_ffn_of_few_texts(tiny: Path, bert: ir.Model, data: Dataset
     whole = planned(tiny, bert, data, 0.5)
     batch = data.fit[0]
     for rows in (len(batch["input_ids"]), 1):
-        few = Dataset([{name: a[:rows] for name, a in batch.items()}], [], [], 7, {})
+        few = Dataset([{name: a[:rows] for name, a in batch.items()}], [], [], 7, Calibration())
         masks = masks_of(planned(tiny, bert, few, 0.5))
         assert sum(map(sum, masks.values())) + F * (2 - len(masks)) == F
     assert masks_of(whole) and not whole.warnings

@@ -202,10 +202,10 @@ def test_optimize_writes_complete_artifact(tiny: Path, sentences: Path, tmp_path
     original, new = open_artifact(tiny), open_artifact(folder)
     assert (new.pooling, new.max_length) == (original.pooling, original.max_length)
     (entry,) = new.lineage
-    assert entry["rewrite"] == "collaborate" and entry["seed"] == 5
-    assert entry["calibration"]["file"] == "sentences.txt"
-    assert entry["steps"] == report.to_json()["steps"]
-    assert {"numpy", "onnxruntime", "python"} <= entry["versions"].keys()
+    assert entry.rewrite == "collaborate" and entry.seed == 5
+    assert entry.calibration is not None and entry.calibration.file == "sentences.txt"
+    assert entry.steps == report.steps
+    assert {"numpy", "onnxruntime", "python"} <= entry.versions.keys()
 
 
 def test_optimize_report_json_has_contract_keys(tiny: Path, sentences: Path, tmp_path: Path):
@@ -322,10 +322,8 @@ def test_optimize_optimized_model_adds_to_lineage(tiny: Path, tmp_path: Path):
     assert report.fidelity.min_cosine >= 1 - 1e-7, "measured against the model it was given"
     assert forms(tmp_path / "two") == [("collaborative", 16), ("collaborative", EXACT)]
     first, second = open_artifact(tmp_path / "two").lineage
-    assert open_artifact(tmp_path / "one").lineage == [first]
-    assert (
-        second["source"]["sha256"] == open_artifact(tmp_path / "one").record["files"]["model.onnx"]
-    )
+    assert open_artifact(tmp_path / "one").lineage == (first,)
+    assert second.source.sha256 == open_artifact(tmp_path / "one").record.files["model.onnx"]
 
 
 def test_optimize_collaborative_layer_is_left_or_refused_if_requested(tiny: Path, tmp_path: Path):
@@ -353,7 +351,7 @@ def test_optimize_external_data_is_read_and_written(tiny: Path, sentences: Path,
         tiny, one, collab_dk=24, mixing="dense", layers=["0"], calib=sentences, external_data=True
     )
     assert (one / "model.onnx.data").is_file()
-    assert open_artifact(one).record["files"].keys() == {"model.onnx", "model.onnx.data"}
+    assert open_artifact(one).record.files.keys() == {"model.onnx", "model.onnx.data"}
     assert verify(inline, one).outputs[0].max_abs_error == 0
     optimize(
         one, two, collab_dk=16, mixing="dense", layers=["1"], calib=sentences, external_data=True

@@ -20,6 +20,7 @@ from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
+from attnserve.models.lineage import Calibration
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_rewrites import PlannedRequest, Request, plan_request
 from attnserve.runtime.session import Batch
@@ -50,7 +51,7 @@ def batches(seed: int, rows: int = 6) -> list[Batch]:
 
 @cache
 def data() -> Dataset:
-    return Dataset(batches(0), batches(1), [batches(1)], 7, {"fit_tokens": 66})
+    return Dataset(batches(0), batches(1), [batches(1)], 7, Calibration(fit_tokens=66))
 
 
 @cache
@@ -493,7 +494,11 @@ def test_plan_request_reuse_of_single_layer_is_refused():
 
 
 NESTED = Dataset(
-    [{"x": np.ones((2, 5, D), np.float32), "flag": np.array(True)}], [], [], 5, {"fit_tokens": 10}
+    [{"x": np.ones((2, 5, D), np.float32), "flag": np.array(True)}],
+    [],
+    [],
+    5,
+    Calibration(fit_tokens=10),
 )
 
 

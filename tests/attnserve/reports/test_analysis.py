@@ -23,6 +23,7 @@ from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.models.artifact import open_artifact
+from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.reports.analysis import Analysis, analyze_graph
@@ -152,7 +153,7 @@ def test_analyze_lengths_count_unmasked_tokens(analysis: Analysis, tiny: Path, s
     data = load_inputs(sentences, graph, artifact, split=False)
     expected = np.concatenate([batch["attention_mask"].sum(1) for batch in data.fit])
     assert analysis.lengths.tolist() == expected.tolist()
-    assert analysis.lengths.sum() == data.source["tokens"]
+    assert analysis.lengths.sum() == data.source.tokens
     (first, *_) = read_attention(graph).blocks
     assert text_lengths(graph, first, data.fit[:1]).tolist() == expected[:16].tolist()
 
@@ -330,7 +331,7 @@ def test_analyze_other_architectures_have_notes_where_unsupported(
 
 
 def test_analyze_operator_that_cannot_be_decomposed_is_refused():
-    nothing_to_run = Dataset((), (), (), length=8, source={})
+    nothing_to_run = Dataset((), (), (), length=8, source=Calibration())
     with raises(InvalidModel, "analysis.no_attention", "reads cached keys"):
         analyze_graph(OPERATORS["ai.onnx: past"].model(), nothing_to_run, source={})
 

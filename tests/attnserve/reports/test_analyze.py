@@ -180,7 +180,7 @@ def test_page_escapes_hostile_names(analysis: Analysis):
     hostile = replace(
         analysis,
         model={**analysis.model, "name": HOSTILE, "file": HOSTILE},
-        calibration={**analysis.calibration, "file": HOSTILE},
+        calibration=analysis.calibration.model_copy(update={"file": HOSTILE}),
         layers=(replace(first, name=HOSTILE, notes=(HOSTILE,)), *rest),
         similarity=replace(similarity, layers=(HOSTILE, *similarity.layers[1:])),
         not_analyzed=(NotAnalyzed(HOSTILE, HOSTILE),),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from attnserve.models.record import Record
 from attnserve.planning.optimize import optimize
-from attnserve.reports.lineage import read_lineage
 from attnserve.reports.model_report import report
 from graph_passes.errors import InvalidModel, InvalidOutput, MissingExtra
 from tests.attnserve.cli.commands import tree
@@ -107,11 +107,14 @@ def test_report_old_record_without_fields(copy: Path):
     assert "prune_heads" in page_of(found.output).text
 
 
+COST = {"parameters": 1, "macs": 2, "bytes": 4}
+
+
 @pytest.mark.parametrize(
     ("entry", "place"),
     [
         ({}, "lineage.0.rewrite"),
-        ({"rewrite": "x", "before": {"macs": "many"}}, "lineage.0.before.macs"),
+        ({"rewrite": "x", "before": {**COST, "macs": "many"}}, "lineage.0.before.macs"),
         ({"rewrite": "x", "steps": [{"rewrite": "y"}]}, "lineage.0.steps.0.block"),
         ({"rewrite": "x", "search": {"speeds": [{**SPEED, "ms": "fast"}]}}, "speeds.0.ms"),
     ],
@@ -124,8 +127,9 @@ def test_report_invalid_record_is_refused(copy: Path, entry: dict[str, Any], pla
 
 
 def test_lineage_numbers_that_are_not_finite_are_refused():
+    entry = {"rewrite": "x", "fidelity": {"mean_cosine": float("nan")}}
     with raises(InvalidModel, "artifact.record", "fidelity.mean_cosine"):
-        read_lineage([{"rewrite": "x", "fidelity": {"mean_cosine": float("nan")}}], path="r.json")
+        Record.parse({"lineage": [entry]}, Path("attnserve.json"))
 
 
 def test_report_escapes_hostile_records(copy: Path):

@@ -239,7 +239,7 @@ def test_write_repository_external_data_is_copied_and_record_renamed(encoder: Pa
     (source / "attnserve.json").write_text(json.dumps(record))
     folder = write_repository(source / "enc.onnx", tmp_path / "out").folder
     assert names(folder / "1") == {"model.onnx", "w.bin", "attnserve.json"}
-    files = open_artifact(folder / "1").record["files"]
+    files = open_artifact(folder / "1").record.files
     assert files == {"model.onnx": "1" * 64, "w.bin": "2" * 64}
     feeds = {name: np.ones((1, 3), np.int64) for name in ("input_ids", "attention_mask")}
     onnxruntime.InferenceSession(folder / "1/model.onnx").run(None, feeds)

@@ -472,7 +472,7 @@ def test_loads_run_one_at_a_time_and_too_many_are_refused(
         ({"model.onnx": "0" * 64}, "but attnserve.json has 000000000000"),
         ({"model.onnx.data": "0" * 64}, "is listed in attnserve.json, but missing"),
         ({"../secret": "0" * 64}, "expected a file name and its sha256"),
-        ({"tokenizer.json": 7}, "expected a file name and its sha256"),
+        ({"tokenizer.json": 7}, "files.tokenizer.json"),
     ],
 )
 def test_start_checks_files_against_recorded_checksums(
@@ -913,7 +913,8 @@ def test_load_unexpected_error_is_unavailable_and_others_serve(
 def test_stats_large_number_in_record_is_answered(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    write_encoder(tmp_path / "tiny", lineage=[{"before": {"macs": 10**30}}])
+    fidelity = {"mean_cosine": 1.0, "later": 10**30}
+    write_encoder(tmp_path / "tiny", lineage=[{"rewrite": "x", "fidelity": fidelity}])
     assert start(tmp_path / "tiny").get("/stats.json").status_code == 200
 
 

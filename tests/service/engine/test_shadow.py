@@ -45,6 +45,7 @@ def lowered(
 ) -> Path:
     """A copy of the original with noise in its weights, and a record that promises a quality."""
     entry = {
+        "rewrite": "x",
         "source": {"sha256": sha256(original / "model.onnx")},
         "quality": {"measure": "similarity", "value": promise, "output": "last_hidden_state"},
     }
@@ -226,7 +227,7 @@ def calibrated(*ids: int) -> dict[str, Any]:
     seen[list(ids)] = True
     packed = zlib.compress(np.packbits(seen, bitorder="little").tobytes())
     tokens = {"seen": base64.b64encode(packed).decode(), "unseen_share": 0.0}
-    return {"calibration": {"lengths": [3, 3, 4, 4, 4], "token_ids": tokens}}
+    return {"rewrite": "x", "calibration": {"lengths": [3, 3, 4, 4, 4], "token_ids": tokens}}
 
 
 def test_request_texts_are_collected(

@@ -29,6 +29,7 @@ from attnserve.data.datasets import load_inputs
 from attnserve.data.lengths import Lengths
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
+from attnserve.models.lineage import Speed
 from attnserve.models.onnx_files import load_model
 from attnserve.planning import apply
 from attnserve.planning.optimize import _require_promise
@@ -39,7 +40,7 @@ from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
 from attnserve.planning.search.goal import Goal
 from attnserve.planning.search.judge import Judge
 from attnserve.planning.search.pareto import Choice
-from attnserve.planning.search.report import PlanReport, Speed
+from attnserve.planning.search.report import PlanReport
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -567,7 +568,7 @@ def test_optimize_plan_file_with_invalid_content_is_refused(
     data = load_inputs(sentences, load_model(artifact), artifact)
     content = {
         "format": 2, "plan": {}, "model": {"sha256": fingerprint(artifact)},
-        "calibration": {"sha256": data.source["sha256"]},
+        "calibration": {"sha256": data.source.sha256},
     }  # fmt: skip
     path = tmp_path / "p.json"
     path.write_text(json.dumps(content))
@@ -772,9 +773,9 @@ def test_search_range_is_timed_at_both_ends_and_between(
     planned: Planner, replays: Callable[[], bool], tmp_path: Path
 ):
     report = planned(sequence=(4, 64))
-    assert report.asked["sequences"] == [4, 16, 64]
+    assert report.asked.sequences == (4, 16, 64)
     assert {4, 16, 64} <= {speed.sequence for speed in report.speeds}
-    assert report.calibration["joined_rows"]
+    assert report.calibration.joined_rows
     assert json.loads((tmp_path / "p.json").read_text())["calibration"]["joined_to"] == [4, 64]
     assert replays()
 
@@ -786,7 +787,7 @@ def test_search_default_lengths_are_quantiles_of_the_data(
     report = planned(sequence=None)
     graph = load_model(model / "model.onnx")
     lengths = load_inputs(sentences, graph, open_artifact(model)).lengths
-    low, *_, high = report.asked["sequences"]
+    low, *_, high = report.asked.sequences
     assert np.quantile(lengths, 0.1) <= low < high <= np.quantile(lengths, 0.9)
 
 

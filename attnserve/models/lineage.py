@@ -1,0 +1,410 @@
+"""The rewrites of a model as attnserve.json and plan.json record them.
+
+``optimize`` and ``recover`` write one entry each. Older versions recorded fewer fields, so most may
+be missing. Fields that this version does not know are kept: a newer one may have written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
+
+from attnserve.choices import SearchMeasure
+from attnserve.context import Provider
+
+__all__ = [
+    "Asked",
+    "BeforeRecovery",
+    "Calibration",
+    "FidelityRecord",
+    "FormRecord",
+    "Measured",
+    "MixingRecord",
+    "ModelCost",
+    "ProofRecord",
+    "QualityRecord",
+    "Ratio",
+    "Recorded",
+    "Recovered",
+    "Rewrite",
+    "Round",
+    "Search",
+    "ShareRecord",
+    "Source",
+    "Speed",
+    "Speedups",
+    "Step",
+    "TokenIds",
+    "TrainingRecord",
+]
+
+
+class Recorded(BaseModel):
+    """A part of a record: its JSON has the fields that were given."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    def to_json(self, *left_out: str) -> dict[str, Any]:
+        """The fields as JSON values, without those that are named."""
+        return self.model_dump(mode="json", exclude_unset=True, exclude=set(left_out))
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """The values that were given, by field."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
+
+class Source(Recorded):
+    """A file, its checksum, and that of its weights by name, which survives another storage."""
+
+    file: str = "the original"
+    sha256: str | None = None
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Counts at the recorded batch and sequence, and bytes of the weights.
+
+    ``macs`` is None where they cannot be counted.
+    """
+
+    parameters: int
+    macs: int | None
+    bytes: int
+
+
+class TokenIds(Recorded):
+    """The token ids of calibration rows.
+
+    Attributes:
+        distinct: The number of distinct ids in the rows to fit.
+        unseen_share: The share of the tokens of the held-out rows whose id is not among them.
+        seen: These ids: bit i % 8 of byte i // 8 is 1 for each id i. The bytes are compressed
+            (zlib) and written in base64.
+    """
+
+    distinct: int | None = None
+    unseen_share: FiniteFloat = 0.0
+    seen: str
+
+
+class Calibration(Recorded):
+    """The data that a model was calibrated on.
+
+    Attributes:
+        joined_rows, joined_to: Rows that were made of several texts, and their lengths.
+        held_out_rows: Of each part that is held out.
+        lengths: Percentiles (0, 5, 50, 95, 100) of the tokens of a row.
+        files: Each of several files.
+    """
+
+    file: str = ""
+    rows: int = 0
+    distinct_rows: int = 0
+    joined_rows: int = 0
+    joined_to: int | tuple[int, int] | None = None
+    tokens: int = 0
+    fit_rows: int = 0
+    fit_tokens: int = 0
+    held_out_rows: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    sha256: str = ""
+    files: tuple[Calibration, ...] = ()
+    weights: tuple[FiniteFloat, ...] = ()
+    token_ids: TokenIds | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rewrite of one block.
+
+    Attributes:
+        rewrite: The name of the pass.
+        relative_error: Of collaborative factors, in the metric that was minimized. Of other lossy
+            rewrites, the distance of the block's output to the original's over its variation there,
+            on calibration data (random inputs without); None if it cannot be observed.
+        macs_after: MACs of the whole model.
+        fitted_error: The distance after the output projection was refitted, all rewrites of the
+            block included; None if it was not refitted.
+        rank: R of collaborative heads.
+        heads: The number of heads that compute their own probabilities.
+        neurons: The number of neurons that a feed-forward has left.
+        head_size: The mean number of dimensions that a head reads in sparse mixing.
+        cache_width: Numbers of a token in the cached keys, over all heads.
+    """
+
+    rewrite: str
+    block: str
+    relative_error: FiniteFloat | None = None
+    macs_after: int | None = None
+    fitted_error: FiniteFloat | None = None
+    rank: int | None = None
+    heads: int | None = None
+    neurons: int | None = None
+    head_size: int | None = None
+    cache_width: int | None = None
+
+    @property
+    def changed_sizes(self) -> list[str]:
+        """The names of the sizes that the step changed."""
+        sizes = ("rank", "heads", "neurons", "head_size", "cache_width")
+        return [name for name in sizes if getattr(self, name) is not None]
+
+
+class QualityRecord(Recorded):
+    """The measured quality of an output; see ``checks.quality.Quality``.
+
+    Other measures of the same output are further fields, by their names.
+    """
+
+    measure: str
+    value: FiniteFloat | None = None
+    lower: FiniteFloat | None = None
+    ci95: tuple[FiniteFloat, FiniteFloat] | None = None
+    p5: FiniteFloat | None = None
+    constant: FiniteFloat | None = None
+    rows: int | None = None
+    split: str | None = None
+    output: str = ""
+    file: str | None = None
+    lengths: str | None = None
+    same_outputs: tuple[str, ...] = ()
+    not_finite_rows: tuple[int, ...] = ()
+    excluded_rows: tuple[int, ...] = ()
+
+
+class Measured(Recorded):
+    """The lowest of several qualities, and all of them, by output, file and lengths of texts."""
+
+    quality: QualityRecord | None = None
+    qualities: tuple[QualityRecord, ...] = ()
+
+
+class ShareRecord(Recorded):
+    """The kept share of a task's score."""
+
+    value: FiniteFloat
+    standard_error: FiniteFloat | None = None
+    rows: int | None = None
+
+
+class FidelityRecord(Measured):
+    """A comparison with the original; ``outputs`` as in ``attnserve verify --json``."""
+
+    outputs: tuple[dict[str, Any], ...] = ()
+    mean_cosine: FiniteFloat | None = None
+    min_cosine: FiniteFloat | None = None
+    data: str | None = None
+    share: ShareRecord | None = None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Latencies of the new model and the original at one length: medians of interleaved runs."""
+
+    batch: int
+    sequence: int
+    original_ms: FiniteFloat
+    ms: FiniteFloat
+    speedup: FiniteFloat
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A speed-up with its 95 % interval."""
+
+    value: FiniteFloat
+    ci95: tuple[FiniteFloat, FiniteFloat]
+
+
+class Speedups(Recorded):
+    """Speed-ups as served, each over the form before it; ``served`` over the fused original."""
+
+    shapes: tuple[tuple[int, int], ...] = ()
+    fusion: Ratio | None = None
+    precision: Ratio | None = None
+    removal: Ratio | None = None
+    served: Ratio | None = None
+    served_by_shape: tuple[FiniteFloat, ...] = ()
+
+
+@dataclass(frozen=True)
+class FormRecord:
+    """A form of shared dimensions that was timed; see ``mixing_choice``."""
+
+    form: str
+    error: FiniteFloat | None
+    speedup: Ratio
+    slowest: Ratio
+
+
+@dataclass(frozen=True)
+class MixingRecord:
+    """The chosen form of shared dimensions, the reason, and all forms that were timed."""
+
+    chosen: str
+    why: str
+    forms: tuple[FormRecord, ...]
+
+
+def _present_name(measure: object) -> object:
+    """The present name of a measure: 0.1 wrote "mean output cosine" or "share of the X score"."""
+    if isinstance(measure, str) and " " in measure:
+        return "score" if measure.endswith(" score") else "cosine"
+    return measure
+
+
+class Asked(Recorded):
+    """What a search was asked for; see ``planning.search.goal.Goal``."""
+
+    keep: float | None = None
+    target_speedup: float | None = None
+    measure: Annotated[SearchMeasure, BeforeValidator(_present_name)] = "auto"
+    task: str | None = None
+    eval_data: str | None = None
+    eval_data_sha256: str | None = None
+    allow: tuple[str, ...] = ()
+    precision: str = "float32"
+    batch: int = 1
+    sequences: tuple[int, ...] = ()
+    provider: Provider = "cpu"
+    threads: int = 0
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    recover: float | None = None
+
+
+class ProofRecord(Measured):
+    """The measurement of a built choice on data that no choice has seen."""
+
+    loss: FiniteFloat
+    share: ShareRecord | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """A choice that was built and trained.
+
+    Attributes:
+        predicted_speedup, predicted_loss: As in ``Point``.
+        built_loss, loss: The measured loss on the data to choose, before and after the training.
+        steps, seconds: Of the training.
+        keeps: Whether the loss is one that the goal allows.
+    """
+
+    predicted_speedup: float
+    predicted_loss: float
+    built_loss: float
+    loss: float
+    steps: int
+    seconds: float
+    keeps: bool
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What training added to a search.
+
+    Attributes:
+        gain: Whether a trained model is returned.
+        verdict: One line for people.
+        torch: The version of PyTorch.
+    """
+
+    rounds: tuple[Round, ...]
+    gain: bool
+    verdict: str
+    torch: str
+
+
+class Search(Measured):
+    """The part of plan.json that is recorded with an optimized model.
+
+    Attributes:
+        fidelity, quality, qualities: The proof of the returned choice.
+        choose: The same quality on the data that the search looked at.
+        proofs: Of choices like the returned one, in order; those before the last kept too little.
+        speedup: The geometric mean over the requested lengths.
+    """
+
+    asked: Asked = Asked()
+    verdict: str | None = None
+    gain: bool = False
+    fidelity: FidelityRecord | None = None
+    choose: QualityRecord | None = None
+    proofs: tuple[ProofRecord, ...] = ()
+    speedup: FiniteFloat | None = None
+    speeds: tuple[Speed, ...] = ()
+    machine: str | None = None
+    recovered: Recovered | None = None
+
+
+class TrainingRecord(Recorded):
+    """The course of a training; see ``recovery.training.Training``.
+
+    ``history`` has (seconds, training loss, loss on held-out rows). Numbers that are not finite are
+    null.
+    """
+
+    steps: int | None = None
+    tokens: int | None = None
+    seconds: FiniteFloat | None = None
+    stopped: str | None = None
+    history: tuple[tuple[FiniteFloat, float | None, float | None], ...] = ()
+    states: int | None = None
+    weights: int | None = None
+
+
+class BeforeRecovery(Measured):
+    """The quality of the rewritten model before its training."""
+
+    fidelity: FidelityRecord | None = None
+
+
+class Rewrite(Measured):
+    """One entry of the lineage.
+
+    Attributes:
+        rewrite: The names of the passes, of the training and of the precision, joined by "+".
+        source: The model that the quality is measured against.
+        rewritten: Of a training, the model that was trained.
+        plan: The plan that was applied, as ``Plan.to_json`` gives it.
+        scores: Of a training with labels, as ``attnserve evaluate --json`` gives them.
+    """
+
+    rewrite: str
+    source: Source = Source()
+    rewritten: Source | None = None
+    calibration: Calibration | None = None
+    seed: int | None = None
+    before: ModelCost | None = None
+    after: ModelCost | None = None
+    steps: tuple[Step, ...] = ()
+    fidelity: FidelityRecord | None = None
+    break_even_sequence: int | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    warnings: tuple[str, ...] = ()
+    plan: dict[str, Any] | None = None
+    served_speedup: FiniteFloat | None = None
+    speedups: Speedups | None = None
+    mixing: MixingRecord | None = None
+    int8_weight_bits: int | None = None
+    int8_activations: str | None = None
+    search: Search | None = None
+    choose: QualityRecord | None = None
+    also_proved: tuple[FidelityRecord, ...] = ()
+    before_recovery: BeforeRecovery | None = None
+    scores: dict[str, Any] | None = None
+    gain: bool | None = None
+    verdict: str | None = None
+    training: TrainingRecord | None = None
+    versions: Mapping[str, str] = {}
+
+    @property
+    def measured(self) -> tuple[QualityRecord, ...]:
+        """All qualities that were measured for this rewrite."""
+        return self.qualities or ((self.quality,) if self.quality else ())
