@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from attnserve.models.loaded_model import ModelFailed
 from attnserve.runtime.cache import cache_folder
+from attnserve.serving.loaded_model import ModelFailed
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
 
 log = logging.getLogger("attnserve")

@@ -14,12 +14,12 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
 from attnserve.planning import lossless_passes
-from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda import Cuda
-from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.profile import read_runs
 from attnserve.runtime.session import open_session, why_no_cuda
+from attnserve.serving.buckets import Buckets
+from attnserve.serving.cuda_graphs import GraphRunner
 from benchmarks import cuda
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size

@@ -21,11 +21,11 @@ import onnx_ir as ir
 
 from attnserve.context import Provider
 from attnserve.models.example_inputs import example_inputs
-from attnserve.runtime.buckets import Buckets
-from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import open_session
+from attnserve.serving.buckets import Buckets
+from attnserve.serving.cuda_graphs import GraphRunner
 from benchmarks.gpu.measure import SPEED, Form, Shape
 from graph_passes.errors import AttnserveError
 

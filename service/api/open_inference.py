@@ -16,8 +16,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, FailFast, Field, NonNegativeInt
 
 from attnserve import __version__
-from attnserve.models.loaded_model import Tensor
-from attnserve.models.tensor_codec import NAMES, Datatype
+from attnserve.serving.loaded_model import Tensor
+from attnserve.serving.tensor_codec import NAMES, Datatype
 from graph_passes.errors import InvalidData
 from service.api.requests import (
     Body,

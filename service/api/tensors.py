@@ -2,7 +2,7 @@
 
 The binary extension: the body is JSON, followed by the bytes of each binary input in the order of
 the JSON, which holds their sizes (``binary_data_size``). A header holds the length of the JSON.
-Answers have the same format. ``attnserve.models.tensor_codec`` describes the data; requests cannot
+Answers have the same format. ``attnserve.serving.tensor_codec`` describes the data; requests cannot
 hold NaN and infinities as JSON, and answers hold null instead.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, NonNegativeInt
 from pydantic_core import PydanticCustomError
 
-from attnserve.models.tensor_codec import NAMES, Datatype, from_bytes, from_values, to_bytes
+from attnserve.serving.tensor_codec import NAMES, Datatype, from_bytes, from_values, to_bytes
 from graph_passes.errors import InvalidData
 from service.api.requests import Body, Extensible, Name
 from service.errors import MalformedRequest

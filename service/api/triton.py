@@ -11,8 +11,8 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from attnserve.models.loaded_model import Tensor
-from attnserve.models.tensor_codec import NAMES
+from attnserve.serving.loaded_model import Tensor
+from attnserve.serving.tensor_codec import NAMES
 from graph_passes.errors import InvalidData
 from service.api.requests import Body, Extensible, JsonRoute, get_engine, model_route
 from service.api.responses import json_response

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from attnserve.models.loaded_model import ModelFailed
 from attnserve.runtime.stop import STOP, Stop
+from attnserve.serving.loaded_model import ModelFailed
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 STUCK_S = 30.0

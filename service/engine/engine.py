@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from attnserve.data.token_statistics import CalibrationRange, row_ids
-from attnserve.models.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
 from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
 from attnserve.models.tokenizer import Encoding
+from attnserve.serving.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
 from service.engine.shadow import FollowUp, Shadow

@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 from attnserve.context import Provider
 from attnserve.models.artifact import open_artifact
-from attnserve.models.loaded_model import Model
 from attnserve.models.model_folder import Place, find_models
-from attnserve.planning.checked_loading import LoadedModel, load_checked
-from attnserve.planning.model_check import CheckResult, IsolationChecker, identify
+from attnserve.serving.checked_loading import LoadedModel, load_checked
+from attnserve.serving.loaded_model import Model
+from attnserve.serving.model_check import CheckResult, IsolationChecker, identify
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine

@@ -1,7 +1,7 @@
 """What happens with a share of the requests after their answers.
 
 ``Shadow`` compares one row of a share of the requests with the original model, in a child process
-(``attnserve.checks.comparison_process``). With several workers, only worker 0 has a child: the
+(``attnserve.serving.comparison_process``). With several workers, only worker 0 has a child: the
 others hand their rows over as files. ``Shadow`` also writes the sample of texts. Nothing here
 affects an answer: failures are logged and counted.
 """
@@ -17,22 +17,24 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import orjson
 
-from attnserve.checks.comparison_process import ComparisonProcess, RowSampler, ServedRow
 from attnserve.data.text_sample import TextSample
-from attnserve.models.loaded_model import TextTask
 from attnserve.runtime.cache import write_atomically
+from attnserve.serving.comparison_process import (
+    ComparisonProcess,
+    RowSampler,
+    ServedModel,
+    ServedRow,
+)
+from attnserve.serving.loaded_model import TextTask
 from graph_passes.errors import AttnserveError
 from service.engine.batcher import RequestResult
 from service.metrics import Metrics, Version
 from service.settings import Settings
-
-if TYPE_CHECKING:
-    from service.engine.engine import Engine
 
 T = TypeVar("T")
 
@@ -53,6 +55,13 @@ FollowUp = Callable[[], Awaitable[None]]
 log = logging.getLogger("attnserve")
 
 
+class Queued(ServedModel, Protocol):
+    """A served model whose rows wait in a queue."""
+
+    @property
+    def waiting(self) -> int: ...
+
+
 class Shadow:
     """The follow-up of answered requests.
 
@@ -68,7 +77,7 @@ class Shadow:
         self,
         settings: Settings,
         metrics: Metrics,
-        engines: Callable[[], list[Engine]],
+        engines: Callable[[], Sequence[Queued]],
         *,
         folder: Path | None = None,
         worker: int = 0,
@@ -79,7 +88,7 @@ class Shadow:
             settings.sample_texts, settings.sample_rate, mask=settings.sample_mask
         )
         self._lines: list[str] = []
-        self._samplers: WeakKeyDictionary[Engine, RowSampler] = WeakKeyDictionary()
+        self._samplers: WeakKeyDictionary[ServedModel, RowSampler] = WeakKeyDictionary()
         self._original: ComparisonProcess | None = None
         if settings.shadow is not None and self._is_first:
             self._original = ComparisonProcess(
@@ -131,7 +140,7 @@ class Shadow:
 
     def follow_up(
         self,
-        engine: Engine,
+        engine: ServedModel,
         task: TextTask | None,
         names: Sequence[str],
         result: RequestResult,
@@ -167,7 +176,7 @@ class Shadow:
 
         return run
 
-    def _is_sampled(self, engine: Engine) -> bool:
+    def _is_sampled(self, engine: ServedModel) -> bool:
         """Whether a row of the request is compared, by the sampler of the model."""
         settings = self._settings
         if settings.shadow is None:

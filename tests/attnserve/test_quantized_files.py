@@ -27,10 +27,10 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning import lossless_passes
-from attnserve.planning.model_check import IsolationChecker
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
 from attnserve.runtime.session import open_session
+from attnserve.serving.model_check import IsolationChecker
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.cost import parameter_bytes
 from graph_passes.errors import CannotRewrite, InvalidModel

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from attnserve.models.loaded_model import Model
+from attnserve.serving.loaded_model import Model
 from service.app import create_app
 from service.settings import Settings
 from tests.service.tiny import write_encoder

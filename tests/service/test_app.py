@@ -351,7 +351,7 @@ def test_crash_writes_stacks_to_stderr(encoder: Path) -> None:
 
 SLOW = """
 import time
-from attnserve.models.loaded_model import Model
+from attnserve.serving.loaded_model import Model
 run, warm_up = Model.run, Model.warm_up
 def slow(*args):
     time.sleep(1)
@@ -526,7 +526,7 @@ def test_run_ends_when_its_client_has_left(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_server_stops_although_a_run_does_not_return(tmp_path: Path) -> None:
     limits = {"ATTNSERVE_DRAIN_TIMEOUT_S": "1", "ATTNSERVE_PROBE": "false"}
-    deaf = "import attnserve.runtime.backends as b\nb.stoppable = lambda options: options"
+    deaf = "import attnserve.serving.backends as b\nb.stoppable = lambda options: options"
     with serving(write_endless(tmp_path), deaf, **limits) as server:
         address, process = server
         answer = httpx2.post(

@@ -24,9 +24,9 @@ from attnserve.checks.evaluate import (
 )
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import embed_texts
-from attnserve.models.loaded_model import Model
 from attnserve.models.tokenizer import load_tokenizer
 from attnserve.runtime.session import open_session
+from attnserve.serving.loaded_model import Model
 from graph_passes.errors import (
     AttnserveError,
     CheckFailed,

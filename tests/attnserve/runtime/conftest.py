@@ -1,13 +1,5 @@
-"""A small encoder for tests of sessions and runners."""
+"""A small encoder for tests of sessions."""
 
-from __future__ import annotations
+from tests.attnserve.runtime.recording import encoder
 
-import onnx_ir as ir
-import pytest
-
-from benchmarks.gpu.encoder import random_encoder
-
-
-@pytest.fixture(scope="module")
-def encoder() -> ir.Model:
-    return random_encoder(layers=2, hidden=32, heads=4, positions=32)
+__all__ = ["encoder"]

@@ -1,12 +1,19 @@
-"""A CPU session that records how it was run."""
+"""A small encoder, and a CPU session that records how it was run."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import onnx_ir as ir
+import pytest
 
 from attnserve.runtime.session import open_session
+from benchmarks.gpu.encoder import random_encoder
+
+
+@pytest.fixture(scope="module")
+def encoder() -> ir.Model:
+    return random_encoder(layers=2, hidden=32, heads=4, positions=32)
 
 
 class RecordingSession:

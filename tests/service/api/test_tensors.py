@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from attnserve.models.tensor_codec import DATATYPES
+from attnserve.serving.tensor_codec import DATATYPES
 from graph_passes.errors import InvalidData
 from service.api.tensors import InputTensor, decode_all, encode_all, split
 from service.errors import MalformedRequest

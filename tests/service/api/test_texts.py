@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from attnserve.models.artifact import open_artifact
-from attnserve.models.loaded_model import Model
+from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidModel
 from service.api.texts import SimilarityRequest
 from service.errors import NotFound

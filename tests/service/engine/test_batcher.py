@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve.models.loaded_model import ModelFailed, OutOfMemory
 from attnserve.runtime.stop import STOP
+from attnserve.serving.loaded_model import ModelFailed, OutOfMemory
 from service.engine import batcher as batcher_module
 from service.engine.batcher import Batch, Batcher, BatchResult, Queue, RequestResult, Row
 from service.errors import DeadlineExceeded, NotReady, Overloaded

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from attnserve.models import loaded_model
 from attnserve.models.artifact import open_artifact
-from attnserve.models.loaded_model import Model
 from attnserve.models.onnx_files import save_model
-from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda import Cuda
-from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.session import open_session, require_runtime, why_no_cuda
+from attnserve.serving import loaded_model
+from attnserve.serving.buckets import Buckets
+from attnserve.serving.cuda_graphs import GraphRunner
+from attnserve.serving.loaded_model import Model
 from benchmarks.gpu.encoder import random_encoder
 from service.engine import device
 from service.engine.device import on_device

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from attnserve.models.artifact import open_artifact
-from attnserve.models.loaded_model import Model
+from attnserve.serving.loaded_model import Model
 from service.engine.engine import Engine
 from service.engine.shadow import Shadow
 from service.metrics import Metrics

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 import attnserve
-from attnserve.models import graph_facts, onnx_files
-from attnserve.models.loaded_model import ModelFailed
-from attnserve.planning import model_check
-from attnserve.planning.model_check import CheckResult, IsolationChecker
+from attnserve.serving import graph_facts, model_check, onnx_files
+from attnserve.serving.loaded_model import ModelFailed
+from attnserve.serving.model_check import CheckResult, IsolationChecker
 from service.api.triton import configuration
 from service.engine.repository import Repository
 from service.metrics import Metrics

@@ -22,7 +22,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from starlette.testclient import TestClient
 
-from attnserve.models.loaded_model import Model
+from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidModel
 from service.engine.repository import MAX_LOADS, Entry, Repository
 from service.errors import NotFound, NotReady, hide_folders

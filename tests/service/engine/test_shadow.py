@@ -16,13 +16,13 @@ from onnx import numpy_helper
 from starlette.testclient import TestClient
 
 from attnserve import optimize
-from attnserve.checks import comparison_process
-from attnserve.checks.comparison_process import ComparisonProcess, ServedRow
-from attnserve.checks.live_quality import LiveComparison
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
-from attnserve.models.loaded_model import Model
 from attnserve.runtime.isolation import Worker, WorkerCrashed
+from attnserve.serving import comparison_process
+from attnserve.serving.comparison_process import ComparisonProcess, ServedRow
+from attnserve.serving.live_quality import LiveComparison
+from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidModel
 from service.engine import shadow
 from service.engine.engine import Engine

@@ -26,8 +26,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import service
-from attnserve.runtime import backends
 from attnserve.runtime.session import open_session
+from attnserve.serving import backends
 from graph_passes.errors import InvalidModel
 from service import launch
 from service import settings as settings_module

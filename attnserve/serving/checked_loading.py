@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import check_files
-from attnserve.models.graph_facts import GraphFacts
-from attnserve.models.loaded_model import Model
-from attnserve.planning.model_check import CheckResult
+from attnserve.serving.graph_facts import GraphFacts
+from attnserve.serving.loaded_model import Model
+from attnserve.serving.model_check import CheckResult
 from graph_passes.errors import AttnserveError, InvalidModel
 
 __all__ = ["LoadedModel", "load_checked"]

@@ -27,8 +27,8 @@ from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.lineage import Asked, Rewrite
-from attnserve.models.loaded_model import Model, TextTask, logits_of
 from attnserve.runtime.session import Batch
+from attnserve.serving.loaded_model import Model, TextTask, logits_of
 from graph_passes.errors import InvalidModel
 
 __all__ = [

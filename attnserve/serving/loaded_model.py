@@ -21,13 +21,13 @@ from attnserve.choices import Activation
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
-from attnserve.models.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
-from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.memory import return_freed_memory
 from attnserve.runtime.session import describe_error
+from attnserve.serving.backends import open_runner
+from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
 __all__ = [

@@ -12,12 +12,12 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.runtime import backends
 from attnserve.runtime import io_binding as binding
-from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import Cuda
-from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.session import open_session
+from attnserve.serving import backends
+from attnserve.serving.backends import open_runner
+from attnserve.serving.cuda_graphs import GraphRunner
 from graph_passes.errors import InvalidModel
 from tests.attnserve.runtime.recording import RecordingSession
 

@@ -15,13 +15,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from attnserve.checks.live_quality import LiveComparison
 from attnserve.choices import Measure
 from attnserve.context import Provider
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_files
-from attnserve.models.loaded_model import Model, TextTask
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
+from attnserve.serving.live_quality import LiveComparison
+from attnserve.serving.loaded_model import Model, TextTask
 from graph_passes.errors import AttnserveError, InvalidModel
 
 __all__ = ["ComparisonProcess", "RowSampler", "ServedModel", "ServedRow"]

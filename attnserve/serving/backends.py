@@ -19,12 +19,12 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import Provider
-from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
-from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.io_binding import Feed, InputBuffers, Place, binding_of, run_options
 from attnserve.runtime.session import open_session, require_runtime
 from attnserve.runtime.stop import stoppable
+from attnserve.serving.buckets import Buckets
+from attnserve.serving.cuda_graphs import GraphRunner
 from graph_passes.errors import InvalidModel
 
 __all__ = ["Runner", "open_runner"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.models.tensor_codec import DATATYPES, from_bytes, from_values
+from attnserve.serving.tensor_codec import DATATYPES, from_bytes, from_values
 from graph_passes.errors import InvalidData
 
 

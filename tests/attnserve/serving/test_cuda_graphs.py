@@ -12,9 +12,9 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.runtime.buckets import Buckets
-from attnserve.runtime.cuda_graphs import GraphRunner, Layout
 from attnserve.runtime.session import open_session
+from attnserve.serving.buckets import Buckets
+from attnserve.serving.cuda_graphs import GraphRunner, Layout
 from benchmarks.gpu.encoder import random_encoder
 from tests.attnserve.runtime.recording import RecordingSession
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.runtime.buckets import LARGEST, WASTE, Buckets, round_up
+from attnserve.serving.buckets import LARGEST, WASTE, Buckets, round_up
 
 SIZES = st.integers(1, 200)
 SHAPES = st.lists(st.tuples(SIZES, SIZES), max_size=60)

@@ -31,10 +31,7 @@ from typing import Any
 
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
-from attnserve.models.check_cache import CheckCache
 from attnserve.models.checksums import sha256
-from attnserve.models.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphFacts
-from attnserve.models.loaded_model import NOT_REWRITTEN, Model
 from attnserve.models.onnx_validation import external_file
 from attnserve.runtime.isolation import (
     Worker,
@@ -46,6 +43,9 @@ from attnserve.runtime.isolation import (
 from attnserve.runtime.memory_use import available_bytes, peak_bytes
 from attnserve.runtime.session import gpu_name
 from attnserve.runtime.temporary import temporary_folder
+from attnserve.serving.check_cache import CheckCache
+from attnserve.serving.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphFacts
+from attnserve.serving.loaded_model import NOT_REWRITTEN, Model
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,

@@ -21,14 +21,13 @@ import numpy as np
 import onnx
 import pytest
 
-from attnserve.models import check_cache
 from attnserve.models.artifact import open_artifact
-from attnserve.models.check_cache import CheckCache
-from attnserve.models.graph_facts import GraphFacts
 from attnserve.models.onnx_files import data_file
-from attnserve.planning import model_check
-from attnserve.planning.model_check import IsolationChecker, identify
 from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
+from attnserve.serving import check_cache, model_check
+from attnserve.serving.check_cache import CheckCache
+from attnserve.serving.graph_facts import GraphFacts
+from attnserve.serving.model_check import IsolationChecker, identify
 from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.errors import raises
 from tests.fixtures.checked_child import Child
@@ -320,7 +319,7 @@ def test_check_other_error_is_an_invalid_model(
         "from graph_passes.errors import *\n"
         "class Failing:\n"
         f"    def __init__(self, *a, **k): raise {error}('no reason')\n"
-        "attnserve.planning.model_check.Model = Failing"
+        "attnserve.serving.model_check.Model = Failing"
     )
     kept = error == "InvalidArgument"
     with pytest.raises(InvalidArgument if kept else InvalidModel, match="no reason"):
@@ -331,7 +330,7 @@ MEMORY_EATER = """
 import numpy as np
 class Hungry:
     def __init__(self, *a, **k): self.kept = np.empty(1 << 30)
-attnserve.planning.model_check.Model = Hungry
+attnserve.serving.model_check.Model = Hungry
 """
 
 
@@ -374,7 +373,7 @@ def test_check_external_data_outside_the_folder_is_refused(bert: Path, child: Ch
     child(
         "def facts(self):\n"
         "    return {**self._facts.to_json(), 'external': ['../../../../../../etc/passwd']}\n"
-        "attnserve.planning.model_check._Child.facts = facts"
+        "attnserve.serving.model_check._Child.facts = facts"
     )
     with pytest.raises(InvalidModel, match="outside"):
         checker(rewrite=False).check(open_artifact(bert))
@@ -387,7 +386,7 @@ def test_check_external_data_that_is_no_file_is_refused(tmp_path: Path, child: C
     child(
         "def facts(self):\n"
         "    return {**self._facts.to_json(), 'external': ['pipe']}\n"
-        "attnserve.planning.model_check._Child.facts = facts"
+        "attnserve.serving.model_check._Child.facts = facts"
     )
     with pytest.raises(InvalidModel, match="it is no file"):
         checker(rewrite=False).check(open_artifact(folder))

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.runtime.buckets import Bucket, Buckets
 from attnserve.runtime.io_binding import Feed, Place, binding_of, placed, run_options
+from attnserve.serving.buckets import Bucket, Buckets
 
 __all__ = ["GraphRunner", "Layout"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnserve.checks import live_quality
-from attnserve.checks.live_quality import WINDOW, LiveQuality, read_promise
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
+from attnserve.serving import live_quality
+from attnserve.serving.live_quality import WINDOW, LiveQuality, read_promise
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnserve.checks.comparison_process import FIRST_ROWS, RowSampler
+from attnserve.serving.comparison_process import FIRST_ROWS, RowSampler
 
 
 def test_sampler_takes_first_rows_at_a_higher_rate() -> None:
