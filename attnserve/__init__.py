@@ -1,6 +1,7 @@
 """Find, compress, verify, benchmark and serve multi-head attention in ONNX models.
 
-The functions here are the commands of the same names. Each is imported on first use.
+The functions here are the commands of the same names, and the classes are groups of their options.
+Each is imported on first use.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from attnserve.checks.evaluate import evaluate
     from attnserve.checks.inspect import inspect
     from attnserve.exporters.hugging_face import export
+    from attnserve.options import Data, Goal, Rewrites, Run, Shape, Train, Write
     from attnserve.planning.optimize import optimize
     from attnserve.planning.plan_command import plan
     from attnserve.recovery.recover import recover
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
     from attnserve.reports.model_report import report
 
 __all__ = [
+    "Data",
+    "Goal",
+    "Rewrites",
+    "Run",
+    "Shape",
+    "Train",
+    "Write",
     "__version__",
     "analyze",
     "bench",
@@ -47,8 +56,11 @@ _MODULES = {
     "recover": "attnserve.recovery.recover",
     "report": "attnserve.reports.model_report",
     "verify": "attnserve.checks.compare",
+    **dict.fromkeys(
+        ("Data", "Goal", "Rewrites", "Run", "Shape", "Train", "Write"), "attnserve.options"
+    ),
 }
-"""The module that defines each function."""
+"""The module that defines each function and each group of options."""
 
 
 def __getattr__(name: str) -> Any:

@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, Self
 
-import orjson
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -22,13 +21,12 @@ from pydantic import (
     SecretStr,
     ValidationError,
 )
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from attnserve.options import Cli, Options, option_type
 from attnserve.runtime.cpu import available_cores
-from attnserve.runtime.cuda import Cuda
-from graph_passes.errors import InvalidArgument
 
-Kind = TypeVar("Kind", bound=BaseSettings)
+if TYPE_CHECKING:  # `attnserve --help` needs these types
+    from attnserve.runtime.cuda import Cuda
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -57,13 +55,15 @@ def _listed_secrets(value: object) -> object:
 
 
 def _parsed(value: object) -> object:
+    import orjson  # Ctrl-C during this import ends Python with a segmentation fault
+
     return orjson.loads(value) if isinstance(value, str) else value
 
 
 class Limits(BaseModel):
     """Settings of one model that differ from those of the service."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     threads: PositiveInt | None = None
     concurrency: PositiveInt | None = None
@@ -71,64 +71,128 @@ class Limits(BaseModel):
     max_queue: NonNegativeInt | None = None
 
 
-ByModel = Annotated[Mapping[str, Limits], NoDecode, BeforeValidator(_parsed)]
-Listed = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed_secrets)]
+ByModel = Annotated[Mapping[str, Limits], BeforeValidator(_parsed)]
+Listed = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Count = Annotated[int, Field(ge=1), Cli(metavar="N")]
+Size = Annotated[int, Field(ge=0), Cli(metavar="N")]
+File = Annotated[Path, Cli(metavar="FILE")]
+Share = Annotated[float, Field(gt=0, le=1), Cli(metavar="R")]
+Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_listed_secrets)]
 
 
-class Settings(BaseSettings):
+BATCHING = "Batching and limits"
+ACCESS = "Access"
+QUALITY = "Quality in production"
+LOADING = "Loading of models"
+RUN = "Run"
+SCALING = "Scaling"
+"""Panels of the help."""
+
+
+class EnvironmentOptions(Options):
+    """Options that environment variables set: ``prefix`` and the name of the field, in any case.
+
+    Those whose type names no ``Cli`` are no options of the command line.
+    """
+
+    prefix: ClassVar[str]
+    reads_environment = True
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**{**self.environment(), **given})
+
+    @classmethod
+    def environment(cls) -> dict[str, str]:
+        """The values that environment variables set, by field."""
+        variables = {name.upper(): value for name, value in os.environ.items()}
+        keys = {name: f"{cls.prefix}{name.upper()}" for name in cls.model_fields}
+        return {name: variables[key] for name, key in keys.items() if key in variables}
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The options from ``given``, except None, and from the environment.
+
+        Raises:
+            InvalidArgument: A value is invalid.
+        """
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def has_option(cls, name: str) -> bool:
+        return option_type(cls.model_fields[name]).cli != Cli()
+
+    @classmethod
+    def refuse(cls, error: ValidationError, given: Mapping[str, Any]) -> NoReturn:
+        from graph_passes.errors import InvalidArgument
+
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(map(str, first["loc"][:1])) or "settings"
+        shown = "" if name == "api_keys" else f" {first['input']!r}"
+        # Not every setting is an option: name an option only if its value was given.
+        is_given = given.get(name) not in (None, cls.environment().get(name))
+        option = f"--{name.replace('_', '-')} or " if is_given else ""
+        raise InvalidArgument(
+            f"{name}{shown}: {first['msg']}",
+            f"set {option}{cls.prefix}{name.upper()}",
+            code="settings.invalid",
+        ) from error
+
+
+class Settings(EnvironmentOptions):
     """Settings of one server process."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="ATTNSERVE_", frozen=True, use_attribute_docstrings=True
-    )
+    prefix = "ATTNSERVE_"
 
-    model: Path
+    model: Annotated[Path, Cli(metavar="MODEL", is_argument=True)]
     """An .onnx file, an artifact folder, or a folder of models (NAME/VERSION/model.onnx or
     NAME/model.onnx)."""
-    host: str = "127.0.0.1"
+    host: Annotated[str, Cli(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
-    port: int = Field(default=8000, ge=0, le=65535)
+    port: Annotated[int, Field(ge=0, le=65535), Cli(metavar="N")] = 8000
     """Port to listen on; 0 for any free port."""
-    workers: int = Field(default=1, ge=1, le=256)
+    workers: Annotated[int, Field(ge=1, le=256), Cli(metavar="N")] = 1
     """Number of worker processes. Each has its own copy of the models and its own limits of rows,
     runs and requests."""
-    provider: ServedBy = "auto"
+    provider: Annotated[ServedBy, Cli(panel=RUN)] = "auto"
     """Execution provider; auto uses CUDA if a GPU is usable, else the CPU."""
-    threads: NonNegativeInt = 0
+    threads: Annotated[Size, Cli(metavar="N", panel=RUN)] = 0
     """Threads of one run; 0 uses the default of ONNX Runtime."""
-    concurrency: PositiveInt = 1
+    concurrency: Count = 1
     """Concurrent runs. Set it above 1 only if threads is less than the number of cores."""
     gpu_memory_bytes: PositiveInt | None = None
     """Maximum GPU memory of a session, for weights and activations. A model has one session; with
     CUDA graphs, one per concurrent run."""
-    cuda_graphs: int = Field(default=0, ge=0, le=256)
+    cuda_graphs: Annotated[int, Field(ge=0, le=256)] = 0
     """Maximum number of shapes per session that are captured as CUDA graphs."""
     tf32: bool = False
     """Allow TF32 on CUDA: float32 products use 10-bit mantissas."""
 
-    max_batch_tokens: PositiveInt | None = Field(
-        default=None,
-        description="Maximum of rows x longest row of a batch, in tokens; by default"
-        f" {BATCH_TOKENS['cpu']} on a CPU and {BATCH_TOKENS['cuda']} on CUDA.",
-    )
+    max_batch_tokens: Annotated[
+        Count | None,
+        Field(
+            description="Maximum of rows x longest row of a batch, in tokens; by default"
+            f" {BATCH_TOKENS['cpu']} on a CPU and {BATCH_TOKENS['cuda']} on CUDA."
+        ),
+        Cli(metavar="N", panel=BATCHING),
+    ] = None
     run_overhead_tokens: NonNegativeInt | None = Field(
         default=None,
         description="Maximum padding that a row may add to a batch, in tokens: the cost of"
         f" starting a run. By default {RUN_OVERHEAD['cpu']} on a CPU and"
         f" {RUN_OVERHEAD['cuda']} on CUDA.",
     )
-    model_limits: ByModel = {}
+    model_limits: ByModel = Field(default_factory=dict)
     """Own values of threads, concurrency, max_batch_tokens and max_queue of some models, as JSON:
     {"NAME": {"concurrency": 1, "max_queue": 64}}."""
-    max_wait_ms: float = Field(default=0, ge=0, le=60_000)
+    max_wait_ms: Annotated[float, Field(ge=0, le=60_000), Cli(metavar="MS", panel=BATCHING)] = 0
     """How long a free slot waits for a batch to fill; 0 starts immediately."""
-    max_queue: NonNegativeInt = 512
+    max_queue: Annotated[Size, Cli(metavar="N", panel=BATCHING)] = 512
     """Maximum number of waiting rows (texts); the server answers 429 above it."""
-    timeout_ms: PositiveFloat = 30_000
+    timeout_ms: Annotated[PositiveFloat, Cli(metavar="MS", panel=BATCHING)] = 30_000
     """Request timeout without x-timeout-ms; the server answers 504 after it."""
-    max_timeout_ms: float = Field(default=300_000, gt=0, le=86_400_000)
+    max_timeout_ms: Annotated[float, Field(gt=0, le=86_400_000)] = 300_000
     """Maximum of x-timeout-ms. A larger timeout_ms raises it."""
 
     max_body_bytes: PositiveInt = 2_000_000
@@ -148,57 +212,57 @@ class Settings(BaseSettings):
     """Maximum size in bytes of what one operator reads and writes in the run of one row. Attention
     that is not fused needs 2 x heads x length^2 numbers."""
 
-    ssl_certfile: Path | None = None
+    ssl_certfile: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
     """PEM file of the server's certificate: serve HTTPS with it."""
-    ssl_keyfile: Path | None = None
+    ssl_keyfile: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
     """PEM file of its private key, if ssl_certfile does not hold it."""
     ssl_keyfile_password: SecretStr | None = None
     """Password of the private key."""
-    ssl_ca_certs: Path | None = None
+    ssl_ca_certs: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
     """PEM file of certificate authorities: every client, also a health check, needs a certificate
     of one of them."""
     api_keys: Secrets = ()
     """Accepted API keys, separated by commas; none accepts every client."""
-    api_keys_file: Path | None = None
+    api_keys_file: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
     """File with one API key per line; lines that start with # are comments."""
     admin_keys: Secrets = ()
     """API keys that may load and unload models, separated by commas; without any, every accepted
     client may. They are accepted for all other requests too."""
     model_control: bool | None = None
     """Allow clients to load and unload models; by default if host is a loopback address."""
-    cors_origins: Listed = ()
+    cors_origins: Annotated[Listed, Cli(metavar="URL,...", panel=ACCESS, is_text=True)] = ()
     """Allowed CORS origins, separated by commas; * for all."""
 
-    shadow: Path | None = None
+    shadow: Annotated[Path | None, Cli(metavar="ORIGINAL", panel=QUALITY)] = None
     """The original of the served model: a share of the requests also runs through it, after the
     answer, to measure the quality and check the promise of the record."""
-    shadow_rate: Share = 0.005
+    shadow_rate: Annotated[Share, Cli(metavar="R", panel=QUALITY)] = 0.005
     """Share of the requests of which one row is compared with the original; at least 0.04 for the
     first 64 rows."""
-    sample_texts: Path | None = None
+    sample_texts: Annotated[Path | None, Cli(metavar="FILE", panel=QUALITY)] = None
     """File that collects request texts, one per line, to calibrate on. It holds what clients
     send."""
-    sample_rate: Share = 0.01
+    sample_rate: Annotated[Share, Cli(metavar="R", panel=QUALITY)] = 0.01
     """Share of the texts that are collected, until the file has 10 MB."""
-    sample_mask: bool = False
+    sample_mask: Annotated[bool, Cli(panel=QUALITY)] = False
     """Replace numbers and mail addresses in collected texts."""
 
-    probe: bool = True
+    probe: Annotated[bool, Cli(panel=LOADING)] = True
     """Load and run each model in a separate process before it is served."""
-    probe_timeout_s: PositiveFloat = 300
+    probe_timeout_s: Annotated[PositiveFloat, Cli(metavar="S", panel=LOADING)] = 300
     """Timeout in seconds to load a model and run it once."""
     probe_cache: bool = True
     """Keep the results of these processes in the user's cache folder (XDG_CACHE_HOME), and skip the
     check of a model that passed it on this machine."""
     strict_readiness: bool = True
     """Report not ready until every model that was on disk at the start is loaded or unloaded."""
-    rewrite: bool = True
+    rewrite: Annotated[bool, Cli(panel=LOADING)] = True
     """Fuse operators if the probe finds the fused model equivalent (cosine at least 1 - 1e-6),
     faster in the mean, and at no shape more than 3% slower (upper end of the 95% interval)."""
-    drain_delay_s: NonNegativeFloat = 0
+    drain_delay_s: Annotated[NonNegativeFloat, Cli(metavar="S", panel=RUN)] = 0
     """Seconds between reporting not ready and closing the socket when the server stops, for a load
     balancer to notice."""
-    drain_timeout_s: PositiveFloat = 25
+    drain_timeout_s: Annotated[PositiveFloat, Cli(metavar="S", panel=RUN)] = 25
     """Seconds in which accepted requests are answered when the server stops. After them the others
     are refused, and the server exits with an error."""
     max_connections: PositiveInt = 1000
@@ -211,7 +275,16 @@ class Settings(BaseSettings):
     access_log: bool = True
     """Log every request, at the level info."""
 
-    def of(self, model: str) -> Settings:
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        _refuse_misspelled_keys()
+        return super().of(given)
+
+    def logged_at(self, level: str | None) -> Settings:
+        """These settings with another log level; None leaves it."""
+        return self if level is None else self.model_copy(update={"log_level": level})
+
+    def for_model(self, model: str) -> Settings:
         """These settings with the limits of a model."""
         limits = self.model_limits.get(model)
         if limits is None:
@@ -248,6 +321,8 @@ class Settings(BaseSettings):
     @property
     def cuda(self) -> Cuda:
         """GPU options of the sessions."""
+        from attnserve.runtime.cuda import Cuda
+
         return Cuda(tf32=self.tf32, memory_bytes=self.gpu_memory_bytes)
 
 
@@ -259,40 +334,47 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class RaySettings(EnvironmentOptions):
+    """Number and resources of replicas on Ray Serve."""
+
+    prefix = "ATTNSERVE_RAY_"
+    panel = SCALING
+
+    address: Annotated[str | None, Cli(metavar="ADDRESS", panel="")] = None
+    """Address of a running Ray cluster; if omitted, one is started here."""
+    replicas: Count = 1
+    """Minimum number of replicas."""
+    max_replicas: Count | None = None
+    """Maximum number of replicas; if omitted, their number is fixed."""
+    target_ongoing: Annotated[PositiveFloat, Cli(metavar="N")] = 16
+    """Average open requests per replica above which another replica starts."""
+    cpus: Annotated[NonNegativeFloat, Cli(metavar="N")] = 1
+    """CPU cores per replica."""
+    gpus: Annotated[NonNegativeFloat, Cli(metavar="N")] = 0
+    """GPUs per replica."""
+    drain_s: NonNegativeFloat = 30
+    """Time limit in seconds for a stopping replica to answer its requests."""
+
+
 def read_settings(**given: Any) -> Settings:
     """Settings from ``given``, except None, and from the environment.
 
     Raises:
         InvalidArgument: A value is invalid, or a variable misspells the name of keys.
     """
-    _refuse_misspelled_keys()
-    return read(Settings, given)
+    return Settings.of(given)
 
 
 def _refuse_misspelled_keys() -> None:
     """Unknown variables are ignored; a misspelled name of keys would disable them."""
-    known = {f"ATTNSERVE_{name}".upper() for name in Settings.model_fields}
+    known = {f"{Settings.prefix}{name}".upper() for name in Settings.model_fields}
     for name in os.environ:
         is_key = re.match("ATTNSERVE_(API|ADMIN)_?KEY", name, re.IGNORECASE)
         if is_key and name.upper() not in known:
+            from graph_passes.errors import InvalidArgument
+
             raise InvalidArgument(
                 f"{name}: no such setting",
                 "set ATTNSERVE_API_KEYS, ATTNSERVE_API_KEYS_FILE or ATTNSERVE_ADMIN_KEYS",
                 code="settings.unknown",
             )
-
-
-def read(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
-    """Settings of type ``kind``; see ``read_settings``."""
-    try:
-        return kind(**{name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(map(str, first["loc"][:1])) or "settings"
-        shown = "" if name == "api_keys" else f" {first['input']!r}"
-        variable = f"{kind.model_config.get('env_prefix', '')}{name.upper()}"
-        # Not every setting is an option: name an option only if its value was given.
-        option = "" if given.get(name) is None else f"--{name.replace('_', '-')} or "
-        raise InvalidArgument(
-            f"{name}{shown}: {first['msg']}", f"set {option}{variable}", code="settings.invalid"
-        ) from error

@@ -18,8 +18,7 @@ import pytest
 import attnserve
 from attnserve.cli.app import main
 from docs.hooks import reference, tables
-from service.deploy.ray import RaySettings
-from service.settings import Settings
+from service.settings import RaySettings, Settings
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -174,7 +173,7 @@ def test_json_block_parses(block: Block):
 
 def test_variables_exist():
     known = {
-        f"{kind.model_config.get('env_prefix', '')}{name}".upper()
+        f"{kind.prefix}{name}".upper()
         for kind in (Settings, RaySettings)
         for name in kind.model_fields
     }

@@ -1,4 +1,4 @@
-"""Importing the packages needs no more than the base dependencies."""
+"""Importing the packages needs no more than the base dependencies, and goes in one direction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 ROOT = Path(__file__).parents[1]
 FROM_EXTRAS = (
@@ -59,3 +62,21 @@ def test_package_without_torch_names_the_extra(package: str):
     done = python(f"import sys; sys.modules['torch'] = None; import {package.rstrip('.')}")
     assert "MissingExtra" in done.stderr
     assert "attnserve[torch]" in done.stderr
+
+
+def test_modules_import_each_other_in_one_direction():
+    """No circles of modules, of imports for types alone neither."""
+    grimp = pytest.importorskip("grimp")
+    graph = grimp.build_graph("graph_passes", "attnserve", "service")
+    modules = sorted(graph.modules)
+    numbers = {module: number for number, module in enumerate(modules)}
+    rows = [numbers[one] for one in modules for _ in graph.find_modules_directly_imported_by(one)]
+    columns = [
+        numbers[other] for one in modules for other in graph.find_modules_directly_imported_by(one)
+    ]
+    imports = coo_array((np.ones(len(rows)), (rows, columns)), shape=(len(modules),) * 2)
+    _, group = connected_components(imports, connection="strong")
+    circles = [
+        [one for one in modules if group[numbers[one]] == found] for found in np.unique(group)
+    ]
+    assert [circle for circle in circles if len(circle) > 1] == []

@@ -28,7 +28,6 @@ BASE = {
     "prometheus-client",
     "psutil",
     "pydantic",
-    "pydantic-settings",
     "rich",
     "scipy",
     "starlette",

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -30,6 +30,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import is_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import counted_shape
+from attnserve.options import Run, with_keywords
 from attnserve.runtime.cpu import available_cores
 from attnserve.runtime.interleaved_timer import (
     BENCHMARK,
@@ -195,15 +196,17 @@ class BenchReport:
         }
 
 
+RUN = Run(threads=1)
+
+
+@with_keywords
 def bench(
     models: Sequence[Path | str],
     *,
     batches: Sequence[int] = (1,),
     sequences: Sequence[int] = (128,),
-    threads: int = 1,
-    provider: Provider = "cpu",
+    run: Run = RUN,
     rounds: int | None = None,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> BenchReport:
     """Measure models in interleaved order, at every batch and sequence.
@@ -215,11 +218,9 @@ def bench(
         models: .onnx files or artifact folders; speed-ups are relative to the first.
         batches: Rows to measure at.
         sequences: Tokens a row to measure at.
-        threads: Intra-op threads; 0 leaves the choice to ONNX Runtime.
-        provider: The execution provider, without fallback.
+        run: Provider, without fallback, threads and seed; one thread by default.
         rounds: Samples per model and shape; None for about ``SHAPE_SECONDS`` per shape, and as long
             again for decoders with a cache.
-        seed: The seed of the random inputs and of the bootstrap.
         progress: Called with (stage, hundredths of a shape done, in total).
 
     Raises:
@@ -228,14 +229,16 @@ def bench(
         InvalidModel: A model cannot be read, or its process died.
         MissingExtra: ONNX Runtime is not installed.
     """
-    _check_arguments(models, batches, sequences, threads, provider, rounds)
-    machine = describe_machine(provider, threads)
+    _check_arguments(models, batches, sequences, rounds)
+    machine = describe_machine(run.provider, run.threads)
     shapes = list(product(batches, sequences))
-    subjects = [_examine(model, shapes, seed) for model in models]
+    subjects = [_examine(model, shapes, run.seed) for model in models]
     results: list[Measurement] = []
     phases = 3 if any(subject.cache_bytes for subject in subjects) else 1
     with ExitStack() as stack:
-        children = [stack.enter_context(_child(subject, provider, threads)) for subject in subjects]
+        children = [
+            stack.enter_context(_child(subject, run.provider, run.threads)) for subject in subjects
+        ]
         for index, shape in enumerate(shapes):
 
             def report(phase: int, done: int, in_total: int, index: int = index) -> None:
@@ -257,17 +260,20 @@ def bench(
                     first_ms=samples[0],
                     macs=child.subject.macs[shape],
                     peak_rss_bytes=child.peak_rss_bytes(),
-                    seed=seed,
+                    seed=run.seed,
                     decoding=decoding,
                 )
                 for child, row, decoding in zip(children, samples, decodings, strict=True)
             ]
-    if provider == "cuda":
+    if run.provider == "cuda":
         feeds = [
             (one.artifact.model, one.inputs["all", *shape]) for shape in shapes for one in subjects
         ]
         results = [
-            replace(result, peak_gpu_bytes=peak_of_runs(*each, provider=provider, threads=threads))
+            replace(
+                result,
+                peak_gpu_bytes=peak_of_runs(*each, provider=run.provider, threads=run.threads),
+            )
             for result, each in zip(results, feeds, strict=True)
         ]
     return BenchReport(tuple(results), machine)
@@ -397,8 +403,6 @@ def _check_arguments(
     models: Sequence[Path | str],
     batches: Sequence[int],
     sequences: Sequence[int],
-    threads: int,
-    provider: Provider,
     rounds: int | None,
 ) -> None:
     for option, values in (("models", models), ("batches", batches), ("sequences", sequences)):
@@ -410,7 +414,6 @@ def _check_arguments(
         ("batches", 1, batches),
         ("sequences", 1, sequences),
         ("rounds", 1, () if rounds is None else (rounds,)),
-        ("threads", 0, (threads,)),
     ):
         if min(values, default=least) < least:
             raise InvalidArgument(
@@ -418,12 +421,6 @@ def _check_arguments(
                 "raise it",
                 code="benchmark.range",
             )
-    if provider not in get_args(Provider):
-        raise InvalidArgument(
-            f"`provider` is {provider!r}: expected one of {', '.join(get_args(Provider))}",
-            "choose one of these",
-            code="benchmark.provider",
-        )
 
 
 class _Runner:

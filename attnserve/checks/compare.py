@@ -13,7 +13,7 @@ import onnx_ir as ir
 from attnserve.checks.measures import not_finite_rows
 from attnserve.checks.quality import Quality, QualityMeter, describe_rows
 from attnserve.choices import Measure
-from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
+from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_progress
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
@@ -22,6 +22,7 @@ from attnserve.models.masks import flat_mask, token_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
 from attnserve.models.rows import fixed_axes, row_count
+from attnserve.options import Run, with_keywords
 from attnserve.paths import StrPath, as_path
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.session import Batch, open_session, owned, run, weight_bytes
@@ -154,6 +155,10 @@ class Fidelity:
         return Measured(quality=found[0]) if found else Measured()
 
 
+RUN = Run()
+
+
+@with_keywords
 def verify(
     original: StrPath,
     new: StrPath,
@@ -161,9 +166,7 @@ def verify(
     data: StrPath | None = None,
     measure: Measure = "auto",
     tokenizer: StrPath | None = None,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    seed: int = 0,
+    run: Run = RUN,
     progress: Progress | None = None,
 ) -> Fidelity:
     """Run both models on the same inputs, from ``data`` or random.
@@ -196,9 +199,9 @@ def verify(
             code="compare.measure",
         )
     else:
-        batches = random_batches(narrower, seed, empty=empty_axes(before, after))
+        batches = random_batches(narrower, run.seed, empty=empty_axes(before, after))
         source = "random inputs"
-    context = RunContext(provider, threads, seed, progress or ignore_progress)
+    context = run.context(progress or ignore_progress)
     return compare(before, after, batches, source, meter=meter, context=context)
 
 

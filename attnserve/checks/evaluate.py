@@ -19,11 +19,12 @@ from attnserve.checks.scores import (
     share_kept,
     spearman,
 )
-from attnserve.checks.tasks import TASKS, Run
+from attnserve.checks.tasks import TASKS, OpenModel
 from attnserve.choices import Pooling, TaskName
-from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
+from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_progress
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.onnx_files import load_model
+from attnserve.options import Run, with_keywords
 from attnserve.paths import StrPath, as_path
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument
@@ -46,6 +47,10 @@ __all__ = [
 ]
 
 
+RUN = Run()
+
+
+@with_keywords
 def evaluate(
     model: StrPath,
     *,
@@ -54,10 +59,8 @@ def evaluate(
     pooling: Pooling | None = None,
     max_length: int | None = None,
     tokenizer: StrPath | None = None,
-    provider: Provider = "cpu",
-    threads: int = 0,
+    run: Run = RUN,
     batch_size: int = 32,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> Score:
     """Score ``model`` on the rows of a file.
@@ -73,10 +76,8 @@ def evaluate(
         pooling: "mean", "cls", "last" or "none"; None for that of the artifact.
         max_length: Longer texts are truncated to this many tokens; None for that of the artifact.
         tokenizer: A tokenizer.json; None for the one in the model's folder.
-        provider: The execution provider.
-        threads: Intra-op threads; 0 leaves the choice to ONNX Runtime.
+        run: Provider and threads, and the seed of the bootstrap.
         batch_size: Texts per batch.
-        seed: The seed of the bootstrap.
         progress: Called with (stage, texts done, texts in total).
 
     Raises:
@@ -91,11 +92,11 @@ def evaluate(
         )
     artifact = open_artifact(model)
     load_model(artifact)  # refuses unsafe files, such as external data outside the folder
-    session = open_session(artifact.model, provider=provider, threads=threads)
+    session = open_session(artifact.model, provider=run.provider, threads=run.threads)
     return score_session(
         session, artifact, task=task, data=Path(data), pooling=pooling, max_length=max_length,
         tokenizer=as_path(tokenizer), batch_size=batch_size,
-        context=RunContext(provider, threads, seed, progress or ignore_progress),
+        context=run.context(progress or ignore_progress),
     )  # fmt: skip
 
 
@@ -116,5 +117,7 @@ def score_session(
         artifact = replace(
             artifact, record=artifact.record.model_copy(update={"max_length": max_length})
         )
-    run = Run(session, artifact, pooling or artifact.pooling, tokenizer, batch_size, context)
-    return TASKS[task](run, data)
+    model = OpenModel(
+        session, artifact, pooling or artifact.pooling, tokenizer, batch_size, context
+    )
+    return TASKS[task](model, data)

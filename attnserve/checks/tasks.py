@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import onnxruntime
     from jaxtyping import Float
 
-__all__ = ["TASKS", "Run"]
+__all__ = ["TASKS", "OpenModel"]
 
 NDCG = 10
 RECALL = 100
@@ -54,7 +54,7 @@ QUERIES_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Run:
+class OpenModel:
     """An open session with its artifact and the options of ``evaluate``."""
 
     session: onnxruntime.InferenceSession
@@ -118,7 +118,7 @@ def check_logits(logits: np.ndarray, axes: str) -> None:
         )
 
 
-def _sts(run: Run, data: Path) -> StsScore:
+def _sts(run: OpenModel, data: Path) -> StsScore:
     rows = read_table(data, ("score",), ("sentence1",), ("sentence2",))
     scores = np.array([read_number(data, line, score) for line, (score, _, _) in rows])  # N
     if len(set(scores)) < 2:
@@ -166,7 +166,7 @@ def _accuracy(
     return ClassificationScore(len(labels), float(correct.mean()), found, predictions, labels, task)
 
 
-def _classification(run: Run, data: Path) -> ClassificationScore:
+def _classification(run: OpenModel, data: Path) -> ClassificationScore:
     rows = read_table(data, ("label",), ("text", "sentence"))
     names = label_names(run.artifact)
     labels = np.array([read_label(data, line, label, names) for line, (label, _) in rows])  # N
@@ -179,7 +179,7 @@ def _classification(run: Run, data: Path) -> ClassificationScore:
     return _accuracy("classification", predictions, labels, run.context.seed)
 
 
-def _image_classification(run: Run, data: Path) -> ClassificationScore:
+def _image_classification(run: OpenModel, data: Path) -> ClassificationScore:
     inputs = wanted_inputs(load_model(run.artifact))
     wanted = {name: one.dtype for name, one in inputs.items()}
     rows = read_arrays(data, {**wanted, "label": np.dtype(np.int64)})
@@ -207,7 +207,7 @@ def _image_classification(run: Run, data: Path) -> ClassificationScore:
     return _accuracy("image-classification", predictions, labels, run.context.seed)
 
 
-def _retrieval(run: Run, data: Path) -> RatioScore:
+def _retrieval(run: OpenModel, data: Path) -> RatioScore:
     queries = read_texts(data, "queries.tsv", "queries.jsonl")
     documents = read_texts(data, "documents.tsv", "corpus.jsonl")
     judged = read_judgments(data, queries, documents)
@@ -231,7 +231,7 @@ def _retrieval(run: Run, data: Path) -> RatioScore:
     return _mean("retrieval", ndcg, run, recall_at_100=float(np.mean(recall)))
 
 
-def _rerank(run: Run, data: Path) -> RatioScore:
+def _rerank(run: OpenModel, data: Path) -> RatioScore:
     columns = ("query",), ("document", "passage", "text"), ("relevance", "label", "score")
     groups: dict[str, list[tuple[str, float]]] = {}
     for line, (query, document, relevance) in read_table(data, *columns):
@@ -277,13 +277,13 @@ def _ndcg(ranked: Float[np.ndarray, " N"], relevance: Sequence[float]) -> float:
     return float(gains @ discounts[: len(gains)] / (best @ discounts[: len(best)]))
 
 
-def _mean(task: TaskName, ndcg: Sequence[float], run: Run, **others: float) -> RatioScore:
+def _mean(task: TaskName, ndcg: Sequence[float], run: OpenModel, **others: float) -> RatioScore:
     gains = np.array(ndcg)
     seed = run.context.seed
     return RatioScore.of(task, "ndcg_at_10", gains, np.ones(len(gains)), seed, **others)
 
 
-def _perplexity(run: Run, data: Path) -> PerplexityScore:
+def _perplexity(run: OpenModel, data: Path) -> PerplexityScore:
     inputs = load_inputs(
         data, load_model(run.artifact), run.artifact, tokenizer=run.tokenizer, split=False
     )
@@ -323,7 +323,7 @@ def _perplexity(run: Run, data: Path) -> PerplexityScore:
     return PerplexityScore(made.nats, made.tokens, (1 / high, 1 / low))
 
 
-def _token_classification(run: Run, data: Path) -> RatioScore:
+def _token_classification(run: OpenModel, data: Path) -> RatioScore:
     sentences = read_words(data)
     names = {index: name for name, index in label_names(run.artifact).items()}
     known = set(names.values())
@@ -380,7 +380,7 @@ def _entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
     return found
 
 
-TASKS: Mapping[TaskName, Callable[[Run, Path], Score]] = {
+TASKS: Mapping[TaskName, Callable[[OpenModel, Path], Score]] = {
     "sts": _sts,
     "classification": _classification,
     "retrieval": _retrieval,

@@ -9,6 +9,7 @@ import typer
 
 import attnserve
 from attnserve.cli import options as opt
+from attnserve.cli.command import add_command
 from attnserve.cli.display import (
     make_table,
     out,
@@ -18,14 +19,17 @@ from attnserve.cli.display import (
     set_log_level,
     shorten_names,
 )
+from attnserve.options import Run
 
 __all__ = ["app"]
 
 app = typer.Typer()
 
 
-@app.command(
-    epilog="Example: attnserve analyze model.onnx --calib sentences.txt", rich_help_panel=opt.CHECK
+@add_command(
+    app,
+    epilog="Example: attnserve analyze model.onnx --calib sentences.txt",
+    rich_help_panel=opt.CHECK,
 )
 def analyze(
     model: opt.Model,
@@ -40,31 +44,25 @@ def analyze(
             metavar="N", help="Heads that Voting-to-Stay keeps per layer (default: half)."
         ),
     ] = None,
-    tokenizer: opt.Tokenizer = None,
+    tokenizer: opt.DataTokenizer = None,
     force: opt.Force = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    threads: opt.Threads = 0,
-    provider: opt.ProviderName = "cpu",
-    seed: opt.Seed = 0,
+    show: opt.Show = opt.SHOW,
+    run: Run = opt.ANY_RUN,
 ) -> None:
     """Report redundancy and head importance per layer (HTML and JSON)."""
-    set_log_level(quiet, verbose)
-    with progress_bars(quiet) as progress:
+    set_log_level(show)
+    with progress_bars(show.quiet) as progress:
         analysis = attnserve.analyze(
             model,
             output,
             calib=calib,
             tokenizer=tokenizer,
             groups=groups,
-            provider=provider,
-            threads=threads,
-            seed=seed,
+            run=run,
             force=force,
             progress=progress,
         )
-    if json:
+    if show.json_:
         print_json({"output": str(analysis.output), **analysis.to_json()})
         return
     rows = analysis.summary()

@@ -12,6 +12,7 @@ from rich.markup import escape
 import attnserve
 from attnserve.choices import Pooling, TaskName
 from attnserve.cli import options as opt
+from attnserve.cli.command import add_command
 from attnserve.cli.display import (
     format_ranges,
     make_table,
@@ -24,6 +25,7 @@ from attnserve.cli.display import (
     set_log_level,
     shorten_names,
 )
+from attnserve.options import Run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,27 +37,32 @@ __all__ = ["app"]
 
 app = typer.Typer()
 
+ONE_THREAD = Run(threads=1)
 
-@app.command(epilog="Example: attnserve inspect model.onnx --seq 512", rich_help_panel=opt.CHECK)
+
+@add_command(
+    app,
+    left_out=("threads", "provider"),
+    epilog="Example: attnserve inspect model.onnx --seq 512",
+    rich_help_panel=opt.CHECK,
+)
 def inspect(
     model: opt.Model,
     seq: Annotated[
         int, typer.Option(min=1, metavar="N", help="Sequence length to count MACs at.")
     ] = 128,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size to count at.")] = 1,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    seed: opt.Seed = 0,
+    show: opt.Show = opt.SHOW,
+    run: Run = opt.ANY_RUN,
 ) -> None:
     """List the attention blocks of a model, with their costs and the passes that apply.
 
     Blocks that do not match or fail verification are listed with a reason.
     """
-    set_log_level(quiet, verbose)
-    report = attnserve.inspect(model, batch=batch, sequence=seq, seed=seed)
+    set_log_level(show)
+    report = attnserve.inspect(model, batch=batch, sequence=seq, seed=run.seed)
     content = report.to_json()
-    if json:
+    if show.json_:
         print_json(content)
         return
     blocks: list[dict[str, Any]] = content["attention"]
@@ -119,7 +126,8 @@ def _show_uncounted(report: Inspection, limit: int = 5) -> None:
         print_line(f"MACs not counted: {nodes[0]}{more}: {reason}")
 
 
-@app.command(
+@add_command(
+    app,
     epilog="Example: attnserve verify model.onnx new.onnx --data sentences.txt",
     rich_help_panel=opt.CHECK,
 )
@@ -138,24 +146,20 @@ def verify(
         float | None,
         typer.Option(metavar="COSINE", help="Exit with code 1 if the mean cosine is lower."),
     ] = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    threads: opt.Threads = 0,
-    provider: opt.ProviderName = "cpu",
-    seed: opt.Seed = 0,
+    show: opt.Show = opt.SHOW,
+    run: Run = opt.ANY_RUN,
 ) -> None:
     """Compare the outputs of a rewritten model with those of its original."""
     from attnserve.checks.compare import check_cosine_bound
 
-    set_log_level(quiet, verbose)
+    set_log_level(show)
     check_cosine_bound(min_cosine)
-    with progress_bars(quiet) as progress:
+    with progress_bars(show.quiet) as progress:
         report = attnserve.verify(
-            original, new, data=data, measure=measure, tokenizer=tokenizer, provider=provider,
-            threads=threads, seed=seed, progress=progress,
+            original, new, data=data, measure=measure, tokenizer=tokenizer, run=run,
+            progress=progress,
         )  # fmt: skip
-    if json:
+    if show.json_:
         print_json(report.to_json())
     else:
         table = make_table(
@@ -182,7 +186,7 @@ def verify(
             "compare a model in a more exact precision (float16 overflows at 65,504)",
             code="verify.not_finite",
         )
-    if not quiet:
+    if not show.quiet:
         for warning in warnings:
             print_message(f"warning: {warning}")
     if min_cosine is not None and report.mean_cosine < min_cosine:
@@ -195,7 +199,8 @@ def verify(
         )
 
 
-@app.command(
+@add_command(
+    app,
     epilog="Example: attnserve evaluate model.onnx --task sts --data sts-dev.tsv",
     rich_help_panel=opt.CHECK,
 )
@@ -218,16 +223,12 @@ def evaluate(
         int | None, typer.Option(min=1, metavar="N", help="Truncate texts to N tokens.")
     ] = None,
     tokenizer: opt.DataTokenizer = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    threads: opt.Threads = 0,
-    provider: opt.ProviderName = "cpu",
-    seed: opt.Seed = 0,
+    show: opt.Show = opt.SHOW,
+    run: Run = opt.ANY_RUN,
 ) -> None:
     """Compute a task score, such as a correlation, an accuracy, nDCG or perplexity."""
-    set_log_level(quiet, verbose)
-    with progress_bars(quiet) as progress:
+    set_log_level(show)
+    with progress_bars(show.quiet) as progress:
         score = attnserve.evaluate(
             model,
             task=task,
@@ -235,13 +236,11 @@ def evaluate(
             pooling=pooling,
             max_length=max_length,
             tokenizer=tokenizer,
-            provider=provider,
-            threads=threads,
-            seed=seed,
+            run=run,
             progress=progress,
         )
     content = score.to_json()
-    if json:
+    if show.json_:
         print_json(content)
         return
     print_line(", ".join(f"{key} {_format(value)}" for key, value in content.items()))
@@ -253,7 +252,8 @@ def _format(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-@app.command(
+@add_command(
+    app,
     epilog="Example: attnserve bench model.onnx new.onnx --batch 1,8 --seq 32,128",
     rich_help_panel=opt.CHECK,
 )
@@ -274,43 +274,37 @@ def bench(
             min=1, metavar="N", help="Interleaved rounds per shape (default: about 8 seconds)."
         ),
     ] = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    threads: opt.Threads = 1,
-    provider: opt.ProviderName = "cpu",
-    seed: opt.Seed = 0,
+    show: opt.Show = opt.SHOW,
+    run: Run = ONE_THREAD,
 ) -> None:
     """Measure the latency and memory of models in interleaved rounds."""
-    set_log_level(quiet, verbose)
-    with progress_bars(quiet) as progress:
+    set_log_level(show)
+    with progress_bars(show.quiet) as progress:
         report = attnserve.bench(
             models,
             batches=opt.parse_integers("--batch", batch, minimum=1),
             sequences=opt.parse_integers("--seq", seq, minimum=1),
-            threads=threads,
-            provider=provider,
+            run=run,
             rounds=rounds,
-            seed=seed,
             progress=progress,
         )
-    if json:
+    if show.json_:
         print_json(report.to_json())
         return
     names, legend = _model_names(models)
     for line in legend:
         print_line(line)
     table = make_table(
-        f"latency in ms by batch x tokens, {threads or 'all'} thread(s), {provider}",
+        f"latency in ms by batch x tokens, {run.threads or 'all'} thread(s), {run.provider}",
         ("model", ">p50", ">p90", ">p99", ">speed-up", ">95 % CI", ">GMACs", ">GMAC/s", ">MiB")
-        + ((">GPU MiB",) if provider == "cuda" else ()),
+        + ((">GPU MiB",) if run.provider == "cuda" else ()),
     )
     for index, result in enumerate(report.results):
         if index % len(models) == 0:
             table.add_section()
             table.add_row(f"{result.batch} x {result.sequence}", style="bold")
         peak = "-" if result.peak_gpu_bytes is None else f"{result.peak_gpu_bytes / 2**20:.0f}"
-        more = (peak,) if provider == "cuda" else ()
+        more = (peak,) if run.provider == "cuda" else ()
         table.add_row(names[index % len(models)], *_latency_cells(result), *more)
     out.print(table)
     if any(result.decoding for result in report.results):

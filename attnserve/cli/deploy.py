@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from attnserve.cli import options as opt
+from attnserve.cli.command import add_command
 from attnserve.cli.display import log_level, print_json, print_line, set_log_level
+from attnserve.options import Run
+from service.settings import RaySettings, Settings
 
 __all__ = ["app"]
 
@@ -17,10 +19,12 @@ app = typer.Typer(
     help="Deploy a model to Triton, onnxruntime-genai or Ray Serve.", no_args_is_help=True
 )
 
-scaling_option = partial(typer.Option, rich_help_panel="Scaling")
 
-
-@app.command(epilog="Example: attnserve deploy triton repository --model model-optimized")
+@add_command(
+    app,
+    left_out=("seed",),
+    epilog="Example: attnserve deploy triton repository --model model-optimized",
+)
 def triton(
     repository: Annotated[Path, typer.Argument(metavar="DIR", help="Triton's model repository.")],
     model: Annotated[
@@ -45,28 +49,25 @@ def triton(
     ] = 0,
     instances: Annotated[int, typer.Option(min=1, metavar="N", help="Model instances.")] = 1,
     force: opt.Force = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    threads: opt.Threads = 0,
-    provider: opt.ProviderName = "cpu",
+    show: opt.Show = opt.SHOW,
+    run: Run = opt.ANY_RUN,
 ) -> None:
     """Write a Triton model repository: config.pbtxt, the model and warm-up requests."""
     from attnserve.exporters.triton_repository import write_repository
 
-    set_log_level(quiet, verbose)
+    set_log_level(show)
     written = write_repository(
         model,
         repository,
         name=name,
         max_batch=max_batch,
         instances=instances,
-        provider=provider,
-        threads=threads,
+        provider=run.provider,
+        threads=run.threads,
         max_delay_us=max_delay_us,
         force=force,
     )
-    if json:
+    if show.json_:
         print_json(written.to_json())
         return
     batches = (
@@ -77,17 +78,19 @@ def triton(
     )
 
 
-@app.command(epilog="Example: attnserve deploy genai folder --model decoder-optimized")
+@add_command(
+    app,
+    left_out=("seed", "threads"),
+    epilog="Example: attnserve deploy genai folder --model decoder-optimized",
+)
 def genai(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The new folder.")],
     model: Annotated[
         Path, typer.Option(metavar="PATH", help="An .onnx file or an artifact folder.")
     ],
     force: opt.Force = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    provider: opt.ProviderName = "cpu",
+    show: opt.Show = opt.SHOW,
+    run: Run = opt.ANY_RUN,
 ) -> None:
     """Write a folder for onnxruntime-genai, which generates text: genai_config.json and the model.
 
@@ -95,9 +98,9 @@ def genai(
     """
     from attnserve.exporters.genai_folder import write_genai_folder
 
-    set_log_level(quiet, verbose)
-    written = write_genai_folder(model, folder, provider=provider, force=force)
-    if json:
+    set_log_level(show)
+    written = write_genai_folder(model, folder, provider=run.provider, force=force)
+    if show.json_:
         print_json(written.to_json())
         return
     print_line(
@@ -106,62 +109,22 @@ def genai(
     )
 
 
-@app.command(epilog="Example: attnserve deploy ray model-optimized --replicas 2 --cpus 4")
+@add_command(
+    app,
+    left_out=Settings.model_fields.keys() - {"model", "host", "port", "threads", "provider"},
+    epilog="Example: attnserve deploy ray model-optimized --replicas 2 --cpus 4",
+)
 def ray(
-    model: opt.Model,
-    host: opt.Host = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, metavar="N", help="Port (default: 8000).")
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Address of a running Ray cluster (default: start one on this machine).",
-        ),
-    ] = None,
-    replicas: Annotated[
-        int | None,
-        scaling_option(min=1, metavar="N", help="Minimum number of replicas (default: 1)."),
-    ] = None,
-    max_replicas: Annotated[
-        int | None,
-        scaling_option(
-            min=1, metavar="N", help="Maximum number of replicas (default: no scaling)."
-        ),
-    ] = None,
-    target_ongoing: Annotated[
-        float | None,
-        scaling_option(
-            metavar="N",
-            help="Concurrent requests per replica above which replicas are added (default: 16).",
-        ),
-    ] = None,
-    cpus: Annotated[
-        float | None, scaling_option(min=0, metavar="N", help="CPU cores per replica (default: 1).")
-    ] = None,
-    gpus: Annotated[
-        float | None, scaling_option(min=0, metavar="N", help="GPUs per replica (default: 0).")
-    ] = None,
-    threads: opt.ServerThreads = None,
-    provider: opt.ServerProvider = None,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
+    settings: Settings,
+    scaling: RaySettings,
+    show: opt.Show = opt.SHOW,
 ) -> None:
     """Serve a model on Ray Serve, with autoscaling over several machines.
 
     Environment variables set options that are not given
     (ATTNSERVE_RAY_REPLICAS=4).
     """
-    from service.deploy.ray import RaySettings, run
-    from service.settings import read, read_settings
+    from service.deploy.ray import run
 
-    settings = read_settings(
-        model=model.resolve(), host=host, port=port, threads=threads, provider=provider,
-        log_level=log_level(quiet, verbose)
-    )  # fmt: skip
-    scaling = {
-        "replicas": replicas, "max_replicas": max_replicas, "target_ongoing": target_ongoing,
-        "cpus": cpus, "gpus": gpus, "address": address,
-    }  # fmt: skip
-    run(settings, read(RaySettings, scaling))
+    settings = settings.logged_at(log_level(show))
+    run(settings.model_copy(update={"model": settings.model.resolve()}), scaling)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # imported on use, because `--help` must start fast
     from rich.table import Table
 
     from attnserve.checks.compare import Fidelity
+    from attnserve.cli.options import Show
     from attnserve.context import Progress
 
 __all__ = [
@@ -75,13 +76,13 @@ def with_options(text: str, options: Mapping[str, str]) -> str:
     return re.sub(r"`(\w+)`", lambda match: options.get(match[1], match[0]), text)
 
 
-def log_level(quiet: bool, verbose: bool) -> str | None:
+def log_level(show: Show) -> str | None:
     """The log level that ``--quiet`` and ``--verbose`` request."""
-    return "error" if quiet else "debug" if verbose else None
+    return "error" if show.quiet else "debug" if show.verbose else None
 
 
-def set_log_level(quiet: bool, verbose: bool) -> None:
-    level = log_level(quiet, verbose) or "warning"
+def set_log_level(show: Show) -> None:
+    level = log_level(show) or "warning"
     logging.getLogger("attnserve").setLevel(level.upper())
 
 

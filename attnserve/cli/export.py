@@ -10,14 +10,18 @@ import typer
 import attnserve
 from attnserve.choices import Attention, Exporter
 from attnserve.cli import options as opt
+from attnserve.cli.command import add_command
 from attnserve.cli.display import print_json, print_line, set_log_level
+from attnserve.options import Run
 
 __all__ = ["app"]
 
 app = typer.Typer()
 
 
-@app.command(
+@add_command(
+    app,
+    left_out=("threads", "provider"),
     epilog="Example: attnserve export sentence-transformers/all-MiniLM-L6-v2 -o minilm",
     rich_help_panel=opt.DEPLOY,
 )
@@ -51,18 +55,16 @@ def export(
         ),
     ] = None,
     force: opt.Force = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    seed: opt.Seed = 0,
+    show: opt.Show = opt.SHOW,
+    run: Run = opt.ANY_RUN,
 ) -> None:
     """Export a Hugging Face model to ONNX and compare it with PyTorch."""
-    set_log_level(quiet, verbose)
+    set_log_level(show)
     report = attnserve.export(
         model, output, task=task, exporter=exporter, opset=opset, attention=attention,
         dimensions=dimensions, force=force,
     )  # fmt: skip
-    if json:
+    if show.json_:
         print_json(report.to_json())
         return
     print_line(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import attnserve
-from attnserve.choices import Alignment, Importance, Mixing
 from attnserve.cli import options as opt
+from attnserve.cli.command import add_command
 from attnserve.cli.display import (
     make_table,
     out,
@@ -22,11 +22,11 @@ from attnserve.cli.display import (
     set_log_level,
     shorten_names,
 )
+from attnserve.options import Data, Goal, Rewrites, Run, Shape, Write
 
 if TYPE_CHECKING:
     from attnserve.planning.optimize import OptimizeReport
     from attnserve.planning.plan_file import Point
-    from attnserve.planning.search.goal import Allowed
     from attnserve.planning.search.report import PlanReport
 
 __all__ = ["app"]
@@ -34,23 +34,20 @@ __all__ = ["app"]
 app = typer.Typer()
 
 
-@app.command(
+@add_command(
+    app,
     epilog="Example: attnserve optimize model.onnx --keep 0.99 --calib sentences.txt",
     rich_help_panel=opt.COMPRESS,
 )
 def optimize(
     command: typer.Context,
     model: opt.Model,
-    keep: opt.Keep = None,
-    collab_dk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="R",
-            help="Compress by hand: the queries and keys of all heads share R dimensions. One"
-            " number for all layers, or one per layer (R1,R2,...).",
-        ),
-    ] = None,
-    calib: opt.OptionalCalibs = None,
+    goal: Goal,
+    rewrites: Rewrites,
+    data: Data,
+    write: Write,
+    shape: Shape,
+    run: Run,
     output: Annotated[
         Path | None,
         opt.output_option(
@@ -58,214 +55,32 @@ def optimize(
             "Output .onnx file or folder (default: the folder NAME-optimized beside the model).",
         ),
     ] = None,
-    target_speedup: opt.TargetSpeedup = None,
-    eval_data: opt.EvalData = None,
-    task: opt.Task = None,
-    measure: opt.GoalMeasure = "auto",
-    allow: opt.Allow = None,
-    recover: opt.Recover = None,
     plan: Annotated[
         Path | None,
-        opt.search_option(metavar="FILE", help="Apply a plan that `attnserve plan` wrote."),
-    ] = None,
-    mixing: Annotated[
-        Mixing,
-        opt.rewrite_option(
-            help="Dimensions that a head with --collab-dk reads: all R (dense), some (sparse), or"
-            " the fastest of both and of own dimensions, by measured time at equal error (auto)."
-        ),
-    ] = "auto",
-    head_dk: Annotated[
-        int | None,
-        opt.rewrite_option(
-            metavar="K",
-            help="Average number of Q/K dimensions per head (sparse mixing). Without --collab-dk,"
-            " each head keeps its own dimensions.",
-        ),
-    ] = None,
-    collab_cache: Annotated[
-        bool,
-        opt.flag(
-            "--collab-cache",
-            panel=opt.REWRITES,
-            help="Store the shared dimensions in a decoder's KV cache. The cache becomes smaller"
-            " and changes its shape.",
-        ),
-    ] = False,
-    reuse: Annotated[
-        str | None,
-        opt.rewrite_option(
-            metavar="FORM",
-            help="Reuse attention probabilities of earlier layers: partial:K[:P], full:P,"
-            " alternate, all-end, auto, or a .json file of edges.",
-        ),
-    ] = None,
-    align: Annotated[
-        Alignment,
-        opt.rewrite_option(
-            help="Heads whose probabilities --reuse takes: the most similar ones, or those with"
-            " the same index."
-        ),
-    ] = "similarity",
-    prune: Annotated[
-        float | None,
-        opt.rewrite_option(
-            metavar="SHARE", help="Share of the heads to remove, least important first."
-        ),
-    ] = None,
-    importance: Annotated[
-        Importance,
-        opt.rewrite_option(
-            help="Head-importance criterion: output energy not recoverable from other heads"
-            " (energy), leave-one-out loss (loo), or Voting-to-Stay (voting)."
-        ),
-    ] = "energy",
-    prune_heads: Annotated[
-        Path | None,
-        opt.rewrite_option(
-            metavar="FILE",
-            help='Heads to keep (1) and to remove (0), as .json: {"layer": [1, 0, ...]}.',
-        ),
-    ] = None,
-    skip: Annotated[
-        str | None,
-        opt.rewrite_option(
-            metavar="LAYERS",
-            help="Layers whose attention is replaced by an affine map, or by a constant"
-            " (LAYER:constant).",
-        ),
-    ] = None,
-    ffn: Annotated[
-        float | None,
-        opt.rewrite_option(metavar="SHARE", help="Share of the feed-forward neurons to remove."),
-    ] = None,
-    strip_cache: Annotated[
-        bool,
-        opt.flag(
-            "--strip-cache",
-            panel=opt.REWRITES,
-            help="Remove a decoder's KV cache from the inputs and outputs, for models that only"
-            " take whole sequences.",
-        ),
-    ] = False,
-    layers: Annotated[
-        str | None,
-        opt.rewrite_option(
-            metavar="LAYERS",
-            help="Layers to rewrite: comma-separated names or indices (default: all).",
-        ),
-    ] = None,
-    fp16: opt.Fp16 = False,
-    bf16: opt.Bf16 = False,
-    int8: opt.Int8 = False,
-    int8_full: opt.Int8Full = False,
-    int4: opt.Int4 = False,
-    also_prove: Annotated[
-        list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Also compare on these inputs, for example text of another kind; can be repeated.",
-            rich_help_panel=opt.CALIBRATION,
+            help="Apply a plan that `attnserve plan` wrote.",
+            rich_help_panel=opt.SEARCH,
         ),
     ] = None,
-    calib_weights: opt.CalibWeights = None,
-    tokenizer: opt.Tokenizer = None,
-    refit: Annotated[
-        bool,
-        opt.flag(
-            "--refit/--no-refit",
-            help="Fit the output projections of rewritten layers to the calibration data.",
-            panel=opt.CALIBRATION,
-        ),
-    ] = True,
-    min_cosine: Annotated[
-        float | None,
-        typer.Option(
-            metavar="COSINE",
-            help="Exit with code 1 and write nothing if the mean output cosine is lower.",
-            rich_help_panel=opt.OUTPUT,
-        ),
-    ] = None,
-    external_data: Annotated[
-        bool,
-        opt.flag(
-            "--external-data",
-            help="Write the weights to a file beside the model.",
-            panel=opt.OUTPUT,
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        opt.flag(
-            "--dry-run", help="Compute and report everything, and write nothing.", panel=opt.OUTPUT
-        ),
-    ] = False,
-    force: opt.Force = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    batch: opt.Batch = 1,
-    seq: opt.Length = None,
-    threads: opt.Threads = 0,
-    provider: opt.ProviderName = "cpu",
-    seed: opt.Seed = 0,
+    show: opt.Show = opt.SHOW,
 ) -> None:
     """Compress a model automatically (--keep) or by hand (--collab-dk, --prune, ...).
 
     The result is compared with the original, and written with its record
     (attnserve.json) and the tokenizer files.
     """
-    set_log_level(quiet, verbose)
-    ranks = None if collab_dk is None else opt.parse_integers("--collab-dk", collab_dk)
-    with progress_bars(quiet) as progress:
+    set_log_level(show)
+    with progress_bars(show.quiet) as progress:
         report = attnserve.optimize(
-            model,
-            output,
-            collab_dk=ranks[0] if ranks is not None and len(ranks) == 1 else ranks,
-            collab_cache=collab_cache,
-            mixing=mixing,
-            head_dk=head_dk,
-            reuse=reuse,
-            align=align,
-            prune=prune,
-            importance=importance,
-            prune_heads=prune_heads,
-            skip=opt.parse_names(skip),
-            ffn=ffn,
-            strip_cache=strip_cache,
-            keep=keep,
-            target_speedup=target_speedup,
-            eval_data=eval_data,
-            task=task,
-            measure=measure,
-            allow=cast("list[Allowed]", opt.parse_names(allow)),
-            recover=opt.parse_minutes("--recover", recover),
-            plan=plan,
-            precision=opt.parse_precision(
-                fp16=fp16, bf16=bf16, int8=int8, int8_full=int8_full, int4=int4
-            ),
-            refit=refit,
-            calib=calib or (),
-            calib_weights=opt.parse_weights(calib_weights),
-            also_prove=also_prove or (),
-            tokenizer=tokenizer,
-            layers=opt.parse_names(layers) or None,
-            batch=batch,
-            sequence=opt.parse_lengths(seq),
-            min_cosine=min_cosine,
-            external_data=external_data,
-            provider=provider,
-            threads=threads,
-            seed=seed,
-            force=force,
-            dry_run=dry_run,
-            progress=progress,
-        )
-    warnings = print_warnings(report.warnings, command.command, quiet=quiet)
-    if json:
+            model, output, goal=goal, rewrites=rewrites, data=data, write=write, shape=shape,
+            run=run, plan=plan, progress=progress,
+        )  # fmt: skip
+    warnings = print_warnings(report.warnings, command.command, quiet=show.quiet)
+    if show.json_:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
     else:
-        _show_report(report, dry_run)
+        _show_report(report, write.dry_run)
 
 
 NO_GAIN = 1.01
@@ -331,14 +146,19 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
         print_line("speed: not measured (the model takes other inputs, or does not run here)")
 
 
-@app.command(
+@add_command(
+    app,
+    left_out=("also_prove", "recover"),
+    required=("calib",),
     epilog="Example: attnserve plan model.onnx --keep 0.99 --calib sentences.txt",
     rich_help_panel=opt.COMPRESS,
 )
 def plan(
     model: opt.Model,
-    calib: opt.Calibs,
-    keep: opt.Keep = None,
+    goal: Goal,
+    data: Data,
+    shape: Shape,
+    run: Run,
     output: Annotated[
         Path | None,
         opt.output_option(
@@ -347,58 +167,26 @@ def plan(
             " model).",
         ),
     ] = None,
-    target_speedup: opt.TargetSpeedup = None,
-    eval_data: opt.EvalData = None,
-    task: opt.Task = None,
-    measure: opt.GoalMeasure = "auto",
-    allow: opt.Allow = None,
-    fp16: opt.Fp16 = False,
-    bf16: opt.Bf16 = False,
-    int8: opt.Int8 = False,
-    int8_full: opt.Int8Full = False,
-    int4: opt.Int4 = False,
-    calib_weights: opt.CalibWeights = None,
-    tokenizer: opt.Tokenizer = None,
     force: opt.Force = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    batch: opt.Batch = 1,
-    seq: opt.Length = None,
-    threads: opt.Threads = 0,
-    provider: opt.ProviderName = "cpu",
-    seed: opt.Seed = 0,
+    show: opt.Show = opt.SHOW,
 ) -> None:
     """Search for the fastest model and write the plan instead of the model.
 
     `attnserve optimize --plan FILE` applies the plan.
     """
-    set_log_level(quiet, verbose)
-    with progress_bars(quiet) as progress:
+    set_log_level(show)
+    with progress_bars(show.quiet) as progress:
         report = attnserve.plan(
             model,
             output,
-            calib=calib or (),
-            calib_weights=opt.parse_weights(calib_weights),
-            keep=keep,
-            target_speedup=target_speedup,
-            eval_data=eval_data,
-            task=task,
-            measure=measure,
-            allow=cast("list[Allowed]", opt.parse_names(allow)),
-            precision=opt.parse_precision(
-                fp16=fp16, bf16=bf16, int8=int8, int8_full=int8_full, int4=int4
-            ),
-            tokenizer=tokenizer,
-            batch=batch,
-            sequence=opt.parse_lengths(seq),
-            provider=provider,
-            threads=threads,
-            seed=seed,
+            goal=goal,
+            data=data,
+            shape=shape,
+            run=run,
             force=force,
             progress=progress,
         )
-    if json:
+    if show.json_:
         print_json({"output": str(report.output), **report.to_json()})
         return
     _show_plan(report)

@@ -9,6 +9,7 @@ import typer
 
 import attnserve
 from attnserve.cli import options as opt
+from attnserve.cli.command import add_command
 from attnserve.cli.display import (
     print_json,
     print_line,
@@ -17,6 +18,7 @@ from attnserve.cli.display import (
     progress_bars,
     set_log_level,
 )
+from attnserve.options import Run, Train
 
 if TYPE_CHECKING:
     from attnserve.recovery.report import RecoverReport
@@ -26,7 +28,8 @@ __all__ = ["app"]
 app = typer.Typer()
 
 
-@app.command(
+@add_command(
+    app,
     epilog="Example: attnserve recover new --teacher model --data texts.txt -o out",
     rich_help_panel=opt.COMPRESS,
 )
@@ -42,20 +45,11 @@ def recover(
     ],
     data: opt.TrainingData,
     output: Annotated[Path, opt.output_option("PATH", "Output .onnx file or folder.")],
-    minutes: Annotated[
-        float, typer.Option(min=0, metavar="N", help="Time of the training.")
-    ] = 20.0,
-    int8: opt.Int8 = False,
-    task: opt.LabeledTask = None,
-    measure: opt.CheckMeasure = "auto",
+    training: Train,
+    run: Run,
     tokenizer: opt.DataTokenizer = None,
     force: opt.Force = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    threads: opt.Threads = 0,
-    provider: opt.ProviderName = "cpu",
-    seed: opt.Seed = 0,
+    show: opt.Show = opt.SHOW,
 ) -> None:
     """Train a rewritten model to give the outputs of its original again (distillation).
 
@@ -63,26 +57,14 @@ def recover(
     rounding of int8 kernels, and the result is quantized. An interrupted training continues
     when the command is repeated. Needs PyTorch (extra torch).
     """
-    set_log_level(quiet, verbose)
-    with progress_bars(quiet) as progress:
+    set_log_level(show)
+    with progress_bars(show.quiet) as progress:
         report = attnserve.recover(
-            model,
-            output,
-            teacher=teacher,
-            data=data,
-            minutes=minutes,
-            int8=int8,
-            task=task,
-            measure=measure,
-            tokenizer=tokenizer,
-            provider=provider,
-            threads=threads,
-            seed=seed,
-            force=force,
-            progress=progress,
-        )
-    warnings = print_warnings(report.warnings, command.command, quiet=quiet)
-    if json:
+            model, output, teacher=teacher, data=data, tokenizer=tokenizer, training=training,
+            run=run, force=force, progress=progress,
+        )  # fmt: skip
+    warnings = print_warnings(report.warnings, command.command, quiet=show.quiet)
+    if show.json_:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
     else:
         _show(report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.data.lengths import Lengths, length_bounds
+from attnserve.data.lengths import length_bounds
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import Artifact
 from attnserve.models.lineage import Calibration
@@ -27,14 +26,14 @@ from attnserve.models.tokenizer import (
     load_encoder,
     text_input,
 )
+from attnserve.options import Lengths, check_files
 from attnserve.runtime.session import Batch
-from graph_passes.errors import InvalidArgument, InvalidData
+from graph_passes.errors import InvalidData
 
 __all__ = [
     "HELD_OUT",
     "JOINED",
     "Dataset",
-    "check_calibration_files",
     "content_digest",
     "load_inputs",
     "read_arrays",
@@ -163,7 +162,7 @@ def load_inputs(
         InvalidArgument: A file is given twice, or the weights are not one positive number for each.
     """
     paths = [path] if isinstance(path, Path) else list(path)
-    check_calibration_files(paths, weights)
+    check_files(paths, weights)
     files = [
         _read_file(
             one, model, artifact,
@@ -180,33 +179,6 @@ def load_inputs(
     names = [str(p) if names.count(p.name) > 1 else p.name for p in paths]
     datasets = [file.dataset(name) for file, name in zip(files, names, strict=True)]
     return _combined(files, datasets, weights)
-
-
-def check_calibration_files(
-    paths: Sequence[Path], weights: Sequence[float] = (), *, name: str = "calib"
-) -> None:
-    """Check that files are given once, and that there is one positive weight for each, or none.
-
-    Args:
-        name: That of the argument with the files.
-
-    Raises:
-        InvalidArgument: They are not.
-    """
-    found = [path.resolve() for path in paths]
-    if twice := next((str(p) for p, f in zip(paths, found, strict=True) if found.count(f) > 1), ""):
-        raise InvalidArgument(
-            f"`{name}` names {twice} more than once",
-            "give each file once" + ("; `calib_weights` sets its share" * (name == "calib")),
-            code="data.repeated",
-        )
-    if weights and (len(weights) != len(paths) or not all(0 < w < math.inf for w in weights)):
-        raise InvalidArgument(
-            f"`calib_weights` is {', '.join(f'{w:g}' for w in weights)}: expected one number above "
-            f"0 for each of {len(paths)} files of `calib`",
-            "for example 3,1 for two files",
-            code="data.weights",
-        )
 
 
 @dataclass(eq=False)

@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-from graph_passes.errors import InvalidArgument
+from attnserve.options import Lengths
 
-__all__ = ["Lengths", "check_lengths", "length_bounds", "middle_length", "spread_lengths"]
-
-Lengths = int | tuple[int, int]
-"""A number of tokens, or the shortest and the longest one."""
-
-
-def check_lengths(sequence: Lengths | None) -> None:
-    """Check the parameter ``sequence``.
-
-    Raises:
-        InvalidArgument: A length is less than 1, or the range is reversed.
-    """
-    if sequence is None:
-        return
-    low, high = length_bounds(sequence)
-    if not 1 <= low <= high:
-        given = sequence if isinstance(sequence, int) else f"{low}-{high}"
-        raise InvalidArgument(
-            f"`sequence` is {given}: expected a length of at least 1, or a range from the shortest "
-            "to the longest length",
-            "for example 128, or a range from 16 to 512",
-            code="sequence.range",
-        )
+__all__ = ["length_bounds", "middle_length", "spread_lengths"]
 
 
 def length_bounds(sequence: Lengths) -> tuple[int, int]:

@@ -4,86 +4,68 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from attnserve.choices import SearchMeasure, TaskName
-from attnserve.context import Progress, Provider, RunContext, ignore_progress
-from attnserve.data.datasets import check_calibration_files, load_inputs
-from attnserve.data.lengths import Lengths, check_lengths
+from attnserve.context import Progress, ignore_progress
+from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, default_output, staged
-from attnserve.paths import StrPath, as_path, as_paths
-from attnserve.planning.search.goal import Allowed, Goal
+from attnserve.options import Data, Goal, Run, Shape, with_keywords
+from attnserve.paths import StrPath, as_path
 from attnserve.planning.search.report import PlanReport, draw_front
 from attnserve.planning.search.search import search
-from attnserve.precision.convert import Precision, check_cpu
+from attnserve.precision.convert import check_cpu
 from graph_passes.errors import InvalidArgument, MissingExtra
 
 __all__ = ["plan"]
 
 log = logging.getLogger("attnserve")
 
+NO_GOAL, NO_DATA, ANY_SHAPE, DEFAULT_RUN = Goal(), Data(), Shape(), Run()
 
+
+@with_keywords
 def plan(
     model: StrPath,
     output: StrPath | None = None,
     *,
-    calib: StrPath | Sequence[StrPath],
-    calib_weights: Sequence[float] = (),
-    keep: float | None = None,
-    target_speedup: float | None = None,
-    eval_data: StrPath | None = None,
-    task: TaskName | None = None,
-    allow: Sequence[Allowed] = (),
-    measure: SearchMeasure = "auto",
-    precision: Precision = "float32",
-    tokenizer: StrPath | None = None,
-    batch: int = 1,
-    sequence: Lengths | None = None,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    seed: int = 0,
+    goal: Goal = NO_GOAL,
+    data: Data = NO_DATA,
+    shape: Shape = ANY_SHAPE,
+    run: Run = DEFAULT_RUN,
     force: bool = False,
     progress: Progress = ignore_progress,
 ) -> PlanReport:
     """Search for the fastest plan that keeps the requested quality, and write it as .json and .svg.
 
     No model is written. ``optimize(plan=FILE)`` applies the plan, ``optimize(keep=X)`` does both.
+    The fields of the groups are keywords too: ``plan(model, keep=0.99, calib="texts.txt")``.
 
     Args:
         model: An .onnx file or an artifact folder.
         output: The .json file; plan.json beside the model by default.
-        calib: Text (a sentence per line), .npz or a folder of .npz, or several of them. Three parts
-            of a seventh of the distinct rows of each file are held out: to choose, to prove, and
-            for a second proof.
-        calib_weights: See ``optimize``.
-        keep: The quality to keep by ``measure``, and the share of the task's score if there is one.
-        target_speedup: The speed-up to reach with the least loss, instead of ``keep``.
-        eval_data, task: The rows on which a score is measured, and which score.
-        allow: "ffn" allows the removal of feed-forward neurons.
-        measure: See ``optimize``.
-        precision: "float16", "bfloat16", "int8", "int8-full" or "int4" weights, after all rewrites.
-        batch, sequence: The shape at which the model should be fast. A sequence is one length, or
-            the shortest and the longest one; without it, the quartiles of the calibration data's
-            lengths.
-        threads: Of the timed sessions; all others use every core.
+        goal: What the plan keeps or reaches.
+        data: Calibration data. Three parts of a seventh of the distinct rows of each file are held
+            out: to choose, to prove, and for a second proof.
+        shape: The shape at which the model should be fast; without a sequence, the quartiles of the
+            calibration data's lengths.
+        run: The threads are those of the timed sessions; all others use every core.
 
     Raises:
         CheckFailed: The goal cannot be reached.
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput: The input cannot be used.
     """
-    check_cpu(precision)
-    check_lengths(sequence)
-    eval_data, tokenizer, files = as_path(eval_data), as_path(tokenizer), as_paths(calib)
-    check_calibration_files(files, calib_weights)
-    if not files:
+    check_cpu(goal.precision)
+    data.require()
+    goal.require()
+    if goal.recover is not None or data.also_prove:
         raise InvalidArgument(
-            "calibration data is required", "give `calib`", code="optimize.no_data"
+            "`recover` and `also_prove` apply to `attnserve.optimize`: a plan holds no weights",
+            "leave them out",
+            code="optimize.conflict",
         )
-    goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision, measure)
     artifact = open_artifact(model)
     output = as_path(output) or default_output(Path(model), "plan")
     if output.suffix != ".json":
@@ -102,13 +84,14 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     graph = load_model(artifact)
-    joined = None if measure == "score" else sequence  # as in optimize
-    data = load_inputs(
-        files, graph, artifact, weights=calib_weights, tokenizer=tokenizer, sequence=joined
-    )
+    joined = None if goal.measure == "score" else shape.sequence  # as in optimize
+    rows = load_inputs(
+        data.calib, graph, artifact, weights=data.calib_weights, tokenizer=data.tokenizer,
+        sequence=joined,
+    )  # fmt: skip
     report = search(
-        goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
-        context=RunContext(provider, threads, seed, progress),
+        goal, artifact, graph, rows, tokenizer=data.tokenizer, batch=shape.batch,
+        sequence=shape.sequence, context=run.context(progress),
     ).report  # fmt: skip
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:

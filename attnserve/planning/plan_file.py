@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from attnserve.choices import SearchMeasure
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
-from attnserve.data.lengths import Lengths
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
 from attnserve.models.lineage import Calibration, Search, Source, Speedups
+from attnserve.options import Lengths
 from attnserve.planning.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from graph_passes.errors import InvalidArgument, InvalidData

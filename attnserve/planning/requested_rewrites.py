@@ -14,9 +14,9 @@ from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.checks.certify import MatchReport, require_attention
 from attnserve.checks.quality import QualityMeter
-from attnserve.choices import Alignment, Importance, Mixing, Precision
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
+from attnserve.options import Ranks, Rewrites
 from attnserve.paths import StrPath
 from attnserve.planning.head_criteria import CRITERIA, PruningInput
 from attnserve.planning.head_files import (
@@ -55,10 +55,7 @@ from graph_passes.passes.reuse_attention import ReuseAttention, renumbered, reus
 from graph_passes.passes.skip_attention import SkipAttention
 from graph_passes.passes.strip_cache import StripCache
 
-__all__ = ["PlannedRequest", "Ranks", "Request", "plan_request"]
-
-Ranks = int | Sequence[int] | Mapping[str, int]
-"""R of every layer, of each layer in order, or by layer name."""
+__all__ = ["PlannedRequest", "plan_request"]
 
 AUTO_BUDGET = 0.04
 """The share of the outputs' variance that ``reuse="auto"`` may change before refitting: R^2 is
@@ -69,97 +66,6 @@ IN_BODY = Refusal("in_body", "it lies in the body of another node, which a sessi
 SAME_NAME = Refusal("same_name", "an attention block has the same name")
 
 KINDS = (":affine", ":constant")
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """The rewrites that a user requests; ``optimize`` describes each field.
-
-    ``layers`` restricts the rewrites that do not name layers themselves.
-    """
-
-    collab_dk: Ranks | None = None
-    collab_cache: bool = False
-    mixing: Mixing = "auto"
-    head_dk: int | None = None
-    reuse: StrPath | Mapping[str, Any] | None = None
-    align: Alignment = "similarity"
-    prune: float | None = None
-    importance: Importance = "energy"
-    prune_heads: StrPath | Mapping[str, Any] | None = None
-    skip: Sequence[str] = ()
-    ffn: float | None = None
-    strip_cache: bool = False
-    layers: Sequence[str] | None = None
-    precision: Precision = "float32"
-
-    @property
-    def has_rewrites(self) -> bool:
-        """Whether any rewrite is requested."""
-        rewrites = (
-            self.collab_dk,
-            self.head_dk,
-            self.reuse,
-            self.prune,
-            self.prune_heads,
-            self.ffn,
-        )
-        given = any(value is not None for value in rewrites)
-        return given or bool(self.skip) or self.strip_cache
-
-    def __post_init__(self) -> None:
-        if not self.has_rewrites and self.precision == "float32":
-            raise InvalidArgument(
-                "no rewrite is requested",
-                "give `keep` or `target_speedup` to have rewrites chosen, or `collab_dk`, "
-                "`head_dk`, `reuse`, `prune`, `prune_heads`, `skip`, `ffn`, `strip_cache` or "
-                "`precision`",
-                code="request.empty",
-            )
-        if self.head_dk is not None and self.mixing == "dense":
-            raise InvalidArgument(
-                f"`head_dk` {self.head_dk} applies to sparse mixing, and `mixing` is dense: every "
-                "head reads all shared dimensions",
-                "leave one of them out",
-                code="request.conflict",
-            )
-        is_collaborative = self.collab_dk is not None or self.head_dk is not None
-        for option, is_given, is_used, needed in (
-            (f"`mixing` {self.mixing}", self.mixing != "auto", is_collaborative, "collab_dk"),
-            ("`collab_cache`", self.collab_cache, is_collaborative, "collab_dk"),
-            ("`importance`", self.importance != "energy", self.prune is not None, "prune"),
-            ("`align`", self.align != "similarity", self.reuse is not None, "reuse"),
-        ):
-            if is_given and not is_used:
-                raise InvalidArgument(
-                    f"{option} has no effect without `{needed}`",
-                    f"give `{needed}`, or leave it out",
-                    code="request.conflict",
-                )
-        if self.prune is not None and self.prune_heads is not None:
-            raise InvalidArgument(
-                "`prune` and `prune_heads` both choose the heads to remove",
-                "give one of them",
-                code="request.conflict",
-            )
-        _require_share("prune", self.prune, "heads")
-        _require_share("ffn", self.ffn, "feed-forward neurons")
-        others = (self.collab_dk, self.head_dk, self.reuse, self.prune)
-        if self.ffn is not None and self.layers is not None and all(o is None for o in others):
-            raise InvalidArgument(
-                "`layers` names attention blocks, and `ffn` removes neurons of any layer",
-                "leave `layers` out",
-                code="request.conflict",
-            )
-
-
-def _require_share(name: str, share: float | None, of: str) -> None:
-    if share is not None and not 0 < share < 1:
-        raise InvalidArgument(
-            f"`{name}` is {share}: expected a share of the {of}, more than 0 and less than 1",
-            f"for example `{name}` 0.25",
-            code="request.range",
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +83,7 @@ class PlannedRequest:
 
 
 def plan_request(
-    request: Request,
+    request: Rewrites,
     model: ir.Model,
     report: MatchReport,
     data: Dataset | None,
@@ -210,7 +116,7 @@ STRIP_FIRST = (
 class _PlanBuilder:
     """Chooses the targets of each rewrite of a request, one kind after the other."""
 
-    request: Request
+    request: Rewrites
     graph_context: GraphContext
     report: MatchReport
     data: Dataset | None

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from attnserve.options import Rewrites
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.collaborative import padded_size
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.passes.collaborate import SharedDimensions, collaborate_refusal, exact_rank
-
-if TYPE_CHECKING:
-    from attnserve.planning.requested_rewrites import Request
 
 __all__ = ["SharingChooser", "SharingForm", "refused"]
 
@@ -49,7 +47,7 @@ class SharingChooser:
             warnings: Receives the reasons of layers that are left as they are.
     """
 
-    request: Request
+    request: Rewrites
     own_heads: Mapping[str, int]
     unobserved: Collection[str]
     warnings: list[str] = field(default_factory=list[str])

@@ -21,11 +21,12 @@ import onnx_ir as ir
 from attnserve.choices import Precision
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
-from attnserve.data.lengths import Lengths, spread_lengths
+from attnserve.data.lengths import spread_lengths
 from attnserve.fusion import fuse_for
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Ratio, Speedups
 from attnserve.models.onnx_files import save_model
+from attnserve.options import Lengths
 from attnserve.planning.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.runtime.interleaved_timer import InterleavedTimer, Speedup, paired_speedup

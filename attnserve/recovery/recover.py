@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -20,12 +20,11 @@ from torch import Tensor
 from attnserve.checks.compare import Fidelity, compare, empty_axes, shaped_for
 from attnserve.checks.quality import QualityMeter
 from attnserve.checks.scores import Score
-from attnserve.choices import LearnedTask, Measure, Precision
+from attnserve.choices import Measure, Precision
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.data.datasets import (
     HELD_OUT,
     Dataset,
-    check_calibration_files,
     content_digest,
     load_inputs,
     thinned,
@@ -40,6 +39,7 @@ from attnserve.models.output_kinds import is_cache_name, probability_outputs, re
 from attnserve.models.outputs import check_output, check_target
 from attnserve.models.quantized import Bits, int8_activations, int8_weight_bits
 from attnserve.models.rows import fixed_axes
+from attnserve.options import Run, Train, check_files, with_keywords
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.precision.convert import BITS, convert, nodes_of_blocks, roundings_of
 from attnserve.precision.int8 import Rounding
@@ -88,24 +88,22 @@ MIN_TEXTS = 4 * HELD_OUT
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 """The largest relative error of PyTorch to ONNX Runtime, in float32 and in half precision."""
 
+DEFAULT_TRAIN, DEFAULT_RUN = Train(), Run()
+
 EXAMPLES = 8
 """Steps from whose batches the losses are scaled."""
 
 
+@with_keywords
 def recover(
     model: StrPath,
     output: StrPath,
     *,
     teacher: StrPath,
     data: StrPath | Sequence[StrPath],
-    minutes: float = 20.0,
-    int8: bool = False,
-    task: LearnedTask | None = None,
-    measure: Measure = "auto",
+    training: Train = DEFAULT_TRAIN,
+    run: Run = DEFAULT_RUN,
     tokenizer: StrPath | None = None,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    seed: int = 0,
     force: bool = False,
     progress: Progress | None = None,
 ) -> RecoverReport:
@@ -118,6 +116,7 @@ def recover(
 
     The state is saved in the user's cache folder with each measurement, so that an interrupted
     training continues when it is called again; with ``minutes`` 0 its best weights are written.
+    The fields of the groups are keywords too: ``recover(..., minutes=30)``.
 
     Args:
         model: The rewritten model, in float32 or float16, or in bfloat16 on a GPU.
@@ -126,17 +125,12 @@ def recover(
             to name this file as its source.
         data: Text (one per line), an .npz or a folder of .npz, or several of them; with ``task``,
             tables with labels too.
-        minutes: The time of the training, without loading and proof.
-        int8: Train with the rounding of the int8 kernels, and return the model that ``optimize``
-            converts with the precision "int8", calibrated on ``data``. ``before`` and ``after`` are
-            those of int8 models, and without a gain the conversion of ``model`` is returned.
-            ``model`` has to be float32.
-        task: "sts" or "classification": the labels of the tables (.tsv) in ``data`` are learned
-            too (columns: see ``evaluate``). Weights are chosen by the sum of both losses. A gain is
-            then a smaller sum and no lower score; the distance to the original may grow.
-        measure: The measure of quality that chooses the weights; see ``attnserve.verify``.
-        provider: "cuda" trains on a GPU. Products are computed in bfloat16 or
-            float16 if the device has it.
+        training: Time, rounding and labels. With ``int8``, ``before`` and ``after`` are those of
+            int8 models, and without a gain the conversion of ``model`` is returned, which has to be
+            float32. With ``task``, weights are chosen by the sum of both losses; a gain is then a
+            smaller sum and no lower score, and the distance to the original may grow.
+        run: Provider, threads and seed. "cuda" trains on a GPU; products are computed in bfloat16
+            or float16 if the device has it.
         force: Replace an existing output; never an input.
 
     Raises:
@@ -147,23 +141,12 @@ def recover(
         InvalidArgument, InvalidData, InvalidOutput: The input cannot be used.
         CheckFailed: PyTorch does not compute what ONNX Runtime computes, or the loss is not finite.
     """
-    if not 0 <= minutes < math.inf:
-        raise InvalidArgument(
-            f"`minutes` is {minutes}: expected 0 or more",
-            "give for example 20",
-            code="recovery.minutes",
-        )
-    if measure not in get_args(Measure):
-        raise InvalidArgument(
-            f"`measure` is {measure}: weights are chosen by outputs of the original",
-            "give another `measure`; `task` adds labels",
-            code="recovery.measure",
-        )
-    context = RunContext(provider, threads, seed, progress or ignore_progress)
+    context = run.context(progress or ignore_progress)
+    int8, task, measure = training.int8, training.task, training.measure
     files = as_paths(data)
     if not files:
         raise InvalidArgument("`data` is empty", "give a file of texts", code="recovery.no_data")
-    check_calibration_files(files, name="data")
+    check_files(files, name="data")
     artifact, original_artifact = open_artifact(model), open_artifact(teacher)
     if last_rewrite_of(original_artifact, artifact.lineage) is None:
         raise InvalidModel(
@@ -176,7 +159,7 @@ def recover(
     if not trainable_weights(rewritten):  # some converters write weights as nodes
         common.LiftConstantsToInitializersPass()(rewritten)
     if int8:
-        fuse_for(rewritten, "int8", provider)
+        fuse_for(rewritten, "int8", run.provider)
     target = check_target(Path(output), artifact, rewritten, force=force)
     for path in (original_artifact.model, *external_files(original)):
         for file in (target, data_file(target)):
@@ -191,8 +174,8 @@ def recover(
         labeled = [row for table in tables.values() for row in table]
         labels = Labels(task, labeled, rows, original, texts, as_path(tokenizer))
     before_threads = torch.get_num_threads()
-    if threads:
-        torch.set_num_threads(threads)
+    if run.threads:
+        torch.set_num_threads(run.threads)
     try:
         precision: Precision = "int8" if int8 else "float32"
         recovery = Recovery(
@@ -202,17 +185,17 @@ def recover(
             "student": fingerprint(artifact),
             "teacher": fingerprint(original_artifact),
             "data": [rows.source.to_json(), content_digest(rows)],
-            "asked": [measure, provider, seed, int8, task],
+            "asked": [measure, run.provider, run.seed, int8, task],
             "served": [texts.pooling, texts.dimensions, texts.output],
             "versions": {**versions(), "torch": torch.__version__},
         }
         checkpoint = Checkpoint(cache_folder() / "recover", _digest(key))
-        report, trained = recovery.run(target, 60 * minutes, checkpoint)
+        report, trained = recovery.run(target, 60 * training.minutes, checkpoint)
     finally:
         torch.set_num_threads(before_threads)
     external = bool(external_files(rewritten))
     write_recovered(
-        artifact, rewritten, original_artifact, original, trained, report, rows, seed,
+        artifact, rewritten, original_artifact, original, trained, report, rows, run.seed,
         external=external,
     )  # fmt: skip
     checkpoint.remove()

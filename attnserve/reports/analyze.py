@@ -15,12 +15,13 @@ from typing import Any, cast
 import numpy as np
 
 from attnserve.checks.certify import require_finite_weights
-from attnserve.context import Progress, Provider, RunContext, ignore_progress
+from attnserve.context import Progress, ignore_progress
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, default_output, staged
+from attnserve.options import Run, with_keywords
 from attnserve.paths import StrPath, as_path
 from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
 from attnserve.reports.drawing import require_extra
@@ -62,6 +63,10 @@ class Finding:
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
+RUN = Run()
+
+
+@with_keywords
 def analyze(
     model: StrPath,
     output: StrPath | None = None,
@@ -69,9 +74,7 @@ def analyze(
     calib: StrPath,
     tokenizer: StrPath | None = None,
     groups: int | None = None,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    seed: int = 0,
+    run: Run = RUN,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Analysis:
@@ -84,8 +87,8 @@ def analyze(
         calib: Text (one sentence per line), .npz or a folder of .npz, similar to the served data.
         tokenizer: Path of tokenizer.json; by default beside the model.
         groups: Number of heads that Voting-to-Stay keeps in each layer; by default half of them.
-        provider, threads: Session settings. Blocks are certified on the CPU.
-        seed: Seed of head grouping and certification.
+        run: Session settings, and the seed of head grouping and certification. Blocks are
+            certified on the CPU.
         force: Write into a folder that is not empty.
 
     Raises:
@@ -118,7 +121,7 @@ def analyze(
             "sha256": sha256(artifact.model),
         },
         groups=groups,
-        context=RunContext(provider, threads, seed, progress or ignore_progress),
+        context=run.context(progress or ignore_progress),
     )
     files = {
         "analysis.json": _readable(analysis.to_json()) + "\n",

@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import onnx_ir as ir
 from prometheus_client.metrics import MetricWrapperBase
-from pydantic_settings import BaseSettings
 from typer.main import get_command
 
 import attnserve
@@ -19,9 +18,8 @@ import graph_passes.passes
 from attnserve.cli.app import app
 from attnserve.models.settings_files import FILES, SettingsFile
 from service.app import create_app
-from service.deploy.ray import RaySettings
 from service.metrics import Metrics
-from service.settings import Settings
+from service.settings import EnvironmentOptions, RaySettings, Settings
 
 
 def commands() -> dict[str, Any]:
@@ -161,8 +159,8 @@ def settings() -> str:
     return "\n\n".join([_settings(Settings), "## Ray Serve", _settings(RaySettings)])
 
 
-def _settings(kind: type[BaseSettings]) -> str:
-    prefix = kind.model_config.get("env_prefix", "")
+def _settings(kind: type[EnvironmentOptions]) -> str:
+    prefix = kind.prefix
     rows = [
         f"| `{prefix}{name.upper()}` | {_cell(field.description or '')}"
         f" | {'required' if field.is_required() else _setting_default(field.default)} |"
@@ -214,7 +212,7 @@ def metrics() -> str:
 
 def functions() -> str:
     """The public functions of ``attnserve``, for mkdocstrings."""
-    names = [name for name in attnserve.__all__ if not name.startswith("_")]
+    names = [name for name in attnserve.__all__ if name.islower() and not name.startswith("_")]
     return "\n\n".join(f"::: attnserve.{name}" for name in names)
 
 

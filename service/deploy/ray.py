@@ -16,8 +16,6 @@ from importlib import import_module
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 from service.app import create_app
@@ -25,34 +23,11 @@ from service.engine.repository import Repository
 from service.errors import NotReady
 from service.log import configure_log
 from service.server import STOP_SIGNALS
-from service.settings import Settings, read_settings
+from service.settings import RaySettings, Settings, read_settings
 
 log = logging.getLogger("attnserve")
 
 NAME = "attnserve"
-
-
-class RaySettings(BaseSettings):
-    """Number and resources of replicas; environment variables like ``ATTNSERVE_RAY_REPLICAS=4``."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="ATTNSERVE_RAY_", frozen=True, use_attribute_docstrings=True
-    )
-
-    address: str | None = None
-    """Address of a running Ray cluster; if omitted, one is started here."""
-    replicas: PositiveInt = 1
-    """Minimum number of replicas."""
-    max_replicas: PositiveInt | None = None
-    """Maximum number of replicas; if omitted, their number is fixed."""
-    target_ongoing: PositiveFloat = 16
-    """Average open requests per replica above which another replica starts."""
-    cpus: NonNegativeFloat = 1
-    """CPU cores per replica."""
-    gpus: NonNegativeFloat = 0
-    """GPUs per replica."""
-    drain_s: NonNegativeFloat = 30
-    """Time limit in seconds for a stopping replica to answer its requests."""
 
 
 def deployment_options(settings: Settings, ray: RaySettings) -> dict[str, Any]:
@@ -108,7 +83,7 @@ def application(settings: Settings, ray: RaySettings | None = None) -> Any:
         InvalidArgument: ``max_replicas`` is less than ``replicas``.
     """
     serve = _require_serve()
-    ray = ray or RaySettings()
+    ray = ray or RaySettings.of({})
     options = deployment_options(settings, ray)
     needed = tuple(name for name in ("api_keys", "admin_keys") if getattr(settings, name))
     replica = replica_settings(settings, ray)
@@ -167,7 +142,7 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
             ``replicas``, or the replicas did not start.
     """
     configure_log(settings)
-    chosen = ray or RaySettings()
+    chosen = ray or RaySettings.of({})
     app = application(settings, chosen)
     if chosen.address is None and not settings.model.exists():
         raise InvalidModel(f"{settings.model}: no such file or folder", "check the path")

@@ -400,7 +400,7 @@ class Repository:
 
         engine = Engine(
             loaded.model,
-            self.settings.of(name),
+            self.settings.for_model(name),
             self.metrics.of(name, version),
             reload,
             self.shadow,
@@ -463,7 +463,7 @@ class Repository:
         Raises:
             InvalidModel: It cannot be loaded, or changed during loading.
         """
-        settings = self.settings.of(name)
+        settings = self.settings.for_model(name)
         open_model = partial(
             Model,
             name=name,

@@ -138,9 +138,11 @@ def test_model_limits_are_json_in_the_environment(
 ) -> None:
     monkeypatch.setenv("ATTNSERVE_MODEL_LIMITS", '{"one": {"concurrency": 2}}')
     settings = read_settings(model=tmp_path)
-    assert settings.of("one").concurrency == 2 and settings.of("two") is settings
+    assert settings.for_model("one").concurrency == 2 and settings.for_model("two") is settings
     # Workers receive their settings as JSON.
-    assert Settings(**settings.model_dump(mode="json")).of("one") == settings.of("one")
+    assert Settings(**settings.model_dump(mode="json")).for_model("one") == settings.for_model(
+        "one"
+    )
     for wrong in ('{"one": {"max_quue": 2}}', '{"one": {"max_queue": -1}}', "{", "3"):
         monkeypatch.setenv("ATTNSERVE_MODEL_LIMITS", wrong)
         with pytest.raises(InvalidArgument, match="model_limits") as error:

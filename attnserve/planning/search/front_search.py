@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from attnserve.options import Goal
 from attnserve.planning.search.candidate_set import CandidateSet
-from attnserve.planning.search.goal import Goal
 from attnserve.planning.search.judge import ROUNDING, Built, Judge
 from graph_passes.errors import CheckFailed
 

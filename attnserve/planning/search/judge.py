@@ -18,10 +18,10 @@ from attnserve.planning.apply import ApplyReport, apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.checkpoint import Checkpoint, digest
-from attnserve.planning.search.goal import SearchInput
 from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, mean_speedup
+from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding

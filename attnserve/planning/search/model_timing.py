@@ -20,7 +20,7 @@ from attnserve.planning.search.candidates import (
     ReusePair,
     TiedBlocks,
 )
-from attnserve.planning.search.goal import SearchInput
+from attnserve.planning.search.search_input import SearchInput
 from attnserve.precision.convert import convert
 from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
 from graph_passes.passes.base import RewritePass

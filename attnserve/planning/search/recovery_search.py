@@ -26,11 +26,11 @@ from attnserve.planning.search.front_search import (
     TIGHT,
     FrontSearch,
 )
-from attnserve.planning.search.goal import SearchInput
 from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal
 from attnserve.planning.search.limits import MIN_GAIN
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, mean_speedup
+from attnserve.planning.search.search_input import SearchInput
 from attnserve.precision.convert import BITS
 from attnserve.runtime.cache import cache_folder
 from attnserve.versions import package_versions

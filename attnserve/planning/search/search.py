@@ -32,7 +32,7 @@ from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, content_digest
-from attnserve.data.lengths import Lengths, middle_length
+from attnserve.data.lengths import middle_length
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint, sha256
 from attnserve.models.example_inputs import example_inputs
@@ -40,6 +40,7 @@ from attnserve.models.lineage import Asked, Recovered, Source, Speed
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.models.rows import counted_shape
+from attnserve.options import Goal, Lengths
 from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
@@ -48,12 +49,12 @@ from attnserve.planning.search.candidates import changes_to_measure, group_block
 from attnserve.planning.search.checkpoint import Checkpoint, digest
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.goal import Goal, SearchInput
 from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal, score_model
 from attnserve.planning.search.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, check_trainable
 from attnserve.planning.search.report import Outcome, PlanReport, Proof, mean_speedup
+from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import ServedTimer, served_lengths
 from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session, run

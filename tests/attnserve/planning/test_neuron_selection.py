@@ -20,9 +20,10 @@ from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model, save_model
+from attnserve.options import Rewrites
 from attnserve.planning.neuron_selection import choose_neurons
 from attnserve.planning.optimize import optimize
-from attnserve.planning.requested_rewrites import PlannedRequest, Request, plan_request
+from attnserve.planning.requested_rewrites import PlannedRequest, plan_request
 from attnserve.planning.search.candidates import LossCurve, TiedBlocks
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import FeedForwardBlock
@@ -144,7 +145,7 @@ def test_choose_neurons_tied_blocks_have_equal_masks(blocks: list[FeedForwardBlo
 
 def planned(tiny: Path, model: ir.Model, data: Dataset, share: float) -> PlannedRequest:
     return plan_request(
-        Request(ffn=share), model, read_attention(model), data, CONTEXT,
+        Rewrites(ffn=share), model, read_attention(model), data, CONTEXT,
         new_meter=lambda: QualityMeter(model, open_artifact(tiny)),
     )  # fmt: skip
 

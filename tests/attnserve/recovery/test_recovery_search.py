@@ -20,11 +20,11 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
-from attnserve.cli.options import parse_minutes  # noqa: E402
 from attnserve.context import DEFAULT_CONTEXT  # noqa: E402
 from attnserve.data.datasets import load_inputs  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
+from attnserve.options import Goal  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
 from attnserve.planning.plan import Plan  # noqa: E402
 from attnserve.planning.search import recovery_search, search  # noqa: E402
@@ -226,14 +226,14 @@ def test_operator_that_cannot_be_trained_is_refused_before_the_search(
 def test_command_reads_the_time_of_the_training(
     tiny: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert [parse_minutes("--recover", t) for t in (None, "20m", "90s", "1.5h", "20")] == [
-        None, 20.0, 1.5, 90.0, 20.0,
-    ]  # fmt: skip
+    times: list[Any] = [None, "20m", "90s", "1.5h", "20"]
+    found = [Goal(keep=0.9, recover=time).recover for time in times]
+    assert found == [None, 20.0, 1.5, 90.0, 20.0]
     command = ["optimize", tiny, "--keep", "0.9", "--calib", texts, "-o", tmp_path / "out"]
     assert main([str(part) for part in (*command, "--recover", "20 days")]) == 2
     assert "--recover is '20 days'" in capsys.readouterr().err
     assert main([str(part) for part in (*command, "--recover", "0m")]) == 2
-    assert "--recover is 0.0" in capsys.readouterr().err
+    assert "--recover is 0" in capsys.readouterr().err
 
 
 @pytest.mark.process

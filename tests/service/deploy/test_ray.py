@@ -23,9 +23,9 @@ from starlette.testclient import TestClient
 from attnserve.cli.app import main
 from graph_passes.errors import InvalidArgument
 from service.deploy import ray
-from service.deploy.ray import RaySettings, deployment_options, replica_settings
+from service.deploy.ray import deployment_options, replica_settings
 from service.errors import NotReady
-from service.settings import Settings
+from service.settings import RaySettings, Settings
 from tests.service.conftest import until
 
 ROOT = Path(__file__).parents[3]
@@ -57,7 +57,7 @@ def test_replicas_keep_to_their_cores_and_load_no_models(
 
 def test_ray_settings_are_read_from_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ATTNSERVE_RAY_REPLICAS", "5")
-    assert RaySettings().replicas == 5
+    assert RaySettings.of({}).replicas == 5
 
 
 def test_deployment_options_max_replicas_below_replicas_is_refused(encoder: Path):

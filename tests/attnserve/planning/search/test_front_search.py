@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from attnserve.options import Goal
 from attnserve.planning.search import search as search_module
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.goal import Goal
 from attnserve.planning.search.pareto import Choice
 from attnserve.runtime.interleaved_timer import Speedup
 

@@ -1,0 +1,30 @@
+"""The options of the commands, as types. Each option is stated once, in ``groups``.
+
+The docstring of a field is its help, its bounds are its check, and its value travels to the code
+that uses it. The options of the command line (``attnserve.cli.command``), the keywords of the
+Python functions (``with_keywords``), the reference and the tests of invalid values are generated
+from these types. Nothing heavy is imported: ``attnserve --help`` needs them.
+"""
+
+from attnserve.options.base import Cli, Options, OptionType, option_type, with_keywords
+from attnserve.options.fields import Allowed, Lengths, Ranks
+from attnserve.options.groups import Data, Goal, Rewrites, Run, Shape, Train, Write, check_files
+
+__all__ = [
+    "Allowed",
+    "Cli",
+    "Data",
+    "Goal",
+    "Lengths",
+    "OptionType",
+    "Options",
+    "Ranks",
+    "Rewrites",
+    "Run",
+    "Shape",
+    "Train",
+    "Write",
+    "check_files",
+    "option_type",
+    "with_keywords",
+]

@@ -1,0 +1,249 @@
+"""Groups of options as types: how the command line, Python and errors read them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, wraps
+from inspect import cleandoc, signature
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+__all__ = ["Cli", "OptionType", "Options", "option_type", "with_keywords"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Cli:
+    """How the command line shows a field.
+
+    Attributes:
+        metavar: The name of the value.
+        panel: The panel of the help; "" for the first one.
+        flags: The names, if they are not made from that of the field.
+        choices: Flags without a value, each with the value of the field that it stands for, and its
+            help.
+        is_text: Whether the field reads the text itself.
+        is_argument: Whether the value stands without a name.
+    """
+
+    metavar: str | None = None
+    panel: str | None = None
+    flags: tuple[str, ...] = ()
+    choices: Mapping[str, tuple[str, str]] | None = None
+    is_text: bool = False
+    is_argument: bool = False
+
+
+@dataclass(frozen=True)
+class OptionType:
+    """The type of a field without None, its bounds (``annotated_types``), and how it is shown."""
+
+    kind: Any
+    bounds: tuple[Any, ...]
+    cli: Cli
+    example: object
+
+
+class Options(BaseModel):
+    """A group of options.
+
+    Raises:
+        InvalidArgument: A value is out of its bounds, or options exclude each other.
+    """
+
+    # Validators are built on first use: `--help` needs none.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    panel: ClassVar[str] = ""
+    """That of the fields which name no other one."""
+    area: ClassVar[str] = "options"
+    """The first part of the codes of errors."""
+    reads_environment: ClassVar[bool] = False
+    """Whether the environment sets what is not given."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        for name, text in _docstrings(cls.__module__).get(cls.__qualname__, {}).items():
+            if name in cls.model_fields and cls.model_fields[name].description is None:
+                cls.model_fields[name].description = text
+
+    if not TYPE_CHECKING:  # the constructor of the fields is the one to show
+
+        def __init__(self, **given: Any) -> None:
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                self.refuse(error, given)
+
+    @classmethod
+    def has_option(cls, name: str) -> bool:
+        """Whether a field has an option on the command line."""
+        return name in cls.model_fields
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The options with these values; types that read the environment add it."""
+        return cls(**given)
+
+    @classmethod
+    def refuse(cls, error: ValidationError, given: Mapping[str, Any]) -> NoReturn:
+        """Raise the first error of a validation, with the name of the field and its bounds."""
+        from graph_passes.errors import InvalidArgument
+
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else "options"
+        field = cls.model_fields.get(name)
+        if field is None:
+            raise InvalidArgument(
+                f"`{name}`: no such option",
+                f"{cls.__name__} has {', '.join(cls.model_fields)}",
+                code=f"{cls.area}.unknown",
+            ) from error
+        example = option_type(field).example
+        raise InvalidArgument(
+            f"`{name}` is {first['input']}: expected {_expected(field, first['msg'])}",
+            "give another value" if example is None else f"for example `{name}` {example}",
+            code=f"{cls.area}.range",
+        ) from error
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """The values that were given, by field."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
+    def changed(self, *but: str) -> Iterator[tuple[str, Any]]:
+        """The fields, except those named, whose values are not the defaults."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name not in but and value != field.default:
+                yield name, value
+
+
+@cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """The docstrings of the fields of each class of a module.
+
+    ``use_attribute_docstrings`` of pydantic reads the module once for each class, which takes a
+    tenth of the time of ``attnserve --help``.
+    """
+    file = sys.modules[module].__file__
+    if file is None:
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for kind in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+        if not isinstance(kind, ast.ClassDef):
+            continue
+        fields = found.setdefault(kind.name, {})
+        for field, text in pairwise(kind.body):
+            match field, text:
+                case (
+                    ast.AnnAssign(target=ast.Name(name)),
+                    ast.Expr(value=ast.Constant(value=str(about))),
+                ):
+                    fields[name] = cleandoc(about)
+                case _:
+                    pass
+    return found
+
+
+def option_type(field: FieldInfo) -> OptionType:
+    """The parts of a field's type."""
+    kind: Any = field.annotation
+    found: list[Any] = [field]
+    while True:
+        if get_origin(kind) is Annotated:
+            kind, *inner = get_args(kind)
+            found = [*inner, *found]
+        elif get_origin(kind) in (Union, UnionType):
+            members = [one for one in get_args(kind) if one is not NoneType]
+            kind = members[0] if len(members) == 1 else str  # several are read from their text
+        else:
+            break
+    metadata: list[Any] = []
+    for one in found:
+        metadata += one.metadata if isinstance(one, FieldInfo) else [one]
+    shown = [one for one in metadata if isinstance(one, Cli)]
+    examples = [one.examples for one in found if isinstance(one, FieldInfo) and one.examples]
+    return OptionType(
+        kind,
+        tuple(one for one in metadata if not isinstance(one, Cli | BeforeValidator)),
+        shown[-1] if shown else Cli(),
+        examples[-1][0] if examples else None,
+    )
+
+
+def with_keywords(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorator: the fields of groups of options are keywords of the function too.
+
+    ``optimize(model, keep=0.99)`` is ``optimize(model, goal=Goal(keep=0.99))``. A field that
+    several groups have is given to all of them.
+    """
+    hints = get_type_hints(function)
+    parameters = signature(function).parameters
+    groups: dict[str, type[Options]] = {
+        name: hints[name] for name in parameters if _is_group(hints.get(name))
+    }
+
+    @wraps(function)
+    def call(*args: Any, **values: Any) -> Result:
+        made: dict[str, Options] = {}
+        used: set[str] = set()
+        for name, kind in groups.items():
+            own = {field: values[field] for field in kind.model_fields if field in values}
+            given: Options = values.pop(name, parameters[name].default)
+            used |= own.keys()
+            made[name] = kind(**{**given.stated, **own}) if own else given
+        others = {name: value for name, value in values.items() if name not in used}
+        return function(*args, **others, **made)
+
+    return call
+
+
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Options)
+
+
+BOUNDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
+
+
+def _expected(field: FieldInfo, message: str) -> str:
+    """The valid values of a field, in words."""
+    found = option_type(field)
+    members = get_args(found.kind)
+    if get_origin(found.kind) is tuple and members and get_origin(members[0]) is Literal:
+        members = get_args(members[0])
+    choices = [one for one in members if isinstance(one, str)]
+    if choices:
+        return ", ".join(choices)
+    limits = [
+        f"{words} {getattr(bound, name):g}"
+        for name, words in BOUNDS.items()
+        for bound in found.bounds
+        if getattr(bound, name, None) is not None
+    ]
+    if limits and found.kind in (int, float):
+        return f"{'an integer' if found.kind is int else 'a number'}, {' and '.join(limits)}"
+    return message[:1].lower() + message[1:].removeprefix("nput should be ")

@@ -1,0 +1,129 @@
+"""The types of fields: readers of text, bounds, and names on the command line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, cast
+
+from pydantic import BeforeValidator, Field
+
+from attnserve.choices import Precision
+from attnserve.options.base import Cli
+from attnserve.paths import as_paths
+
+CALIBRATION = "Calibration"
+PRECISION = "Precision"
+"""Panels of the help."""
+
+
+def fail(what: str, fix: str, code: str) -> NoReturn:
+    from graph_passes.errors import InvalidArgument
+
+    raise InvalidArgument(what, fix, code=code)
+
+
+def read_names(value: Any) -> Any:
+    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+
+
+def read_ranks(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        ranks = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        fail(
+            f"`collab_dk` is {value!r}: expected integers, separated by commas",
+            "for example `collab_dk` 128, or 128,96 for two layers",
+            "options.ranks",
+        )
+    return ranks[0] if len(ranks) == 1 else ranks
+
+
+def read_weights(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return tuple(float(part) for part in value.split(","))
+    except ValueError:
+        fail(
+            f"`calib_weights` is {value!r}: expected numbers, separated by commas",
+            "for example `calib_weights` 3,1",
+            "options.weights",
+        )
+
+
+def read_lengths(value: Any) -> Any:
+    """A length, or a range of lengths; see ``data.lengths``."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"(-?\d{1,9})(?:-(\d{1,9}))?", value.strip())
+        if match is None:
+            fail(
+                f"`sequence` is {value!r}: expected a number of tokens, or a range of them",
+                "for example `sequence` 128, or `sequence` 16-512",
+                "options.lengths",
+            )
+        low, high = match.groups()
+        value = int(low) if high is None else (int(low), int(high))
+    if isinstance(value, int | tuple | list):
+        low, high = (value, value) if isinstance(value, int) else cast(tuple[int, int], value)
+        if not 1 <= low <= high:
+            given = value if isinstance(value, int) else f"{low}-{high}"
+            fail(
+                f"`sequence` is {given}: expected a length of at least 1, or a range from the"
+                " shortest to the longest length",
+                "for example 128, or a range from 16 to 512",
+                "sequence.range",
+            )
+    return value
+
+
+def read_minutes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([smh]?)", value.strip())
+    if match is None:
+        fail(
+            f"`recover` is {value!r}: expected a time in minutes",
+            "for example `recover` 20m, `recover` 90s or `recover` 1h",
+            "options.minutes",
+        )
+    return float(match[1]) * {"s": 1 / 60, "m": 1.0, "h": 60.0, "": 1.0}[match[2]]
+
+
+def read_paths(value: Any) -> Any:
+    return tuple(as_paths(value))
+
+
+Allowed = Literal["ffn"]
+Lengths = int | tuple[int, int]
+"""A number of tokens, or the shortest and the longest one."""
+Ranks = int | tuple[int, ...] | dict[str, int]
+"""R of every layer, of each layer in order, or by layer name."""
+
+Names = Annotated[tuple[str, ...], BeforeValidator(read_names), Cli(metavar="LAYERS", is_text=True)]
+Share = Annotated[float, Field(gt=0, lt=1, examples=[0.25]), Cli(metavar="SHARE")]
+File = Annotated[Path, Cli(metavar="FILE")]
+Files = Annotated[
+    tuple[Path, ...], BeforeValidator(read_paths), Cli(metavar="FILE", panel=CALIBRATION)
+]
+Converted = Annotated[
+    Precision,
+    Cli(
+        panel=PRECISION,
+        choices={
+            "--fp16": ("float16", "Convert to float16."),
+            "--bf16": ("bfloat16", "Convert to bfloat16 (GPU only)."),
+            "--int8": ("int8", "Quantize to int8 with 7-bit weights (every CPU)."),
+            "--int8-full": (
+                "int8-full",
+                "Quantize to int8 with 8-bit weights (CPUs with VNNI, AMX or ARM dot products).",
+            ),
+            "--int4": (
+                "int4",
+                "Quantize weights to 4 bits (decoders that run one token at a time).",
+            ),
+        },
+    ),
+]

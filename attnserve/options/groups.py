@@ -1,0 +1,405 @@
+"""The groups of options of the commands. Each option is stated once, here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Self, get_args
+
+from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, model_validator
+
+from attnserve.choices import (
+    Alignment,
+    Importance,
+    LearnedTask,
+    Measure,
+    Mixing,
+    SearchMeasure,
+    TaskName,
+)
+from attnserve.context import Progress, Provider, RunContext, ignore_progress
+from attnserve.options.base import Cli, Options
+from attnserve.options.fields import (
+    CALIBRATION,
+    PRECISION,
+    Allowed,
+    Converted,
+    File,
+    Files,
+    Lengths,
+    Names,
+    Ranks,
+    Share,
+    fail,
+    read_lengths,
+    read_minutes,
+    read_names,
+    read_ranks,
+    read_weights,
+)
+from attnserve.paths import StrPath
+
+__all__ = ["Data", "Goal", "Rewrites", "Run", "Shape", "Train", "Write", "check_files"]
+
+SEARCH = "Automatic search"
+REWRITES = "Rewrites by hand"
+OUTPUT = "Output"
+RUN = "Run"
+"""Panels of the help."""
+
+
+class Rewrites(Options):
+    """Rewrites by hand.
+
+    They are applied in this order: skip, prune, reuse, prune neurons, refit, collaborate, refit,
+    fuse operators and convert the precision. ``layers`` restricts those that do not name layers
+    themselves.
+    """
+
+    panel = REWRITES
+    area = "request"
+
+    collab_dk: Annotated[
+        Ranks | None, BeforeValidator(read_ranks), Cli(metavar="R", panel="", is_text=True)
+    ] = None
+    """Compress by hand: the queries and keys of all heads share R dimensions. One number for all
+    layers, or one per layer (R1,R2,...).
+
+    In Python also R by layer name."""
+    mixing: Mixing = "auto"
+    """Dimensions that a head with `collab_dk` reads: all R (dense), some (sparse), or the fastest
+    of both and of own dimensions, by measured time at equal error (auto)."""
+    head_dk: Annotated[int | None, Cli(metavar="K")] = None
+    """Average number of Q/K dimensions per head (sparse mixing). Without `collab_dk`, each head
+    keeps its own dimensions."""
+    collab_cache: bool = False
+    """Store the shared dimensions in a decoder's KV cache. The cache becomes smaller and changes
+    its shape.
+
+    It holds R shared dimensions (and H content logits) per token instead of H*K."""
+    reuse: Annotated[StrPath | Mapping[str, Any] | None, Cli(metavar="FORM")] = None
+    """Reuse attention probabilities of earlier layers: partial:K[:P], full:P, alternate, all-end,
+    auto, or a .json file of edges."""
+    align: Alignment = "similarity"
+    """Heads whose probabilities `reuse` takes: the most similar ones, or those with the same
+    index."""
+    prune: Share | None = None
+    """Share of the heads to remove, least important first."""
+    importance: Importance = "energy"
+    """Head-importance criterion: output energy not recoverable from other heads (energy),
+    leave-one-out loss (loo), or Voting-to-Stay (voting)."""
+    prune_heads: Annotated[StrPath | Mapping[str, Any] | None, Cli(metavar="FILE")] = None
+    """Heads to keep (1) and to remove (0), as .json: {"layer": [1, 0, ...]}."""
+    skip: Names = ()
+    """Layers whose attention is replaced by an affine map, or by a constant (LAYER:constant)."""
+    ffn: Share | None = None
+    """Share of the feed-forward neurons to remove."""
+    strip_cache: bool = False
+    """Remove a decoder's KV cache from the inputs and outputs, for models that only take whole
+    sequences."""
+    layers: Names | None = None
+    """Layers to rewrite: comma-separated names or indices (default: all)."""
+    precision: Converted = "float32"
+    """Precision of the weights, after all rewrites."""
+    refit: Annotated[bool, Cli(panel=CALIBRATION)] = True
+    """Fit the output projections of rewritten layers to the calibration data."""
+
+    @property
+    def has_rewrites(self) -> bool:
+        """Whether any rewrite is requested, besides the precision."""
+        rewrites = (
+            self.collab_dk,
+            self.head_dk,
+            self.reuse,
+            self.prune,
+            self.prune_heads,
+            self.ffn,
+        )
+        given = any(value is not None for value in rewrites)
+        return given or bool(self.skip) or self.strip_cache
+
+    def require(self) -> None:
+        """Check that something is requested.
+
+        Raises:
+            InvalidArgument: Nothing is.
+        """
+        if not self.has_rewrites and self.precision == "float32":
+            fail(
+                "no rewrite is requested",
+                "give `keep` or `target_speedup` to have rewrites chosen, or `collab_dk`, "
+                "`head_dk`, `reuse`, `prune`, `prune_heads`, `skip`, `ffn`, `strip_cache` or "
+                "`precision`",
+                "request.empty",
+            )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.head_dk is not None and self.mixing == "dense":
+            fail(
+                f"`head_dk` {self.head_dk} applies to sparse mixing, and `mixing` is dense: every "
+                "head reads all shared dimensions",
+                "leave one of them out",
+                "request.conflict",
+            )
+        is_collaborative = self.collab_dk is not None or self.head_dk is not None
+        for option, is_given, is_used, needed in (
+            (f"`mixing` {self.mixing}", self.mixing != "auto", is_collaborative, "collab_dk"),
+            ("`collab_cache`", self.collab_cache, is_collaborative, "collab_dk"),
+            ("`importance`", self.importance != "energy", self.prune is not None, "prune"),
+            ("`align`", self.align != "similarity", self.reuse is not None, "reuse"),
+        ):
+            if is_given and not is_used:
+                fail(
+                    f"{option} has no effect without `{needed}`",
+                    f"give `{needed}`, or leave it out",
+                    "request.conflict",
+                )
+        if self.prune is not None and self.prune_heads is not None:
+            fail(
+                "`prune` and `prune_heads` both choose the heads to remove",
+                "give one of them",
+                "request.conflict",
+            )
+        others = (self.collab_dk, self.head_dk, self.reuse, self.prune)
+        if self.ffn is not None and self.layers is not None and all(o is None for o in others):
+            fail(
+                "`layers` names attention blocks, and `ffn` removes neurons of any layer",
+                "leave `layers` out",
+                "request.conflict",
+            )
+        return self
+
+
+class Goal(Options):
+    """What a search must keep or reach, and which rewrites it may use."""
+
+    panel = SEARCH
+    area = "goal"
+
+    keep: Annotated[
+        float | None, Field(gt=0, le=1, examples=[0.99]), Cli(metavar="SHARE", panel="")
+    ] = None
+    """Find the fastest model that keeps this share of the quality, for example 0.99. Quality is
+    `measure`, and with `eval_data` the task score as well.
+
+    It holds at the lower end of the 95 % interval on data that the fit did not see."""
+    target_speedup: Annotated[
+        float | None, Field(ge=1, lt=1000, examples=[1.5]), Cli(metavar="FACTOR")
+    ] = None
+    """Minimum speed-up; minimizes the quality loss subject to it. Excludes `keep`."""
+    eval_data: File | None = None
+    """Labeled data, as for `evaluate --data`: `keep` applies to its score."""
+    task: TaskName | None = None
+    """The score of `eval_data`."""
+    measure: SearchMeasure = "auto"
+    """Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),
+    KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine
+    (cosine). auto chooses by the kind of output. score limits the loss of the task score alone."""
+    allow: Annotated[
+        tuple[Allowed, ...],
+        BeforeValidator(read_names),
+        Field(examples=["ffn"]),
+        Cli(metavar="ffn", is_text=True),
+    ] = ()
+    """Let the search remove feed-forward neurons."""
+    recover: Annotated[
+        float | None,
+        BeforeValidator(read_minutes),
+        Field(gt=0, allow_inf_nan=False, examples=[20]),
+        Cli(metavar="TIME", is_text=True),
+    ] = None
+    """Train faster candidates on the calibration data within the search, for example 20m (extra
+    torch)."""
+    precision: Converted = "float32"
+    """Precision of the weights, after all rewrites.
+
+    A search leaves blocks in float32 whose int8 or int4 form is slower or loses too much."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether a search is requested."""
+        return self.keep is not None or self.target_speedup is not None
+
+    def require(self) -> None:
+        """Check that a search is requested.
+
+        Raises:
+            InvalidArgument: It is not.
+        """
+        if not self.is_given:
+            self._fail_without_goal()
+
+    @staticmethod
+    def _fail_without_goal() -> NoReturn:
+        fail(
+            "a search needs one goal: `keep` or `target_speedup`",
+            "give exactly one of them",
+            "goal.conflict",
+        )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.keep is not None and self.target_speedup is not None:
+            self._fail_without_goal()
+        searches = self.eval_data or self.task or self.allow or self.measure == "score"
+        if not self.is_given and searches:
+            fail(
+                "`eval_data`, `task`, `allow` and `measure` score apply to a search",
+                "give `keep` or `target_speedup` too",
+                "optimize.conflict",
+            )
+        if not self.is_given and self.recover is not None:
+            fail(
+                "`recover` applies to a search",
+                "give `keep` or `target_speedup` too, or run `attnserve recover` on the result",
+                "optimize.conflict",
+            )
+        if (self.task is None) != (self.eval_data is None):
+            fail(
+                "`eval_data` and `task` belong together: the file, and the score to compute on it",
+                f"give both; `task` is {' or '.join(get_args(TaskName))}",
+                "goal.conflict",
+            )
+        if self.measure == "score" and self.task is None:
+            fail(
+                "`measure` is score: expected a score to measure",
+                "give `eval_data` and `task` too",
+                "goal.conflict",
+            )
+        return self
+
+
+class Data(Options):
+    """Data to calibrate on, and to compare with the original.
+
+    A part of each file is held out: the quality is measured there, and the lowest one counts.
+    Without data, factors are computed from the weights alone, at several times the error.
+    """
+
+    panel = CALIBRATION
+    area = "data"
+
+    calib: Annotated[Files, Cli(metavar="FILE", panel="")] = ()
+    """Calibration data: text with one sentence per line, an .npz of input arrays, or a folder of
+    .npz; can be repeated. The quality of each file is measured."""
+    also_prove: Files = ()
+    """Also compare on these inputs, for example text of another kind; can be repeated."""
+    calib_weights: Annotated[
+        tuple[float, ...], BeforeValidator(read_weights), Cli(metavar="W1,W2,...", is_text=True)
+    ] = ()
+    """Shares of several `calib` files in the rows that are fitted, for example 3,1 (default: all
+    rows of all files)."""
+    tokenizer: File | None = None
+    """tokenizer.json (default: the file beside the model)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_files(self.calib, self.calib_weights)
+        return self
+
+    def require(self) -> None:
+        """Check that calibration data is given.
+
+        Raises:
+            InvalidArgument: It is not.
+        """
+        if not self.calib:
+            fail("calibration data is required", "give `calib`", "optimize.no_data")
+
+
+def check_files(
+    paths: Sequence[Path], weights: Sequence[float] = (), *, name: str = "calib"
+) -> None:
+    """Check that files are given once, and that there is one positive weight for each, or none.
+
+    Args:
+        name: That of the option with the files.
+
+    Raises:
+        InvalidArgument: They are not.
+    """
+    found = [path.resolve() for path in paths]
+    if twice := next((str(p) for p, f in zip(paths, found, strict=True) if found.count(f) > 1), ""):
+        fail(
+            f"`{name}` names {twice} more than once",
+            "give each file once" + ("; `calib_weights` sets its share" * (name == "calib")),
+            "data.repeated",
+        )
+    if weights and (len(weights) != len(paths) or not all(0 < w < math.inf for w in weights)):
+        fail(
+            f"`calib_weights` is {', '.join(f'{w:g}' for w in weights)}: expected one number above"
+            f" 0 for each of {len(paths)} files of `calib`",
+            "for example 3,1 for two files",
+            "data.weights",
+        )
+
+
+class Shape(Options):
+    """The shape at which a model should be fast, and at which costs are reported."""
+
+    panel = RUN
+    area = "shape"
+
+    batch: Annotated[int, Field(ge=1), Cli(metavar="N")] = 1
+    """Batch size to optimize for."""
+    sequence: Annotated[
+        Lengths | None,
+        BeforeValidator(read_lengths),
+        Cli(metavar="N|N-M", flags=("--seq",), is_text=True),
+    ] = None
+    """Sequence length to optimize for and to report costs at, or a range such as 16-512 (default:
+    the lengths of the calibration data, else 128)."""
+
+
+class Run(Options):
+    """How models run."""
+
+    panel = RUN
+    area = "run"
+
+    threads: Annotated[NonNegativeInt, Cli(metavar="N")] = 0
+    """Threads of ONNX Runtime, numpy and PyTorch; 0: each of them chooses."""
+    provider: Provider = "cpu"
+    """Execution provider."""
+    seed: Annotated[NonNegativeInt, Cli(metavar="N")] = 0
+    """Seed of random choices."""
+
+    def context(self, progress: Progress = ignore_progress) -> RunContext:
+        return RunContext(self.provider, self.threads, self.seed, progress)
+
+
+class Write(Options):
+    """What is written, and when nothing is."""
+
+    panel = OUTPUT
+    area = "write"
+
+    min_cosine: Annotated[
+        float | None, Field(ge=-1, le=1, examples=[0.99]), Cli(metavar="COSINE")
+    ] = None
+    """Exit with code 1 and write nothing if the mean output cosine is lower."""
+    external_data: bool = False
+    """Write the weights to a file beside the model."""
+    dry_run: bool = False
+    """Compute and report everything, and write nothing."""
+    force: bool = False
+    """Overwrite an existing output."""
+
+
+class Train(Options):
+    """How ``recover`` trains."""
+
+    area = "recovery"
+
+    minutes: Annotated[FiniteFloat, Field(ge=0, examples=[20]), Cli(metavar="N")] = 20.0
+    """Time of the training."""
+    int8: Annotated[bool, Cli(panel=PRECISION)] = False
+    """Quantize to int8 with 7-bit weights (every CPU)."""
+    task: LearnedTask | None = None
+    """Learn the labels of the tables (.tsv) in `data` too."""
+    measure: Measure = "auto"
+    """Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),
+    KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine
+    (cosine). auto chooses by the kind of output."""

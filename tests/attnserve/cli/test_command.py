@@ -1,0 +1,26 @@
+"""The options of the command line that are generated from types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attnserve.options import Options, option_type
+from tests.attnserve.cli.commands import Cli
+from tests.attnserve.options.cases import CASES, COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [case for case in CASES if option_type(case[0].model_fields[case[1]]).cli.choices is None],
+)
+def test_option_out_of_bounds_exits_2_and_is_named(
+    cli: Cli, group: type[Options], name: str, value: Any
+):
+    about = option_type(group.model_fields[name])
+    flag = about.cli.flags[0] if about.cli.flags else f"--{name.replace('_', '-')}"
+    text = ",".join(value) if isinstance(value, tuple) else str(value)
+    done = cli(*COMMANDS[group], f"{flag}={text}")
+    assert done.code == 2 and flag in done.err
+    assert len(done.err.strip().splitlines()) <= 3

@@ -1,0 +1,61 @@
+"""Invalid values of every option, from its type and its bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args, get_origin
+
+from attnserve.options import (
+    Data,
+    Goal,
+    Options,
+    Rewrites,
+    Run,
+    Shape,
+    Train,
+    Write,
+    option_type,
+)
+
+GROUPS = (Rewrites, Goal, Data, Shape, Run, Write, Train)
+
+COMMANDS: dict[type[Options], list[str]] = {
+    Rewrites: ["optimize", "model.onnx"],
+    Goal: ["optimize", "model.onnx"],
+    Data: ["optimize", "model.onnx"],
+    Shape: ["optimize", "model.onnx"],
+    Run: ["optimize", "model.onnx"],
+    Write: ["optimize", "model.onnx"],
+    Train: ["recover", "model.onnx", "--teacher", "model.onnx", "--data", "texts.txt", "-o", "out"],
+}
+"""A command that has the options of a group, without them."""
+
+
+def outside(bound: Any) -> list[float]:
+    """Values just outside of a bound."""
+    limits = {"gt": 0.0, "ge": -1.0, "lt": 0.0, "le": 1.0}
+    return [
+        getattr(bound, name) + step for name, step in limits.items() if hasattr(bound, name)
+    ]  # fmt: skip
+
+
+def invalid(group: type[Options], name: str) -> list[Any]:
+    """Values that a field does not take, from its type and its bounds."""
+    about = option_type(group.model_fields[name])
+    if about.cli.choices is not None:
+        return ["nonsense"]
+    if about.kind in (int, float):
+        numbers = [value for bound in about.bounds for value in outside(bound)]
+        return [*map(about.kind, numbers), math.nan, "nonsense"]
+    members = get_args(about.kind)
+    if get_origin(about.kind) is tuple and get_origin(members[0]) is Literal:
+        return ["nonsense", ("nonsense",)]
+    return ["nonsense"] if get_origin(about.kind) is Literal else []
+
+
+CASES = [
+    (group, name, value)
+    for group in GROUPS
+    for name in group.model_fields
+    for value in invalid(group, name)
+]

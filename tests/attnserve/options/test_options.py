@@ -1,0 +1,90 @@
+"""The groups of options: bounds, text, keywords and the command line are the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attnserve
+from attnserve.options import Data, Goal, Options, Rewrites, Shape, with_keywords
+from graph_passes.errors import InvalidArgument
+from tests.attnserve.options.cases import CASES, GROUPS
+from tests.errors import raises
+
+
+@pytest.mark.parametrize(("group", "name", "value"), CASES)
+def test_value_out_of_bounds_is_refused_and_named(group: type[Options], name: str, value: Any):
+    with pytest.raises(InvalidArgument) as caught:
+        group(**{name: value})
+    assert f"`{name}`" in str(caught.value)
+    assert caught.value.code.partition(".")[0] in (group.area, "options")
+
+
+def test_every_option_has_help():
+    for group in GROUPS:
+        for name, field in group.model_fields.items():
+            assert field.description, f"{group.__name__}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (Rewrites(collab_dk="128"), {"collab_dk": 128}),  # type: ignore[arg-type]
+        (Rewrites(collab_dk="128,96"), {"collab_dk": (128, 96)}),  # type: ignore[arg-type]
+        (Rewrites(skip="0, 1:constant"), {"skip": ("0", "1:constant")}),  # type: ignore[arg-type]
+        (Goal(keep=0.9, recover="90s"), {"recover": 1.5}),  # type: ignore[arg-type]
+        (Goal(keep=0.9, recover="1.5h"), {"recover": 90.0}),  # type: ignore[arg-type]
+        (Shape(sequence="16-512"), {"sequence": (16, 512)}),  # type: ignore[arg-type]
+        (Shape(sequence="128"), {"sequence": 128}),  # type: ignore[arg-type]
+        (Data(calib="a.txt"), {"calib": (Path("a.txt"),)}),  # type: ignore[arg-type]
+    ],
+)
+def test_values_are_read_from_text(options: Options, expected: dict[str, Any]):
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "text"),
+    [
+        (Rewrites, "collab_dk", "x"), (Rewrites, "collab_dk", "1,"), (Shape, "sequence", "5-"),
+        (Shape, "sequence", "9-2"), (Shape, "sequence", "0"), (Shape, "sequence", (512, 16)),
+        (Goal, "recover", "20x"), (Data, "calib_weights", "3;1"),
+    ],
+)  # fmt: skip
+def test_text_that_is_no_value_is_refused(group: type[Options], name: str, text: Any):
+    with pytest.raises(InvalidArgument) as caught:
+        group(**{name: text})
+    assert f"`{name}`" in str(caught.value)
+    assert caught.value.code.partition(".")[0] in ("options", "sequence")
+
+
+@with_keywords
+def given(path: str, *, goal: Goal = Goal(), rewrites: Rewrites = Rewrites()) -> Any:  # noqa: B008
+    return path, goal, rewrites
+
+
+def test_keywords_are_the_fields_of_groups():
+    expected = ("m", Goal(keep=0.9, precision="int8"), Rewrites(precision="int8"))
+    assert given("m", keep=0.9, precision="int8") == expected
+    assert given("m", goal=Goal(keep=0.9), precision="int8") == expected
+    assert given("m") == ("m", Goal(), Rewrites())
+    with pytest.raises(TypeError, match="kep"):
+        given("m", kep=0.9)
+
+
+def test_group_and_keywords_are_the_same_call(tiny: Path, tmp_path: Path):
+    first = attnserve.optimize(tiny, tmp_path / "a", collab_dk=16, mixing="dense", batch=2)
+    groups = {"rewrites": Rewrites(collab_dk=16, mixing="dense"), "shape": Shape(batch=2)}
+    second = attnserve.optimize(tiny, tmp_path / "b", **groups)
+    assert first.steps == second.steps and first.batch == second.batch == 2
+    assert first.output.read_bytes() == second.output.read_bytes()
+
+
+def test_precision_of_goal_and_rewrites_that_differ_is_refused(tiny: Path, sentences: Path):
+    with raises(InvalidArgument, "optimize.conflict", "`precision`"):
+        attnserve.optimize(
+            tiny, goal=Goal(keep=0.9, precision="int8"), rewrites=Rewrites(precision="float16"),
+            calib=sentences, dry_run=True,
+        )  # fmt: skip
