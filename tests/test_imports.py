@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -80,3 +81,17 @@ def test_modules_import_each_other_in_one_direction():
         [one for one in modules if group[numbers[one]] == found] for found in np.unique(group)
     ]
     assert [circle for circle in circles if len(circle) > 1] == []
+
+
+def test_no_function_has_more_than_ten_parameters():
+    """Values that travel together are a type."""
+    for package in ("graph_passes", "attnserve", "service"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    given = node.args
+                    names = [
+                        one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)
+                    ]
+                    counted = [name for name in names if name not in ("self", "cls")]
+                    assert len(counted) <= 10, f"{path}: {node.name}"

@@ -154,12 +154,11 @@ def _parameter(name: str, kind: Any, option: Any, default: Any) -> Parameter:
 
 
 def _flags(name: str, about: OptionType, default: Any) -> tuple[str, ...]:
-    flag = "--" + name.replace("_", "-")
     if about.cli.flags:
         return about.cli.flags
-    if about.kind is bool and default is not False:
-        return (f"{flag}/--no-{flag[2:]}",)
-    return (flag,)
+    flag = name.replace("_", "-")
+    is_switch = about.kind is bool and default is not False
+    return (f"--{flag}/--no-{flag}" if is_switch else f"--{flag}",)
 
 
 def _shown_type(about: OptionType) -> Any:

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from attnserve.control_characters import escape_control
+from attnserve.options import GROUPS, option_name
 
 if TYPE_CHECKING:  # imported on use, because `--help` must start fast
     from rich.table import Table
@@ -100,11 +101,16 @@ def print_message(text: str) -> None:
     err.print(text, markup=False)
 
 
-def print_warnings(warnings: Sequence[str], command: Any, *, quiet: bool) -> list[str]:
-    """Print warnings, unless quiet; returns them with the options of the command."""
-    options = option_names(command)
+def print_warnings(warnings: Sequence[str], show: Show) -> list[str]:
+    """Print warnings, unless quiet; returns them with the names of options."""
+    options = {
+        name: option_name(name, field)
+        for group in GROUPS
+        for name, field in group.model_fields.items()
+    }
+    options |= {name: text for name, (_, text) in SPELLED.items()}
     found = [with_options(warning, options) for warning in warnings]
-    if not quiet:
+    if not show.quiet:
         for warning in found:
             print_message(f"warning: {warning}")
     return found

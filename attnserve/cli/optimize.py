@@ -40,7 +40,6 @@ app = typer.Typer()
     rich_help_panel=opt.COMPRESS,
 )
 def optimize(
-    command: typer.Context,
     model: opt.Model,
     goal: Goal,
     rewrites: Rewrites,
@@ -76,7 +75,7 @@ def optimize(
             model, output, goal=goal, rewrites=rewrites, data=data, write=write, shape=shape,
             run=run, plan=plan, progress=progress,
         )  # fmt: skip
-    warnings = print_warnings(report.warnings, command.command, quiet=show.quiet)
+    warnings = print_warnings(report.warnings, show)
     if show.json_:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
     else:

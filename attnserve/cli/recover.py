@@ -34,7 +34,6 @@ app = typer.Typer()
     rich_help_panel=opt.COMPRESS,
 )
 def recover(
-    command: typer.Context,
     model: Annotated[
         Path,
         typer.Argument(metavar="REWRITTEN", help="The rewritten .onnx file or artifact folder."),
@@ -63,7 +62,7 @@ def recover(
             model, output, teacher=teacher, data=data, tokenizer=tokenizer, training=training,
             run=run, force=force, progress=progress,
         )  # fmt: skip
-    warnings = print_warnings(report.warnings, command.command, quiet=show.quiet)
+    warnings = print_warnings(report.warnings, show)
     if show.json_:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
     else:

@@ -6,11 +6,22 @@ Python functions (``with_keywords``), the reference and the tests of invalid val
 from these types. Nothing heavy is imported: ``attnserve --help`` needs them.
 """
 
-from attnserve.options.base import Cli, Options, OptionType, option_type, with_keywords
+from attnserve.options.base import Cli, Options, OptionType, option_name, option_type, with_keywords
 from attnserve.options.fields import Allowed, Lengths, Ranks
-from attnserve.options.groups import Data, Goal, Rewrites, Run, Shape, Train, Write, check_files
+from attnserve.options.groups import (
+    GROUPS,
+    Data,
+    Goal,
+    Rewrites,
+    Run,
+    Shape,
+    Train,
+    Write,
+    check_files,
+)
 
 __all__ = [
+    "GROUPS",
     "Allowed",
     "Cli",
     "Data",
@@ -25,6 +36,7 @@ __all__ = [
     "Train",
     "Write",
     "check_files",
+    "option_name",
     "option_type",
     "with_keywords",
 ]

@@ -29,7 +29,7 @@ from typing import (
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-__all__ = ["Cli", "OptionType", "Options", "option_type", "with_keywords"]
+__all__ = ["Cli", "OptionType", "Options", "option_name", "option_type", "with_keywords"]
 
 Result = TypeVar("Result")
 
@@ -193,6 +193,12 @@ def option_type(field: FieldInfo) -> OptionType:
         shown[-1] if shown else Cli(),
         examples[-1][0] if examples else None,
     )
+
+
+def option_name(name: str, field: FieldInfo) -> str:
+    """The name of a field's option on the command line."""
+    flags = option_type(field).cli.flags
+    return flags[0] if flags else "--" + name.replace("_", "-")
 
 
 def with_keywords(function: Callable[..., Result]) -> Callable[..., Result]:

@@ -40,7 +40,7 @@ from attnserve.options.fields import (
 )
 from attnserve.paths import StrPath
 
-__all__ = ["Data", "Goal", "Rewrites", "Run", "Shape", "Train", "Write", "check_files"]
+__all__ = ["GROUPS", "Data", "Goal", "Rewrites", "Run", "Shape", "Train", "Write", "check_files"]
 
 SEARCH = "Automatic search"
 REWRITES = "Rewrites by hand"
@@ -403,3 +403,6 @@ class Train(Options):
     """Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),
     KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine
     (cosine). auto chooses by the kind of output."""
+
+
+GROUPS = (Goal, Rewrites, Data, Shape, Run, Write, Train)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, LifoQueue
@@ -27,7 +27,7 @@ from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import GraphRunner
 from graph_passes.errors import InvalidModel
 
-__all__ = ["Runner", "open_runner"]
+__all__ = ["ON_CPU", "Runner", "RunnerOptions", "open_runner"]
 
 log = logging.getLogger("attnserve")
 
@@ -52,46 +52,64 @@ class Runner(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RunnerOptions:
+    """How a service runs a model.
+
+    Attributes:
+        provider, threads, cuda, spinning: See ``open_session``; ``cuda.graphs`` follows
+            ``cuda_graphs``.
+        cuda_graphs: Maximum number of shapes that are captured as CUDA graphs; 0 for none.
+        concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
+            time, so this many sessions are opened, each with its own weights and
+            ``cuda.memory_bytes``. Other sessions run all threads.
+    """
+
+    provider: Provider = "cpu"
+    threads: int = 0
+    cuda: Cuda = PARITY
+    cuda_graphs: int = 0
+    concurrency: int = 1
+    spinning: bool = True
+
+
+ON_CPU = RunnerOptions()
+
+
 def open_runner(
     source: Path | ir.Model,
+    options: RunnerOptions = ON_CPU,
     *,
-    provider: Provider,
-    threads: int = 0,
-    cuda: Cuda = PARITY,
-    buckets: int = 0,
     longest: int | None = None,
-    concurrency: int = 1,
     copied: Sequence[str] = (),
-    spinning: bool = True,
 ) -> Runner:
     """Open the backend that runs a model in a service.
 
     Args:
-        source, provider, threads, cuda, copied, spinning: See ``open_session``; ``cuda.graphs``
-            follows ``buckets``.
-        buckets: Maximum number of shapes that are captured as CUDA graphs; 0 disables graphs.
+        source, copied: See ``open_session``.
         longest: Maximum sequence length of the model, if known.
-        concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
-            time, so this many sessions are opened, each with its own weights and
-            ``cuda.memory_bytes``. Other sessions run all threads.
 
     Raises:
         As ``open_session``.
     """
+    cuda = options.cuda
     open_one = partial(
-        open_session, source, provider=provider, threads=threads, copied=copied, spinning=spinning
-    )
-    if provider == "cpu":
+        open_session, source, provider=options.provider, threads=options.threads, copied=copied,
+        spinning=options.spinning,
+    )  # fmt: skip
+    if options.provider == "cpu":
         return SessionRunner(open_one())
-    if buckets:
+    if options.cuda_graphs:
         capturing = replace(cuda, graphs=True)
         try:
-            sessions = [open_one(cuda=capturing) for _ in range(concurrency)]
+            sessions = [open_one(cuda=capturing) for _ in range(options.concurrency)]
         except InvalidModel as refused:
             session = open_one(cuda=cuda)  # raises again if graphs were not the reason
             log.warning("running without CUDA graphs: %s", refused.what)
             return IoBindingRunner(session)
-        runners = [GraphRunner(one, Buckets(buckets, longest=longest)) for one in sessions]
+        runners = [
+            GraphRunner(one, Buckets(options.cuda_graphs, longest=longest)) for one in sessions
+        ]
         return runners[0] if len(runners) == 1 else RunnerPool(runners)
     return IoBindingRunner(open_one(cuda=cuda))
 

@@ -28,6 +28,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.lineage import Asked, Rewrite
 from attnserve.runtime.session import Batch
+from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.loaded_model import Model, TextTask, logits_of
 from graph_passes.errors import InvalidModel
 
@@ -205,7 +206,7 @@ class LiveComparison:
     """
 
     def __init__(self, artifact: Artifact, provider: Provider) -> None:
-        self._model = Model(artifact, provider=provider, threads=1)
+        self._model = Model(artifact, RunnerOptions(provider, threads=1))
         self._model.warm_up()
         self._watched: dict[str, tuple[LiveQuality, str, Artifact]] = {}
 

@@ -23,10 +23,9 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
-from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.memory import return_freed_memory
 from attnserve.runtime.session import describe_error
-from attnserve.serving.backends import open_runner
+from attnserve.serving.backends import ON_CPU, RunnerOptions, open_runner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
@@ -101,13 +100,8 @@ class Model:
 
     Args:
         artifact: The model to load.
+        options: How it runs.
         name: By default the name of the artifact.
-        provider: The execution provider.
-        threads: Intra-op threads of a run; 0 for ONNX Runtime's default.
-        cuda: CUDA settings.
-        cuda_graphs: Maximum number of shapes captured as CUDA graphs; 0 for none.
-        concurrency: Maximum number of concurrent runs.
-        spinning: Whether idle threads wait actively.
         graph: An equivalent file that is run instead of the artifact's; inputs and lineage are
             still those of the artifact.
         operators: Report of the operator fusion that made ``graph``, or why there was none.
@@ -124,14 +118,9 @@ class Model:
     def __init__(
         self,
         artifact: Artifact,
+        options: RunnerOptions = ON_CPU,
         *,
         name: str | None = None,
-        provider: Provider = "cpu",
-        threads: int = 0,
-        cuda: Cuda = PARITY,
-        cuda_graphs: int = 0,
-        concurrency: int = 1,
-        spinning: bool = True,
         graph: Path | None = None,
         operators: Mapping[str, Any] = NOT_REWRITTEN,
         facts: GraphFacts | None = None,
@@ -139,7 +128,7 @@ class Model:
         self.artifact = artifact
         self.operators = operators
         self.name = name or artifact.name
-        self.provider: Provider = provider
+        self.provider: Provider = options.provider
         facts = facts or GraphFacts.read(artifact)
         self.cost = cost = facts.cost
 
@@ -150,17 +139,12 @@ class Model:
         self._cost_at = cost_at
         self._id_bounds, self._examples = facts.id_bounds, facts.examples
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
-        self._captures = cuda_graphs > 0
+        self._captures = options.cuda_graphs > 0
         self._session: Any = open_runner(
             graph or artifact.model,
-            provider=provider,
-            threads=threads,
-            cuda=cuda,
-            buckets=cuda_graphs,
+            options,
             longest=artifact.max_length,
-            concurrency=concurrency,
             copied=facts.external if graph is None else (),
-            spinning=spinning,
         )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())

@@ -43,6 +43,7 @@ from attnserve.runtime.isolation import (
 from attnserve.runtime.memory_use import available_bytes, peak_bytes
 from attnserve.runtime.session import gpu_name
 from attnserve.runtime.temporary import temporary_folder
+from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.check_cache import CheckCache
 from attnserve.serving.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphFacts
 from attnserve.serving.loaded_model import NOT_REWRITTEN, Model
@@ -425,9 +426,8 @@ class _Child:
         return self._facts.to_json()
 
     def run(self) -> None:
-        model = Model(
-            self._artifact, provider=self._provider, threads=self._threads, facts=self._facts
-        )
+        options = RunnerOptions(self._provider, self._threads)
+        model = Model(self._artifact, options, facts=self._facts)
         model.warm_up()
         if self._provider == "cpu":
             self._check_memory()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -126,15 +126,17 @@ def _match_softmax(
         OperatorMatch(q, k, v, logits.scale, steps, mixing.node.outputs[0]),
         reader,
         product=product.node,
-        content=content,
-        logits=logits.scaled if content is None else _content_sum(content, logits.scaled),
-        logits_axes=logits.order,
-        probabilities=context.probabilities,
-        context_axes=mixing.context_axes,
         nodes=(product.node, node, *context.nodes, mixing.node),
         idiom=idiom,
-        reused=reused,
-        own=context.own,
+        softmax=_SoftmaxParts(
+            content=content,
+            logits=logits.scaled if content is None else _content_sum(content, logits.scaled),
+            logits_axes=logits.order,
+            probabilities=context.probabilities,
+            context_axes=mixing.context_axes,
+            reused=reused,
+            own=context.own,
+        ),
     )
 
 
@@ -235,11 +237,11 @@ def _reusing_block(
         OperatorMatch(q, nothing, v, source.scale, (), product.node.outputs[0]),
         reader,
         product=product.node,
-        probabilities=probabilities,
-        context_axes=product.context_axes,
         nodes=(*between, product.node),
         idiom="reused_probabilities",
-        reused=reused,
+        softmax=_SoftmaxParts(
+            probabilities=probabilities, context_axes=product.context_axes, reused=reused
+        ),
     )
 
 
@@ -334,6 +336,22 @@ def _match_operator(node: ir.Node, reader: LayoutReader) -> AttentionBlock:
     return _make_block(fused, reader, product=node, nodes=(node,), idiom=read.__name__)
 
 
+@dataclass(frozen=True)
+class _SoftmaxParts:
+    """The parts of attention that is not a fused operator; see ``AttentionBlock``."""
+
+    content: Projection | None = None
+    logits: ir.Value | None = None
+    logits_axes: tuple[int, ...] | None = None
+    probabilities: ir.Value | None = None
+    context_axes: tuple[int, ...] | None = None
+    reused: tuple[Reused, ...] = ()
+    own: ir.Value | None = None
+
+
+NO_SOFTMAX = _SoftmaxParts()
+
+
 def _make_block(
     read: OperatorMatch,
     reader: LayoutReader,
@@ -341,17 +359,11 @@ def _make_block(
     product: ir.Node,
     nodes: tuple[ir.Node, ...],
     idiom: str,
-    content: Projection | None = None,
-    logits: ir.Value | None = None,
-    logits_axes: tuple[int, ...] | None = None,
-    probabilities: ir.Value | None = None,
-    context_axes: tuple[int, ...] | None = None,
-    reused: tuple[Reused, ...] = (),
-    own: ir.Value | None = None,
+    softmax: _SoftmaxParts = NO_SOFTMAX,
 ) -> AttentionBlock:
     """Build the block: repeat key/value heads, match the output projection, collect the nodes."""
     q = read.q
-    heads = q.num_heads + sum(len(part.heads) for part in reused)
+    heads = q.num_heads + sum(len(part.heads) for part in softmax.reused)
     if read.k.head_size != q.head_size:
         raise MatchFailure(f"queries have head size {q.head_size}, keys {read.k.head_size}")
     if read.v.rotary_terms or read.v.norm is not None:
@@ -361,10 +373,10 @@ def _make_block(
         raise MatchFailure("queries, keys and values do not come from the same number of sequences")
     k, v = _repeat_heads(read.k, q.num_heads, "key"), _repeat_heads(read.v, heads, "value")
     labels, order = _context_labels(
-        reader.shape(read.context), (counts.pop(), heads, v.head_size), context_axes
+        reader.shape(read.context), (counts.pop(), heads, v.head_size), softmax.context_axes
     )
     output = reader.match_output_projection(read.context, labels, order)
-    parts = (q, k, v, content, output)
+    parts = (q, k, v, softmax.content, output)
     made = [node for part in parts if part is not None for node in part.nodes]
     assert isinstance(product.graph, ir.Graph)
     return AttentionBlock(
@@ -373,21 +385,21 @@ def _make_block(
         q=q,
         k=k,
         v=v,
-        content=content,
+        content=softmax.content,
         output=output,
         scale=read.scale * q.scale * k.scale,
         steps=read.steps,
         product=product,
-        logits=logits,
-        logits_axes=logits_axes,
-        probabilities=probabilities,
+        logits=softmax.logits,
+        logits_axes=softmax.logits_axes,
+        probabilities=softmax.probabilities,
         context=read.context,
-        context_axes=context_axes,
+        context_axes=softmax.context_axes,
         nodes=tuple(dict.fromkeys((*nodes, *made))),
         idiom=idiom,
         position=_position(q, k, read.steps, reader),
-        reused=reused,
-        own_probabilities=own if reused else probabilities,
+        reused=softmax.reused,
+        own_probabilities=softmax.own if softmax.reused else softmax.probabilities,
     )
 
 

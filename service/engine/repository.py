@@ -22,6 +22,7 @@ from typing import Any, Literal
 from attnserve.context import Provider
 from attnserve.models.artifact import open_artifact
 from attnserve.models.model_folder import Place, find_models
+from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.checked_loading import LoadedModel, load_checked
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.model_check import CheckResult, IsolationChecker, identify
@@ -464,16 +465,15 @@ class Repository:
             InvalidModel: It cannot be loaded, or changed during loading.
         """
         settings = self.settings.for_model(name)
-        open_model = partial(
-            Model,
-            name=name,
-            provider=self._provider,
+        options = RunnerOptions(
+            self._provider,
             threads=settings.threads,
             cuda=settings.cuda,
             cuda_graphs=settings.cuda_graphs,
             concurrency=settings.concurrency,
             spinning=not settings.shares_cores,
         )
+        open_model = partial(Model, options=options, name=name)
         check = self._checker.check if settings.probe else identify
         loaded = load_checked(
             open_artifact(place.path, place.shared), check, open_model, served, is_fused=is_fused

@@ -188,12 +188,9 @@ def _group_query_attention(
     past_value: Tensor | None,
     lengths: Tensor,
     total: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    positions: Tensor | None = None,
-    added: Tensor | None = None,
-    *rest: Tensor | None,
+    *optional: Tensor | None,
 ) -> tuple[Any, ...]:
+    cos, sin, positions, added, *rest = (*optional, None, None, None, None)
     heads, groups = call.integer("num_heads", 0), call.integer("kv_num_heads", 0)
     if any(x is not None for x in rest) or call.integer("smooth_softmax", 0) > 0:
         raise call.unsupported("it has attention sinks")

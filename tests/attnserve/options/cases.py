@@ -6,6 +6,7 @@ import math
 from typing import Any, Literal, get_args, get_origin
 
 from attnserve.options import (
+    GROUPS,
     Data,
     Goal,
     Options,
@@ -16,8 +17,6 @@ from attnserve.options import (
     Write,
     option_type,
 )
-
-GROUPS = (Rewrites, Goal, Data, Shape, Run, Write, Train)
 
 COMMANDS: dict[type[Options], list[str]] = {
     Rewrites: ["optimize", "model.onnx"],

@@ -47,7 +47,7 @@ Patch = Callable[..., list[Cuda]]
 
 def test_open_runner_without_graphs_opens_one_session(encoder: ir.Model, patch_open_session: Patch):
     requested = patch_open_session()
-    open_runner(encoder, provider="cuda", cuda=Cuda(tf32=True), concurrency=4)
+    open_runner(encoder, RunnerOptions("cuda", cuda=Cuda(tf32=True), concurrency=4))
     assert requested == [Cuda(tf32=True)]
 
 
@@ -56,9 +56,10 @@ def test_open_runner_with_graphs_opens_one_session_per_concurrent_run(
 ):
     requested = patch_open_session()
     concurrency, barrier = 3, Barrier(3)
-    runner = open_runner(
-        encoder, provider="cuda", cuda=Cuda(memory_bytes=2**30), buckets=4, concurrency=concurrency
+    options = RunnerOptions(
+        "cuda", cuda=Cuda(memory_bytes=2**30), cuda_graphs=4, concurrency=concurrency
     )
+    runner = open_runner(encoder, options)
     assert requested == [Cuda(memory_bytes=2**30, graphs=True)] * concurrency
     for one in runner.runners:  # type: ignore[attr-defined]
         monkeypatch.setattr(one, "run", lambda names, feed: barrier.wait(5))
@@ -72,7 +73,7 @@ def test_open_runner_refused_graphs_warns_and_runs_without_graphs(
     encoder: ir.Model, patch_open_session: Patch, caplog: pytest.LogCaptureFixture
 ):
     requested = patch_open_session(refuse_graphs=True)
-    runner = open_runner(encoder, provider="cuda", buckets=4, concurrency=2)
+    runner = open_runner(encoder, RunnerOptions("cuda", cuda_graphs=4, concurrency=2))
     assert requested == [Cuda(graphs=True), Cuda()]
     assert not isinstance(runner, GraphRunner)
     assert [record.getMessage() for record in caplog.records] == [
@@ -242,7 +243,7 @@ def test_io_binding_runner_after_peak_shrinks_arena_and_drops_buffers(
 
 def test_open_runner_on_cpu_equals_session(encoder: ir.Model):
     feed = example_inputs(encoder, 2, 9)
-    runner = open_runner(encoder, provider="cpu", threads=1, buckets=4, concurrency=2)
+    runner = open_runner(encoder, RunnerOptions(threads=1, cuda_graphs=4, concurrency=2))
     runner.allow_padding(rows=True, tokens=True)
     expected = open_session(encoder, threads=1).run(None, feed)[0]
     np.testing.assert_array_equal(runner.run(["last_hidden_state"], feed)[0], expected)

@@ -19,6 +19,7 @@ from attnserve.models.onnx_files import save_model
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.session import open_session, require_runtime, why_no_cuda
 from attnserve.serving import loaded_model
+from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.loaded_model import Model
@@ -125,18 +126,20 @@ def test_embed_with_cuda_graphs_gives_same_vectors(
 
 def test_warm_up_tests_whether_padding_is_allowed(tmp_path: Path, graphs: list[Any]) -> None:
     """A mean over all tokens would change with every one that is added; attention masks it."""
-    encoder = Model(open_artifact(write_encoder(tmp_path / "tiny")), cuda_graphs=2)
+    encoder = Model(open_artifact(write_encoder(tmp_path / "tiny")), RunnerOptions(cuda_graphs=2))
     encoder.warm_up()
     assert (graphs[0][0]._rows, graphs[0][0]._tokens) == (True, True)
     text = """<ir_version: 8, opset_import: ["" : 17]>
     mean (int64[n, s] input_ids, int64[n, s] attention_mask) => (float[n] y)
     { both = Add(input_ids, attention_mask)  x = Cast<to = 1>(both)
       y = ReduceMean<axes = [1], keepdims = 0>(x) }"""
-    mixed = Model(open_artifact(write_model(tmp_path / "mean.onnx", text)), cuda_graphs=2)
+    mixed = Model(
+        open_artifact(write_model(tmp_path / "mean.onnx", text)), RunnerOptions(cuda_graphs=2)
+    )
     mixed.warm_up()
     assert (graphs[1][0]._rows, graphs[1][0]._tokens) == (True, False)
     save_model(random_encoder(layers=1, hidden=8, heads=2, positions=16), tmp_path / "masked.onnx")
-    masked = Model(open_artifact(tmp_path / "masked.onnx"), cuda_graphs=2)
+    masked = Model(open_artifact(tmp_path / "masked.onnx"), RunnerOptions(cuda_graphs=2))
     masked.warm_up()  # attention reads all tokens but those that the mask hides
     assert (graphs[2][0]._rows, graphs[2][0]._tokens) == (True, True)
 

@@ -20,6 +20,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.runtime.isolation import Worker, WorkerCrashed
 from attnserve.serving import comparison_process
+from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.comparison_process import ComparisonProcess, ServedRow
 from attnserve.serving.live_quality import LiveComparison
 from attnserve.serving.loaded_model import Model
@@ -294,7 +295,7 @@ def test_scores_of_an_equal_classifier_keep_the_promise(activation: str, tmp_pat
     folder = write_classifier(tmp_path / "c", activation=activation)
     artifact = open_artifact(folder)
     comparison = LiveComparison(artifact, "cpu")
-    served = Model(artifact, threads=1)
+    served = Model(artifact, RunnerOptions(threads=1))
     comparison.watch("c", artifact, served.signature, "kl")
     assert served.encoder is not None
     for place in range(40):
