@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import (
     BaseModel,
@@ -90,7 +90,9 @@ SCALING = "Scaling"
 
 
 class EnvironmentOptions(Options):
-    """Options that environment variables set: ``prefix`` and the name of the field, in any case.
+    """Options that are not given, or None, are read from environment variables.
+
+    A variable is ``prefix`` and the name of the field, in any case.
 
     Those whose type names no ``Cli`` are no options of the command line.
     """
@@ -101,7 +103,8 @@ class EnvironmentOptions(Options):
     if not TYPE_CHECKING:
 
         def __init__(self, **given: Any) -> None:
-            super().__init__(**{**self.environment(), **given})
+            stated = {name: value for name, value in given.items() if value is not None}
+            super().__init__(**{**self.environment(), **stated})
 
     @classmethod
     def environment(cls) -> dict[str, str]:
@@ -109,15 +112,6 @@ class EnvironmentOptions(Options):
         variables = {name.upper(): value for name, value in os.environ.items()}
         keys = {name: f"{cls.prefix}{name.upper()}" for name in cls.model_fields}
         return {name: variables[key] for name, key in keys.items() if key in variables}
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options from ``given``, except None, and from the environment.
-
-        Raises:
-            InvalidArgument: A value is invalid.
-        """
-        return cls(**{name: value for name, value in given.items() if value is not None})
 
     @classmethod
     def has_option(cls, name: str) -> bool:
@@ -129,7 +123,8 @@ class EnvironmentOptions(Options):
 
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"][:1])) or "settings"
-        shown = "" if name == "api_keys" else f" {first['input']!r}"
+        is_secret = "Secret" in str(getattr(cls.model_fields.get(name), "annotation", ""))
+        shown = "" if is_secret or first["type"] == "missing" else f" {first['input']!r}"
         # Not every setting is an option: name an option only if its value was given.
         is_given = given.get(name) not in (None, cls.environment().get(name))
         option = f"--{name.replace('_', '-')} or " if is_given else ""
@@ -160,7 +155,7 @@ class Settings(EnvironmentOptions):
     threads: Annotated[Size, Cli(metavar="N", panel=RUN)] = 0
     """Threads of one run; 0 uses the default of ONNX Runtime."""
     concurrency: Count = 1
-    """Concurrent runs. Set it above 1 only if threads is less than the number of cores."""
+    """Concurrent runs. Set it above 1 only if `threads` is less than the number of cores."""
     gpu_memory_bytes: PositiveInt | None = None
     """Maximum GPU memory of a session, for weights and activations. A model has one session; with
     CUDA graphs, one per concurrent run."""
@@ -183,7 +178,7 @@ class Settings(EnvironmentOptions):
         f" starting a run. By default {RUN_OVERHEAD['cpu']} on a CPU and"
         f" {RUN_OVERHEAD['cuda']} on CUDA.",
     )
-    model_limits: ByModel = Field(default_factory=dict)
+    model_limits: ByModel = Field(default={})
     """Own values of threads, concurrency, max_batch_tokens and max_queue of some models, as JSON:
     {"NAME": {"concurrency": 1, "max_queue": 64}}."""
     max_wait_ms: Annotated[float, Field(ge=0, le=60_000), Cli(metavar="MS", panel=BATCHING)] = 0
@@ -215,7 +210,7 @@ class Settings(EnvironmentOptions):
     ssl_certfile: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
     """PEM file of the server's certificate: serve HTTPS with it."""
     ssl_keyfile: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
-    """PEM file of its private key, if ssl_certfile does not hold it."""
+    """PEM file of its private key, if `ssl_certfile` does not hold it."""
     ssl_keyfile_password: SecretStr | None = None
     """Password of the private key."""
     ssl_ca_certs: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
@@ -276,9 +271,9 @@ class Settings(EnvironmentOptions):
     """Log every request, at the level info."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
+    def environment(cls) -> dict[str, str]:
         _refuse_misspelled_keys()
-        return super().of(given)
+        return super().environment()
 
     def logged_at(self, level: str | None) -> Settings:
         """These settings with another log level; None leaves it."""
@@ -362,7 +357,7 @@ def read_settings(**given: Any) -> Settings:
     Raises:
         InvalidArgument: A value is invalid, or a variable misspells the name of keys.
     """
-    return Settings.of(given)
+    return Settings(**given)
 
 
 def _refuse_misspelled_keys() -> None:

@@ -90,8 +90,6 @@ def test_no_function_has_more_than_ten_parameters():
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     given = node.args
-                    names = [
-                        one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)
-                    ]
-                    counted = [name for name in names if name not in ("self", "cls")]
+                    every = (*given.posonlyargs, *given.args, *given.kwonlyargs)
+                    counted = [one.arg for one in every if one.arg not in ("self", "cls")]
                     assert len(counted) <= 10, f"{path}: {node.name}"

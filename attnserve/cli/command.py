@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 
 from attnserve.cli.display import with_options
 from attnserve.cli.options import limit_threads
-from attnserve.options import Options, OptionType, option_type
+from attnserve.options import Options, OptionType, Run, option_type
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -22,7 +22,9 @@ __all__ = ["add_command"]
 
 Function = Callable[..., None]
 
-CALLBACKS = {"threads": limit_threads}
+CALLBACKS: Mapping[tuple[type[Options], str], Callable[[int], int]] = {
+    (Run, "threads"): limit_threads,
+}
 """Called with the value of an option when it is read."""
 
 
@@ -129,7 +131,7 @@ def _fields(
         metavar="" if shown is bool else about.cli.metavar,
         help=text + (_default_text(default) if is_left else ""),
         rich_help_panel=panel or None,
-        callback=CALLBACKS.get(name),
+        callback=CALLBACKS.get((kind, name)),
         **_bounds(about),
     )
     default = None if is_left else default
@@ -206,7 +208,7 @@ def _made(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) 
                 "give one of them",
                 code="cli.precision",
             )
-    return kind.of(given)
+    return kind(**given)
 
 
 def _with_options(parameters: list[Parameter]) -> list[Parameter]:

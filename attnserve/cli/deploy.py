@@ -109,9 +109,13 @@ def genai(
     )
 
 
+SHARED = {"model", "host", "port", "threads", "provider"}
+"""Settings of the service that are options of its deployment on Ray too."""
+
+
 @add_command(
     app,
-    left_out=Settings.model_fields.keys() - {"model", "host", "port", "threads", "provider"},
+    left_out=Settings.model_fields.keys() - SHARED | {"json_"},
     epilog="Example: attnserve deploy ray model-optimized --replicas 2 --cpus 4",
 )
 def ray(

@@ -59,7 +59,7 @@ def optimize(
         typer.Option(
             metavar="FILE",
             help="Apply a plan that `attnserve plan` wrote.",
-            rich_help_panel=opt.SEARCH,
+            rich_help_panel=Goal.panel,
         ),
     ] = None,
     show: opt.Show = opt.SHOW,

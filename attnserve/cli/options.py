@@ -13,6 +13,7 @@ import typer
 
 from attnserve.choices import Measure
 from attnserve.options import Cli, Options, Run, Train
+from attnserve.options.groups import OUTPUT
 from attnserve.runtime.cpu import available_cores
 
 # Panels of commands in `attnserve --help`
@@ -21,8 +22,6 @@ CHECK = "Inspect and check"
 DEPLOY = "Export and serve"
 
 # Panels of options in the help of a command
-SEARCH = "Automatic search"
-OUTPUT = "Output"
 
 
 def flag(*names: str, help: str, panel: str) -> Any:

@@ -16,6 +16,7 @@ app = typer.Typer()
 
 @add_command(
     app,
+    left_out=("json_",),
     epilog="Example: attnserve serve model-optimized --port 8000",
     rich_help_panel=opt.DEPLOY,
 )

@@ -7,13 +7,9 @@ be missing. Fields that this version does not know are kept: a newer one may hav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
-
-from attnserve.choices import SearchMeasure
-from attnserve.context import Provider
 
 __all__ = [
     "Asked",
@@ -39,6 +35,7 @@ __all__ = [
     "Step",
     "TokenIds",
     "TrainingRecord",
+    "Whole",
 ]
 
 
@@ -57,6 +54,13 @@ class Recorded(BaseModel):
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
+class Whole(Recorded):
+    """A part of a record whose JSON has all its fields, null for those without a value."""
+
+    def model_post_init(self, context: Any) -> None:
+        self.__pydantic_fields_set__.update(type(self).model_fields)
+
+
 class Source(Recorded):
     """A file, its checksum, and that of its weights by name, which survives another storage."""
 
@@ -65,8 +69,7 @@ class Source(Recorded):
     weights: str | None = None
 
 
-@dataclass(frozen=True)
-class ModelCost:
+class ModelCost(Whole):
     """Counts at the recorded batch and sequence, and bytes of the weights.
 
     ``macs`` is None where they cannot be counted.
@@ -118,8 +121,7 @@ class Calibration(Recorded):
     token_ids: TokenIds | None = None
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(Whole):
     """One rewrite of one block.
 
     Attributes:
@@ -202,8 +204,7 @@ class FidelityRecord(Measured):
     share: ShareRecord | None = None
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(Whole):
     """Latencies of the new model and the original at one length: medians of interleaved runs."""
 
     batch: int
@@ -213,8 +214,7 @@ class Speed:
     speedup: FiniteFloat
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(Whole):
     """A speed-up with its 95 % interval."""
 
     value: FiniteFloat
@@ -232,8 +232,7 @@ class Speedups(Recorded):
     served_by_shape: tuple[FiniteFloat, ...] = ()
 
 
-@dataclass(frozen=True)
-class FormRecord:
+class FormRecord(Whole):
     """A form of shared dimensions that was timed; see ``mixing_choice``."""
 
     form: str
@@ -242,8 +241,7 @@ class FormRecord:
     slowest: Ratio
 
 
-@dataclass(frozen=True)
-class MixingRecord:
+class MixingRecord(Whole):
     """The chosen form of shared dimensions, the reason, and all forms that were timed."""
 
     chosen: str
@@ -259,11 +257,11 @@ def _present_name(measure: object) -> object:
 
 
 class Asked(Recorded):
-    """What a search was asked for; see ``planning.search.goal.Goal``."""
+    """What a search was asked for; see ``options.Goal``."""
 
     keep: float | None = None
     target_speedup: float | None = None
-    measure: Annotated[SearchMeasure, BeforeValidator(_present_name)] = "auto"
+    measure: Annotated[str, BeforeValidator(_present_name)] = "auto"
     task: str | None = None
     eval_data: str | None = None
     eval_data_sha256: str | None = None
@@ -271,7 +269,7 @@ class Asked(Recorded):
     precision: str = "float32"
     batch: int = 1
     sequences: tuple[int, ...] = ()
-    provider: Provider = "cpu"
+    provider: str = "cpu"
     threads: int = 0
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     recover: float | None = None
@@ -284,8 +282,7 @@ class ProofRecord(Measured):
     share: ShareRecord | None = None
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(Whole):
     """A choice that was built and trained.
 
     Attributes:
@@ -304,8 +301,7 @@ class Round:
     keeps: bool
 
 
-@dataclass(frozen=True)
-class Recovered:
+class Recovered(Whole):
     """What training added to a search.
 
     Attributes:

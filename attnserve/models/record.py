@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
-from pydantic import AfterValidator, Field, StrictBool, StrictStr, ValidationError
+from pydantic import AfterValidator, Field, FiniteFloat, StrictBool, StrictStr, ValidationError
 
 from attnserve.choices import Activation, Padding, Pooling, Side, Similarity
 from attnserve.models.json_files import first_problem
@@ -40,7 +40,9 @@ class Record(Recorded):
     ``Artifact``.
 
     Attributes:
-        source, task: What was exported, and for what.
+        source, task, exporter, opset, attention: What was exported, and how.
+        max_abs_error: The largest difference to PyTorch.
+        versions: Of the packages that exported it.
         max_length: Maximum number of tokens of a text.
         pooling, normalize, dimensions, prompts, default_prompt, similarity: Of embeddings.
         output: The output that embeddings and scores are made of.
@@ -67,6 +69,11 @@ class Record(Recorded):
     first_position: Place | None = None
     id2label: dict[str, Any] | list[Any] | None = None
     task: StrictStr | None = None
+    exporter: StrictStr | None = None
+    opset: int | None = None
+    attention: StrictStr | None = None
+    max_abs_error: FiniteFloat | None = None
+    versions: Mapping[str, str] | None = None
     source: StrictStr | None = None
     format: int = 1
     files: Mapping[str, StrictStr] = {}

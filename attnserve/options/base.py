@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import reprlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
-from inspect import cleandoc, signature
+from inspect import Parameter, Signature, cleandoc, signature
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,7 +19,6 @@ from typing import (
     ClassVar,
     Literal,
     NoReturn,
-    Self,
     TypeVar,
     Union,
     get_args,
@@ -104,11 +104,6 @@ class Options(BaseModel):
         return name in cls.model_fields
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options with these values; types that read the environment add it."""
-        return cls(**given)
-
-    @classmethod
     def refuse(cls, error: ValidationError, given: Mapping[str, Any]) -> NoReturn:
         """Raise the first error of a validation, with the name of the field and its bounds."""
         from graph_passes.errors import InvalidArgument
@@ -123,8 +118,10 @@ class Options(BaseModel):
                 code=f"{cls.area}.unknown",
             ) from error
         example = option_type(field).example
+        given = first["input"]
+        shown = reprlib.repr(given) if isinstance(given, str) else given
         raise InvalidArgument(
-            f"`{name}` is {first['input']}: expected {_expected(field, first['msg'])}",
+            f"`{name}` is {shown}: expected {_expected(field, first['msg'])}",
             "give another value" if example is None else f"for example `{name}` {example}",
             code=f"{cls.area}.range",
         ) from error
@@ -149,11 +146,13 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
     ``use_attribute_docstrings`` of pydantic reads the module once for each class, which takes a
     tenth of the time of ``attnserve --help``.
     """
-    file = sys.modules[module].__file__
-    if file is None:
+    file = getattr(sys.modules[module], "__file__", None)
+    try:
+        source = ast.parse(Path(file or "").read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):  # compiled, in an archive, or typed in
         return {}
     found: dict[str, dict[str, str]] = {}
-    for kind in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+    for kind in source.body:
         if not isinstance(kind, ast.ClassDef):
             continue
         fields = found.setdefault(kind.name, {})
@@ -219,13 +218,40 @@ def with_keywords(function: Callable[..., Result]) -> Callable[..., Result]:
         used: set[str] = set()
         for name, kind in groups.items():
             own = {field: values[field] for field in kind.model_fields if field in values}
-            given: Options = values.pop(name, parameters[name].default)
+            is_given, given = name in values, values.pop(name, parameters[name].default)
+            _check_group(name, kind, given, own if is_given else {})
             used |= own.keys()
             made[name] = kind(**{**given.stated, **own}) if own else given
         others = {name: value for name, value in values.items() if name not in used}
         return function(*args, **others, **made)
 
+    flat = {
+        field: Parameter(field, Parameter.KEYWORD_ONLY, default=about.get_default())
+        for kind in groups.values()
+        for field, about in kind.model_fields.items()
+        if field not in parameters
+    }
+    call.__signature__ = Signature([*parameters.values(), *flat.values()])  # type: ignore[attr-defined]
     return call
+
+
+def _check_group(name: str, kind: type[Options], given: object, own: Collection[str]) -> None:
+    """Raises: InvalidArgument: A group has another type, or has a field that is a keyword too."""
+    from graph_passes.errors import InvalidArgument
+
+    if not isinstance(given, kind):
+        raise InvalidArgument(
+            f"`{name}` is a {type(given).__name__}: expected {kind.__name__}",
+            f"for example {name}={kind.__name__}({next(iter(kind.model_fields))}=...)",
+            code="options.group",
+        )
+    for field in own:
+        if field in given.model_fields_set:
+            raise InvalidArgument(
+                f"`{field}` is given twice: as a keyword, and in `{name}`",
+                "leave one of them out",
+                code="options.conflict",
+            )
 
 
 def _is_group(hint: Any) -> bool:
@@ -252,4 +278,8 @@ def _expected(field: FieldInfo, message: str) -> str:
     ]
     if limits and found.kind in (int, float):
         return f"{'an integer' if found.kind is int else 'a number'}, {' and '.join(limits)}"
-    return message[:1].lower() + message[1:].removeprefix("nput should be ")
+    return (
+        message.removeprefix("Value error, ")
+        .removeprefix("Input should be ")
+        .removeprefix("expected ")
+    )

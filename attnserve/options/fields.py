@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, cast
@@ -32,12 +33,8 @@ def read_ranks(value: Any) -> Any:
         return value
     try:
         ranks = tuple(int(part) for part in value.split(","))
-    except ValueError:
-        fail(
-            f"`collab_dk` is {value!r}: expected integers, separated by commas",
-            "for example `collab_dk` 128, or 128,96 for two layers",
-            "options.ranks",
-        )
+    except ValueError as error:
+        raise ValueError("expected integers, separated by commas") from error
     return ranks[0] if len(ranks) == 1 else ranks
 
 
@@ -46,12 +43,8 @@ def read_weights(value: Any) -> Any:
         return value
     try:
         return tuple(float(part) for part in value.split(","))
-    except ValueError:
-        fail(
-            f"`calib_weights` is {value!r}: expected numbers, separated by commas",
-            "for example `calib_weights` 3,1",
-            "options.weights",
-        )
+    except ValueError as error:
+        raise ValueError("expected numbers, separated by commas") from error
 
 
 def read_lengths(value: Any) -> Any:
@@ -59,22 +52,14 @@ def read_lengths(value: Any) -> Any:
     if isinstance(value, str):
         match = re.fullmatch(r"(-?\d{1,9})(?:-(\d{1,9}))?", value.strip())
         if match is None:
-            fail(
-                f"`sequence` is {value!r}: expected a number of tokens, or a range of them",
-                "for example `sequence` 128, or `sequence` 16-512",
-                "options.lengths",
-            )
+            raise ValueError("expected a number of tokens, or a range of them")
         low, high = match.groups()
         value = int(low) if high is None else (int(low), int(high))
     if isinstance(value, int | tuple | list):
-        low, high = (value, value) if isinstance(value, int) else cast(tuple[int, int], value)
-        if not 1 <= low <= high:
-            given = value if isinstance(value, int) else f"{low}-{high}"
-            fail(
-                f"`sequence` is {given}: expected a length of at least 1, or a range from the"
-                " shortest to the longest length",
-                "for example 128, or a range from 16 to 512",
-                "sequence.range",
+        ends = [value] if isinstance(value, int) else list(cast(tuple[int, int], value))
+        if len(ends) > 2 or not 1 <= ends[0] <= ends[-1]:
+            raise ValueError(
+                "expected a length of at least 1, or a range from the shortest to the longest"
             )
     return value
 
@@ -84,12 +69,12 @@ def read_minutes(value: Any) -> Any:
         return value
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([smh]?)", value.strip())
     if match is None:
-        fail(
-            f"`recover` is {value!r}: expected a time in minutes",
-            "for example `recover` 20m, `recover` 90s or `recover` 1h",
-            "options.minutes",
-        )
+        raise ValueError("expected a time in minutes")
     return float(match[1]) * {"s": 1 / 60, "m": 1.0, "h": 60.0, "": 1.0}[match[2]]
+
+
+def read_path(value: Any) -> Any:
+    return Path(value) if isinstance(value, os.PathLike) else value
 
 
 def read_paths(value: Any) -> Any:
@@ -104,7 +89,7 @@ Ranks = int | tuple[int, ...] | dict[str, int]
 
 Names = Annotated[tuple[str, ...], BeforeValidator(read_names), Cli(metavar="LAYERS", is_text=True)]
 Share = Annotated[float, Field(gt=0, lt=1, examples=[0.25]), Cli(metavar="SHARE")]
-File = Annotated[Path, Cli(metavar="FILE")]
+File = Annotated[Path, BeforeValidator(read_path), Cli(metavar="FILE")]
 Files = Annotated[
     tuple[Path, ...], BeforeValidator(read_paths), Cli(metavar="FILE", panel=CALIBRATION)
 ]

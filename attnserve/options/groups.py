@@ -61,7 +61,10 @@ class Rewrites(Options):
     area = "request"
 
     collab_dk: Annotated[
-        Ranks | None, BeforeValidator(read_ranks), Cli(metavar="R", panel="", is_text=True)
+        Ranks | None,
+        BeforeValidator(read_ranks),
+        Field(examples=["128, or 128,96 for two layers"]),
+        Cli(metavar="R", panel="", is_text=True),
     ] = None
     """Compress by hand: the queries and keys of all heads share R dimensions. One number for all
     layers, or one per layer (R1,R2,...).
@@ -207,7 +210,7 @@ class Goal(Options):
     recover: Annotated[
         float | None,
         BeforeValidator(read_minutes),
-        Field(gt=0, allow_inf_nan=False, examples=[20]),
+        Field(gt=0, allow_inf_nan=False, examples=["20m, 90s or 1h"]),
         Cli(metavar="TIME", is_text=True),
     ] = None
     """Train faster candidates on the calibration data within the search, for example 20m (extra
@@ -287,7 +290,10 @@ class Data(Options):
     also_prove: Files = ()
     """Also compare on these inputs, for example text of another kind; can be repeated."""
     calib_weights: Annotated[
-        tuple[float, ...], BeforeValidator(read_weights), Cli(metavar="W1,W2,...", is_text=True)
+        tuple[float, ...],
+        BeforeValidator(read_weights),
+        Field(examples=["3,1"]),
+        Cli(metavar="W1,W2,...", is_text=True),
     ] = ()
     """Shares of several `calib` files in the rows that are fitted, for example 3,1 (default: all
     rows of all files)."""
@@ -347,6 +353,7 @@ class Shape(Options):
     sequence: Annotated[
         Lengths | None,
         BeforeValidator(read_lengths),
+        Field(examples=["128, or 16-512"]),
         Cli(metavar="N|N-M", flags=("--seq",), is_text=True),
     ] = None
     """Sequence length to optimize for and to report costs at, or a range such as 16-512 (default:

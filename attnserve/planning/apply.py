@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
@@ -128,10 +128,11 @@ class _Application:
         self._measure()
         self._certify()
         steps = tuple(
-            replace(
-                step,
-                relative_error=self.errors.get(index),
-                fitted_error=self.fitted_errors.get(index),
+            step.model_copy(
+                update={
+                    "relative_error": self.errors.get(index),
+                    "fitted_error": self.fitted_errors.get(index),
+                }
             )
             for index, step in enumerate(self.steps)
         )
@@ -171,7 +172,9 @@ class _Application:
                 self.changed.append(name)
                 self.is_measured = self.is_measured and error is not None and not self.fit
             facts = _facts(blocks.get(name), params)
-            self.steps.append(Step(rewrite.name, name, macs_after=total if last else macs, **facts))
+            self.steps.append(
+                Step(rewrite=rewrite.name, block=name, macs_after=total if last else macs, **facts)
+            )
         self.uncertified |= targets.keys()
 
     def _run_exact(self, rewrite: RewritePass) -> None:
@@ -180,7 +183,9 @@ class _Application:
         rewrite(self.model)
         if targets := targets_of(rewrite):
             macs = self._macs()
-            self.steps += [Step(rewrite.name, name, macs_after=macs) for name in targets]
+            self.steps += [
+                Step(rewrite=rewrite.name, block=name, macs_after=macs) for name in targets
+            ]
             attention = {block.name for block in self.graph_context.get(find_attention)[0]}
             self.uncertified |= targets.keys() & attention
 

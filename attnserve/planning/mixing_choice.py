@@ -84,7 +84,7 @@ class FormReport:
     @property
     def record(self) -> FormRecord:
         speedup, slowest = ratio_of(self.speedup), ratio_of(self.slowest)
-        return FormRecord(self.form, self.error, speedup, slowest)
+        return FormRecord(form=self.form, error=self.error, speedup=speedup, slowest=slowest)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ class MixingChoice:
 
     @property
     def record(self) -> MixingRecord:
-        return MixingRecord(self.chosen, self.why, tuple(form.record for form in self.forms))
+        return MixingRecord(
+            chosen=self.chosen, why=self.why, forms=tuple(form.record for form in self.forms)
+        )
 
 
 @dataclass(frozen=True, eq=False)

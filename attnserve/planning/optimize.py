@@ -437,7 +437,11 @@ def _fused(rewritten: _Rewritten, shape: tuple[int, int], provider: Provider) ->
     plan, model = rewritten.plan, rewritten.model
     passes = fuse_for(model, plan.precision, provider)
     macs = count_macs(model, *shape)
-    steps = [Step(one.name, name, macs_after=macs) for one in passes for name in targets_of(one)]
+    steps = [
+        Step(rewrite=one.name, block=name, macs_after=macs)
+        for one in passes
+        for name in targets_of(one)
+    ]
     return replace(
         rewritten,
         plan=Plan.of([*plan.passes, *passes], plan.precision, plan.float_blocks),
@@ -468,7 +472,7 @@ def _compared(given: _Given, rewritten: _Rewritten, converted: ir.Model) -> Opti
     before, after = model_cost(original), model_cost(rewritten.model)
     before_cost = _cost(before, original, given.shape)
     after_cost = _cost(after, rewritten.model, given.shape)
-    after_cost = replace(after_cost, bytes=parameter_bytes(converted))
+    after_cost = after_cost.model_copy(update={"bytes": parameter_bytes(converted)})
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
     length = given.shape[1]
     return OptimizeReport(
@@ -535,7 +539,7 @@ def _require_promise(fidelity: Fidelity, promised: float | None) -> None:
 
 
 def _cost(cost: Cost, graph: ir.Model, shape: tuple[int, int]) -> ModelCost:
-    return ModelCost(cost.parameters, count_macs(graph, *shape), cost.bytes)
+    return ModelCost(parameters=cost.parameters, macs=count_macs(graph, *shape), bytes=cost.bytes)
 
 
 def _training_warnings(found: PlanReport | None) -> list[str]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
 from attnserve.choices import SearchMeasure
-from attnserve.context import RunContext
+from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
-from attnserve.models.lineage import Calibration, Search, Source, Speedups
+from attnserve.models.lineage import Calibration, Search, Source, Speedups, Whole
 from attnserve.options import Lengths
 from attnserve.planning.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
@@ -37,8 +37,7 @@ FORMAT = 2
 """Of plan.json. Format 1 (attnserve 0.1) described rewrites by other names and is refused."""
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(Whole):
     """What becomes of one block, and why.
 
     Attributes:
@@ -68,8 +67,7 @@ class Decision:
     in_float: bool = False
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(Whole):
     """A choice on the Pareto front, with measurements if it was built.
 
     Attributes:
@@ -131,7 +129,8 @@ def read_plan(
         raise InvalidArgument(f"{path}: {error.what}", error.fix, code=error.code) from error
     check_cpu(plan.precision)
     # With the threads of the search.
-    return plan, replace(context, provider=file.asked.provider, seed=file.asked.seed, threads=0)
+    provider = _known(path, file.asked.provider, Provider)
+    return plan, replace(context, provider=provider, seed=file.asked.seed, threads=0)
 
 
 def planned_quality(path: Path) -> float | None:
@@ -151,7 +150,7 @@ def planned_measure(path: Path, given: SearchMeasure) -> SearchMeasure:
         InvalidArgument: Another measure is given.
         InvalidData: The file cannot be read, or is not a plan.
     """
-    planned = _read(path).asked.measure
+    planned = _known(path, _read(path).asked.measure, SearchMeasure)
     if planned in ("score", given):
         return given
     if given != "auto":
@@ -170,6 +169,21 @@ def planned_lengths(path: Path) -> Lengths | None:
         InvalidData: The file cannot be read, or is not a plan.
     """
     return _read(path).calibration.joined_to
+
+
+def _known(path: Path, value: str, kind: Any) -> Any:
+    """The value, if it is one of a ``Literal``: a newer version may have written others.
+
+    Raises:
+        InvalidData: It is not.
+    """
+    if value not in get_args(kind) and value not in get_args(get_args(kind)[0]):
+        raise InvalidData(
+            f"{path}: `asked` names {value}, which this version does not know",
+            HOW_TO_PLAN,
+            code="plan.invalid",
+        )
+    return value
 
 
 def _read(path: Path) -> PlanFile:

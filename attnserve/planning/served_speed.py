@@ -107,7 +107,7 @@ class ServedSpeed:
 
 
 def ratio_of(speedup: Speedup) -> Ratio:
-    return Ratio(speedup.value, (speedup.low, speedup.high))
+    return Ratio(value=speedup.value, ci95=(speedup.low, speedup.high))
 
 
 def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:

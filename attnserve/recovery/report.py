@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def write_recovered(
         if "plan" in kept:
             kept["plan"] = {**kept["plan"], "precision": "int8"}
         if "after" in kept:
-            kept["after"] = replace(kept["after"], bytes=parameter_bytes(model))
+            kept["after"] = kept["after"].model_copy(update={"bytes": parameter_bytes(model)})
     inputs = {
         # The quality is measured against the teacher, not against the model before.
         "source": source_entry(teacher, original),

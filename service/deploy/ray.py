@@ -83,7 +83,7 @@ def application(settings: Settings, ray: RaySettings | None = None) -> Any:
         InvalidArgument: ``max_replicas`` is less than ``replicas``.
     """
     serve = _require_serve()
-    ray = ray or RaySettings.of({})
+    ray = ray or RaySettings()
     options = deployment_options(settings, ray)
     needed = tuple(name for name in ("api_keys", "admin_keys") if getattr(settings, name))
     replica = replica_settings(settings, ray)
@@ -142,7 +142,7 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
             ``replicas``, or the replicas did not start.
     """
     configure_log(settings)
-    chosen = ray or RaySettings.of({})
+    chosen = ray or RaySettings()
     app = application(settings, chosen)
     if chosen.address is None and not settings.model.exists():
         raise InvalidModel(f"{settings.model}: no such file or folder", "check the path")

@@ -44,7 +44,15 @@ def compare_speed(judge: Judge, model: ir.Model, lengths: Sequence[int]) -> list
     for length in lengths:
         feed = example_inputs(given.model, given.batch, length, given.context.seed)
         before, after = (milliseconds(graph, feed) for graph in (given.model, model))
-        speeds.append(Speed(given.batch, length, before, after, before / after))
+        speeds.append(
+            Speed(
+                batch=given.batch,
+                sequence=length,
+                original_ms=before,
+                ms=after,
+                speedup=before / after,
+            )
+        )
     return speeds
 
 

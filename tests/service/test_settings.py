@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -148,3 +149,25 @@ def test_model_limits_are_json_in_the_environment(
         with pytest.raises(InvalidArgument, match="model_limits") as error:
             read_settings(model=tmp_path)
         assert "ATTNSERVE_MODEL_LIMITS" in error.value.fix
+
+
+def test_serve_takes_no_option_that_it_ignores(
+    told: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "model", "--json"]) == 2
+    assert "--json" in capsys.readouterr().err and not told
+
+
+def test_serve_leaves_the_threads_of_libraries_to_the_environment(
+    told: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert cli.main(["serve", "model", "--threads", "1"]) == 0
+    assert "OMP_NUM_THREADS" not in os.environ and told[0].threads == 1
+
+
+def test_missing_model_tells_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNSERVE_API_KEYS", "topsecret")
+    with pytest.raises(InvalidArgument, match="model: Field required") as caught:
+        read_settings()
+    assert "topsecret" not in str(caught.value)

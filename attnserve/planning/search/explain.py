@@ -32,7 +32,14 @@ def front_points(
     for index in sorted(chosen):
         choice = front[index]
         loss, cosine = measured.get(choice.picks, (None, None))
-        points.append(Point(candidates.predicted_speedup(choice), choice.loss, loss, cosine))
+        points.append(
+            Point(
+                speedup=candidates.predicted_speedup(choice),
+                predicted_loss=choice.loss,
+                measured_loss=loss,
+                cosine=cosine,
+            )
+        )
     return points
 
 

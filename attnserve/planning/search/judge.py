@@ -191,7 +191,13 @@ class Judge:
             times = table.measure(parts, progress=progress)
             pairs = list(zip(times["original"], times["new"], strict=True))
         return [
-            Speed(given.batch, length, before, after, before / after)
+            Speed(
+                batch=given.batch,
+                sequence=length,
+                original_ms=before,
+                ms=after,
+                speedup=before / after,
+            )
             for length, (before, after) in zip(lengths, pairs, strict=True)
         ]
 

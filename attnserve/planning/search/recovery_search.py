@@ -184,10 +184,15 @@ class RecoverySearch:
         keeps = best.loss <= allowed
         self.rounds.append(
             Round(
-                self.front.candidates.predicted_speedup(choice), choice.loss, built.loss,
-                best.loss, course.steps, course.seconds, keeps,
+                predicted_speedup=self.front.candidates.predicted_speedup(choice),
+                predicted_loss=choice.loss,
+                built_loss=built.loss,
+                loss=best.loss,
+                steps=course.steps,
+                seconds=course.seconds,
+                keeps=keeps,
             )
-        )  # fmt: skip
+        )
         if keeps:
             self.found.insert(0, best)
         return best
@@ -242,4 +247,4 @@ class RecoverySearch:
 
     def _report(self, gain: bool, verdict: str) -> Recovered:
         torch = package_versions(["torch"]).get("torch", "")
-        return Recovered(tuple(self.rounds), gain, verdict, torch)
+        return Recovered(rounds=tuple(self.rounds), gain=gain, verdict=verdict, torch=torch)

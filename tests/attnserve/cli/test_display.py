@@ -72,10 +72,8 @@ def test_option_names_cover_parameters_of_the_python_function(name: str):
     command: Any = get_command(app)
     function = getattr(attnserve, name)
     hints = get_type_hints(getattr(function, "__wrapped__", function))
-    parameters: set[str] = set()
-    for parameter in signature(function).parameters:
-        group = getattr(hints[parameter], "model_fields", {parameter: None})
-        parameters |= set(group)
+    groups = {name for name, hint in hints.items() if hasattr(hint, "model_fields")}
+    parameters = set(signature(function).parameters) - groups
     missing = {"progress", "batch_size"} | ({"also_prove", "recover"} if name == "plan" else set())
     assert parameters - option_names(command.commands[name]).keys() <= missing
 

@@ -105,3 +105,23 @@ def test_records_of_earlier_versions_are_read_and_written_without_loss(path: Pat
         assert again == content, "nothing is added either"
     if isinstance(read, Record):
         assert all(isinstance(entry, Rewrite) and entry.before for entry in read.lineage)
+
+
+def with_unknown(content: Any) -> Any:
+    """The content with a field of a later version in each of its objects."""
+    if isinstance(content, dict):
+        fields = cast(dict[str, Any], content).items()
+        return {**{key: with_unknown(value) for key, value in fields}, "later": [1]}
+    return [with_unknown(one) for one in content] if isinstance(content, list) else content
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("2.0-*.json")), ids=lambda path: path.stem)
+def test_fields_of_later_versions_are_kept(path: Path):
+    content = json.loads(path.read_text())
+    for names in ("versions", "files", "plan"):  # names and values of others
+        content.pop(names, None)
+    for entry in content.get("lineage", []):
+        entry.pop("versions")
+    content = with_unknown(content)
+    read = PlanFile if path.stem.endswith("-plan") else Record
+    assert lost(content, read.model_validate(content).to_json()) == []

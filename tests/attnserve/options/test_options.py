@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def test_value_out_of_bounds_is_refused_and_named(group: type[Options], name: st
     with pytest.raises(InvalidArgument) as caught:
         group(**{name: value})
     assert f"`{name}`" in str(caught.value)
-    assert caught.value.code.partition(".")[0] in (group.area, "options")
+    assert caught.value.code == f"{group.area}.range"
 
 
 def test_every_option_has_help():
@@ -57,7 +58,7 @@ def test_text_that_is_no_value_is_refused(group: type[Options], name: str, text:
     with pytest.raises(InvalidArgument) as caught:
         group(**{name: text})
     assert f"`{name}`" in str(caught.value)
-    assert caught.value.code.partition(".")[0] in ("options", "sequence")
+    assert caught.value.code == f"{group.area}.range"
 
 
 @with_keywords
@@ -88,3 +89,32 @@ def test_precision_of_goal_and_rewrites_that_differ_is_refused(tiny: Path, sente
             tiny, goal=Goal(keep=0.9, precision="int8"), rewrites=Rewrites(precision="float16"),
             calib=sentences, dry_run=True,
         )  # fmt: skip
+
+
+def test_group_of_another_type_is_refused():
+    wrong: list[Any] = ["texts.txt", None, {"keep": 0.9}, Rewrites()]
+    for goal in wrong:
+        with raises(InvalidArgument, "options.group", "`goal`"):
+            given("m", goal=goal)
+
+
+def test_field_as_keyword_and_in_its_group_is_refused():
+    with raises(InvalidArgument, "options.conflict", "`keep`"):
+        given("m", goal=Goal(keep=0.9), keep=0.8)
+
+
+class _Path(PathLike[str]):
+    def __fspath__(self) -> str:
+        return "a.txt"
+
+
+def test_paths_may_be_any_path_like_object():
+    path: Any = _Path()
+    assert Data(calib=path, also_prove=[path], tokenizer=path).tokenizer == Path("a.txt")
+    assert Goal(keep=0.9, task="sts", eval_data=path).eval_data == Path("a.txt")
+
+
+def test_types_whose_source_cannot_be_read_have_no_help():
+    scope: dict[str, Any] = {"Options": Options, "__name__": "builtins"}
+    exec("class Typed(Options):\n    size: int = 1\n", scope)
+    assert scope["Typed"](size=2).size == 2

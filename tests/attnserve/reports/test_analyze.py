@@ -17,6 +17,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.calibration.similarity import HeadSimilarity
+from attnserve.options import GROUPS
 from attnserve.planning.optimize import optimize
 from attnserve.reports.analysis import Analysis, NotAnalyzed
 from attnserve.reports.analyze import analyze, findings, render
@@ -199,7 +200,8 @@ def test_page_commands_quote_paths_for_the_shell(analysis: Analysis):
 def test_page_commands_use_options_of_optimize(analysis: Analysis):
     names = [name for each in parameters(analysis) for name in each]
     lines = " ".join(commands(analysis))
-    assert set(names) <= set(inspect.signature(optimize).parameters)
+    fields = {name for group in GROUPS for name in group.model_fields}
+    assert set(names) <= fields | set(inspect.signature(optimize).parameters)
     for option in ("--collab-dk", "--prune 0.1", "--importance energy", "--prune-heads out/mask"):
         assert option in lines
     assert lines.count("--calib c.txt") == lines.count(" -o out/") == names.count("output")

@@ -16,7 +16,7 @@ from attnserve.runtime import io_binding as binding
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.session import open_session
 from attnserve.serving import backends
-from attnserve.serving.backends import open_runner
+from attnserve.serving.backends import RunnerOptions, open_runner
 from attnserve.serving.cuda_graphs import GraphRunner
 from graph_passes.errors import InvalidModel
 from tests.attnserve.runtime.recording import RecordingSession

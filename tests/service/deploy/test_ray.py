@@ -57,7 +57,7 @@ def test_replicas_keep_to_their_cores_and_load_no_models(
 
 def test_ray_settings_are_read_from_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ATTNSERVE_RAY_REPLICAS", "5")
-    assert RaySettings.of({}).replicas == 5
+    assert RaySettings().replicas == 5
 
 
 def test_deployment_options_max_replicas_below_replicas_is_refused(encoder: Path):

@@ -93,12 +93,12 @@ def test_on_device_named_provider_is_unchanged(
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphRunner, dict[str, Any]]]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphRunner, RunnerOptions]]:
     """Every runner that is opened, and what for: its session is on the CPU."""
-    opened: list[tuple[GraphRunner, dict[str, Any]]] = []
+    opened: list[tuple[GraphRunner, RunnerOptions]] = []
 
-    def open_runner(source: Path, **options: Any) -> GraphRunner:
-        buckets = Buckets(options["buckets"], longest=options["longest"])
+    def open_runner(source: Path, options: RunnerOptions, longest: int, **_: Any) -> GraphRunner:
+        buckets = Buckets(options.cuda_graphs, longest=longest)
         opened.append((GraphRunner(open_session(source), buckets, place="cpu"), options))
         return opened[-1][0]
 
@@ -114,7 +114,8 @@ def test_embed_with_cuda_graphs_gives_same_vectors(
     client = start(encoder, provider="cpu", cuda_graphs=3, concurrency=2, tf32=True)
     captured = [client.post("/embed", json={"inputs": text}).json() for text in texts * 3]
     ((runner, options),) = graphs
-    assert (options["cuda"], options["buckets"], options["concurrency"]) == (Cuda(tf32=True), 3, 2)
+    assert (options.cuda, options.cuda_graphs) == (Cuda(tf32=True), 3)
+    assert options.concurrency == 2
     assert 0 < len(runner.buckets.captured) <= 3
     graphs.clear()
     plain = start(encoder, provider="cpu")

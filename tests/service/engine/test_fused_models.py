@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import attnserve
-from attnserve.serving import graph_facts, model_check, onnx_files
+from attnserve.models import onnx_files
+from attnserve.serving import graph_facts, model_check
 from attnserve.serving.loaded_model import ModelFailed
 from attnserve.serving.model_check import CheckResult, IsolationChecker
 from service.api.triton import configuration

@@ -316,7 +316,8 @@ def test_search_without_gain_returns_the_original(
     """Every model is slower at 64 tokens."""
 
     def slow(judge: Judge, model: ir.Model, lengths: Any) -> list[Speed]:
-        return [Speed(1, n, 1.0, 1.1 if n == 64 else 0.8, 0.91 if n == 64 else 1.25)
+        return [Speed(batch=1, sequence=n, original_ms=1.0, ms=1.1 if n == 64 else 0.8,
+                      speedup=0.91 if n == 64 else 1.25)
                 for n in lengths]  # fmt: skip
 
     monkeypatch.setattr(Judge, "compare_speed", slow)
