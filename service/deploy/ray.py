@@ -139,13 +139,19 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
         MissingExtra: Ray is not installed.
         InvalidModel: The path of the model does not exist.
         InvalidArgument: No cluster answers at the address, ``max_replicas`` is less than
-            ``replicas``, or the replicas did not start.
+            ``replicas``, the port is 0, or the replicas did not start.
     """
     configure_log(settings)
     chosen = ray or RaySettings()
     app = application(settings, chosen)
     if chosen.address is None and not settings.model.exists():
         raise InvalidModel(f"{settings.model}: no such file or folder", "check the path")
+    if settings.port == 0:
+        raise InvalidArgument(
+            "`port` is 0, and Ray's proxies need a port that all machines know",
+            "for example 8000",
+            code="ray.port",
+        )
     if settings.ssl_certfile is not None:
         raise InvalidArgument(
             "`ssl_certfile` is set, but Ray's proxy serves plain HTTP",
