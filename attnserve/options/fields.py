@@ -89,6 +89,7 @@ Ranks = int | tuple[int, ...] | dict[str, int]
 
 Names = Annotated[tuple[str, ...], BeforeValidator(read_names), Cli(metavar="LAYERS", is_text=True)]
 Share = Annotated[float, Field(gt=0, lt=1, examples=[0.25]), Cli(metavar="SHARE")]
+Minutes = Annotated[float, Field(gt=0, allow_inf_nan=False, examples=["20m, 90s or 1h"])]
 File = Annotated[Path, BeforeValidator(read_path), Cli(metavar="FILE")]
 Files = Annotated[
     tuple[Path, ...], BeforeValidator(read_paths), Cli(metavar="FILE", panel=CALIBRATION)

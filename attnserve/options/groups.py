@@ -28,6 +28,7 @@ from attnserve.options.fields import (
     File,
     Files,
     Lengths,
+    Minutes,
     Names,
     Ranks,
     Share,
@@ -208,10 +209,7 @@ class Goal(Options):
     ] = ()
     """Let the search remove feed-forward neurons."""
     recover: Annotated[
-        float | None,
-        BeforeValidator(read_minutes),
-        Field(gt=0, allow_inf_nan=False, examples=["20m, 90s or 1h"]),
-        Cli(metavar="TIME", is_text=True),
+        Minutes | None, BeforeValidator(read_minutes), Cli(metavar="TIME", is_text=True)
     ] = None
     """Train faster candidates on the calibration data within the search, for example 20m (extra
     torch)."""

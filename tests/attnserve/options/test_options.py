@@ -118,3 +118,10 @@ def test_types_whose_source_cannot_be_read_have_no_help():
     scope: dict[str, Any] = {"Options": Options, "__name__": "builtins"}
     exec("class Typed(Options):\n    size: int = 1\n", scope)
     assert scope["Typed"](size=2).size == 2
+
+
+def test_none_that_is_given_is_the_default():
+    for group in (Goal, Rewrites, Data, Shape):
+        fields = group.model_fields.items()
+        unset: dict[str, Any] = {name: None for name, field in fields if field.default is None}
+        assert group(**unset) == group()
