@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -41,10 +41,7 @@ from attnserve.recovery.distillation import served_vectors
 from attnserve.runtime.session import Batch
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
-__all__ = ["LEARNED", "LabelReport", "Labels", "read_labeled"]
-
-LEARNED: tuple[LearnedTask, ...] = get_args(LearnedTask)
-"""The tasks whose labels can be learned."""
+__all__ = ["LabelReport", "Labels", "read_labeled"]
 
 WEIGHT = 3.0
 """The weight of the loss of the task, as that of served outputs."""
@@ -110,15 +107,9 @@ def read_labeled(
     """The labeled rows of the tables (.tsv) among the files, with the prompts of the model.
 
     Raises:
-        InvalidArgument: The labels of this task cannot be learned, or no file is a table.
+        InvalidArgument: No file is a table.
         InvalidData: A table does not fit the task.
     """
-    if task not in LEARNED:
-        raise InvalidArgument(
-            f"`task` is {task}: labels are learned for {' and '.join(LEARNED)}",
-            "leave it out to learn from the original alone",
-            code="recovery.task",
-        )
     tables = [path for path in files if path.suffix.lower() == ".tsv"]
     if not tables:
         raise InvalidArgument(

@@ -246,7 +246,7 @@ def test_task_without_labels_to_learn_is_refused(
 ):
     with pytest.raises(AttnserveError) as caught:
         attnserve.recover(pruned, tmp_path / "out", teacher=tiny, data=pairs, task="retrieval")
-    assert caught.value.code == "recovery.task"
+    assert caught.value.code == "recovery.range"
     command = ["recover", pruned, "--teacher", tiny, "--data", pairs, "--task", "rerank"]
     assert main([str(part) for part in (*command, "-o", tmp_path / "out")]) == 2
     assert "sts" in capsys.readouterr().err

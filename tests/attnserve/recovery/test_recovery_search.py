@@ -192,8 +192,8 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"recover": 0.0}, "goal.recover"),
-        ({"recover": float("nan")}, "goal.recover"),
+        ({"recover": 0.0}, "goal.range"),
+        ({"recover": float("nan")}, "goal.range"),
         ({"recover": 1.0, "keep": None, "prune": 0.5, "allow": ()}, "optimize.conflict"),
         ({"recover": 1.0, "keep": None, "allow": ()}, "optimize.conflict"),
     ],
