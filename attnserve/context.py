@@ -1,4 +1,4 @@
-"""Settings that all stages of a run share: provider, threads, seed and progress callback."""
+"""Settings that all stages of a run share: device, seed and progress callback."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-__all__ = ["DEFAULT_CONTEXT", "Progress", "Provider", "RunContext", "ignore_progress"]
+__all__ = [
+    "CPU",
+    "DEFAULT_CONTEXT",
+    "ONE_THREAD",
+    "Device",
+    "Progress",
+    "Provider",
+    "RunContext",
+    "ignore_progress",
+]
 
 Provider = Literal["cpu", "cuda"]
-"""The ONNX Runtime execution provider."""
+"""The kind of processor."""
 
 Progress = Callable[[str, int, int], None]
 """Receives (stage name, steps done, steps in total)."""
@@ -21,20 +30,40 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
-class RunContext:
-    """Settings of a run.
+class Device:
+    """What runs a model.
 
     Attributes:
-        provider: The execution provider of every session.
-        threads: Intra-op threads of a session; 0 leaves the choice to ONNX Runtime.
-        seed: The seed of every random choice.
-        progress: Called after each step of a long stage.
+        provider: The kind of processor.
+        threads: Intra-op threads of a session; 0 leaves the choice to the runtime, which takes no
+            more than the CPU quota of a container.
+        runtime: The library, by its name in ``RUNTIMES``.
     """
 
     provider: Provider = "cpu"
     threads: int = 0
+    runtime: str = "onnxruntime"
+
+
+CPU = Device()
+ONE_THREAD = Device(threads=1)
+
+
+@dataclass(frozen=True)
+class RunContext(Device):
+    """A device with the settings of a run.
+
+    Attributes:
+        seed: The seed of every random choice.
+        progress: Called after each step of a long stage.
+    """
+
     seed: int = 0
     progress: Progress = ignore_progress
+
+    @property
+    def device(self) -> Device:
+        return Device(self.provider, self.threads, self.runtime)
 
     def stage(self, name: str) -> Callable[[int, int], None]:
         """Return a callback (steps done, steps in total) for one stage."""

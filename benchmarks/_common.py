@@ -28,12 +28,13 @@ import attnserve
 from attnserve.checks.benchmark import describe_machine
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import Quality, QualityMeter
+from attnserve.context import ONE_THREAD
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_tokenizer, model_inputs
-from attnserve.runtime.cpu import cpu_flags
-from attnserve.runtime.session import open_session, run
+from attnserve.runtime.machine import cpu_flags
+from attnserve.runtime.session import open_session
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -89,10 +90,10 @@ def classifier_accuracy(model: Path, rows: Path) -> float:
     artifact = open_artifact(model)
     assert artifact.tokenizer is not None
     encoder = load_tokenizer(artifact.tokenizer, max_length=artifact.max_length)
-    session = open_session(artifact.model, threads=1)
+    session = open_session(artifact.model, ONE_THREAD)
     texts, labels = labeled_sentences(rows)
     found = [
-        np.asarray(labels)[places] == np.argmax(run(session, feed)[0], -1)
+        np.asarray(labels)[places] == np.argmax(session.run(None, feed)[0], -1)
         for places, feed in encoder.batches(encoder.encode(texts), 32, model_inputs(session))
     ]
     return float(np.concatenate(found).mean())

@@ -30,7 +30,7 @@ import onnx_ir as ir
 
 from attnserve.checks.benchmark import bench, describe_machine
 from attnserve.checks.compare import verify
-from attnserve.context import Provider
+from attnserve.context import Device, Provider
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.precision.convert import Precision
@@ -133,7 +133,7 @@ def everything(
     positions = max(tokens for _, tokens in shapes)
     content: dict[str, Any] = {
         "measured": True,
-        "machine": asdict(describe_machine(provider)),
+        "machine": asdict(describe_machine(Device(provider, 1))),
         "conditions": CONDITIONS,
     }
     with tempfile.TemporaryDirectory(prefix="attnserve-") as name:
@@ -204,7 +204,7 @@ def shared_dimensions(
     begin = perf_counter()
     content: dict[str, Any] = {
         "measured": True,
-        "machine": asdict(describe_machine(provider)),
+        "machine": asdict(describe_machine(Device(provider, 1))),
         "conditions": CONDITIONS,
         "R": list(ranks),
         "sizes": {},
@@ -400,7 +400,7 @@ def _pair(options: argparse.Namespace, provider: Provider) -> int:
             result = compare(*paths, batch=options.batch, sequence=options.seq, provider=provider)
             precisions[precision] = result
             _print_pair(precision, result)
-    content = {"machine": asdict(describe_machine(provider)), "precisions": precisions}
+    content = {"machine": asdict(describe_machine(Device(provider, 1))), "precisions": precisions}
     write_json(options.results / "cuda-pair.json", content)
     least = min(result["parity"]["min_cosine"] for result in precisions.values())
     return 0 if least >= options.min_cosine else 1

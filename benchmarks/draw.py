@@ -18,7 +18,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from attnserve.runtime.session import open_session, run
+from attnserve.context import ONE_THREAD
+from attnserve.runtime.session import open_session
 from benchmarks._common import description
 
 BATCH = 200
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args(arguments)
-    session = open_session(options.model, threads=1)
+    session = open_session(options.model, ONE_THREAD)
     stored = onnx.load(options.model).graph.initializer
     weights = [numpy_helper.to_array(tensor) for tensor in stored]
     random, parts = np.random.default_rng(options.seed), list[np.ndarray]()
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = min(BATCH, options.rows - start)
         parts.append(tokens := np.full((rows, LENGTH), options.start, np.int64))
         last = draw(logits(weights, tokens), tokens, random)
-        expected = run(session, {"idx": tokens[-8:]})[0][:, -1]
+        expected = session.run(None, {"idx": tokens[-8:]})[0][:, -1]
         if not np.allclose(last[-8:], expected, atol=1e-3):
             raise SystemExit("error: the model is not stories260K")
         print(f"{start + rows} of {options.rows} rows", flush=True)

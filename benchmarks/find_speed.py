@@ -157,7 +157,7 @@ def _external(name: str, array: np.ndarray, data: BinaryIO) -> onnx.TensorProto:
 def inspect_model(path: Path) -> dict[str, Any]:
     """Inspect one model in this process, and measure time and memory (Linux)."""
     from attnserve.checks.inspect import inspect
-    from attnserve.runtime.session import require_runtime
+    from attnserve.runtime.onnx_runtime import require_runtime
 
     require_runtime()
     before, start, cpu_start = reset_peak_memory(), time.perf_counter(), time.process_time()

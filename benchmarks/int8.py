@@ -38,7 +38,7 @@ import onnx
 import onnx_ir as ir
 from rich.console import Console
 
-from attnserve.context import RunContext
+from attnserve.context import ONE_THREAD, RunContext
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
@@ -50,8 +50,9 @@ from attnserve.planning.lossless_passes import fusion_plan
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
 from attnserve.precision.products import Moments, Range, collect_ranges
+from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.session import open_session
 from benchmarks._common import (
     Study,
     encoder_study,
@@ -183,7 +184,7 @@ def clipped(
     names = [output.name for output in session.get_outputs()]
     values: dict[str, list[np.ndarray]] = {name: [] for name in ranges}
     for batch in batches[::4]:
-        for name, array in zip(names, run(session, batch), strict=True):
+        for name, array in zip(names, session.run(None, batch), strict=True):
             values[name].append(np.abs(array[vector_mask(array.shape, batch)]).reshape(-1))
     limits = {n: np.percentile(np.concatenate(arrays), PERCENTILE) for n, arrays in values.items()}
     return {
@@ -213,7 +214,7 @@ def in_blocks(path: Path, size: int) -> ir.Model:
 def quality(study: Study, reference: Path, path: Path) -> dict[str, float]:
     artifact = open_artifact(study.original)
     data = load_inputs(study.unseen, load_model(artifact), artifact, split=False)
-    pair = [open_session(file, threads=1) for file in (reference, path)]
+    pair = [open_session(file, ONE_THREAD) for file in (reference, path)]
     alone = [np.concatenate([embed_rows(s, b, pad=False) for b in data.fit]) for s in pair]
     difference = max(
         np.abs(embed(pair[1], batch) - embed_rows(pair[1], batch, pad=True)).max()
@@ -232,7 +233,7 @@ def quality(study: Study, reference: Path, path: Path) -> dict[str, float]:
 def embed(session: Any, batch: Batch) -> np.ndarray:  # B D
     """Normalized means over the tokens."""
     mask = batch["attention_mask"].astype(float)[..., None]
-    sums = (run(session, batch)[0] * mask).sum(axis=1)
+    sums = (session.run(None, batch)[0] * mask).sum(axis=1)
     return sums / np.linalg.norm(sums, axis=1, keepdims=True)
 
 
@@ -247,9 +248,9 @@ def embed_rows(session: Any, batch: Batch, *, pad: bool) -> np.ndarray:  # B D
 
 def speedups(models: dict[str, Path], length: int, rounds: int | None) -> list[float]:
     feed = example_inputs(ir.load(models[REFERENCE]), 1, length)
-    sessions = [open_session(path, threads=1) for path in models.values()]
+    sessions = [open_session(path, ONE_THREAD) for path in models.values()]
     timer = BENCHMARK if rounds is None else replace(BENCHMARK, min_rounds=rounds)
-    functions = [partial(run, session, feed) for session in sessions]
+    functions = [partial(session.run, None, feed) for session in sessions]
     times = time_functions(functions, SECONDS, timer)
     return [float(ratio) for ratio in np.median(times[0] / times, axis=1)]
 

@@ -27,13 +27,15 @@ from scipy.stats import spearmanr
 
 import attnserve
 from attnserve.checks.quality import QualityMeter
+from attnserve.context import ONE_THREAD
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_tokenizer, model_inputs
+from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.session import open_session
 from benchmarks._common import (
     minilm,
     number_table,
@@ -94,8 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _session(folder: Path) -> Run:
-    session = open_session(open_artifact(folder).model, threads=1)
-    return lambda feed: run(session, feed)[0]
+    session = open_session(open_artifact(folder).model, ONE_THREAD)
+    return lambda feed: session.run(None, feed)[0]
 
 
 def _openvino(original: Path, calibration: Path) -> dict[str, Run]:

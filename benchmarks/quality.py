@@ -42,7 +42,8 @@ from rich.console import Console
 
 import attnserve
 from attnserve.checks.quality import Quality
-from attnserve.runtime.session import open_session, run
+from attnserve.context import ONE_THREAD
+from attnserve.runtime.session import open_session
 from benchmarks._common import (
     classifier_accuracy,
     description,
@@ -170,8 +171,8 @@ def _vit(folder: Path, model: Path, images: Path, labels: Path) -> Case:
         np.savez(folder / f"{name}.npz", image=part)
 
     def accuracy(model: Path) -> float:
-        session, parts = open_session(_graph(model), threads=1), np.array_split(others, 20)
-        found = [np.argmax(run(session, {"image": scaled[part]})[0], -1) for part in parts]
+        session, parts = open_session(_graph(model), ONE_THREAD), np.array_split(others, 20)
+        found = [np.argmax(session.run(None, {"image": scaled[part]})[0], -1) for part in parts]
         return float((np.concatenate(found) == truth[others]).mean())
 
     calibration, unseen = folder / "calibration.npz", folder / "unseen.npz"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from attnserve.context import RunContext
+from attnserve.context import ONE_THREAD, RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def logits(model: Any, ids: np.ndarray) -> np.ndarray:
     """Logits (N, 256, 512)."""
-    return open_session(model, threads=1).run(None, {"idx": ids})[0]
+    return open_session(model, ONE_THREAD).run(None, {"idx": ids})[0]
 
 
 if __name__ == "__main__":

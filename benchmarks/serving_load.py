@@ -55,6 +55,7 @@ import psutil
 import attnserve
 from attnserve.checks.benchmark import describe_machine
 from attnserve.choices import Precision
+from attnserve.context import Device
 from benchmarks._common import RESULTS, command_of, description, minilm, write_json, write_lines
 from benchmarks.serving.client import (
     Phase,
@@ -134,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
             **SECTIONS[name](setup),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "busy_percent_before": busy,
-            "machine": asdict(describe_machine(threads=setup.threads)),
+            "machine": asdict(describe_machine(Device(threads=setup.threads))),
             "server_cores": setup.server_cores,
             "generator_cores": setup.generator_cores,
             "command": command_of(

@@ -24,6 +24,7 @@ import onnx_ir as ir
 from rich.console import Console
 
 import attnserve
+from attnserve.context import ONE_THREAD
 from attnserve.models.artifact import open_artifact
 from attnserve.planning.lossless_passes import fuse_lossless
 from benchmarks._common import (
@@ -93,7 +94,7 @@ def measure(shape: str, train: Path, folder: Path, rounds: int | None) -> dict[s
     models, failed = other_graphs(original, folder)
     served = folder / "fused.onnx"
     try:
-        fuse_lossless(open_artifact(folder / "pruned"), served, threads=1)
+        fuse_lossless(open_artifact(folder / "pruned"), served, ONE_THREAD)
     except CannotRewrite:  # it is not faster: the service runs the model as it is
         served = folder / "pruned"
     ours = {"pruned": folder / "pruned", "pruned, as served": served}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from attnserve.runtime.cpu import available_cores
+from attnserve.runtime.machine import available_cores
 from graph_passes.errors import InvalidArgument
 from service.app import create_app
 from service.engine.device import on_device

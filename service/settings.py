@@ -22,8 +22,9 @@ from pydantic import (
     ValidationError,
 )
 
+from attnserve.context import Device
 from attnserve.options import Cli, Options, option_type
-from attnserve.runtime.cpu import available_cores
+from attnserve.runtime.machine import available_cores
 
 if TYPE_CHECKING:  # `attnserve --help` needs these types
     from attnserve.runtime.cuda import Cuda
@@ -152,6 +153,8 @@ class Settings(EnvironmentOptions):
     runs and requests."""
     provider: Annotated[ServedBy, Cli(panel=RUN)] = "auto"
     """Execution provider; auto uses CUDA if a GPU is usable, else the CPU."""
+    runtime: Annotated[str, Cli(metavar="NAME", panel=RUN)] = "onnxruntime"
+    """What runs the models; other packages may add runtimes."""
     threads: Annotated[Size, Cli(metavar="N", panel=RUN)] = 0
     """Threads of one run; 0 uses the default of ONNX Runtime."""
     concurrency: Count = 1
@@ -285,6 +288,11 @@ class Settings(EnvironmentOptions):
         if limits is None:
             return self
         return self.model_copy(update=limits.model_dump(exclude_none=True))
+
+    @property
+    def device(self) -> Device:
+        """What runs the models; a provider "auto" is the CPU (``on_device`` replaces it before)."""
+        return Device("cuda" if self.provider == "cuda" else "cpu", self.threads, self.runtime)
 
     @property
     def shares_cores(self) -> bool:

@@ -26,6 +26,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
 
 Attention = Literal["eager", "sdpa"]
@@ -905,7 +906,7 @@ def run(
     source: Path | ir.Model, architecture: Architecture, lengths: Mapping[str, int]
 ) -> list[np.ndarray]:
     """Run a graph in ONNX Runtime and return all outputs."""
-    session = open_session(source, threads=1)
+    session = open_session(source, ONE_THREAD)
     made = feeds(architecture, lengths)
     values = {
         value.name: made[value.name].astype(TYPES[value.type]) for value in session.get_inputs()

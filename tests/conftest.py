@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--on-gpu"):
         return
-    from attnserve.runtime import session
+    from attnserve.runtime import onnx_runtime, session
     from attnserve.runtime.cuda import Cuda
 
     if why := session.why_no_cuda():
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     def on_gpu(ort: Any, provider: str, cuda: Cuda) -> list[Any]:
         return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]
 
-    session._providers = on_gpu  # type: ignore[assignment]
+    onnx_runtime._providers = on_gpu  # type: ignore[assignment]
 
 
 @pytest.hookimpl(tryfirst=True)

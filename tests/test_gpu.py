@@ -10,12 +10,12 @@ import onnx_ir as ir
 import pytest
 
 import attnserve
+from attnserve.context import ONE_THREAD, Device
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
 from attnserve.planning import lossless_passes
 from attnserve.runtime.cuda import Cuda
-from attnserve.runtime.io_binding import bound
 from attnserve.runtime.profile import read_runs
 from attnserve.runtime.session import open_session, why_no_cuda
 from attnserve.serving.buckets import Buckets
@@ -39,8 +39,8 @@ def encoder() -> ir.Model:
 
 def test_session_agrees_with_the_cpu(encoder: ir.Model):
     feed = example_inputs(encoder, 3, 20, padded=True)
-    (expected,) = open_session(encoder, threads=1).run(None, feed)
-    (got,) = open_session(encoder, provider="cuda").run(None, feed)
+    (expected,) = open_session(encoder, ONE_THREAD).run(None, feed)
+    (got,) = open_session(encoder, Device("cuda")).run(None, feed)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
 
 
@@ -55,9 +55,9 @@ def test_forms_in_half_precision_agree(name: str):
     original = SIZE.build(64)
     feed = example_inputs(original, 2, 32, padded=True)
     kept = feed["attention_mask"] == 1
-    expected = open_session(original, provider="cuda").run(None, feed)[0][kept]
+    expected = open_session(original, Device("cuda")).run(None, feed)[0][kept]
     new = FORMS[name](original.clone(deep_copy=True), SIZE)
-    got = open_session(new, provider="cuda").run(None, feed)[0][kept]
+    got = open_session(new, Device("cuda")).run(None, feed)[0][kept]
     cosine = (got * expected).sum(-1) / (
         np.linalg.norm(got, axis=-1) * np.linalg.norm(expected, axis=-1)
     )
@@ -72,7 +72,7 @@ def test_models_are_fused_without_loss(encoder: ir.Model, half: ir.DataType | No
         to_half(encoder, half)
     save_model(encoder, tmp_path / "model.onnx")
     report = lossless_passes.fuse_lossless(
-        open_artifact(tmp_path / "model.onnx"), tmp_path / "fused.onnx", provider="cuda"
+        open_artifact(tmp_path / "model.onnx"), tmp_path / "fused.onnx", Device("cuda")
     )
     assert (report.attention, report.gelu) == (2, 2)
     kinds = [node.op_type for node in ir.load(tmp_path / "fused.onnx").graph]
@@ -81,10 +81,10 @@ def test_models_are_fused_without_loss(encoder: ir.Model, half: ir.DataType | No
 
 def test_captured_graphs_give_the_answers_of_plain_runs(encoder: ir.Model):
     runner = GraphRunner(
-        open_session(encoder, provider="cuda", cuda=Cuda(graphs=True)), Buckets(4, longest=64)
+        open_session(encoder, Device("cuda"), cuda=Cuda(graphs=True)), Buckets(4, longest=64)
     )
     runner.allow_padding(rows=True, tokens=True)
-    plain = open_session(encoder, provider="cuda")
+    plain = open_session(encoder, Device("cuda"))
     for seed, shape in enumerate([(3, 20), (3, 20), (3, 17), (1, 8), (1, 8), (3, 24), (1, 5)] * 2):
         feed = example_inputs(encoder, *shape, seed, padded=True)
         (got,), (expected,) = runner.run(None, feed), plain.run(None, feed)
@@ -93,11 +93,11 @@ def test_captured_graphs_give_the_answers_of_plain_runs(encoder: ir.Model):
 
 
 def test_profile_has_memory_and_operators(encoder: ir.Model, tmp_path: Path):
-    session: Any = open_session(encoder, provider="cuda", profile=tmp_path / "run")
+    session: Any = open_session(encoder, Device("cuda"), profile=tmp_path / "run")
     feed = example_inputs(encoder, 2, 32)
     for _ in range(2):
         session.run(None, feed)
-    bound(session, feed)()
+    session.bind(feed)()
     runs = read_runs(Path(session.end_profiling()))
     assert all(run.peak_bytes for run in runs) and "MatMul" in runs[-1].shares
 

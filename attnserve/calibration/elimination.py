@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from attnserve.calibration.refit import context_moments
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock
 
 if TYPE_CHECKING:

@@ -16,18 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import (
-    by_head,
-    no_token,
-    not_finite,
-    observe,
-)
+from attnserve.calibration.activations import by_head
 from attnserve.calibration.layerwise import SegmentedModel
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.masks import token_mask
+from attnserve.models.masks import no_token, not_finite, token_mask
 from attnserve.models.output_kinds import counts_tokens
 from attnserve.models.rows import row_count
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.observer import observe
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import InvalidArgument, InvalidModel

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import no_token, not_finite, observe
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.masks import token_mask
-from attnserve.runtime.session import Batch
+from attnserve.models.masks import no_token, not_finite, token_mask
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.observer import observe
 from graph_passes.blocks import AttentionBlock
 from graph_passes.factorize.moments import TokenMoments
 

@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import no_token, not_finite
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.ridge import Moments, NormalEquations, ridge_towards
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import thinned
-from attnserve.models.masks import flat_mask, is_mask, token_mask
+from attnserve.models.masks import flat_mask, is_mask, no_token, not_finite, token_mask
 from attnserve.models.rows import row_count
-from attnserve.runtime.session import Batch, owned
+from attnserve.runtime.interface import Batch, owned
 from graph_passes.analysis.constants import constant_array, origin, readers
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjection

@@ -17,17 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import (
-    no_token,
-    not_finite,
-    observe,
-    probabilities_by_head,
-)
+from attnserve.calibration.activations import probabilities_by_head
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.masks import token_mask
+from attnserve.models.masks import no_token, not_finite, token_mask
 from attnserve.models.rows import row_count
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.observer import observe
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidData
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import platform
 import sys
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,14 +23,14 @@ from typing import Any, Literal, cast
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import Progress, Provider, ignore_progress
+from attnserve.context import ONE_THREAD, Device, Progress, Provider, ignore_progress
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import is_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import counted_shape
 from attnserve.options import Run, with_keywords
-from attnserve.runtime.cpu import available_cores
+from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.interleaved_timer import (
     BENCHMARK,
     Sampler,
@@ -39,19 +38,13 @@ from attnserve.runtime.interleaved_timer import (
     paired_speedup,
     sampler,
 )
-from attnserve.runtime.io_binding import bound
 from attnserve.runtime.isolation import Worker, WorkerCrashed
-from attnserve.runtime.profile import read_profile
-from attnserve.runtime.session import (
-    cpu_name,
-    gpu_name,
-    open_session,
-    require_runtime,
-)
+from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
+from attnserve.runtime.session import RUNTIMES, open_session
 from attnserve.versions import package_versions
 from graph_passes.analysis.cost import model_cost
 from graph_passes.analysis.shapes import cached_axes, named_axes
-from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+from graph_passes.errors import InvalidArgument, InvalidModel
 
 __all__ = ["BenchReport", "Decoding", "Machine", "Measurement", "bench", "describe_machine"]
 
@@ -167,13 +160,14 @@ class Measurement:
 class Machine:
     """The machine and versions of a measurement.
 
-    ``cores`` are those this process may use; ``threads`` is 0 if ONNX Runtime chose.
+    ``cores`` are those this process may use; ``threads`` is 0 if the runtime chose.
     """
 
     cpu: str
     cores: int
     gpu: str | None
     provider: Provider
+    runtime: str
     threads: int
     platform: str
     python: str
@@ -230,15 +224,13 @@ def bench(
         MissingExtra: ONNX Runtime is not installed.
     """
     _check_arguments(models, batches, sequences, rounds)
-    machine = describe_machine(run.provider, run.threads)
+    machine = describe_machine(run.device)
     shapes = list(product(batches, sequences))
     subjects = [_examine(model, shapes, run.seed) for model in models]
     results: list[Measurement] = []
     phases = 3 if any(subject.cache_bytes for subject in subjects) else 1
     with ExitStack() as stack:
-        children = [
-            stack.enter_context(_child(subject, run.provider, run.threads)) for subject in subjects
-        ]
+        children = [stack.enter_context(_child(subject, run.device)) for subject in subjects]
         for index, shape in enumerate(shapes):
 
             def report(phase: int, done: int, in_total: int, index: int = index) -> None:
@@ -272,32 +264,14 @@ def bench(
         results = [
             replace(
                 result,
-                peak_gpu_bytes=peak_of_runs(*each, provider=run.provider, threads=run.threads),
+                peak_gpu_bytes=RUNTIMES[run.device.runtime].peak_bytes(*each, run.device),
             )
             for result, each in zip(results, feeds, strict=True)
         ]
     return BenchReport(tuple(results), machine)
 
 
-def peak_of_runs(
-    model: Path, inputs: Inputs, *, provider: Provider, threads: int = 0
-) -> int | None:
-    """Peak memory of the provider's arena while these inputs run, from ONNX Runtime's profile.
-
-    A separate session is profiled, because profiling takes time. None if it is not reported.
-    """
-    with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
-        prefix = Path(folder) / "runs"
-        session: Any = open_session(model, provider=provider, threads=threads, profile=prefix)
-        for _ in range(2):  # the first allocates
-            session.run(None, dict(inputs))
-        try:
-            return read_profile(Path(session.end_profiling())).peak_bytes
-        except InvalidData:
-            return None
-
-
-def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
+def describe_machine(device: Device = ONE_THREAD) -> Machine:
     """Describe this machine and its versions.
 
     Raises:
@@ -307,12 +281,13 @@ def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
         cpu=cpu_name(),
         cores=available_cores(),
         gpu=gpu_name(),
-        provider=provider,
-        threads=threads,
+        provider=device.provider,
+        runtime=device.runtime,
+        threads=device.threads,
         platform=platform.platform(),
         python=platform.python_version(),
         numpy=np.__version__,
-        onnxruntime=require_runtime().__version__,
+        onnxruntime=RUNTIMES["onnxruntime"].version(),
         attnserve=package_versions(["attnserve"]).get("attnserve", "not installed"),
     )
 
@@ -426,13 +401,13 @@ def _check_arguments(
 class _Runner:
     """A model and its session, in a process of its own."""
 
-    def __init__(self, model: Path, provider: Provider, threads: int) -> None:
-        self.session: Any = open_session(model, provider=provider, threads=threads)
+    def __init__(self, model: Path, device: Device) -> None:
+        self.session = open_session(model, device)
 
     def feed(self, inputs: Inputs) -> None:
         """Use these inputs in the following samples."""
         with _readable():
-            self.sample_of_run = sampler(bound(self.session, inputs))
+            self.sample_of_run = sampler(self.session.bind(inputs))
 
     def sample(self, repeats: int) -> float:
         """Mean seconds per run."""
@@ -445,13 +420,11 @@ class _Runner:
 
 @contextmanager
 def _readable() -> Generator[None]:
-    """Convert errors of ONNX Runtime to one line."""
+    """Say only what the runtime says: the caller adds the model and the shape."""
     try:
         yield
-    except Exception as error:  # onnxruntime raises a class of its own for each status
-        raise InvalidArgument(
-            str(error).strip().partition("\n")[0][:300], code="benchmark.refused"
-        ) from error
+    except RunFailed as error:
+        raise InvalidArgument(error.reason, code="benchmark.refused") from error
 
 
 @dataclass(frozen=True)
@@ -488,10 +461,10 @@ class _Child:
 
 
 @contextmanager
-def _child(subject: _Subject, provider: Provider, threads: int) -> Generator[_Child]:
+def _child(subject: _Subject, device: Device) -> Generator[_Child]:
     """Open a session over a model in a new process."""
     try:
-        worker = Worker(_Runner, subject.artifact.model, provider, threads)
+        worker = Worker(_Runner, subject.artifact.model, device)
     except WorkerCrashed as error:
         raise _died(subject, error) from error
     with worker:

@@ -20,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
+from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import readers
 from graph_passes.analysis.shapes import ShapeInfo, TensorInfo, infer_shapes_small, named_axes
@@ -420,8 +421,7 @@ def _run(
 
 def onnx_runtime(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Run a model in ONNX Runtime without graph optimization."""
-    session = open_session(model, threads=1, optimize=False)
-    return [np.asarray(array) for array in session.run(None, dict(feeds))]
+    return open_session(model, ONE_THREAD, optimize=False).run(None, feeds)
 
 
 def onnx_reference(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:

@@ -25,7 +25,9 @@ from attnserve.models.rows import fixed_axes, row_count
 from attnserve.options import Run, with_keywords
 from attnserve.paths import StrPath, as_path
 from attnserve.precision.convert import is_bfloat16, on_cpu
-from attnserve.runtime.session import Batch, open_session, owned, run, weight_bytes
+from attnserve.runtime.external_data import weight_bytes
+from attnserve.runtime.interface import Batch, owned
+from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import SAMPLES
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
@@ -248,7 +250,7 @@ def random_batches(
                 )  # fmt: skip
                 for name, axis in (empty or {}).items():
                     inputs[name] = inputs[name].take(range(0), axis)
-                run(session, inputs)
+                session.run(None, inputs)
             except (InvalidArgument, InvalidData) as error:  # the model has fewer positions
                 failure = failure or error
                 break
@@ -455,11 +457,9 @@ def _outputs(
 
     def run_each(model: ir.Model, some: Sequence[Batch]) -> Iterator[list[np.ndarray]]:
         nonlocal runs
-        session = open_session(
-            model, provider=context.provider, threads=context.threads, spinning=False
-        )
+        session = open_session(model, context, spinning=False)
         for batch in some:
-            outputs = run(session, shaped_for(model, batch, empty))
+            outputs = session.run(None, shaped_for(model, batch, empty))
             runs += 1
             progress(runs, len(models) * len(batches))
             yield outputs

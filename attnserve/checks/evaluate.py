@@ -26,11 +26,12 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Run, with_keywords
 from attnserve.paths import StrPath, as_path
+from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    import onnxruntime
+    pass
 
 __all__ = [
     "TASKS",
@@ -92,7 +93,7 @@ def evaluate(
         )
     artifact = open_artifact(model)
     load_model(artifact)  # refuses unsafe files, such as external data outside the folder
-    session = open_session(artifact.model, provider=run.provider, threads=run.threads)
+    session = open_session(artifact.model, run.device)
     return score_session(
         session, artifact, task=task, data=Path(data), pooling=pooling, max_length=max_length,
         tokenizer=as_path(tokenizer), batch_size=batch_size,
@@ -101,7 +102,7 @@ def evaluate(
 
 
 def score_session(
-    session: onnxruntime.InferenceSession,
+    session: Session,
     artifact: Artifact,
     *,
     task: TaskName,

@@ -18,7 +18,7 @@ import numpy as np
 from attnserve.choices import Measure, Pooling
 from attnserve.models.embeddings import pool
 from attnserve.models.masks import flat_mask, token_mask, vector_mask
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

@@ -43,7 +43,7 @@ from attnserve.models.output_kinds import (
     vocabulary_size,
 )
 from attnserve.models.rows import row_count
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 
 __all__ = ["CHOICE", "TAIL", "Quality", "QualityMeter", "describe_rows"]

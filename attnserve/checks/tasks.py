@@ -38,10 +38,10 @@ from attnserve.models.embeddings import embed_texts, output_name, run_texts
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import filled, fixed_axes
 from attnserve.models.tokenizer import Encoding, Text, TextEncoder, load_encoder
+from attnserve.runtime.interface import RunFailed, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
 if TYPE_CHECKING:
-    import onnxruntime
     from jaxtyping import Float
 
 __all__ = ["TASKS", "OpenModel"]
@@ -57,7 +57,7 @@ QUERIES_AT_ONCE = 256
 class OpenModel:
     """An open session with its artifact and the options of ``evaluate``."""
 
-    session: onnxruntime.InferenceSession
+    session: Session
     artifact: Artifact
     pooling: Pooling
     tokenizer: Path | None
@@ -192,10 +192,10 @@ def _image_classification(run: OpenModel, data: Path) -> ClassificationScore:
         chosen = filled(chosen, size) if fixed else chosen
         feed = {name: np.concatenate([row[name] for row in chosen]) for name in wanted}
         try:
-            logits = np.asarray(run.session.run([run.output], feed)[0])
-        except Exception as error:  # onnxruntime has an exception class for each status
+            (logits,) = run.session.run([run.output], feed)
+        except RunFailed as error:
             raise InvalidData(
-                f"{data}: the model refuses a batch: {str(error)[:300]}",
+                f"{data}: the model refuses a batch: {error.reason}",
                 "write arrays of the shapes that the model takes",
                 code="evaluate.batch_refused",
             ) from error
@@ -295,10 +295,10 @@ def _perplexity(run: OpenModel, data: Path) -> PerplexityScore:
             # Logits of a whole batch may need gigabytes.
             row = {name: array[at : at + 1] for name, array in batch.items()}
             try:
-                logits = np.asarray(run.session.run([run.output], row)[0])
-            except Exception as error:  # onnxruntime has an exception class for each status
+                (logits,) = run.session.run([run.output], row)
+            except RunFailed as error:
                 raise InvalidData(
-                    f"{data}: the model refuses a row: {str(error)[:300]}",
+                    f"{data}: the model refuses a row: {error.reason}",
                     "reduce `max_length` to the number of positions of the model",
                     code="evaluate.batch_refused",
                 ) from error

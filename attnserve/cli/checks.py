@@ -42,7 +42,7 @@ ONE_THREAD = Run(threads=1)
 
 @add_command(
     app,
-    left_out=("threads", "provider"),
+    left_out=("threads", "provider", "runtime"),
     epilog="Example: attnserve inspect model.onnx --seq 512",
     rich_help_panel=opt.CHECK,
 )

@@ -22,7 +22,7 @@ app = typer.Typer(
 
 @add_command(
     app,
-    left_out=("seed",),
+    left_out=("seed", "runtime"),
     epilog="Example: attnserve deploy triton repository --model model-optimized",
 )
 def triton(
@@ -80,7 +80,7 @@ def triton(
 
 @add_command(
     app,
-    left_out=("seed", "threads"),
+    left_out=("seed", "threads", "runtime"),
     epilog="Example: attnserve deploy genai folder --model decoder-optimized",
 )
 def genai(
@@ -109,7 +109,7 @@ def genai(
     )
 
 
-SHARED = {"model", "host", "port", "threads", "provider"}
+SHARED = {"model", "host", "port", "threads", "provider", "runtime"}
 """Settings of the service that are options of its deployment on Ray too."""
 
 

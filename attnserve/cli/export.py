@@ -21,7 +21,7 @@ app = typer.Typer()
 
 @add_command(
     app,
-    left_out=("threads", "provider"),
+    left_out=("threads", "provider", "runtime"),
     epilog="Example: attnserve export sentence-transformers/all-MiniLM-L6-v2 -o minilm",
     rich_help_panel=opt.DEPLOY,
 )

@@ -14,7 +14,7 @@ import typer
 from attnserve.choices import Measure
 from attnserve.options import Cli, Options, Run, Train
 from attnserve.options.groups import OUTPUT
-from attnserve.runtime.cpu import available_cores
+from attnserve.runtime.machine import available_cores
 
 # Panels of commands in `attnserve --help`
 COMPRESS = "Compress"

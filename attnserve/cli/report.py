@@ -20,7 +20,7 @@ app = typer.Typer()
 
 @add_command(
     app,
-    left_out=("threads", "provider"),
+    left_out=("threads", "provider", "runtime"),
     epilog="Example: attnserve report minilm-optimized",
     rich_help_panel=opt.CHECK,
 )

@@ -27,7 +27,7 @@ from attnserve.models.tokenizer import (
     text_input,
 )
 from attnserve.options import Lengths, check_files
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 
 __all__ = [

@@ -13,7 +13,7 @@ import numpy as np
 from attnserve.data.datasets import Dataset
 from attnserve.models.lineage import Calibration, Rewrite, TokenIds
 from attnserve.models.masks import token_mask
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int

@@ -41,6 +41,7 @@ from attnserve.models.outputs import check_output, staged
 from attnserve.models.record import Record, write_record
 from attnserve.models.tokenizer import UNBOUNDED, lower_case
 from attnserve.paths import StrPath
+from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
 from attnserve.versions import package_versions
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel, MissingExtra
@@ -570,17 +571,17 @@ def _compare(
         )
         try:
             computed = session.run(None, feed)
-        except Exception as error:  # onnxruntime has an exception class for each status
+        except RunFailed as error:
             raise CheckFailed(
                 f"ONNX Runtime fails on the exported graph at shape"
-                f" {feed['input_ids'].shape}: {first_line(error)}",
+                f" {feed['input_ids'].shape}: {error.reason}",
                 "nothing was written: try the other `exporter` or another `opset`",
                 code="export.does_not_run",
             ) from error
         for one, other in zip(expected, computed, strict=True):
             reference = one.numpy()[real]
             with np.errstate(invalid="ignore"):
-                difference = float(np.abs(np.asarray(other)[real] - reference).max())
+                difference = float(np.abs(other[real] - reference).max())
             scale = float(np.abs(reference).max())
             if not difference <= TOLERANCE * scale:  # also true for NaN
                 raise CheckFailed(

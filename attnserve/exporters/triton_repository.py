@@ -31,6 +31,7 @@ from attnserve.models.quantized import batch_invariant
 from attnserve.models.record import write_record
 from attnserve.models.rows import fixed_axes
 from attnserve.precision.convert import is_bfloat16, on_cpu
+from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 
@@ -183,14 +184,14 @@ def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examin
         rows, tokens = fixed_rows or rows, fixed_tokens or tokens
         feeds = example_inputs(graph, rows, tokens)
         try:
-            runs.append((rows, [np.asarray(value) for value in session.run(names, feeds)]))
-        except Exception as error:  # onnxruntime has no common base class
+            runs.append((rows, session.run(names, feeds)))
+        except RunFailed as error:
             raise InvalidModel(
-                f"{artifact.model}: ONNX Runtime cannot run it: {str(error)[:300]}",
+                f"{artifact.model}: ONNX Runtime cannot run it: {error.reason}",
                 "check the file with `attnserve inspect`, or export it again",
             ) from error
         warm_up = warm_up or feeds
-    with suppress(Exception):  # the model may have fewer positions
+    with suppress(RunFailed):  # the model may have fewer positions
         length = fixed_tokens or min(WARM_UP_TOKENS, artifact.max_length or WARM_UP_TOKENS)
         feeds = example_inputs(graph, 1, length)
         session.run(names, feeds)

@@ -13,10 +13,10 @@ import numpy as np
 from attnserve.choices import Pooling
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import Encoding, TextEncoder, model_inputs
+from attnserve.runtime.interface import RunFailed, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
 if TYPE_CHECKING:
-    import onnxruntime
     from jaxtyping import Bool, Float, Int
 
 __all__ = [
@@ -43,7 +43,7 @@ def default_output(names: Sequence[str], *, scores: bool = False) -> str:
 
 
 def run_texts(
-    session: onnxruntime.InferenceSession,
+    session: Session,
     encoder: TextEncoder,
     encodings: Sequence[Encoding],
     *,
@@ -76,14 +76,13 @@ def run_texts(
                     for name, array in feed.items()}  # fmt: skip
         try:
             (value,) = session.run([output], feed)
-        except Exception as error:  # onnxruntime has an exception class for each status
+        except RunFailed as error:
             raise InvalidData(
                 f"the model refuses a batch of {mask.shape[0]} texts x {mask.shape[1]} tokens:"
-                f" {str(error)[:300]}",
+                f" {error.reason}",
                 "reduce `max_length` to the number of positions of the model, or `batch_size`",
                 code="text.batch_refused",
             ) from error
-        value = np.asarray(value)
         if missing and rows:
             value = value[: len(value) // rows * len(indices)]
         yield indices, value, mask
@@ -92,9 +91,7 @@ def run_texts(
             progress(done, len(encodings))
 
 
-def output_name(
-    session: onnxruntime.InferenceSession, name: str | None, *, scores: bool = False
-) -> str:
+def output_name(session: Session, name: str | None, *, scores: bool = False) -> str:
     """The name of an output, which must exist; for None see ``default_output``.
 
     Raises:
@@ -182,7 +179,7 @@ def shorten(
 
 
 def embed_texts(
-    session: onnxruntime.InferenceSession,
+    session: Session,
     encoder: TextEncoder,
     texts: Sequence[str],
     *,

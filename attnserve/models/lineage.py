@@ -270,6 +270,7 @@ class Asked(Recorded):
     batch: int = 1
     sequences: tuple[int, ...] = ()
     provider: str = "cpu"
+    runtime: str = "onnxruntime"
     threads: int = 0
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     recover: float | None = None

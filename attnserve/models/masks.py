@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graph_passes.errors import InvalidData
+
 if TYPE_CHECKING:
     from jaxtyping import Bool
 
@@ -15,6 +17,8 @@ __all__ = [
     "is_mask",
     "is_sequence",
     "marks_padding",
+    "no_token",
+    "not_finite",
     "padding_value",
     "read_mask",
     "text_mask",
@@ -95,3 +99,21 @@ def vector_mask(shape: Sequence[int], batch: Mapping[str, np.ndarray]) -> Bool[n
         return flat.reshape(-1) if flat is not None and is_flat else np.ones(shape[:1], bool)
     mask = token_mask(batch, shape[:2])
     return np.broadcast_to(mask.reshape(*mask.shape, *(1,) * (len(shape) - 3)), shape[:-1])
+
+
+def no_token(name: str) -> InvalidData:
+    """The error for data whose masks hide every token."""
+    return InvalidData(
+        f"{name}: the calibration data has no unmasked token",
+        "check the mask input",
+        code="calibration.no_token",
+    )
+
+
+def not_finite(name: str, what: str = "activations") -> InvalidData:
+    """The error for NaN or infinite activations."""
+    return InvalidData(
+        f"{name}: the {what} on the calibration data are not finite",
+        "check the model and the data",
+        code="calibration.not_finite",
+    )

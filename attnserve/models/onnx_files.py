@@ -10,10 +10,14 @@ import onnx_ir as ir
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_validation import external_file, external_locations, validated
-from attnserve.runtime.external_data import external_files, map_external_data
+from attnserve.runtime.external_data import (
+    PROTOBUF_LIMIT_BYTES,
+    external_files,
+    map_external_data,
+    weight_bytes,
+)
 from attnserve.runtime.onnx_reader import read_in_place
 from attnserve.runtime.onnx_writer import write_model
-from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, weight_bytes
 from graph_passes.emit.editing import capture_weights
 from graph_passes.errors import InvalidModel
 

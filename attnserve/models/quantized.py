@@ -7,7 +7,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from attnserve.runtime.cpu import has_int8_dot_product
+from attnserve.runtime.machine import has_int8_dot_product
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
 from graph_passes.analysis.quantization import is_quantized
 

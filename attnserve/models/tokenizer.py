@@ -23,6 +23,7 @@ from attnserve.choices import Padding, Side
 from attnserve.models.artifact import Artifact
 from attnserve.models.folder_settings import parse_settings
 from attnserve.models.settings_files import ModelConfig, TokenizerConfig
+from attnserve.runtime.interface import Session
 from graph_passes.errors import (
     AttnserveError,
     InvalidArgument,
@@ -31,7 +32,6 @@ from graph_passes.errors import (
 )
 
 if TYPE_CHECKING:
-    import onnxruntime
     from jaxtyping import Bool, Int
 
 __all__ = [
@@ -456,7 +456,7 @@ def lower_case(tokenizer: Tokenizer) -> None:
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
 
 
-def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, TextInput]:
+def model_inputs(session: Session) -> dict[str, TextInput]:
     """The inputs of a model that takes texts, by name.
 
     Raises:

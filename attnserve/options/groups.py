@@ -18,7 +18,7 @@ from attnserve.choices import (
     SearchMeasure,
     TaskName,
 )
-from attnserve.context import Progress, Provider, RunContext, ignore_progress
+from attnserve.context import Device, Progress, Provider, RunContext, ignore_progress
 from attnserve.options.base import Cli, Options
 from attnserve.options.fields import (
     CALIBRATION,
@@ -368,11 +368,19 @@ class Run(Options):
     """Threads of ONNX Runtime, numpy and PyTorch; 0: each of them chooses."""
     provider: Provider = "cpu"
     """Execution provider."""
+    runtime: Annotated[str, Cli(metavar="NAME")] = "onnxruntime"
+    """What runs the models; other packages may add runtimes."""
     seed: Annotated[NonNegativeInt, Cli(metavar="N")] = 0
     """Seed of random choices."""
 
+    @property
+    def device(self) -> Device:
+        return Device(self.provider, self.threads, self.runtime)
+
     def context(self, progress: Progress = ignore_progress) -> RunContext:
-        return RunContext(self.provider, self.threads, self.seed, progress)
+        return RunContext(
+            self.provider, self.threads, self.runtime, seed=self.seed, progress=progress
+        )
 
 
 class Write(Options):

@@ -17,7 +17,7 @@ from attnserve.context import RunContext
 from attnserve.planning.head_files import Masks
 from attnserve.planning.head_selection import masks_by_loss, masks_by_score
 from attnserve.planning.shared_weights import sharing_groups
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
 from graph_passes.matching.find import find_attention

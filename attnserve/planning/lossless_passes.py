@@ -16,20 +16,22 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import Provider
+from attnserve.context import CPU, Device
 from attnserve.fusion import DEFECT, FORMS, fuse, fusion_passes
 from attnserve.models.artifact import Artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import data_file, load_model, save_model
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.search.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
+from attnserve.runtime.external_data import weight_bytes
+from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.interleaved_timer import (
     InterleavedTimer,
     Speedup,
     paired_speedup,
     time_functions,
 )
-from attnserve.runtime.session import Batch, open_session, run, weight_bytes
+from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import AttnserveError, CannotRewrite
@@ -127,9 +129,7 @@ class FusionReport:
     kept: Sequence[str] = ()
 
 
-def fuse_lossless(
-    source: Artifact, path: Path, *, provider: Provider = "cpu", threads: int = 0
-) -> FusionReport:
+def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionReport:
     """Write the fused form of a model to ``path``, if it is equal and faster.
 
     For rows with at least one token that is not masked, every output must equal the original's
@@ -143,24 +143,24 @@ def fuse_lossless(
         source: The model; it is not changed.
         path: An .onnx file to write or replace; its content is undefined if an error is raised.
             Weights over 2 GB are stored beside it.
-        threads: Intra-op threads of the timed sessions.
+        device: Of the timed sessions.
 
     Raises:
         CannotRewrite: Nothing can be fused, or the result differs or is not faster.
         AttnserveError: The model cannot be read, or does not run.
     """
     model = load_model(source, in_place=True)
-    passes = fusion_passes(model, provider)
+    passes = fusion_passes(model, device.provider)
     try:
-        return _fuse_and_check(source, model, passes, path, provider, threads)
+        return _fuse_and_check(source, model, passes, path, device)
     except AttnserveError:
-        forms: list[FusedOperator] = [form for form in FORMS[provider] if form not in OPSETS]
-        older = fusion_passes(model, provider, forms)
+        forms: list[FusedOperator] = [form for form in FORMS[device.provider] if form not in OPSETS]
+        older = fusion_passes(model, device.provider, forms)
         if _operators(older) == _operators(passes):
             raise
     # Some versions of ONNX Runtime have no fast kernel for the newest operator. Not in the handler:
     # its exception keeps the sessions of the first attempt.
-    return _fuse_and_check(source, model, older, path, provider, threads)
+    return _fuse_and_check(source, model, older, path, device)
 
 
 def _operators(passes: Sequence[RewritePass]) -> dict[str, FusedOperator]:
@@ -174,8 +174,7 @@ def _fuse_and_check(
     model: ir.Model,
     passes: Sequence[RewritePass],
     path: Path,
-    provider: Provider,
-    threads: int,
+    device: Device,
 ) -> FusionReport:
     """Write the fastest fused form, and check it; see ``fuse_lossless``."""
     forms = _forms(model, passes)
@@ -186,10 +185,7 @@ def _fuse_and_check(
             fuse(new, form)
             save_model(new, file)
             del new  # only its file is used
-        sessions = [
-            open_session(file, provider=provider, threads=threads)
-            for file in (source.model, *files)
-        ]
+        sessions = [open_session(file, device) for file in (source.model, *files)]
         times: dict[str, np.ndarray] = {}
         _add_times(times, model, sessions, source.max_length)
         if _seems_slow(times):
@@ -200,7 +196,7 @@ def _fuse_and_check(
         fastest = forms[row - 1]
         plain = None
         if rounds_activations(model):
-            plain = open_session(source.model, provider=provider, threads=threads, optimize=False)
+            plain = open_session(source.model, device, optimize=False)
         min_cosine, max_error = _compare(model, (sessions[0], sessions[row]), plain)
         if fastest is not forms[0]:  # not a renamed file: it names the file of its external data
             new = model.clone()
@@ -244,7 +240,9 @@ def _forms(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[Rewr
     return forms[:MAX_FORMS]
 
 
-def _compare(model: ir.Model, pair: Sequence[Any], plain: Any | None = None) -> tuple[float, float]:
+def _compare(
+    model: ir.Model, pair: Sequence[Session], plain: Session | None = None
+) -> tuple[float, float]:
     """(least cosine, largest error) of the second session to the first.
 
     Args:
@@ -265,7 +263,7 @@ def _compare(model: ir.Model, pair: Sequence[Any], plain: Any | None = None) -> 
         accepted = _widened(accepted, model, (pair[0], plain))
     distances: list[tuple[float, float]] = []
     for feed, expected in _runnable(model, COMPARED, pair[0], padded=True):
-        for name, before, after in zip(outputs, expected, run(pair[1], feed), strict=True):
+        for name, before, after in zip(outputs, expected, pair[1].run(None, feed), strict=True):
             cosine, error = _distance(before, after)
             if not (cosine >= accepted.cosine and error <= accepted.error):  # also if NaN
                 raise CannotRewrite(
@@ -284,7 +282,7 @@ def _widened(accepted: Tolerance, model: ir.Model, pair: Sequence[Any]) -> Toler
     found = [
         _distance(before, after)
         for feed, expected in _runnable(model, COMPARED, pair[0], padded=True)
-        for before, after in zip(expected, run(pair[1], feed), strict=True)
+        for before, after in zip(expected, pair[1].run(None, feed), strict=True)
     ]
     cosine = 1 - MARGIN * (1 - min(cosine for cosine, _ in found))
     error = MARGIN * max(error for _, error in found)
@@ -328,8 +326,8 @@ def _add_times(
     seconds = TIMED_S / len(shapes) * len(sessions) / 2
     for feed, _ in _runnable(model, shapes, sessions[0]):
         for session in sessions[1:]:
-            run(session, feed)  # allocates, and picks kernels
-        functions = [partial(run, session, feed) for session in sessions]
+            session.run(None, feed)  # allocates, and picks kernels
+        functions = [partial(session.run, None, feed) for session in sessions]
         rounds = time_functions(functions, seconds, TIMER)
         before = times.get(_shape(feed), rounds[:, :0])
         times[_shape(feed)] = np.hstack([before, rounds])
@@ -400,7 +398,7 @@ def _runnable(
     for seed, (batch, sequence) in enumerate(shapes):
         try:
             feed = example_inputs(model, batch, sequence, seed, padded=padded)
-            outputs = run(session, feed)
+            outputs = session.run(None, feed)
         except AttnserveError as error:  # fixed axes, fewer positions, inputs without examples
             why = why or error.what
             continue

@@ -54,17 +54,14 @@ from attnserve.planning.apply import ApplyReport, apply_plan
 from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
 from attnserve.planning.plan import Plan, targets_of
 from attnserve.planning.plan_file import (
-    planned_lengths,
-    planned_measure,
-    planned_quality,
-    read_plan,
+    SavedPlan,
 )
 from attnserve.planning.requested_rewrites import plan_request
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
 from attnserve.planning.served_speed import ServedSpeed, ServedTimer, served_lengths
 from attnserve.precision.convert import check_cpu, convert
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 from attnserve.versions import versions
 from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes
@@ -201,15 +198,15 @@ def optimize(
             be used.
         CheckFailed: The fidelity is below ``min_cosine``, or the goal of a search is not reached.
     """
-    file = as_path(plan)
-    _check_mode(rewrites, goal, data, file)
+    _check_mode(rewrites, goal, data, as_path(plan))
+    saved = None if plan is None else SavedPlan.read(Path(plan))
     given = _read(
-        Path(model), as_path(output), goal, data, shape, run, write, plan=file, progress=progress
+        Path(model), as_path(output), goal, data, shape, run, write, plan=saved, progress=progress
     )
     if goal.is_given:
         rewritten = _searched(given, goal)
-    elif file is not None:
-        rewritten = _replayed(given, file)
+    elif saved is not None:
+        rewritten = _replayed(given, saved)
     else:
         rewritten = _requested(given, rewrites)
     converted = rewritten.converted or convert(
@@ -218,8 +215,8 @@ def optimize(
     )  # fmt: skip
     report = _compared(given, rewritten, converted)
     _require_cosine(report, write.min_cosine)
-    if file is not None:
-        _require_promise(report.fidelity, planned_quality(file))
+    if saved is not None:
+        _require_promise(report.fidelity, saved.promised)
     if not write.dry_run:
         _write(given, converted, report, external=write.external_data)
     return report
@@ -308,11 +305,11 @@ def _read(
     run: Run,
     write: Write,
     *,
-    plan: Path | None,
+    plan: SavedPlan | None,
     progress: Progress,
 ) -> _Given:
     """Read the model and the data, and check that the output can be written."""
-    measure = goal.measure if plan is None else planned_measure(plan, goal.measure)
+    measure = goal.measure if plan is None else plan.measure(goal.measure)
     artifact = open_artifact(model)
     original = load_model(artifact, in_place=True)
     force = write.force or write.dry_run
@@ -326,7 +323,7 @@ def _read(
     if options.calib:
         # A task's score alone is kept on the task's own lengths.
         joined = None if goal.measure == "score" else wished.sequence
-        joined = joined if plan is None else planned_lengths(plan)
+        joined = joined if plan is None else plan.lengths
         data = load_inputs(
             options.calib, original, artifact, weights=options.calib_weights,
             tokenizer=options.tokenizer, sequence=joined,
@@ -341,6 +338,7 @@ def _read(
         wanted = shape[1]  # that of the model
     lengths = served_lengths(wished.sequence, data)
     context = run.context(progress)
+    context = context if plan is None else plan.context(context)
     return _Given(
         artifact=artifact,
         original=original,
@@ -393,10 +391,10 @@ def _searched(given: _Given, goal: Goal) -> _Rewritten:
     )  # fmt: skip
 
 
-def _replayed(given: _Given, file: Path) -> _Rewritten:
+def _replayed(given: _Given, saved: SavedPlan) -> _Rewritten:
     assert given.data is not None
-    plan, context = read_plan(file, given.artifact, given.data, given.context)
-    return _applied(given, plan, context=context)
+    plan = saved.plan_for(given.artifact, given.data)
+    return _applied(given, plan, context=replace(given.context, threads=0))  # as the search
 
 
 def _requested(given: _Given, rewrites: Rewrites) -> _Rewritten:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,10 +27,7 @@ __all__ = [
     "Decision",
     "PlanFile",
     "Point",
-    "planned_lengths",
-    "planned_measure",
-    "planned_quality",
-    "read_plan",
+    "SavedPlan",
 ]
 
 FORMAT = 2
@@ -102,73 +99,81 @@ class PlanFile(Search):
     versions: Mapping[str, str] = {}
 
 
-def read_plan(
-    path: Path, artifact: Artifact, data: Dataset, context: RunContext
-) -> tuple[Plan, RunContext]:
-    """The plan of a file that was made for this model and data, and the context it was fitted in.
+@dataclass(frozen=True)
+class SavedPlan:
+    """A plan.json that was read."""
 
-    Raises:
-        InvalidData: The file cannot be read, or is not a plan.
-        InvalidArgument: It was made for another model or other data.
-    """
-    file = _read(path)
-    expected = {"model": fingerprint(artifact), "calibration": data.source.sha256}
-    for what, digest in expected.items():
-        source: Source | Calibration = getattr(file, what)
-        if source.sha256 != digest:
+    path: Path
+    file: PlanFile
+
+    @classmethod
+    def read(cls, path: Path) -> SavedPlan:
+        """Raises: InvalidData: The file cannot be read, or is not a plan."""
+        return cls(path, _read(path))
+
+    @property
+    def promised(self) -> float | None:
+        """The promised quality; None if its search promised a score, or found no plan."""
+        asked = self.file.asked
+        return asked.keep if self.file.gain and asked.measure != "score" else None
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """The lengths for which the search joined calibration texts; None if it did not."""
+        return self.file.calibration.joined_to
+
+    def measure(self, given: SearchMeasure) -> SearchMeasure:
+        """The measure of quality of the promise; the given one if the promise is a score.
+
+        Raises:
+            InvalidArgument: Another measure is given.
+            InvalidData: This version does not know the measure.
+        """
+        planned = _known(self.path, self.file.asked.measure, SearchMeasure)
+        if planned in ("score", given):
+            return given
+        if given != "auto":
             raise InvalidArgument(
-                f"{path}: it was made with another {what} ({source.file}, sha256 "
-                f"{(source.sha256 or 'unknown')[:12]}; this one is {digest[:12]})",
-                "give the model, and the files and weights of `calib`, that it was made with, or "
-                "make a new plan",
-                code="plan.other_input",
+                f"`measure` is {given}, and {self.path} promises {planned}",
+                "leave `measure` out; `attnserve verify` measures in other ways",
+                code="optimize.conflict",
             )
-    try:
-        plan = Plan.from_json(file.plan)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{path}: {error.what}", error.fix, code=error.code) from error
-    check_cpu(plan.precision)
-    # With the threads of the search.
-    provider = _known(path, file.asked.provider, Provider)
-    return plan, replace(context, provider=provider, seed=file.asked.seed, threads=0)
+        return planned
 
+    def context(self, context: RunContext) -> RunContext:
+        """The context on the device of the search, with its seed.
 
-def planned_quality(path: Path) -> float | None:
-    """The quality that a plan promises; None if its search promised a score, or found no plan.
+        Raises:
+            InvalidData: This version does not know the provider.
+        """
+        asked = self.file.asked
+        provider = _known(self.path, asked.provider, Provider)
+        return replace(context, provider=provider, runtime=asked.runtime, seed=asked.seed)
 
-    Raises:
-        InvalidData: The file cannot be read, or is not a plan.
-    """
-    file = _read(path)
-    return file.asked.keep if file.gain and file.asked.measure != "score" else None
+    def plan_for(self, artifact: Artifact, data: Dataset) -> Plan:
+        """The plan, which was made for this model and data.
 
-
-def planned_measure(path: Path, given: SearchMeasure) -> SearchMeasure:
-    """The measure of quality of a plan's promise; the one that is given if it promises a score.
-
-    Raises:
-        InvalidArgument: Another measure is given.
-        InvalidData: The file cannot be read, or is not a plan.
-    """
-    planned = _known(path, _read(path).asked.measure, SearchMeasure)
-    if planned in ("score", given):
-        return given
-    if given != "auto":
-        raise InvalidArgument(
-            f"`measure` is {given}, and {path} promises {planned}",
-            "leave `measure` out; `attnserve verify` measures in other ways",
-            code="optimize.conflict",
-        )
-    return planned
-
-
-def planned_lengths(path: Path) -> Lengths | None:
-    """The lengths for which the search joined calibration texts; None if it did not.
-
-    Raises:
-        InvalidData: The file cannot be read, or is not a plan.
-    """
-    return _read(path).calibration.joined_to
+        Raises:
+            InvalidArgument: It was made for another model or other data.
+        """
+        expected = {"model": fingerprint(artifact), "calibration": data.source.sha256}
+        for what, digest in expected.items():
+            source: Source | Calibration = getattr(self.file, what)
+            if source.sha256 != digest:
+                raise InvalidArgument(
+                    f"{self.path}: it was made with another {what} ({source.file}, sha256 "
+                    f"{(source.sha256 or 'unknown')[:12]}; this one is {digest[:12]})",
+                    "give the model, and the files and weights of `calib`, that it was made with, "
+                    "or make a new plan",
+                    code="plan.other_input",
+                )
+        try:
+            plan = Plan.from_json(self.file.plan)
+        except InvalidArgument as error:
+            what = f"{self.path}: {error.what}"
+            raise InvalidArgument(what, error.fix, code=error.code) from error
+        check_cpu(plan.precision)
+        return plan
 
 
 def _known(path: Path, value: str, kind: Any) -> Any:

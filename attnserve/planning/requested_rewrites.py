@@ -40,7 +40,7 @@ from attnserve.planning.search.block_loss import loss_curves
 from attnserve.planning.search.candidates import group_blocks
 from attnserve.planning.search.limits import MULTIPLE
 from attnserve.planning.shared_weights import sharing_groups
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal

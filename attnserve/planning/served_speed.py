@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.choices import Precision
-from attnserve.context import Provider, RunContext
+from attnserve.context import Device, RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.data.lengths import spread_lengths
 from attnserve.fusion import fuse_for
@@ -29,10 +29,12 @@ from attnserve.models.onnx_files import save_model
 from attnserve.options import Lengths
 from attnserve.planning.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
+from attnserve.runtime.external_data import weight_bytes
+from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import InterleavedTimer, Speedup, paired_speedup
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.part_latency import time_sessions
-from attnserve.runtime.session import Batch, open_session, run, weight_bytes
+from attnserve.runtime.session import open_session
 from graph_passes.errors import AttnserveError
 
 __all__ = [
@@ -71,7 +73,7 @@ class ServedSpeed:
             was removed or approximated.
         served: Of the model over the fused original in float32.
         by_shape: ``served`` at each shape.
-        setting: The provider and the number of threads (0: all cores).
+        device: What ran the models.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -80,7 +82,7 @@ class ServedSpeed:
     removal: Speedup | None
     served: Speedup
     by_shape: tuple[float, ...]
-    setting: tuple[Provider, int]
+    device: Device
 
     @property
     def record(self) -> Speedups:
@@ -101,8 +103,8 @@ class ServedSpeed:
         if self.removal is not None:
             parts.append(f"{self.removal.value:.2f}x by removal")
         shapes = ", ".join(f"{batch} x {length}" for batch, length in self.shapes)
-        provider, threads = self.setting
-        where = f"{provider}, {threads or 'all'} thread{'s' * (threads != 1)}"
+        threads = self.device.threads
+        where = f"{self.device.provider}, {threads or 'all'} thread{'s' * (threads != 1)}"
         return f"{', '.join(parts)} (at {shapes} tokens, {where})"
 
 
@@ -213,8 +215,8 @@ class ServedTimer:
         if found is None:
             return None
         times = {name: [each[row] for each in found[1]] for name, row in rows.items()}
-        setting = self.context.provider, self.context.threads
-        return _speed(found[0], times, plan.precision, is_lossy=is_lossy, setting=setting)
+        device = self.context.device
+        return _speed(found[0], times, plan.precision, is_lossy=is_lossy, device=device)
 
 
 def _speed(
@@ -223,7 +225,7 @@ def _speed(
     precision: Precision,
     *,
     is_lossy: bool,
-    setting: tuple[Provider, int],
+    device: Device,
 ) -> ServedSpeed:
     """The speed-ups; of two forms of one model the faster one counts, which serving runs."""
 
@@ -245,7 +247,7 @@ def _speed(
         removal=gain(changed or reference, final) if is_lossy else None,
         served=gain(reference, final),
         by_shape=tuple(paired_speedup([a], [b]).value for a, b in pairs),
-        setting=setting,
+        device=device,
     )
 
 
@@ -275,18 +277,17 @@ def time_models(
     Returns:
         None if a model takes none.
     """
-    given = context.provider, context.threads
     total = SECONDS_PER_MODEL * len(models) if seconds is None else seconds
     progress = context.stage("time what is served")
     with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
         if sum(map(weight_bytes, models)) <= MOST_BYTES:
-            timed = _Sessions(models, *given)
+            timed = _Sessions(models, context.device)
             return _time(timed.time, feeds, total, progress)
         files = [Path(folder) / str(index) / "model.onnx" for index in range(len(models))]
         for model, file in zip(models, files, strict=True):
             file.parent.mkdir()
             save_model(model, file)
-        with Worker(_Sessions, files, *given) as child:
+        with Worker(_Sessions, files, context.device) as child:
             return _time(partial(child.call, "time"), feeds, total, progress)
 
 
@@ -309,12 +310,12 @@ def _time(
 class _Sessions:
     """Sessions of several models, which are timed in turns."""
 
-    def __init__(self, models: Sequence[ir.Model | Path], provider: Provider, threads: int) -> None:
-        self.sessions = [open_session(one, provider=provider, threads=threads) for one in models]
+    def __init__(self, models: Sequence[ir.Model | Path], device: Device) -> None:
+        self.sessions = [open_session(model, device) for model in models]
 
     def time(self, feed: Batch, seconds: float) -> list[list[float]]:
         """Milliseconds of each model in each round."""
         for session in self.sessions:
-            run(session, feed)
+            session.run(None, feed)
         feeds = [feed] * len(self.sessions)
         return time_sessions(self.sessions, feeds, seconds=seconds, timer=TIMER).tolist()

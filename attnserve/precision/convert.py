@@ -39,9 +39,10 @@ from attnserve.models.quantized import FACTORS, Bits, quantized_node
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import Rounding, large_tables, quantize, roundings
 from attnserve.precision.products import Moments, Range, collect_ranges, product_of
-from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.external_data import map_external_data
-from attnserve.runtime.session import Batch, lacks_kernels, open_session, require_runtime
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.machine import has_int8_dot_product
+from attnserve.runtime.session import RUNTIMES, open_session
 from attnserve.runtime.workarounds import part_transposes
 from graph_passes.analysis.constants import (
     constant_tensor,
@@ -248,7 +249,7 @@ def _check(model: ir.Model, precision: Precision) -> None:
     """Check the CPU, the model and the installation before a conversion."""
     check_cpu(precision)
     _check_source(model, precision)
-    require_runtime()
+    RUNTIMES["onnxruntime"].version()  # is installed
 
 
 def _prepare(copy: ir.Model) -> None:
@@ -419,7 +420,7 @@ def _load(model: ir.Model) -> None:
     try:
         open_session(model)
     except InvalidModel as error:
-        if not (is_bfloat16(model) and lacks_kernels(error)):
+        if error.code != "session.bfloat16_cpu":
             raise
         open_session(on_cpu(model))
 

@@ -50,7 +50,7 @@ import onnx_ir as ir
 from attnserve.models.quantized import LARGEST_7_BIT, Bits, quantized_node
 from attnserve.precision.products import MICROSOFT, Moments, Product, Range, product_of
 from attnserve.precision.rounding import Rounder
-from attnserve.runtime.session import weight_bytes
+from attnserve.runtime.external_data import weight_bytes
 from graph_passes.analysis.constants import constant_array, constant_shape, is_constant
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite

@@ -10,8 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.data.datasets import thinned
-from attnserve.models.masks import vector_mask
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.models.masks import no_token, not_finite, vector_mask
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.observer import observe
 from graph_passes.analysis.constants import (
     constant_array,
     constant_shape,
@@ -19,8 +20,6 @@ from graph_passes.analysis.constants import (
     is_constant,
     is_dequantized,
 )
-from graph_passes.emit.editing import exposing
-from graph_passes.errors import InvalidData
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -169,9 +168,9 @@ class Moments:
         for value in chosen:
             name = value.name or ""
             if not count[value]:
-                raise _no_token(name)
+                raise no_token(name)
             if not np.isfinite(sums[value]).all():
-                raise _not_finite(name)
+                raise not_finite(name)
             squares[value] /= np.float32(count[value])
             self._known[name] = squares[value], sums[value] / count[value]
 
@@ -190,36 +189,9 @@ def _observed(
     model: ir.Model, values: Sequence[ir.Value], batches: Sequence[Batch]
 ) -> Iterator[dict[ir.Value, Float[np.ndarray, "M D"]]]:
     """The tokens of activations in each batch, without padding."""
-    inside = [value for value in values if not value.is_graph_input()]
-    session = None
-    if inside and batches:
-        with exposing(model, inside):
-            session = open_session(model, spinning=False)
-    for batch in batches:
-        arrays = {value: batch[value.name or ""] for value in values if value.is_graph_input()}
-        if session is not None:
-            arrays |= dict(zip(inside, run(session, batch), strict=True))
-        yield {
-            value: array[vector_mask(array.shape, batch)]
-            for value, array in ((v, np.atleast_2d(a)) for v, a in arrays.items())
-            if array.size
-        }
-
-
-def _no_token(name: str) -> InvalidData:
-    return InvalidData(
-        f"{name}: the calibration data has no unmasked token",
-        "check the mask input",
-        code="calibration.no_token",
-    )
-
-
-def _not_finite(name: str) -> InvalidData:
-    return InvalidData(
-        f"{name}: the activations on the calibration data are not finite",
-        "check the model and the data",
-        code="calibration.not_finite",
-    )
+    for batch, [found] in observe(model, [values], batches):
+        arrays = zip(values, map(np.atleast_2d, found), strict=True)
+        yield {v: a[vector_mask(a.shape, batch)] for v, a in arrays if a.size}
 
 
 class _Sums:
@@ -243,10 +215,10 @@ class _Sums:
 
     def range(self, name: str) -> Range:
         if not self.count:
-            raise _no_token(name)
+            raise no_token(name)
         low, high = np.asarray(self.low, float), np.asarray(self.high, float)
         if not (np.isfinite(low).all() and np.isfinite(high).all()):
-            raise _not_finite(name)
+            raise not_finite(name)
         mean, mean_square = (np.asarray(s) / self.count for s in (self.sum, self.squares))
         return Range(low, high, mean, mean_square)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from attnserve.models.masks import is_sequence, padding_value, text_mask
 from attnserve.models.rows import row_content, split_rows
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 
 __all__ = ["TOKENS", "can_be_mixed", "count_tokens", "mixed", "regroup", "row_contents"]
 

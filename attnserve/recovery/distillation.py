@@ -18,7 +18,8 @@ from attnserve.choices import Pooling
 from attnserve.context import RunContext
 from attnserve.models.masks import vector_mask
 from attnserve.models.output_kinds import is_cache_name
-from attnserve.runtime.session import Batch, open_session, owned, run
+from attnserve.runtime.interface import Batch, owned
+from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidData
 from graph_passes.matching.find import find_attention
@@ -119,13 +120,11 @@ class Teacher:
             output.name, output.type = f"{state.name}.float", ir.TensorType(ir.DataType.FLOAT)
             model.graph.append(cast)
             model.graph.outputs.append(output)
-        self._session = open_session(
-            model, provider=context.provider, threads=context.threads, spinning=False
-        )
+        self._session = open_session(model, context, spinning=False)
 
     def __call__(self, batch: Batch) -> list[np.ndarray]:
         """Raises: InvalidData: The model refuses the batch."""
-        return run(self._session, batch)
+        return self._session.run(None, batch)
 
 
 class Answers:

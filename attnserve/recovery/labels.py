@@ -38,7 +38,7 @@ from attnserve.models.embeddings import default_output
 from attnserve.models.tokenizer import Encoding, load_encoder
 from attnserve.recovery.batches import TOKENS, row_contents
 from attnserve.recovery.distillation import served_vectors
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
 __all__ = ["LabelReport", "Labels", "read_labeled"]

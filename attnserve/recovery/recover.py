@@ -66,7 +66,8 @@ from attnserve.recovery.report import RecoverReport, write_recovered
 from attnserve.recovery.training import Checkpoint, Lesson, Training, train
 from attnserve.runtime.cache import cache_folder
 from attnserve.runtime.external_data import external_files
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.session import open_session
 from attnserve.versions import versions
 from graph_passes.errors import (
     CannotRewrite,
@@ -78,7 +79,7 @@ from graph_passes.errors import (
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 
 if TYPE_CHECKING:
-    import onnxruntime
+    pass
 
 __all__ = ["Recovery", "recover"]
 
@@ -431,13 +432,11 @@ class Recovery:
             served = self._served(self.trained, few)
         except (CannotRewrite, InvalidData):  # weights or activations are not finite
             return math.inf
-        session = open_session(
-            served, provider=self.context.provider, threads=self.context.threads, spinning=False
-        )
+        session = open_session(served, self.context, spinning=False)
         meter = self.new_meter(split="choose")
         for index, batch in enumerate(self.data.choose):
             theirs = expected(index, batch)
-            ours = _by_name(served, run(session, self._feed(batch)))
+            ours = _by_name(served, session.run(None, self._feed(batch)))
             pairs = zip(self.original.graph.outputs, theirs, strict=True)
             meter.add(theirs, [ours.get(value.name or "", array) for value, array in pairs], batch)
         losses = [quality.loss for quality in meter.results()]
@@ -460,16 +459,14 @@ class Recovery:
         self,
         model: ir.Model,
         rows: Sequence[Labeled],
-        session: onnxruntime.InferenceSession | None = None,
+        session: Session | None = None,
     ) -> list[tuple[Labeled, np.ndarray]]:
         """The output of the task for batches of labeled rows."""
         assert self.labels is not None
-        session = session or open_session(
-            model, provider=self.context.provider, threads=self.context.threads, spinning=False
-        )
+        opened = session or open_session(model, self.context, spinning=False)
         place = [value.name for value in model.graph.outputs].index(self.labels.output)
         feeds = (one.batch if model is self.original else self._feed(one.batch) for one in rows)
-        return [(one, run(session, feed)[place]) for one, feed in zip(rows, feeds, strict=True)]
+        return [(one, opened.run(None, feed)[place]) for one, feed in zip(rows, feeds, strict=True)]
 
     def _prove(self, model: ir.Model) -> _Proof:
         fidelity = self._compare(model, self.data.held_out, "prove")
@@ -501,16 +498,13 @@ class Recovery:
         Raises:
             CheckFailed: They differ.
         """
-        session = open_session(
-            self.rewritten, provider=self.context.provider, threads=self.context.threads,
-            spinning=False,
-        )  # fmt: skip
+        session = open_session(self.rewritten, self.context, spinning=False)
         graph = self.rewritten.graph
         is_half = any(value.dtype in HALF for value in graph.initializers.values())
         limit = HALF_TOLERANCE if is_half else TOLERANCE
         for batch in (self.data.choose[0], self.data.choose[-1]):
             feed = self._feed(batch)
-            expected = run(session, feed)
+            expected = session.run(None, feed)
             # Convolutions in TF32, the default, would differ by more than the limit.
             with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
                 found = self.module(feed)

@@ -28,8 +28,8 @@ from attnserve.runtime.cache import (
     remove_older,
     writing_atomically,
 )
-from attnserve.runtime.cpu import has_bfloat16_product
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.machine import has_bfloat16_product
 from graph_passes.errors import CheckFailed
 
 log = logging.getLogger("attnserve")

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from attnserve.runtime.isolation import allowed_environment, run_isolated
+from attnserve.runtime.onnx_runtime import require_runtime
 from attnserve.runtime.session import why_no_cuda
 from graph_passes.errors import AttnserveError
 
-__all__ = ["why_no_gpu"]
+__all__ = ["is_built_for_gpus", "why_no_gpu"]
 
 TIMEOUT_S = 60
 """Time limit of opening a session on a GPU."""
+
+
+def is_built_for_gpus() -> bool:
+    """Whether ONNX Runtime is the build for GPUs.
+
+    Raises:
+        MissingExtra: It is not installed.
+    """
+    return "CUDAExecutionProvider" in require_runtime().get_available_providers()
 
 
 def why_no_gpu() -> str:

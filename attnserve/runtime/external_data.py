@@ -10,12 +10,17 @@ from pathlib import Path
 import onnx_ir as ir
 
 __all__ = [
+    "PROTOBUF_LIMIT_BYTES",
     "external_files",
     "external_folder",
     "map_external_data",
     "release_mapped_pages",
+    "weight_bytes",
     "without_content",
 ]
+
+PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
+"""A protobuf message is limited to 2 GiB; larger models need external data."""
 
 
 def external_files(model: ir.Model) -> tuple[Path, ...]:
@@ -126,3 +131,9 @@ def _values(attribute: ir.Attr) -> tuple[ir.TensorProtocol, ...]:
     if attribute.type == ir.AttributeType.TENSOR:
         return (attribute.as_tensor(),)
     return tuple(attribute.as_tensors()) if attribute.type == ir.AttributeType.TENSORS else ()
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Size in bytes of all initializers, on disk or in memory."""
+    values = (value for graph in model.graphs() for value in graph.initializers.values())
+    return sum(value.const_value.nbytes for value in values if value.const_value is not None)

@@ -3,59 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from attnserve.runtime.cuda import DEVICE, run_entries
-from attnserve.runtime.session import require_runtime
+from attnserve.runtime.cuda import run_entries
+from attnserve.runtime.interface import Feed
+from attnserve.runtime.onnx_runtime import OnnxSession, Place, placed, require_runtime, run_errors
 
 __all__ = [
-    "Feed",
     "InputBuffers",
-    "Place",
-    "binding_of",
-    "bound",
-    "placed",
+    "run_bound",
     "run_options",
     "shrink_arena",
 ]
-
-Feed = Mapping[str, np.ndarray]
-Place = Literal["cpu", "cuda"]
-"""The device of buffers; "cpu" is for tests without a GPU."""
-
-
-def bound(session: Any, feed: Feed) -> Callable[[], object]:
-    """A function that runs the session on ``feed``, for timing.
-
-    On CUDA, inputs and outputs stay on the device, and the function waits until the run ends.
-    """
-    if "CUDAExecutionProvider" not in session.get_providers():
-        return partial(session.run, None, dict(feed))
-    binding = binding_of(
-        session, {name: placed(array, "cuda") for name, array in feed.items()}, "cuda"
-    )
-
-    def run() -> None:
-        session.run_with_iobinding(binding)
-        binding.synchronize_outputs()
-
-    return run
-
-
-def binding_of(
-    session: Any, inputs: Mapping[str, Any], place: Place, names: Sequence[str] | None = None
-) -> Any:
-    """Bind inputs and outputs (None: all); outputs are allocated on the device ``place``."""
-    binding = session.io_binding()
-    for name, value in inputs.items():
-        binding.bind_ortvalue_input(name, value)
-    for name in names or [value.name for value in session.get_outputs()]:
-        binding.bind_output(name, place, DEVICE)
-    return binding
 
 
 class InputBuffers:
@@ -87,11 +49,6 @@ class InputBuffers:
         return buffers
 
 
-def placed(array: np.ndarray, place: Place) -> Any:
-    """Copy an array to the device."""
-    return require_runtime().OrtValue.ortvalue_from_numpy(array, place, DEVICE)
-
-
 def run_options(*, graph: int | None = None, shrink_arena: bool = False) -> Any:
     """``onnxruntime.RunOptions`` with the entries of ``run_entries``."""
     options = require_runtime().RunOptions()
@@ -100,7 +57,17 @@ def run_options(*, graph: int | None = None, shrink_arena: bool = False) -> Any:
     return options
 
 
-def shrink_arena(session: Any, feed: Feed) -> None:
+def run_bound(session: OnnxSession, binding: Any, options: Any, feed: Feed) -> None:
+    """Run a session on bound values; ``feed`` describes them in errors.
+
+    Raises:
+        RunFailed: See ``Session.run``.
+    """
+    with run_errors(feed):
+        session.native.run_with_iobinding(binding, options)
+
+
+def shrink_arena(session: OnnxSession, feed: Feed) -> None:
     """Run a small feed and free the unused memory of the GPU arena; does nothing on the CPU."""
-    if "CUDAExecutionProvider" in session.get_providers():
-        session.run(None, dict(feed), run_options(shrink_arena=True))
+    if session.is_on_cuda:
+        session.run(None, feed, run_options(shrink_arena=True))

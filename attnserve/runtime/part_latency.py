@@ -18,22 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import Provider
+from attnserve.context import CPU, Device
 from attnserve.runtime.cache import cache_folder, write_atomically
-from attnserve.runtime.cpu import available_cores
+from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.interleaved_timer import QUICK, InterleavedTimer, time_functions
-from attnserve.runtime.io_binding import bound
-from attnserve.runtime.session import (
-    Batch,
-    cpu_name,
-    gpu_name,
-    open_session,
-    require_runtime,
-    run,
-)
+from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
+from attnserve.runtime.observer import Observer, extract, reads, state_of
+from attnserve.runtime.session import RUNTIMES, open_session
 from graph_passes.analysis.constants import origin
 from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
-from graph_passes.emit.editing import exposing, remove_unused
 
 __all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "time_sessions"]
 
@@ -70,7 +63,7 @@ class Cut(NamedTuple):
 
 
 def cut_out(
-    model: ir.Model, cuts: Sequence[Cut], feeds: Sequence[Batch], *, provider: Provider = "cpu"
+    model: ir.Model, cuts: Sequence[Cut], feeds: Sequence[Batch], *, device: Device = CPU
 ) -> list[Part]:
     """Extract parts of a model, each of which computes one value from others.
 
@@ -86,14 +79,13 @@ def cut_out(
     """
     inputs = _frontiers(model, cuts, feeds[0])
     fed = list(dict.fromkeys(value for values in inputs for value in values))
-    given = [value for value in fed if value.is_graph_input()]
     made = [value for value in fed if not value.is_graph_input()]
-    with exposing(model, made):
-        session = open_session(model, provider=provider) if made else None
     seen: list[dict[ir.Value, np.ndarray]] = []
+    observer: Observer | None = None
     for feed in feeds:
-        arrays = {} if session is None else dict(zip(made, run(session, feed), strict=True))
-        seen.append({**arrays, **{value: feed[value.name or ""] for value in given}})
+        state = state_of(model.graph.inputs, feed)
+        observer = observer or Observer(model, made, state, device)
+        seen.append(state | observer(state))
     sizes = [_sizes(feed) for feed in feeds]
     return [
         _part(model, cut, values, seen, sizes) for cut, values in zip(cuts, inputs, strict=True)
@@ -107,25 +99,12 @@ def _part(
     seen: Sequence[Mapping[ir.Value, np.ndarray]],
     sizes: Sequence[tuple[int, int]],
 ) -> Part:
-    part = model.clone()
-    twins = dict(zip(_values(model), _values(part), strict=True))
-    part.graph.inputs.clear()
-    part.graph.outputs[:] = [twins[cut.output]]  # an input of the part may have been an output
-    for value in inputs:
+    part, names = extract(model, {value: seen[0][value] for value in inputs}, [cut.output])
+    for value, inner in zip(names, part.graph.inputs, strict=True):
         shapes = [arrays[value].shape for arrays in seen]
-        new = ir.Value(
-            name=_fed(value),
-            shape=ir.Shape([_dim(i, along, sizes) for i, along in _along(shapes)]),
-            type=ir.TensorType(ir.DataType.from_numpy(seen[0][value].dtype)),
-        )
-        ir.convenience.replace_all_uses_with(twins[value], new)
-        part.graph.inputs.append(new)
-    remove_unused(part)
-    return Part(part, tuple({_fed(v): arrays[v] for v in inputs} for arrays in seen))
-
-
-def _fed(value: ir.Value) -> str:
-    return f"{value.name}/fed"
+        inner.type = ir.TensorType(ir.DataType.from_numpy(seen[0][value].dtype))
+        inner.shape = ir.Shape([_dim(i, along, sizes) for i, along in _along(shapes)])
+    return Part(part, tuple({name: arrays[v] for v, name in names.items()} for arrays in seen))
 
 
 def _along(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -153,11 +132,6 @@ def _dim(axis: int, along: tuple[int, ...], sizes: Sequence[tuple[int, int]]) ->
     return "axis_" + "_".join(map(str, along))
 
 
-def _values(model: ir.Model) -> list[ir.Value]:
-    """Inputs and node outputs of the main graph, in order."""
-    return [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
-
-
 def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[ir.Value]]:
     """The inputs of each part, its sources first."""
     batch, length = _sizes(feed)
@@ -175,7 +149,7 @@ def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> s
     found = set(values)
     for node in model.graph:
         reads_shape = node.op_type in ("Shape", "Size") and not node.domain
-        if (shapes or not reads_shape) and not found.isdisjoint(_reads(node)):
+        if (shapes or not reads_shape) and not found.isdisjoint(reads(node)):
             found |= set(node.outputs)
     return found
 
@@ -196,7 +170,7 @@ def _frontier(
             if value in varying:
                 found[value] = None
             continue
-        for each in _reads(node):
+        for each in reads(node):
             if each not in seen:
                 seen.add(each)
                 waiting.append(each)
@@ -208,22 +182,6 @@ def _sizes(feed: Batch) -> tuple[int, int]:
     shapes = [array.shape for array in feed.values()]
     lengths = [shape[1] for rank in (2, 3) for shape in shapes if len(shape) == rank]
     return next((shape[0] for shape in shapes if shape), 1), next(iter(lengths), 1)
-
-
-def _reads(node: ir.Node) -> Iterator[ir.Value]:
-    """The values that a node and its subgraphs read."""
-    yield from (value for value in node.inputs if value is not None)
-    for attribute in node.attributes.values():
-        graphs: Sequence[ir.Graph] = ()
-        if attribute.type == ir.AttributeType.GRAPH:
-            graphs = (attribute.as_graph(),)
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            graphs = attribute.as_graphs()
-        for graph in graphs:
-            own = {value for inner in graph for value in inner.outputs} | set(graph.inputs)
-            own |= set(graph.initializers.values())
-            yield from (v for inner in graph for v in _reads(inner) if v not in own)
-            yield from (value for value in graph.outputs if value not in own)
 
 
 def _structure(graph: ir.Graph, number: dict[ir.Value, int]) -> Hashable:
@@ -266,7 +224,7 @@ def _in_order(graph: ir.Graph) -> list[ir.Node]:
         if node is None or node in order or node.graph is not graph:
             pending.pop()
             continue
-        makers = [origin(value).producer() for value in _reads(node)]
+        makers = [origin(value).producer() for value in reads(node)]
         missing = [m for m in makers if m is not None and m.graph is graph and m not in order]
         pending += reversed(missing)
         if not missing:
@@ -286,7 +244,7 @@ def _attribute(attribute: ir.Attr, number: dict[ir.Value, int]) -> str:
 
 
 def time_sessions(
-    sessions: Sequence[Any],
+    sessions: Sequence[Session],
     feeds: Sequence[Batch],
     *,
     seconds: float = GROUP_SECONDS,
@@ -296,7 +254,7 @@ def time_sessions(
 
     On CUDA, inputs and outputs stay on the device, as in the whole model.
     """
-    runs = [bound(session, feed) for session, feed in zip(sessions, feeds, strict=True)]
+    runs = [session.bind(feed) for session, feed in zip(sessions, feeds, strict=True)]
     return time_functions(runs, seconds, timer)
 
 
@@ -305,14 +263,13 @@ class LatencyTable:
 
     Args:
         path: The cache file; None for no file.
-        provider, threads: Session settings. Times are cached separately for each provider, number
-            of threads, ONNX Runtime version, processor, number of usable cores and GPU.
+        device: Times are cached separately for each device, version of its runtime, processor,
+            number of usable cores and GPU.
     """
 
-    def __init__(self, path: Path | None, *, provider: Provider = "cpu", threads: int = 0) -> None:
-        self.path, self.threads = path, threads
-        self.provider: Provider = provider
-        self.setting = _setting(provider, threads)
+    def __init__(self, path: Path | None, device: Device = CPU) -> None:
+        self.path, self.device = path, device
+        self.setting = _setting(device)
         self.times_ms: dict[str, float] = _read(path).get(self.setting, {})
         self.measured = 0
         """Number of entries that were measured and not found in the cache."""
@@ -350,10 +307,7 @@ class LatencyTable:
     def _time(self, parts: Mapping[str, Part], seconds: float) -> list[np.ndarray]:
         """Milliseconds by shape: (parts, rounds). The sessions are closed afterwards."""
         chosen = list(parts.values())
-        sessions = [
-            open_session(part.model, provider=self.provider, threads=self.threads)
-            for part in chosen
-        ]
+        sessions = [open_session(part.model, self.device) for part in chosen]
         return [
             time_sessions(sessions, [part.feeds[index] for part in chosen], seconds=seconds)
             for index in range(len(chosen[0].feeds))
@@ -379,13 +333,13 @@ class LatencyTable:
             write_atomically(self.path, text.encode())
 
 
-def _setting(provider: Provider, threads: int) -> str:
+def _setting(device: Device) -> str:
     """The key of everything that affects times, except the part."""
     machine = f"{cpu_name()}, {available_cores()} cores"
-    if provider == "cuda":
+    if device.provider == "cuda":
         machine += f", {gpu_name() or 'an unknown GPU'}"
-    version = require_runtime().__version__
-    return f"{machine}, {provider}, {threads} threads, onnxruntime {version}"
+    runtime = f"{device.runtime} {RUNTIMES[device.runtime].version()}"
+    return f"{machine}, {device.provider}, {device.threads} threads, {runtime}"
 
 
 def _read(path: Path | None) -> dict[str, dict[str, float]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
 
-__all__ = ["STOP", "Stop", "stoppable"]
+__all__ = ["STOP", "Stop"]
 
 
 class Stop:
@@ -31,10 +30,3 @@ class Stop:
 
 STOP: ContextVar[Stop | None] = ContextVar("stop", default=None)
 """Of the run in this thread."""
-
-
-def stoppable(options: Any) -> Any:
-    """Let ``STOP`` end the run with these ``onnxruntime.RunOptions``, which are returned."""
-    if (stop := STOP.get()) is not None:
-        stop.connect(lambda: setattr(options, "terminate", True))
-    return options

@@ -1,55 +1,34 @@
-"""Execution backends of the service.
+"""Sessions of the service: ``open_runner`` selects how a model runs.
 
-A ``Runner`` has the ``run(names, feed)`` of a session and is thread-safe. ``open_runner`` selects
-the backend. ``stop.STOP`` ends a run, except with CUDA graphs.
+``stop.STOP`` ends a run, except with CUDA graphs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, LifoQueue
-from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import Provider
+from attnserve.context import CPU, Device
 from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
-from attnserve.runtime.io_binding import Feed, InputBuffers, Place, binding_of, run_options
-from attnserve.runtime.session import open_session, require_runtime
-from attnserve.runtime.stop import stoppable
+from attnserve.runtime.interface import Feed, Session, ValueInfo
+from attnserve.runtime.io_binding import InputBuffers, run_bound, run_options
+from attnserve.runtime.onnx_runtime import OnnxSession, Place, stoppable
+from attnserve.runtime.session import open_session
 from attnserve.serving.buckets import Buckets
-from attnserve.serving.cuda_graphs import GraphRunner
+from attnserve.serving.cuda_graphs import CudaRunner, GraphRunner
 from graph_passes.errors import InvalidModel
 
-__all__ = ["ON_CPU", "Runner", "RunnerOptions", "open_runner"]
+__all__ = ["ON_CPU", "RunnerOptions", "RunnerPool", "open_runner"]
 
 log = logging.getLogger("attnserve")
-
-
-class Runner(Protocol):
-    """A model that several threads may run concurrently."""
-
-    def get_inputs(self) -> Sequence[Any]:
-        """The inputs, as in a session."""
-        ...
-
-    def get_outputs(self) -> Sequence[Any]:
-        """The outputs, as in a session."""
-        ...
-
-    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        """Run the model and return the named outputs (None: all), as a session does."""
-        ...
-
-    def allow_padding(self, *, rows: bool, tokens: bool) -> None:
-        """Declare that padding a batch with rows or tokens does not change its results."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -57,16 +36,15 @@ class RunnerOptions:
     """How a service runs a model.
 
     Attributes:
-        provider, threads, cuda, spinning: See ``open_session``; ``cuda.graphs`` follows
-            ``cuda_graphs``.
+        device: What runs it.
+        cuda, spinning: See ``SessionOptions``; ``cuda.graphs`` follows ``cuda_graphs``.
         cuda_graphs: Maximum number of shapes that are captured as CUDA graphs; 0 for none.
         concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
             time, so this many sessions are opened, each with its own weights and
             ``cuda.memory_bytes``. Other sessions run all threads.
     """
 
-    provider: Provider = "cpu"
-    threads: int = 0
+    device: Device = CPU
     cuda: Cuda = PARITY
     cuda_graphs: int = 0
     concurrency: int = 1
@@ -82,8 +60,8 @@ def open_runner(
     *,
     longest: int | None = None,
     copied: Sequence[str] = (),
-) -> Runner:
-    """Open the backend that runs a model in a service.
+) -> Session:
+    """Open the session that runs a model in a service.
 
     Args:
         source, copied: See ``open_session``.
@@ -94,11 +72,10 @@ def open_runner(
     """
     cuda = options.cuda
     open_one = partial(
-        open_session, source, provider=options.provider, threads=options.threads, copied=copied,
-        spinning=options.spinning,
-    )  # fmt: skip
-    if options.provider == "cpu":
-        return SessionRunner(open_one())
+        open_session, source, options.device, copied=tuple(copied), spinning=options.spinning
+    )
+    if options.device.provider == "cpu":
+        return open_one()
     if options.cuda_graphs:
         capturing = replace(cuda, graphs=True)
         try:
@@ -106,34 +83,21 @@ def open_runner(
         except InvalidModel as refused:
             session = open_one(cuda=cuda)  # raises again if graphs were not the reason
             log.warning("running without CUDA graphs: %s", refused.what)
-            return IoBindingRunner(session)
+            return _with_io_binding(session)
         runners = [
-            GraphRunner(one, Buckets(options.cuda_graphs, longest=longest)) for one in sessions
+            GraphRunner(one, Buckets(options.cuda_graphs, longest=longest))
+            for one in sessions
+            if isinstance(one, OnnxSession)
         ]
-        return runners[0] if len(runners) == 1 else RunnerPool(runners)
-    return IoBindingRunner(open_one(cuda=cuda))
+        return RunnerPool(runners) if len(runners) > 1 else [*runners, *sessions][0]
+    return _with_io_binding(open_one(cuda=cuda))
 
 
-class SessionRunner:
-    """Run a session directly."""
-
-    def __init__(self, session: Any) -> None:
-        self.session = session
-
-    def get_inputs(self) -> Sequence[Any]:
-        return self.session.get_inputs()
-
-    def get_outputs(self) -> Sequence[Any]:
-        return self.session.get_outputs()
-
-    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        return self.session.run(names, dict(feed), stoppable(require_runtime().RunOptions()))
-
-    def allow_padding(self, *, rows: bool, tokens: bool) -> None:
-        """Do nothing: this runner never pads."""
+def _with_io_binding(session: Session) -> Session:
+    return IoBindingRunner(session) if isinstance(session, OnnxSession) else session
 
 
-class IoBindingRunner(SessionRunner):
+class IoBindingRunner(CudaRunner):
     """Run a CUDA session with I/O binding.
 
     Inputs are copied into persistent device buffers, and outputs are copied to the host once. The
@@ -141,7 +105,7 @@ class IoBindingRunner(SessionRunner):
     allocated or an input is empty, the session copies the inputs itself.
     """
 
-    def __init__(self, session: Any, place: Place = "cuda") -> None:
+    def __init__(self, session: OnnxSession, place: Place = "cuda") -> None:
         super().__init__(session)
         self._place: Place = place
         self._policy = ArenaShrinkPolicy()
@@ -153,15 +117,15 @@ class IoBindingRunner(SessionRunner):
         shrink_arena = self._policy.after(sum(array.nbytes for array in feed.values()))
         options = stoppable(run_options(shrink_arena=shrink_arena))
         if not all(array.size for array in feed.values()):
-            return self.session.run(names, dict(feed), options)
+            return self.session.run(names, feed, options)
         buffers = self._acquire()
         try:
-            binding = binding_of(self.session, buffers.filled(feed), self._place, names)
+            binding = self.session.binding(buffers.filled(feed), self._place, names)
         except Exception as error:  # no memory, or a type without buffers
             self._warn_once(error)
-            return self.session.run(names, dict(feed), options)
+            return self.session.run(names, feed, options)
         try:
-            self.session.run_with_iobinding(binding, options)
+            run_bound(self.session, binding, options, feed)
             return [value.numpy() for value in binding.get_outputs()]
         finally:
             if shrink_arena:
@@ -189,18 +153,21 @@ class IoBindingRunner(SessionRunner):
 class RunnerPool:
     """Several sessions of one model, each with one run at a time."""
 
-    def __init__(self, runners: Sequence[Runner]) -> None:
+    def __init__(self, runners: Sequence[GraphRunner]) -> None:
         self.runners = tuple(runners)
         # Last in, first out: the runner that ran last has captured the most graphs.
-        self._free: LifoQueue[Runner] = LifoQueue()
+        self._free: LifoQueue[GraphRunner] = LifoQueue()
         for runner in reversed(self.runners):
             self._free.put(runner)
 
-    def get_inputs(self) -> Sequence[Any]:
+    def get_inputs(self) -> Sequence[ValueInfo]:
         return self.runners[0].get_inputs()
 
-    def get_outputs(self) -> Sequence[Any]:
+    def get_outputs(self) -> Sequence[ValueInfo]:
         return self.runners[0].get_outputs()
+
+    def bind(self, feed: Feed) -> Callable[[], object]:
+        return self.runners[0].bind(feed)
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         with self._acquire() as runner:
@@ -211,7 +178,7 @@ class RunnerPool:
             runner.allow_padding(rows=rows, tokens=tokens)
 
     @contextmanager
-    def _acquire(self) -> Generator[Runner]:
+    def _acquire(self) -> Generator[GraphRunner]:
         runner = self._free.get()
         try:
             yield runner

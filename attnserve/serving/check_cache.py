@@ -23,8 +23,8 @@ import orjson
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_files import data_file
 from attnserve.runtime.cache import cache_folder, private_folder, read_private, write_atomically
-from attnserve.runtime.cpu import available_cores, cpu_flags
 from attnserve.runtime.locks import open_folder, try_lock
+from attnserve.runtime.machine import available_cores, cpu_flags
 from graph_passes.errors import InvalidModel
 
 __all__ = ["CheckCache"]

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from attnserve.choices import Measure
-from attnserve.context import Provider
+from attnserve.context import Device
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_files
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
@@ -98,7 +98,7 @@ class ComparisonProcess:
 
     Args:
         original: An .onnx file or an artifact folder.
-        provider: The execution provider of the original.
+        device: What runs the original.
         served: Returns the models that are served now.
         on_refusal: Called with the reason if a served model cannot be compared.
         timeout_s: Time limit of loading the original and running it once.
@@ -107,13 +107,13 @@ class ComparisonProcess:
     def __init__(
         self,
         original: Path,
-        provider: Provider,
+        device: Device,
         served: Callable[[], Sequence[ServedModel]],
         on_refusal: Callable[[AttnserveError], object],
         *,
         timeout_s: float,
     ) -> None:
-        self._original, self._provider = original, provider
+        self._original, self._device = original, device
         self._served, self._on_refusal, self._timeout_s = served, on_refusal, timeout_s
         self._child: Worker | None = None
         self._restart_at = 0.0
@@ -131,7 +131,7 @@ class ComparisonProcess:
         self._is_compared.clear()
         try:
             self._child = Worker(
-                LiveComparison, artifact, self._provider, timeout_s=self._timeout_s,
+                LiveComparison, artifact, self._device, timeout_s=self._timeout_s,
                 environment=allowed_environment(), prepare=lower_priority, silent=True,
             )  # fmt: skip
         except WorkerCrashed as error:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from attnserve.runtime.io_binding import Feed, Place, binding_of, placed, run_options
+from attnserve.runtime.interface import Feed, Session, ValueInfo
+from attnserve.runtime.io_binding import run_bound, run_options
+from attnserve.runtime.onnx_runtime import OnnxSession, Place, placed
 from attnserve.serving.buckets import Bucket, Buckets
 
 __all__ = ["GraphRunner", "Layout"]
@@ -33,7 +35,7 @@ class Layout:
     outputs: Mapping[str, Axes]
 
     @classmethod
-    def of(cls, session: Any) -> Layout | None:
+    def of(cls, session: Session) -> Layout | None:
         """The layout of a session's model; None if its inputs have other dynamic axes."""
         inputs = {value.name: tuple(value.shape) for value in session.get_inputs()}
         outputs = {value.name: tuple(value.shape) for value in session.get_outputs()}
@@ -43,7 +45,7 @@ class Layout:
         if len(rows) != 1 or len(tokens) > 1 or not all(type(axis) is int for axis in rest):
             return None
         first, second = rows.pop(), tokens.pop() if tokens else ""
-        if first is None or second is None or first == second:  # an axis without a name
+        if first is None or not isinstance(second, str) or first == second:  # without a name
             return None
         return cls(first, second, inputs, outputs)
 
@@ -82,7 +84,23 @@ class Layout:
         )
 
 
-class GraphRunner:
+class CudaRunner:
+    """A session on CUDA whose runs are prepared by a subclass."""
+
+    def __init__(self, session: OnnxSession) -> None:
+        self.session = session
+
+    def get_inputs(self) -> Sequence[ValueInfo]:
+        return self.session.get_inputs()
+
+    def get_outputs(self) -> Sequence[ValueInfo]:
+        return self.session.get_outputs()
+
+    def bind(self, feed: Feed) -> Callable[[], object]:
+        return self.session.bind(feed)
+
+
+class GraphRunner(CudaRunner):
     """Run a session and capture frequent shapes as CUDA graphs.
 
     A run is padded to its bucket, copied into the input buffers of the graph and replayed; padding
@@ -96,8 +114,9 @@ class GraphRunner:
         place: Device of the buffers.
     """
 
-    def __init__(self, session: Any, buckets: Buckets, *, place: Place = "cuda") -> None:
-        self.session, self.buckets = session, buckets
+    def __init__(self, session: OnnxSession, buckets: Buckets, *, place: Place = "cuda") -> None:
+        super().__init__(session)
+        self.buckets = buckets
         self._layout = Layout.of(session)
         self._place: Place = place
         self._names = [value.name for value in session.get_outputs()]
@@ -106,13 +125,8 @@ class GraphRunner:
         # A CUDA graph can be replayed only by the thread that captured it.
         self._thread = ThreadPoolExecutor(1, "cuda-graphs")
 
-    def get_inputs(self) -> Sequence[Any]:
-        return self.session.get_inputs()
-
-    def get_outputs(self) -> Sequence[Any]:
-        return self.session.get_outputs()
-
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
+        """Declare that padding a batch with rows or tokens does not change its results."""
         if self._layout is None:
             return
         self._may_capture, can_slice = True, self._layout.can_slice
@@ -129,7 +143,7 @@ class GraphRunner:
             bucket = self.buckets.choose(*shape, more_rows=self._rows, longer=self._tokens)
             if bucket is not None and (buffers := self._buffers_of(layout, bucket, feed)):
                 return buffers.run(names, feed, shape)
-        return self.session.run(names, dict(feed), run_options())
+        return self.session.run(names, feed, run_options())
 
     def _buffers_of(self, layout: Layout, bucket: Bucket, feed: Feed) -> _Buffers | None:
         """The buffers of a bucket; None if the model cannot run its shape."""
@@ -148,7 +162,7 @@ class _Buffers:
     """The input and output buffers of the captured graph of one bucket."""
 
     def __init__(
-        self, session: Any, layout: Layout, bucket: Bucket, feed: Feed, place: Place
+        self, session: OnnxSession, layout: Layout, bucket: Bucket, feed: Feed, place: Place
     ) -> None:
         self._session, self._layout = session, layout
         self._copies = place == "cuda"
@@ -159,10 +173,10 @@ class _Buffers:
             self._host[name] = np.zeros((rows, *rest), array.dtype)
         self._fill(feed)
         self._inputs = {name: placed(array, place) for name, array in self._host.items()}
-        first = binding_of(session, self._inputs, place)
-        session.run_with_iobinding(first, run_options())  # allocates the outputs, without capture
+        first = session.binding(self._inputs, place)
+        run_bound(session, first, run_options(), feed)  # allocates the outputs, without capture
         self._outputs = dict(zip(layout.outputs, first.get_outputs(), strict=True))
-        self._binding = session.io_binding()
+        self._binding = session.native.io_binding()
         for name, value in self._inputs.items():
             self._binding.bind_ortvalue_input(name, value)
         for name, value in self._outputs.items():
@@ -173,7 +187,7 @@ class _Buffers:
         self._fill(feed)
         for name, value in self._inputs.items():
             value.update_inplace(self._host[name])
-        self._session.run_with_iobinding(self._binding, self.options)
+        run_bound(self._session, self._binding, self.options, feed)
         found = [self._outputs[name].numpy()[self._layout.cut(name, shape)] for name in names]
         # numpy() copies from the device. On the CPU it is a view, which the next run overwrites.
         return found if self._copies else [array.copy() for array in found]

@@ -22,7 +22,7 @@ from attnserve.models.example_inputs import example_inputs, id_bound
 from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.quantized import batch_invariant, int8_warning
 from attnserve.models.rows import fixed_axes
-from attnserve.runtime.session import weight_bytes
+from attnserve.runtime.external_data import weight_bytes
 from graph_passes.analysis.cost import Cost, Polynomial, model_cost
 from graph_passes.errors import AttnserveError
 

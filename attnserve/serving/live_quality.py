@@ -16,18 +16,18 @@ correlations of similarities.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast, get_args
 
 import numpy as np
 
 from attnserve.checks.measures import MIN_ROWS, interval, lower_bound, new_meter
 from attnserve.choices import Measure, Pooling
-from attnserve.context import Provider
+from attnserve.context import Device
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.lineage import Asked, Rewrite
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.loaded_model import Model, TextTask, logits_of
 from graph_passes.errors import InvalidModel
@@ -205,8 +205,8 @@ class LiveComparison:
     Results are JSON values: it can be the object of an ``isolation.Worker``.
     """
 
-    def __init__(self, artifact: Artifact, provider: Provider) -> None:
-        self._model = Model(artifact, RunnerOptions(provider, threads=1))
+    def __init__(self, artifact: Artifact, device: Device) -> None:
+        self._model = Model(artifact, RunnerOptions(replace(device, threads=1)))
         self._model.warm_up()
         self._watched: dict[str, tuple[LiveQuality, str, Artifact]] = {}
 

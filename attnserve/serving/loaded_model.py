@@ -7,7 +7,6 @@ failure of its session is a ``ModelFailed``.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +22,10 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
+from attnserve.runtime.interface import RunFailed, Session, ValueInfo
 from attnserve.runtime.memory import return_freed_memory
-from attnserve.runtime.session import describe_error
-from attnserve.serving.backends import ON_CPU, RunnerOptions, open_runner
+from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_runner
+from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
@@ -128,7 +128,7 @@ class Model:
         self.artifact = artifact
         self.operators = operators
         self.name = name or artifact.name
-        self.provider: Provider = options.provider
+        self.provider: Provider = options.device.provider
         facts = facts or GraphFacts.read(artifact)
         self.cost = cost = facts.cost
 
@@ -139,8 +139,7 @@ class Model:
         self._cost_at = cost_at
         self._id_bounds, self._examples = facts.id_bounds, facts.examples
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
-        self._captures = options.cuda_graphs > 0
-        self._session: Any = open_runner(
+        self._session: Session = open_runner(
             graph or artifact.model,
             options,
             longest=artifact.max_length,
@@ -272,8 +271,8 @@ class Model:
         """
         names = list(outputs) or [output.name for output in self.outputs]
         try:
-            results = self._session.run(names, dict(inputs))
-        except Exception as error:  # onnxruntime has no common base class
+            results = self._session.run(names, inputs)
+        except RunFailed as error:
             raise _run_failed(error, inputs) from error
         return dict(zip(names, results, strict=True))
 
@@ -510,7 +509,7 @@ class Model:
                 self.rows_are_independent = all(
                     self._is_independent(inputs, together, index) for index in range(WARM_UP_ROWS)
                 )
-            if self._captures:
+            if isinstance(self._session, GraphRunner | RunnerPool):
                 self._session.allow_padding(
                     rows=self.batch_invariant and self.rows_are_independent,
                     tokens=self.batch_invariant and self._ignores_padding(inputs),
@@ -523,7 +522,7 @@ class Model:
 
     def close(self) -> None:
         """Free the session and return its memory to the system; the model cannot run afterwards."""
-        self._session = _Closed()
+        self._session = CLOSED
         return_freed_memory()
 
     def _is_independent(
@@ -602,6 +601,9 @@ class _Closed:
         raise ModelFailed("the model is unloaded", "load it again")
 
 
+CLOSED: Any = _Closed()
+
+
 def _starts_with(longer: np.ndarray, array: np.ndarray) -> bool:
     """Whether ``array`` is the beginning of ``longer`` along every axis."""
     start = longer[tuple(map(slice, array.shape))] if longer.ndim == array.ndim else longer
@@ -650,7 +652,7 @@ def logits_of(scores: np.ndarray, activation: Activation | None) -> np.ndarray:
     return logits
 
 
-def _tensor(value: Any) -> Tensor:
+def _tensor(value: ValueInfo) -> Tensor:
     if value.type not in DTYPES:
         raise InvalidModel(
             f"{value.name!r} is a {value.type}: expected a tensor of numbers or booleans",
@@ -659,25 +661,17 @@ def _tensor(value: Any) -> Tensor:
     return Tensor(value.name, DTYPES[value.type], tuple(value.shape))
 
 
-def _run_failed(error: Exception, inputs: Mapping[str, np.ndarray]) -> Exception:
-    """The cause of a failed run: no memory, a broken device, or unsupported inputs.
-
-    Types, ranks and names are checked before, and a graph that loads is well formed. The remaining
-    failures on the CPU are sizes and values of inputs, most often a sequence that is longer than
-    the model's positions.
-    """
-    if isinstance(error, ModelFailed):
-        return error
-    text = str(error)
-    if isinstance(error, MemoryError) or re.search(r"allocat|out of memory", text, re.IGNORECASE):
+def _run_failed(error: RunFailed, inputs: Mapping[str, np.ndarray]) -> Exception:
+    """The error of a request whose run failed."""
+    if error.kind == "memory":
         return OutOfMemory(
             "out of memory for this request", "send fewer or shorter texts at a time"
         )
-    kind = type(error).__name__
-    if kind in ("EPFail", "EngineError") or "CUDA failure" in text:
+    if error.kind == "device":
+        kind = type(error.__cause__).__name__
         return ModelFailed(f"the model's session failed: {kind}", "try again")
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
     return InvalidData(
-        f"the model cannot run {shapes}: {describe_error(error)}",
+        f"the model cannot run {shapes}: {error.reason}",
         "is the sequence longer than the model's positions?",
     )

@@ -29,7 +29,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from attnserve.context import Provider
+from attnserve.context import Device
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_validation import external_file
@@ -40,8 +40,8 @@ from attnserve.runtime.isolation import (
     limit_process,
     run_isolated,
 )
+from attnserve.runtime.machine import gpu_name
 from attnserve.runtime.memory_use import available_bytes, peak_bytes
-from attnserve.runtime.session import gpu_name
 from attnserve.runtime.temporary import temporary_folder
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.check_cache import CheckCache
@@ -143,7 +143,7 @@ class IsolationChecker:
     """Checks models in a child process, each content once.
 
     Args:
-        provider, threads: Settings of later runs of the model.
+        device: What runs the model later.
         timeout_s: Time limit of loading the model and running it once.
         rewrite: Whether to try operator fusion.
         folder: Folder for results and fused models, created if missing. None creates a temporary
@@ -154,14 +154,13 @@ class IsolationChecker:
     def __init__(
         self,
         *,
-        provider: Provider,
-        threads: int,
+        device: Device,
         timeout_s: float,
         rewrite: bool = False,
         folder: Path | None = None,
         cached: bool = False,
     ) -> None:
-        self._provider, self._threads, self._timeout_s = provider, threads, timeout_s
+        self._device, self._timeout_s = device, timeout_s
         self._rewrite, self._folder, self._is_cached = rewrite, folder, cached
         self._children: set[subprocess.Popen[bytes]] = set()
         self._fusions: dict[str, Future[CheckResult]] = {}  # that run, by identity
@@ -170,10 +169,9 @@ class IsolationChecker:
     @cached_property
     def _cache(self) -> CheckCache:
         settings: dict[str, Any] = {
-            "provider": self._provider,
-            "threads": self._threads,
+            **asdict(self._device),
             "rewrite": self._rewrite,
-            "gpu": gpu_name() if self._provider == "cuda" else None,
+            "gpu": gpu_name() if self._device.provider == "cuda" else None,
         }
         if self._is_cached and (cache := CheckCache(**settings)).folder is not None:
             return cache
@@ -238,7 +236,7 @@ class IsolationChecker:
         name, deadline = artifact.model, monotonic() + self._timeout_s
         try:
             with Worker(
-                _Child, artifact, self._provider, self._threads,
+                _Child, artifact, self._device,
                 timeout_s=self._timeout_s,
                 environment=allowed_environment(),
                 prepare=partial(limit_process, *self._limits(artifact, self._timeout_s)),
@@ -290,7 +288,7 @@ class IsolationChecker:
         """
         cores = os.cpu_count() or 1
         memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * _size(artifact)
-        return (0 if self._provider == "cuda" else memory), math.ceil(timeout_s) * cores
+        return (0 if self._device.provider == "cuda" else memory), math.ceil(timeout_s) * cores
 
     # -- fusion -----------------------------------------------------------------------------------
 
@@ -349,7 +347,7 @@ class IsolationChecker:
             is_final = True
             try:
                 operators = run_isolated(
-                    _fuse_in_child, artifact, new, self._provider, self._threads,
+                    _fuse_in_child, artifact, new, self._device,
                     timeout_s=timeout_s,
                     environment=allowed_environment(),
                     prepare=partial(limit_process, *self._limits(artifact, timeout_s), nice=NICE),
@@ -417,19 +415,17 @@ def _result(
 class _Child:
     """A model that is loaded and run once (in the child)."""
 
-    def __init__(self, artifact: Artifact, provider: Provider, threads: int) -> None:
-        self._artifact, self._threads = artifact, threads
-        self._provider: Provider = provider
+    def __init__(self, artifact: Artifact, device: Device) -> None:
+        self._artifact, self._device = artifact, device
         self._facts = GraphFacts.read(artifact)
 
     def facts(self) -> dict[str, Any]:
         return self._facts.to_json()
 
     def run(self) -> None:
-        options = RunnerOptions(self._provider, self._threads)
-        model = Model(self._artifact, options, facts=self._facts)
+        model = Model(self._artifact, RunnerOptions(self._device), facts=self._facts)
         model.warm_up()
-        if self._provider == "cpu":
+        if self._device.provider == "cpu":
             self._check_memory()
         model.close()
 
@@ -447,14 +443,12 @@ class _Child:
             )
 
 
-def _fuse_in_child(
-    artifact: Artifact, new: Path, provider: Provider, threads: int
-) -> dict[str, Any]:
+def _fuse_in_child(artifact: Artifact, new: Path, device: Device) -> dict[str, Any]:
     """Write the model with fused operators, and report on it; "running" are its costs."""
     # Imported here: only this process needs the modules that rewrite graphs.
     from attnserve.planning.lossless_passes import fuse_lossless
 
-    found = fuse_lossless(artifact, new, provider=provider, threads=threads)
+    found = fuse_lossless(artifact, new, device)
     running = GraphFacts.read(replace(artifact, model=new)).cost_json()
     return {"rewritten": True, **asdict(found), "running": running}
 

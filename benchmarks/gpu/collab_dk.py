@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 import attnserve
-from attnserve.context import Provider
+from attnserve.context import Device, Provider
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning.apply import count_macs
@@ -120,7 +120,7 @@ def _add_served(
 def served_form(source: Path, target: Path, provider: Provider = "cpu") -> Path:
     """The file that the service runs: the fused form if it is faster, else the model as it is."""
     try:
-        fuse_lossless(open_artifact(source), target, provider=provider)
+        fuse_lossless(open_artifact(source), target, Device(provider))
     except CannotRewrite:
         return source
     return target

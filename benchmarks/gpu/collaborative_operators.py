@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import Provider
+from attnserve.context import Device, Provider
 from attnserve.runtime.interleaved_timer import time_functions
-from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import open_session
 
 HEADS, SIZE = 12, 64
@@ -93,10 +92,10 @@ def expressions(
     rows: list[dict[str, Any]] = []
     for rank in ranks:
         sessions: dict[str, Any] = {
-            name: open_session(graph(name, rank), provider=provider) for name in EXPRESSIONS
+            name: open_session(graph(name, rank), Device(provider)) for name in EXPRESSIONS
         }
         for batch, tokens in shapes:
-            runs = [bound(s, feeds(name, batch, tokens, rank)) for name, s in sessions.items()]
+            runs = [s.bind(feeds(name, batch, tokens, rank)) for name, s in sessions.items()]
             times = time_functions(runs, seconds / len(ranks) / len(shapes))
             rows.append(
                 {"batch": batch, "sequence": tokens, "R": rank}

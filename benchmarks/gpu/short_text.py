@@ -19,10 +19,9 @@ from typing import IO, Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import Provider
+from attnserve.context import Device, Provider
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.interleaved_timer import time_functions
-from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import open_session
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import GraphRunner
@@ -37,16 +36,16 @@ START_S = 60
 def captured(form: Form, shape: Shape, provider: Provider, seconds: float) -> dict[str, Any]:
     """Measure a run with and without a CUDA graph, including copies from and to the host."""
     feed = example_inputs(ir.load(form.path), *shape)
-    plain: Any = open_session(form.path, provider=provider, cuda=SPEED)
+    plain: Any = open_session(form.path, Device(provider), cuda=SPEED)
     graphs = replace(SPEED, graphs=provider == "cuda")
-    session: Any = open_session(form.path, provider=provider, cuda=graphs)
+    session: Any = open_session(form.path, Device(provider), cuda=graphs)
     runner = GraphRunner(session, Buckets(GRAPHS), place=provider)
     runner.allow_padding(rows=True, tokens=True)
     answers = [runner.run(None, feed)[0] for _ in range(3)]  # the second run captures
     error = np.abs(answers[-1] - plain.run(None, dict(feed))[0]).max()
     runs: dict[str, Callable[[], object]] = {
         "run": lambda: plain.run(None, dict(feed)),
-        "on_device": bound(plain, feed),
+        "on_device": plain.bind(feed),
         "captured": lambda: runner.run(None, feed),
     }
     times = time_functions(list(runs.values()), seconds)

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from attnserve.context import Device
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import pool
 from attnserve.models.tokenizer import load_tokenizer, model_inputs
@@ -33,7 +34,7 @@ def main() -> None:
     assert artifact.tokenizer is not None
     encoder = load_tokenizer(artifact.tokenizer, max_length=artifact.max_length)
     graph = Path(sys.argv[3]) if len(sys.argv) > 3 else artifact.model
-    session = open_session(graph, threads=int(sys.argv[2]))
+    session = open_session(graph, Device(threads=int(sys.argv[2])))
     inputs, output = model_inputs(session), session.get_outputs()[0].name
 
     def vectors(feed: dict[str, np.ndarray], hidden: Any) -> np.ndarray:

@@ -12,11 +12,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from attnserve.context import Device
 from attnserve.models.artifact import open_artifact
 from attnserve.planning.lossless_passes import fuse_lossless
 
 if __name__ == "__main__":
     report = fuse_lossless(
-        open_artifact(Path(sys.argv[1])), Path(sys.argv[3]), threads=int(sys.argv[2])
+        open_artifact(Path(sys.argv[1])), Path(sys.argv[3]), Device(threads=int(sys.argv[2]))
     )
     print(json.dumps(asdict(report)))

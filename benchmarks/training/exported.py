@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnserve.runtime.session import open_session, run
+from attnserve.context import ONE_THREAD
+from attnserve.runtime.session import open_session
 from benchmarks.training.data import Corpus, Pair, read_corpus, tensors
 from benchmarks.training.loop import Training, translations
 from benchmarks.training.model import greedy
@@ -52,10 +53,10 @@ def write_rows(pairs: Sequence[Pair], folder: Path) -> Path:
 
 def score(model: Path, corpus: Corpus, longest: int) -> float:
     """BLEU on the test pairs of a graph with the inputs and outputs of ``export``."""
-    session = open_session(model, threads=1)
+    session = open_session(model, ONE_THREAD)
 
     def logits(target: Tensor, source: Tensor) -> Tensor:
-        (found,) = run(session, {"source": source.numpy(), "target": target.numpy()})
+        (found,) = session.run(None, {"source": source.numpy(), "target": target.numpy()})
         return torch.from_numpy(found[:, -1])
 
     def translate(source: Tensor) -> list[list[int]]:

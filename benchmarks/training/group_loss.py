@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from attnserve.checks.benchmark import describe_machine
+from attnserve.context import Device
 from benchmarks import _common
 from benchmarks.training.data import CACHE, read_corpus
 from benchmarks.training.loop import Training
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f" --data {options.data.name} --threads {threads}",
                 "rows": rows,
                 "settings": settings.to_json(),
-                "machine": asdict(describe_machine(threads=threads)),
+                "machine": asdict(describe_machine(Device(threads=threads))),
                 "cpu_flags": _common.own_flags(),
             },
         )

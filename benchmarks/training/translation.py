@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from attnserve.checks.benchmark import describe_machine
+from attnserve.context import Device
 from benchmarks import _common
 from benchmarks.training.data import CACHE, Corpus, read_corpus
 from benchmarks.training.loop import Training
@@ -131,7 +132,7 @@ def machine(training: Training) -> dict[str, Any]:
     threads = torch.get_num_threads()
     load, share = os.getloadavg()[0], training.cpu_seconds / (training.seconds * threads)
     return {
-        **asdict(describe_machine(threads=threads)),
+        **asdict(describe_machine(Device(threads=threads))),
         "torch": version("torch"),
         "load_1min": load,
         "cpu_share": share,

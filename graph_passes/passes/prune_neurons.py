@@ -189,7 +189,8 @@ def _cut(cuts: _Cuts, makers: Mapping[_Place, Inserter]) -> None:
             array = _taken(tensor.numpy(), axes)
             root.const_value = ir.Tensor(array, dtype=tensor.dtype, name=root.name)
             for alias in _aliases(root):
-                alias.shape = ir.Shape(array.shape)
+                if alias.type is not None:
+                    alias.shape = ir.Shape(array.shape)
             cut.add(root)
             continue
         key = (node.graph, value, _key(axes))

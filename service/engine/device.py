@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from attnserve.runtime.device import why_no_gpu
-from attnserve.runtime.session import require_runtime
+from attnserve.runtime.device import is_built_for_gpus, why_no_gpu
 from service.settings import Settings
 
 log = logging.getLogger("attnserve")
@@ -22,7 +21,7 @@ def on_device(settings: Settings) -> Settings:
     """
     if settings.provider != "auto":
         return settings
-    built = "CUDAExecutionProvider" in require_runtime().get_available_providers()
+    built = is_built_for_gpus()
     why = why_no_gpu() if built else "this ONNX Runtime is the build for CPUs"
     if why and (built or "provider" in settings.model_fields_set):
         log.warning("no GPU is used, models are served on the CPU: %s", why)

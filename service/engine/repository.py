@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from attnserve.context import Provider
 from attnserve.models.artifact import open_artifact
 from attnserve.models.model_folder import Place, find_models
 from attnserve.serving.backends import RunnerOptions
@@ -82,11 +81,9 @@ class Repository:
         rows = folder and folder / "shadow"
         self.shadow = Shadow(settings, self.metrics, self.engines, folder=rows, worker=worker)
         self.draining = False
-        self._provider: Provider = "cuda" if settings.provider == "cuda" else "cpu"
         self._new_checker = partial(
             IsolationChecker,
-            provider=self._provider,
-            threads=settings.threads,
+            device=settings.device,
             timeout_s=settings.probe_timeout_s,
             rewrite=settings.rewrite,
             folder=folder and folder / "checks",
@@ -466,8 +463,7 @@ class Repository:
         """
         settings = self.settings.for_model(name)
         options = RunnerOptions(
-            self._provider,
-            threads=settings.threads,
+            settings.device,
             cuda=settings.cuda,
             cuda_graphs=settings.cuda_graphs,
             concurrency=settings.concurrency,

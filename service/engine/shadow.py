@@ -93,7 +93,7 @@ class Shadow:
         if settings.shadow is not None and self._is_first:
             self._original = ComparisonProcess(
                 settings.shadow,
-                "cuda" if settings.provider == "cuda" else "cpu",
+                settings.device,
                 engines,
                 _warn,
                 timeout_s=settings.probe_timeout_s,

@@ -17,6 +17,7 @@ from onnx import external_data_helper, numpy_helper, parser
 import attnserve
 from attnserve.checks.compare import verify
 from attnserve.cli.app import main
+from attnserve.context import ONE_THREAD
 from attnserve.exporters.triton_repository import write_repository
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
@@ -185,7 +186,7 @@ def test_deploy_triton_copies_external_data(name: str, torch_files: Path, tmp_pa
 @pytest.mark.usefixtures("any_speed")
 @pytest.mark.parametrize("name", SOURCES)
 def test_fuse_lossless_reads_external_data(name: str, torch_files: Path, tmp_path: Path):
-    fuse_lossless(open_artifact(torch_files / name), tmp_path / "model.onnx", threads=1)
+    fuse_lossless(open_artifact(torch_files / name), tmp_path / "model.onnx", ONE_THREAD)
     assert not external_files(load_model(tmp_path / "model.onnx"))
     assert verify(torch_files / name, tmp_path / "model.onnx", threads=1).mean_cosine > 0.9999
 

@@ -28,6 +28,7 @@ import pytest
 
 from attnserve.checks.certify import SHAPES, read_attention
 from attnserve.checks.inspect import inspect
+from attnserve.context import ONE_THREAD
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array
@@ -98,7 +99,7 @@ def captured(
     """Run the whole model and return these values for each feed."""
     computed = [value for value in dict.fromkeys(values) if value.producer() is not None]
     with exposing(model, computed):
-        session = open_session(model, threads=1, optimize=False)
+        session = open_session(model, ONE_THREAD, optimize=False)
     runs = []
     for arrays in feeds:
         feed = {i.name: arrays[i.name] for i in session.get_inputs()}

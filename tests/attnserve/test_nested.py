@@ -10,6 +10,7 @@ import pytest
 from onnx import helper, parser
 
 from attnserve.checks.inspect import inspect
+from attnserve.context import ONE_THREAD
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
@@ -28,7 +29,7 @@ def branches(tmp_path: Path) -> Path:
 
 
 def both(path: Path, x: np.ndarray) -> list[np.ndarray]:
-    session = open_session(path, threads=1)
+    session = open_session(path, ONE_THREAD)
     return [np.asarray(session.run(None, {"x": x, "flag": np.array(f)})[0]) for f in (True, False)]
 
 

@@ -21,6 +21,7 @@ from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 import attnserve
 from attnserve.checks.certify import read_attention
 from attnserve.checks.inspect import inspect_graph
+from attnserve.context import ONE_THREAD, Device
 from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
@@ -138,7 +139,7 @@ def made(architecture: str, tool: str, folder: Path) -> tuple[ir.Model, Feed]:
 
 
 def outputs(model: ir.Model, feed: Feed) -> list[np.ndarray]:
-    return [np.asarray(a) for a in open_session(model, threads=1).run(None, dict(feed))]
+    return [np.asarray(a) for a in open_session(model, ONE_THREAD).run(None, dict(feed))]
 
 
 def kinds(model: ir.Model) -> Counter[str]:
@@ -228,7 +229,7 @@ def test_rewrites_of_a_quantized_model_are_refused(folder: Path, sentences: Path
 
 @pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_of_a_quantized_model(folder: Path) -> None:
-    found = lossless_passes.fuse_lossless(open_artifact(folder), folder / "new.onnx", threads=1)
+    found = lossless_passes.fuse_lossless(open_artifact(folder), folder / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu) == (2, 2)
     model = load_model(folder / "model.onnx")
     assert rounds_activations(model) and not rounds_activations(load_model(CELLS["BERT"].committed))
@@ -253,7 +254,7 @@ def test_fused_quantized_model_without_its_mask_is_refused(
 
     monkeypatch.setattr(lossless_passes, "fuse", unmasked)
     with raises(CannotRewrite, "fusion.differs"):
-        lossless_passes.fuse_lossless(open_artifact(folder), folder / "new.onnx", threads=1)
+        lossless_passes.fuse_lossless(open_artifact(folder), folder / "new.onnx", ONE_THREAD)
 
 
 @pytest.mark.process
@@ -265,7 +266,9 @@ def test_load_check_of_a_quantized_model_gives_its_fused_form(
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    checker = IsolationChecker(provider="cpu", threads=1, timeout_s=60, rewrite=True, folder=None)
+    checker = IsolationChecker(
+        device=Device("cpu", threads=1), timeout_s=60, rewrite=True, folder=None
+    )
     found = checker.check(open_artifact(folder))
     if found.fusion is not None:  # a busy machine: it runs in the background
         found = found.fusion.result(300)
@@ -288,7 +291,7 @@ def test_quantized_minilm_is_fused_within_the_tolerance(
     after = kinds(new)
     assert (after["Attention"], after["Gelu"], after["LayerNormalization"]) == (6, 6, 13)
     assert after["Softmax"] == after["Erf"] == after["Transpose"] == 0
-    plain = [open_session(one, threads=1) for one in (model, new)]
-    unoptimized = open_session(model, threads=1, optimize=False)
+    plain = [open_session(one, ONE_THREAD) for one in (model, new)]
+    unoptimized = open_session(model, ONE_THREAD, optimize=False)
     least, largest = lossless_passes._compare(model, plain, unoptimized)
     assert least >= 0.9 and largest <= 0.2

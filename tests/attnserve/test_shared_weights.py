@@ -13,6 +13,7 @@ import pytest
 
 from attnserve.checks.compare import verify
 from attnserve.choices import Importance, Mixing
+from attnserve.context import ONE_THREAD
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
@@ -106,7 +107,7 @@ def weights(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def output(path: Path, feeds: dict[str, np.ndarray]) -> np.ndarray:
-    return np.asarray(open_session(path, threads=1).run(None, feeds)[0])
+    return np.asarray(open_session(path, ONE_THREAD).run(None, feeds)[0])
 
 
 @pytest.mark.parametrize("rank", [H * K, 6])

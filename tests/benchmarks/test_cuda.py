@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
 from attnserve.runtime.session import open_session, why_no_cuda
@@ -34,7 +35,7 @@ SMALL = Size(2, 64, 4)
 
 
 def run(model: ir.Model, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    return open_session(model, threads=1).run(None, inputs)[0]
+    return open_session(model, ONE_THREAD).run(None, inputs)[0]
 
 
 def min_cosine(model: ir.Model, original: ir.Model) -> float:

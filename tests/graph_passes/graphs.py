@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention
+from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type, origin
 from graph_passes.analysis.shapes import infer_shapes_small
@@ -328,4 +329,4 @@ def feeds(
 
 def run(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """The first output, by ONNX Runtime without its own rewrites."""
-    return np.asarray(open_session(model, threads=1, optimize=False).run(None, dict(arrays))[0])
+    return np.asarray(open_session(model, ONE_THREAD, optimize=False).run(None, dict(arrays))[0])

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import signal
 import socket
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from service.launch import serve
 from service.settings import Settings
 from tests.service.conftest import listening, until
 from tests.service.fake_nvml import FakeNvml, use_nvml
+from tests.service.processes import serving
 from tests.service.tiny import ids_request, write_encoder
 
 INFER = "/v2/models/tiny/infer"
@@ -148,37 +147,6 @@ def test_openapi_document_describes_bodies(client: TestClient) -> None:
         assert name in schemas
     assert {"InferRequest", "InferResponse", "EmbedRequest", "EmbedResponse"} <= set(schemas)
     assert client.get("/docs").status_code == 200
-
-
-@contextmanager
-def serving(
-    model: Path, prelude: str = "", **environment: str
-) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """(address, process) of a real server on a free port, whose program starts with ``prelude``."""
-    program = (
-        f"{prelude}\n"
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from service.launch import serve\n"
-        "from service.settings import Settings\n"
-        "serve(Settings(model=Path(sys.argv[1]), port=0))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(model)],
-        cwd=Path(service.__file__).parents[1],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    ) as process:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        ready = re.search(r"serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
-        assert ready, line + process.stderr.read()
-        try:
-            yield ready[1], process
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -526,7 +494,7 @@ def test_run_ends_when_its_client_has_left(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_server_stops_although_a_run_does_not_return(tmp_path: Path) -> None:
     limits = {"ATTNSERVE_DRAIN_TIMEOUT_S": "1", "ATTNSERVE_PROBE": "false"}
-    deaf = "import attnserve.serving.backends as b\nb.stoppable = lambda options: options"
+    deaf = "import attnserve.runtime.onnx_runtime as r\nr.stoppable = lambda options: options"
     with serving(write_endless(tmp_path), deaf, **limits) as server:
         address, process = server
         answer = httpx2.post(

@@ -38,7 +38,7 @@ from attnserve.planning.search.candidates import (
 from attnserve.planning.search.limits import MULTIPLE
 from attnserve.planning.search.loss_estimation import LossEstimator
 from attnserve.precision.convert import Precision, convert_alone
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.errors import AttnserveError

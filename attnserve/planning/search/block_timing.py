@@ -24,8 +24,9 @@ from attnserve.planning.search.candidates import (
 )
 from attnserve.planning.search.limits import MAX_BLOCK_SLOWDOWN
 from attnserve.precision.convert import LARGEST, Precision, convert
+from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, set_missing_types
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.editing import remove_unused
@@ -134,7 +135,7 @@ class BlockTimer:
             assert node is not None
             cuts.append(Cut(norm.outputs[0], tuple(v for v in node.inputs if v is not None)))
         best: tuple[RewritePass | None, float] = (None, 0.0)
-        for form in RESIDUAL_FORMS[self.table.provider] if cuts else ():
+        for form in RESIDUAL_FORMS[self.table.device.provider] if cuts else ():
             total = self._saved_by(form, cuts)
             if (total > 0).all() and self.mean(total) > best[1]:
                 best = form, self.mean(total)
@@ -259,16 +260,14 @@ class BlockTimer:
             return ()
 
     def _cut_out(self, model: ir.Model, cuts: Sequence[Cut]) -> Sequence[Part]:
-        return cut_out(model, cuts, self.feeds, provider=self.table.provider)
+        return cut_out(model, cuts, self.feeds, device=self.table.device)
 
     def _runs(self, part: Part) -> bool:
         """Whether the provider has kernels for the operators and types of a part."""
         try:
-            session = open_session(
-                part.model, provider=self.table.provider, threads=self.table.threads
-            )
+            session = open_session(part.model, self.table.device)
             for feed in part.feeds:
-                run(session, feed)
+                session.run(None, feed)
         except AttnserveError:
             return False
         return True

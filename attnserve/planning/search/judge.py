@@ -25,9 +25,10 @@ from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
+from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from attnserve.runtime.part_latency import Part
-from attnserve.runtime.session import Batch, open_session
+from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite
 
 __all__ = ["ROUNDING", "Built", "Judge", "refusal", "score_model"]
@@ -289,6 +290,6 @@ def score_model(given: SearchInput, model: ir.Model, context: RunContext) -> Any
     goal = given.goal
     assert goal.task is not None and goal.eval_data is not None
     return score_session(
-        open_session(model, provider=context.provider), given.artifact, task=goal.task,
+        open_session(model, replace(context, threads=0)), given.artifact, task=goal.task,
         data=goal.eval_data, tokenizer=given.tokenizer, context=replace(context, threads=0),
     )  # fmt: skip

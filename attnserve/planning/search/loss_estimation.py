@@ -18,11 +18,11 @@ from attnserve.calibration.layerwise import LayerwiseRunner, SegmentedModel, dep
 from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import infer_shapes_small
 
 if TYPE_CHECKING:
-    import onnxruntime
     from jaxtyping import Float
 
 __all__ = ["LossEstimator", "Maps"]
@@ -107,7 +107,7 @@ class LossEstimator:
         """
         if first is None:
             session = self._open(other)
-            return self._loss(run(session, batch) for batch in self.batches)
+            return self._loss(session.run(None, batch) for batch in self.batches)
         self._go_to(self.places[first])
         changed = depending_on(self._part.graph, self._nodes[first])
         known = [
@@ -133,13 +133,8 @@ class LossEstimator:
             self._states = [self._segments.run(self._place, state) for state in self._states]
             self._place += 1
 
-    def _open(self, model: ir.Model) -> onnxruntime.InferenceSession:
-        return open_session(
-            model,
-            provider=self.context.provider,
-            threads=self.context.threads,
-            spinning=False,
-        )
+    def _open(self, model: ir.Model) -> Session:
+        return open_session(model, self.context, spinning=False)
 
     def _loss(self, outputs: Iterable[list[np.ndarray]]) -> float:
         meter = self.new_meter()

@@ -120,7 +120,7 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     others = [length for length in given.checked_lengths if length not in given.lengths]
     lengths = [*given.lengths, *dict.fromkeys((*others[:1], *others[-1:]))]
     feeds = [example_inputs(given.model, given.batch, length, context.seed) for length in lengths]
-    table = LatencyTable(default_cache(), provider=context.provider, threads=context.threads)
+    table = LatencyTable(default_cache(), context.device)
     timer = BlockTimer(model, feeds, table, target, precision, context.progress)
     blocks = timer.time_blocks(groups)
     in_float: Mapping[Block, BlockLatency] = {}

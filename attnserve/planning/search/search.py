@@ -57,7 +57,7 @@ from attnserve.planning.search.report import Outcome, PlanReport, Proof, mean_sp
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import ServedTimer, served_lengths
 from attnserve.precision.convert import convert
-from attnserve.runtime.session import open_session, run
+from attnserve.runtime.session import open_session
 from attnserve.versions import versions
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
@@ -195,6 +195,7 @@ def _search_input(
         batch=batch,
         sequences=tuple(lengths),
         provider=context.provider,
+        runtime=context.runtime,
         threads=context.threads,
         seed=context.seed,
     )
@@ -213,7 +214,7 @@ def _accepted_lengths(
     session, accepted, reason = open_session(model), list[int](), ""
     for length in lengths:
         try:
-            run(session, example_inputs(model, batch, length, seed))
+            session.run(None, example_inputs(model, batch, length, seed))
         except (InvalidArgument, InvalidData) as error:
             reason = reason or error.what
             continue
@@ -260,7 +261,7 @@ def _estimate_losses(
         group.key: changes_to_measure(group, timing.blocks[group.blocks[0]], target=timing.target)
         for group in timing.groups
     }
-    context = RunContext(given.context.provider, progress=given.context.progress)
+    context = replace(given.context, threads=0, seed=0)
     new_meter = partial(QualityMeter, given.model, given.artifact, measure=given.goal.measure)
     losses = loss_curves(
         model, timing.groups, given.data.fit, changes, timing.pairs, new_meter=new_meter,

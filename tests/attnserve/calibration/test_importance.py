@@ -24,7 +24,8 @@ from attnserve.context import RunContext
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.runtime.session import Batch, open_session
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.session import open_session
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.errors import raises

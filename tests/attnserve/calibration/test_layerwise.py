@@ -8,9 +8,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-import attnserve.calibration.layerwise
 from attnserve.calibration.layerwise import LayerwiseRunner
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.context import ONE_THREAD, Device
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.session import open_session
 from graph_passes.emit.editing import Inserter, exposing, remove_unused, replace_uses
 from graph_passes.errors import InvalidData
 from tests.errors import raises
@@ -81,8 +82,8 @@ def values(graph: ir.Model, names: str) -> list[ir.Value]:
 def whole(graph: ir.Model, names: str) -> list[list[np.ndarray]]:
     """Run the whole model once per batch."""
     with exposing(graph, values(graph, names)):
-        session = open_session(graph, threads=1)
-    return [run(session, batch) for batch in batches()]
+        session = open_session(graph, ONE_THREAD)
+    return [session.run(None, batch) for batch in batches()]
 
 
 def same(actual: Sequence[Sequence[np.ndarray]], expected: Sequence[Sequence[np.ndarray]]) -> None:
@@ -103,11 +104,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators of each session, in order."""
     operators: list[str] = []
 
-    def opened(part: ir.Model, **options: object) -> object:
+    def opened(part: ir.Model, device: Device, **options: object) -> object:
         operators.append(" ".join(node.op_type for node in part.graph))
-        return open_session(part, threads=1)
+        return open_session(part, ONE_THREAD)
 
-    monkeypatch.setattr(attnserve.calibration.layerwise, "open_session", opened)
+    monkeypatch.setattr("attnserve.runtime.observer.open_session", opened)
     return operators
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from attnserve.calibration.refit import RIDGES, collect_targets, context_moments, refit
 from attnserve.calibration.ridge import Moments, ridge_towards
 from attnserve.checks.certify import read_attention
-from attnserve.context import RunContext
-from attnserve.runtime.session import Batch, open_session
+from attnserve.context import ONE_THREAD, RunContext
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.session import open_session
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidData
 from graph_passes.matching.find import find_attention
@@ -191,7 +192,7 @@ def distance(
             beside, _ = residual_of(output) or (None, None)
             values = [output] if beside is None else [output, beside]
             with exposing(side, values):
-                session = open_session(side, threads=1)
+                session = open_session(side, ONE_THREAD)
             rows = [
                 [made[batch["attention_mask"].astype(bool)] for made in
                  session.run(None, batch)[-len(values) :]]

@@ -16,7 +16,9 @@ from onnx import numpy_helper, parser
 from attnserve.checks import benchmark as measure
 from attnserve.checks.benchmark import BenchReport, Measurement, bench
 from attnserve.cli.app import main
-from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
+from attnserve.context import ONE_THREAD, Device
+from attnserve.runtime.onnx_runtime import OnnxRuntime
+from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
 from tests.errors import raises
 
 POSITIONS = 48
@@ -111,29 +113,6 @@ def test_bench_peak_memory_excludes_the_parent(folder: Path):
     assert 2**24 < ballast_run.peak_rss_bytes < own
 
 
-def test_peak_of_runs_grows_with_the_shape(folder: Path):
-    """In the arena of the CPU, in the place of a GPU's."""
-
-    def peak(rows: int, tokens: int) -> int | None:
-        feed = {"input_ids": np.ones((rows, tokens), np.int64)}
-        return measure.peak_of_runs(folder / "large.onnx", feed, provider="cpu", threads=1)
-
-    small, large = peak(1, 8), peak(64, POSITIONS)
-    assert small is not None and large is not None
-    hidden = 64 * POSITIONS * 256 * 4  # bytes of one product's output
-    assert 2 * hidden <= large < 8 * hidden
-    assert small < hidden
-
-
-def test_peak_of_runs_without_profile_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    def untold(path: Path) -> Any:
-        raise InvalidData(f"{path}: no profile of ONNX Runtime")
-
-    monkeypatch.setattr(measure, "read_profile", untold)
-    feed = {"input_ids": np.ones((1, 8), np.int64)}
-    assert measure.peak_of_runs(folder / "small.onnx", feed, provider="cpu") is None
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("told", [5 * 2**20, None])
 def test_bench_gpu_peaks_are_per_model_and_shape_on_cuda_only(
@@ -144,15 +123,13 @@ def test_bench_gpu_peaks_are_per_model_and_shape_on_cuda_only(
     asked: list[tuple[str, tuple[int, ...]]] = []
     child = measure._child
 
-    def peak(model: Path, inputs: Any, *, provider: str, threads: int) -> int | None:
-        assert provider == "cuda"
+    def peak(self: OnnxRuntime, model: Path, inputs: Any, device: Device) -> int | None:
+        assert device.provider == "cuda"
         asked.append((model.stem, inputs["input_ids"].shape))
         return told and told + len(asked)
 
-    monkeypatch.setattr(measure, "peak_of_runs", peak)
-    monkeypatch.setattr(
-        measure, "_child", lambda subject, provider, threads: child(subject, "cpu", threads)
-    )
+    monkeypatch.setattr(OnnxRuntime, "peak_bytes", peak)
+    monkeypatch.setattr(measure, "_child", lambda subject, device: child(subject, ONE_THREAD))
     models = [folder / "small.onnx", folder / "large.onnx"]
     report = bench(models, sequences=(8, 16), rounds=1, provider="cuda")
     assert asked == [(name, (1, n)) for n in (8, 16) for name in ("small", "large")]
@@ -227,7 +204,7 @@ def test_bench_too_long_sequence_names_the_maximum_length(folder: Path, tmp_path
 
 def test_bench_process_that_dies_names_its_model(folder: Path):
     subject = measure._examine(folder / "small.onnx", [(1, 8)], 0)
-    with measure._child(subject, "cpu", 1) as child:
+    with measure._child(subject, ONE_THREAD) as child:
         child.worker.process.kill()
         with raises(InvalidModel, "benchmark.process_died", "small.onnx", "SIGKILL"):
             child.feed((1, 8), "all")

@@ -66,7 +66,17 @@ def test_with_options_parameters_become_options_of_the_command(command: str, tex
 
 
 @pytest.mark.parametrize(
-    "name", ["optimize", "plan", "recover", "analyze", "verify", "evaluate", "bench", "report"]
+    "name",
+    [
+        "optimize",
+        "plan",
+        pytest.param("recover", marks=pytest.mark.export),
+        "analyze",
+        "verify",
+        "evaluate",
+        "bench",
+        "report",
+    ],
 )
 def test_option_names_cover_parameters_of_the_python_function(name: str):
     command: Any = get_command(app)

@@ -22,7 +22,7 @@ from attnserve.data.token_statistics import (
 from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration, Rewrite, TokenIds
 from attnserve.planning.optimize import optimize
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 
 
 def dataset(fit: list[Batch], held_out: list[Batch]) -> Dataset:

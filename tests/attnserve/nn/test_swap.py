@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers", reason="pip install 'attnserv
 
 import attnserve  # noqa: E402
 from attnserve.checks.inspect import inspect  # noqa: E402
+from attnserve.context import ONE_THREAD  # noqa: E402
 from attnserve.nn import (  # noqa: E402
     AttentionLayer,
     CollaborativeAttention,
@@ -310,7 +311,7 @@ def test_exported_graph_is_certified_in_its_form(architecture: str, name: str, t
     assert [b["scale"] for b in found] == pytest.approx([0.5] * 4)
 
     shorter = {key: value[:1, :4] for key, value in inputs.items()}
-    session = open_session(path, threads=1)
+    session = open_session(path, ONE_THREAD)
     with torch.no_grad():
         theirs = model(**shorter).last_hidden_state
     [ours] = session.run(None, {key: value.numpy() for key, value in shorter.items()})
@@ -452,7 +453,7 @@ def test_reuse_is_read_from_a_torchscript_export(configuration: str, tmp_path: P
     shorter = {name: inputs[name][:1, :4] for name in names}
     with torch.no_grad():
         theirs = model(*shorter.values())
-    session = open_session(tmp_path / "m.onnx", threads=1)
+    session = open_session(tmp_path / "m.onnx", ONE_THREAD)
     [ours] = session.run(None, {name: value.numpy() for name, value in shorter.items()})
     torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=1e-5, rtol=1e-4)
 

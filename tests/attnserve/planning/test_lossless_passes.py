@@ -13,7 +13,7 @@ import pytest
 
 import attnserve
 from attnserve.checks.certify import read_attention
-from attnserve.context import RunContext
+from attnserve.context import ONE_THREAD, Device, RunContext
 from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
@@ -96,7 +96,7 @@ def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
     bert: Artifact, tmp_path: Path
 ) -> None:
     before = bert.model.read_bytes()
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu, found.speedup) == (LAYERS, LAYERS, pytest.approx(2.0))
     assert found.min_cosine >= 1 - 1e-9 and found.max_error < 5e-6
     assert bert.model.read_bytes() == before
@@ -106,7 +106,7 @@ def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
     assert "Softmax" not in kinds and "Erf" not in kinds
     feed = example_inputs(old, 5, 21, seed=9, padded=True)
     a, b = (
-        open_session(path, threads=1).run(None, feed)[0]
+        open_session(path, ONE_THREAD).run(None, feed)[0]
         for path in (bert.model, tmp_path / "new.onnx")
     )
     assert np.abs(a - b).max() < 1e-5 * np.abs(a).max()
@@ -117,7 +117,7 @@ def test_fuse_lossless_half_precision_is_accepted(bert: Artifact, tmp_path: Path
     """Half precision rounds more, so that its outputs may differ by more."""
     save_model(convert(load_model(bert), "float16"), tmp_path / "half.onnx")
     half = open_artifact(tmp_path / "half.onnx")
-    found = lossless_passes.fuse_lossless(half, tmp_path / "new.onnx", threads=1)
+    found = lossless_passes.fuse_lossless(half, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu) == (LAYERS, LAYERS)
     assert 1e-5 < found.max_error < lossless_passes.TOLERANCES[ir.DataType.FLOAT16].error
 
@@ -171,7 +171,7 @@ def test_computed_type_is_that_of_the_products(cell: architectures.Cell) -> None
 
 
 def outputs(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    session: Any = open_session(model, threads=1)
+    session: Any = open_session(model, ONE_THREAD)
     names = [value.name for value in session.get_inputs()]
     return [np.asarray(array) for array in session.run(None, {n: arrays[n] for n in names})]
 
@@ -179,10 +179,10 @@ def outputs(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> list[np.ndarra
 @pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_fused_model_is_refused(bert: Artifact, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    lossless_passes.fuse_lossless(bert, tmp_path / "one" / "model.onnx", threads=1)
+    lossless_passes.fuse_lossless(bert, tmp_path / "one" / "model.onnx", ONE_THREAD)
     again = open_artifact(tmp_path / "one")
     with raises(CannotRewrite, "fusion.nothing"):
-        lossless_passes.fuse_lossless(again, tmp_path / "two.onnx", threads=1)
+        lossless_passes.fuse_lossless(again, tmp_path / "two.onnx", ONE_THREAD)
     assert not (tmp_path / "two.onnx").exists()
 
 
@@ -207,21 +207,21 @@ def test_fuse_lossless_different_result_is_refused(
 
     monkeypatch.setattr(lossless_passes, "fuse", fuse_and_change)
     with raises(CannotRewrite, f"fusion.{code}", *values):
-        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
 
 
 @pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lacks(source: Path, **how: Any) -> Any:
+    def lacks(source: Path, device: Device, **how: Any) -> Any:
         graph = ir.load(source).graph
         if any((n.domain, n.op_type) == ("", "Attention") for n in graph):
             raise InvalidModel(f"{source}: no kernel", "none")
-        return open_session(source, **how)
+        return open_session(source, device, **how)
 
     monkeypatch.setattr(lossless_passes, "open_session", lacks)
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert found.attention == LAYERS
     nodes = load_model(tmp_path / "new.onnx").graph
     assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
@@ -245,10 +245,10 @@ def test_fuse_lossless_slow_result_is_refused(
 ) -> None:
     timed(lambda length: [gains[length]] * lossless_passes.MAX_FORMS)
     if why is None:
-        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
         return
     with raises(CannotRewrite, "fusion.slow", why):
-        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_fuse_lossless_keeps_blocks_that_are_faster_in_the_file(
 ) -> None:
     """All blocks fused, and all but attention, which has one kind here."""
     timed(lambda length: [gain[length] for gain in gains])
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu, len(found.kept)) == (attention, LAYERS, LAYERS - attention)
     kinds = Counter(node.op_type for node in load_model(tmp_path / "new.onnx").graph)
     assert (kinds["Attention"], kinds["Gelu"]) == (attention, LAYERS)
@@ -283,7 +283,7 @@ def test_fuse_lossless_noisy_times_fuse_all_blocks(
 ) -> None:
     """The standard deviation of a time is a quarter of it, as on a busy machine."""
     timed(lambda length: [1.15, 1.15], noise=0.25, seed=seed)
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, len(found.kept)) == (LAYERS, 0)
 
 
@@ -294,9 +294,9 @@ def test_fuse_lossless_noisy_times_refuse_slow_lengths_and_take_faster_forms(
     """The standard deviation of a time is 5 %, and 16 rounds give intervals of about +-4 %."""
     timed(lambda length: [{16: 1.5, 64: 0.85}[length]] * 2, noise=0.05, seed=seed)
     with raises(CannotRewrite, "fusion.slow", "at 1 x 64"):
-        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     timed(lambda length: [1.1, 1.4], noise=0.05, seed=seed)
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, len(found.kept)) == (0, LAYERS)
 
 
@@ -310,7 +310,7 @@ def test_fuse_lossless_slow_form_is_timed_twice(
         return [0.9 if form == slow and len(lengths) <= 3 else 1.9 for form in range(2)]
 
     lengths = timed(gains)
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert found.attention == LAYERS and lengths == [16, 16, 64] * 2
 
 
@@ -332,7 +332,7 @@ def test_fuse_lossless_without_runnable_inputs_is_refused(
 ) -> None:
     monkeypatch.setattr(lossless_passes, "COMPARED", ((1, 100_000),))  # it has fewer positions
     with raises(CannotRewrite, "fusion.no_inputs"):
-        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
 
 
 def test_distance_cosine_and_error() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.calibration.activations import observe
 from attnserve.checks.certify import read_attention
 from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
@@ -25,7 +24,8 @@ from attnserve.planning.neuron_selection import choose_neurons
 from attnserve.planning.optimize import optimize
 from attnserve.planning.requested_rewrites import PlannedRequest, plan_request
 from attnserve.planning.search.candidates import LossCurve, TiedBlocks
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.observer import observe
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.errors import InvalidArgument, InvalidData
 from graph_passes.matching.feed_forward import find_feed_forward

@@ -24,7 +24,7 @@ from attnserve.models.lineage import Calibration
 from attnserve.options import Rewrites
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_rewrites import PlannedRequest, plan_request
-from attnserve.runtime.session import Batch
+from attnserve.runtime.interface import Batch
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
 from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.prune_heads import PruneHeads

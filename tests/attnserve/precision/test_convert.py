@@ -30,9 +30,10 @@ from attnserve.precision import convert as module
 from attnserve.precision import int8 as int8_module
 from attnserve.precision.convert import check_cpu, convert, convert_alone, on_cpu, precision_of
 from attnserve.precision.products import collect_ranges
-from attnserve.runtime import session as session_module
-from attnserve.runtime.cpu import has_int8_dot_product
-from attnserve.runtime.session import open_session, weight_bytes
+from attnserve.runtime import onnx_runtime
+from attnserve.runtime.external_data import weight_bytes
+from attnserve.runtime.machine import has_int8_dot_product
+from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidData, InvalidModel
 from graph_passes.matching.feed_forward import find_feed_forward
@@ -589,7 +590,7 @@ def test_convert_subgraphs_and_their_outer_values(precision: module.Precision):
 def test_int8_model_above_the_protobuf_limit_is_converted(
     monkeypatch: pytest.MonkeyPatch, precision: module.Precision
 ):
-    monkeypatch.setattr(session_module, "PROTOBUF_LIMIT_BYTES", 100)
+    monkeypatch.setattr(onnx_runtime, "PROTOBUF_LIMIT_BYTES", 100)
     converted(product(), precision, rounding(precision), x=normal(2, 5, D))
 
 

@@ -14,7 +14,8 @@ from attnserve.precision.int4 import in_blocks
 from attnserve.precision.int8 import quantize, quantized_weights
 from attnserve.precision.products import Moments, collect_ranges
 from attnserve.precision.rounding import Rounder
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array
 from graph_passes.errors import InvalidData
 from tests.errors import raises
@@ -140,7 +141,7 @@ def squared_error(model: ir.Model, made: ir.Model, batches: list[Batch]) -> floa
     pair = [open_session(each) for each in (model, made)]
     total = 0.0
     for batch in batches:
-        a, b = (run(session, batch)[0][batch["attention_mask"] > 0] for session in pair)
+        a, b = (session.run(None, batch)[0][batch["attention_mask"] > 0] for session in pair)
         total += float(np.square(a - b).sum())
     return total
 

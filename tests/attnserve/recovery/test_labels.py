@@ -26,7 +26,7 @@ from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import row_contents  # noqa: E402
 from attnserve.recovery.distillation import served_vectors  # noqa: E402
 from attnserve.recovery.labels import LabeledRow, Labels  # noqa: E402
-from attnserve.runtime.session import open_session, run  # noqa: E402
+from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes.errors import AttnserveError, InvalidData  # noqa: E402
 from tests.errors import raises  # noqa: E402
 
@@ -117,7 +117,7 @@ def test_labels_teach_a_classifier(
     encoder, session = load_encoder(artifact), open_session(artifact.model)
     wanted = wanted_inputs(load_model(artifact))
     labels = [
-        int(np.argmax(run(session, encoder.batch_inputs(encoder.encode([text]), wanted))[0]))
+        int(np.argmax(session.run(None, encoder.batch_inputs(encoder.encode([text]), wanted))[0]))
         for text in texts
     ]
     assert len({*labels}) > 1

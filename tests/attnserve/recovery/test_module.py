@@ -21,7 +21,7 @@ from attnserve.recovery.module import (  # noqa: E402
     memory_errors,
     trainable_weights,
 )
-from attnserve.runtime.session import open_session, run  # noqa: E402
+from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes import FuseAttention, FuseGelu, find_attention, find_feed_forward  # noqa: E402
 from graph_passes.errors import CannotRewrite, InvalidModel  # noqa: E402
 from tests.errors import raises  # noqa: E402
@@ -55,7 +55,7 @@ def largest_error(model: ir.Model) -> float:
     for batch in random_batches(model):
         with torch.no_grad():
             found = module(batch)
-        for a, b in zip(run(session, batch), found, strict=True):
+        for a, b in zip(session.run(None, batch), found, strict=True):
             assert a.shape == tuple(b.shape)
             finite = np.isfinite(a)
             size = np.abs(a[finite]).max(initial=1e-9)
@@ -128,12 +128,12 @@ def test_shared_weights_are_one_parameter():
     shared = next(n for n in module.names if len([*model.graph.initializers[n].uses()]) > 1)
     index = module.names.index(shared)
     batch = random_batches(model)[0]
-    before = run(open_session(model), batch)[0]
+    before = open_session(model).run(None, batch)[0]
     with torch.no_grad():
         module.weights[index].mul_(1.5)
         found = module(batch)[0].numpy()
     module.write_weights()
-    after = run(open_session(model), batch)[0]
+    after = open_session(model).run(None, batch)[0]
     assert np.abs(after - before).max() > 1e-3
     np.testing.assert_allclose(found, after, rtol=0, atol=1e-5 * np.abs(after).max())
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 from attnserve.recovery.module import GraphModule  # noqa: E402
 from attnserve.recovery.operators import OPERATORS  # noqa: E402
-from attnserve.runtime.session import open_session, run  # noqa: E402
+from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes.errors import InvalidModel  # noqa: E402
 
 MS = "com.microsoft"
@@ -354,7 +354,7 @@ def test_operator_equals_onnx_runtime(case: Case, seed: int):
     arrays = case.inputs(np.random.default_rng(seed))
     model = built(case, arrays)
     feed = {f"i{i}": array for i, array in enumerate(arrays) if array is not None}
-    expected = run(open_session(model), feed)
+    expected = open_session(model).run(None, feed)
     with torch.no_grad():
         found = GraphModule(model)(feed)
     for a, b in zip(expected, (x.numpy() for x in found), strict=True):

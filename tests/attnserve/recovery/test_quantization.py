@@ -25,8 +25,9 @@ from attnserve.precision.int8 import product_groups  # noqa: E402
 from attnserve.precision.products import collect_ranges  # noqa: E402
 from attnserve.recovery.module import GraphModule  # noqa: E402
 from attnserve.recovery.quantization import fake_operators  # noqa: E402
-from attnserve.runtime.cpu import has_int8_dot_product  # noqa: E402
-from attnserve.runtime.session import Batch, open_session, run  # noqa: E402
+from attnserve.runtime.interface import Batch  # noqa: E402
+from attnserve.runtime.machine import has_int8_dot_product  # noqa: E402
+from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes import FuseAttention, find_attention  # noqa: E402
 
 TOLERANCE = 1e-5
@@ -113,9 +114,9 @@ def test_fake_quantization_equals_int8_model_in_onnx_runtime(
     served = open_session(convert(model, precision, rows, to_nearest=True))
     original = open_session(model)
     for batch in rows[:3]:
-        expected = run(served, batch)[0]
+        expected = served.run(None, batch)[0]
         assert error(expected, output(module, batch)) < TOLERANCE
-        assert error(expected, run(original, batch)[0]) > 10 * TOLERANCE
+        assert error(expected, original.run(None, batch)[0]) > 10 * TOLERANCE
 
 
 def test_blocks_that_stay_float_are_not_rounded(tiny: Path, rows: list[Batch]):
@@ -125,7 +126,7 @@ def test_blocks_that_stay_float_are_not_rounded(tiny: Path, rows: list[Batch]):
     served = open_session(convert(model, "int8", rows, float_blocks=blocks, to_nearest=True))
     whole = quantized(model, rows)
     for batch in rows[:3]:
-        expected = run(served, batch)[0]
+        expected = served.run(None, batch)[0]
         assert error(expected, output(kept, batch)) < TOLERANCE
         assert error(expected, output(whole, batch)) > 10 * TOLERANCE
 
@@ -168,4 +169,4 @@ def test_rounding_of_a_model_is_that_of_its_conversion_and_stays_when_weights_ch
     assert any(not np.array_equal(found[name], changed[name]) for name in found)
     session = open_session(served)
     for batch in rows[:3]:
-        assert error(run(session, batch)[0], output(module, batch)) < TOLERANCE
+        assert error(session.run(None, batch)[0], output(module, batch)) < TOLERANCE

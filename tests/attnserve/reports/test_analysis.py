@@ -27,7 +27,7 @@ from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.reports.analysis import Analysis, analyze_graph
-from attnserve.runtime.session import open_session, run
+from attnserve.runtime.session import open_session
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from graph_passes.factorize.moments import TokenMoments
@@ -170,7 +170,7 @@ def test_measure_ranks_equals_matrix_rank_of_the_scores(tiny: Path, tmp_path: Pa
     with exposing(graph, [block.logits, block.probabilities]):
         session = open_session(graph)
     (batch,) = data.fit
-    scores, attended = run(session, batch)  # B H S T
+    scores, attended = session.run(None, batch)  # B H S T
     lengths = batch["attention_mask"].sum(1)
     assert found.sizes.tolist() == lengths.tolist()
     for row, n in enumerate(lengths):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from attnserve.runtime import device
-from attnserve.runtime.session import require_runtime
+from attnserve.runtime.onnx_runtime import require_runtime
 
 CUDA = "CUDAExecutionProvider"
 

@@ -10,30 +10,31 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD
 from attnserve.models.example_inputs import example_inputs
-from attnserve.runtime import io_binding as binding
-from attnserve.runtime.io_binding import bound
-from attnserve.runtime.session import open_session, require_runtime
+from attnserve.runtime import onnx_runtime
+from attnserve.runtime.onnx_runtime import OnnxRuntime, OnnxSession, require_runtime
+from attnserve.runtime.session import open_session
 
 
 def test_bound_on_cpu_equals_session_run(encoder: ir.Model):
     feed = example_inputs(encoder, 2, 9)
-    session = open_session(encoder, threads=1)
-    np.testing.assert_array_equal(bound(session, feed)()[0], session.run(None, feed)[0])
+    session = open_session(encoder, ONE_THREAD)
+    np.testing.assert_array_equal(session.bind(feed)()[0], session.run(None, feed)[0])
 
 
 def test_bound_on_cuda_keeps_values_on_the_device(
     encoder: ir.Model, monkeypatch: pytest.MonkeyPatch
 ):
     """Inputs are copied once, and every run waits for its outputs (with the CPU as the device)."""
-    real = open_session(encoder, threads=1)
+    real = OnnxRuntime().open(encoder, ONE_THREAD)
     places: list[str] = []
     waits: list[int] = []
     value_of = require_runtime().OrtValue.ortvalue_from_numpy
 
     class Bound:
         def __init__(self) -> None:
-            self.own = real.io_binding()
+            self.own = real.native.io_binding()
 
         def bind_ortvalue_input(self, name: str, value: Any) -> None:
             self.own.bind_ortvalue_input(name, value)
@@ -45,29 +46,29 @@ def test_bound_on_cuda_keeps_values_on_the_device(
         def synchronize_outputs(self) -> None:
             waits.append(len(self.own.get_outputs()))
 
-    class Session:
+    class Native:
         def get_providers(self) -> Sequence[str]:
             return ["CUDAExecutionProvider"]
 
         def get_outputs(self) -> Any:
-            return real.get_outputs()
+            return real.native.get_outputs()
 
         def io_binding(self) -> Bound:
             return Bound()
 
         def run_with_iobinding(self, bound: Bound) -> None:
-            real.run_with_iobinding(bound.own)
+            real.native.run_with_iobinding(bound.own)
 
     def placed(array: np.ndarray, place: str, device: int) -> Any:
         places.append(place)
         return value_of(array)
 
     monkeypatch.setattr(
-        binding,
+        onnx_runtime,
         "require_runtime",
         lambda: SimpleNamespace(OrtValue=SimpleNamespace(ortvalue_from_numpy=placed)),
     )
-    run = bound(Session(), example_inputs(encoder, 2, 9))
+    run = OnnxSession(Native()).bind(example_inputs(encoder, 2, 9))
     run()
     run()
     assert places == ["cuda"] * 3 and waits == [1, 1]

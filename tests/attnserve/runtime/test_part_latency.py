@@ -12,11 +12,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD, Device
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime import cache
 from attnserve.runtime import part_latency as latency
 from attnserve.runtime.interleaved_timer import QUICK
+from attnserve.runtime.observer import reads
 from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out, default_cache
 from attnserve.runtime.session import open_session
 from graph_passes.emit.editing import exposing
@@ -44,7 +46,7 @@ def cuts(model: ir.Model) -> list[Cut]:
 
 
 def outputs(model: ir.Model, feed: Any) -> np.ndarray:
-    return open_session(model, threads=1).run(None, feed)[0]
+    return open_session(model, ONE_THREAD).run(None, feed)[0]
 
 
 def assert_part_equals_model(model: ir.Model, cut: Cut, part: Part, feeds: Any) -> None:
@@ -110,7 +112,7 @@ def test_cut_out_feeds_mask_but_keeps_scale_computed_from_shapes():
     feeds = [example_inputs(model, 2, length, seed=0) for length in (5, 9)]
     (cut,) = cuts(model)
     (part,) = cut_out(model, [cut], feeds)
-    assert sorted(part.feeds[0]) == ["causal/fed", "x/fed"]
+    assert sorted(part.feeds[0]) == ["causal", "x"]
     (block,), _ = find_attention(part.model)
     assert block.scale == pytest.approx(K**-0.5, rel=1e-6)
     assert_part_equals_model(model, cut, part, feeds)
@@ -126,7 +128,7 @@ def test_reads_include_outer_values_that_a_subgraph_returns():
         "else_branch": ir.Graph([], double.outputs, nodes=[double], name="no"),
     }
     node = ir.node("If", [flag], attributes=bodies)
-    assert set(latency._reads(node)) == {flag, x, y}
+    assert set(reads(node)) == {flag, x, y}
 
 
 # Axes of the inputs
@@ -243,11 +245,11 @@ def test_measure_known_parts_are_read_from_the_cache(
     parts: Any, clock: list[list[float]], tmp_path: Path
 ):
     clock.append([4.0, 3.0, 2.0])
-    table = LatencyTable(tmp_path / "t.json", threads=1)
+    table = LatencyTable(tmp_path / "t.json", ONE_THREAD)
     first = table.measure(parts)
     assert first == {"whole": (4.0,), "3": (3.0,), "2": (2.0,)}
     assert table.measured == 3
-    again = LatencyTable(tmp_path / "t.json", threads=1)
+    again = LatencyTable(tmp_path / "t.json", ONE_THREAD)
     assert again.measure(parts) == first  # the clock has no more results
     assert again.measured == 0
 
@@ -268,8 +270,8 @@ def test_measure_entries_are_separate_per_thread_count(
 ):
     clock += [[4.0], [2.0]]
     whole = {"whole": parts["whole"]}
-    LatencyTable(tmp_path / "t.json", threads=1).measure(whole)
-    assert LatencyTable(tmp_path / "t.json", threads=2).measure(whole) == {"whole": (2.0,)}
+    LatencyTable(tmp_path / "t.json", ONE_THREAD).measure(whole)
+    assert LatencyTable(tmp_path / "t.json", Device(threads=2)).measure(whole) == {"whole": (2.0,)}
     kept = json.loads((tmp_path / "t.json").read_text())
     assert len(kept) == 2 and all("threads" in setting for setting in kept)
 
@@ -277,7 +279,7 @@ def test_measure_entries_are_separate_per_thread_count(
 def test_setting_depends_on_the_number_of_cores(monkeypatch: pytest.MonkeyPatch):
     def setting(cores: int) -> str:
         monkeypatch.setattr(latency, "available_cores", lambda: cores)
-        return LatencyTable(None, threads=1).setting
+        return LatencyTable(None, ONE_THREAD).setting
 
     assert setting(2) != setting(16)
 
@@ -285,7 +287,7 @@ def test_setting_depends_on_the_number_of_cores(monkeypatch: pytest.MonkeyPatch)
 def test_setting_depends_on_the_gpu(monkeypatch: pytest.MonkeyPatch):
     gpus: list[str | None] = ["NVIDIA H200", "NVIDIA L4", None]
     monkeypatch.setattr(latency, "gpu_name", lambda: gpus.pop(0))
-    settings = [LatencyTable(None, provider="cuda").setting for _ in range(3)]
+    settings = [LatencyTable(None, Device("cuda")).setting for _ in range(3)]
     assert len(set(settings)) == 3 and "NVIDIA H200" in settings[0] and not gpus
     assert "NVIDIA" not in LatencyTable(None).setting  # the GPU is not queried
 
@@ -402,24 +404,29 @@ def test_default_cache_without_home_directory_is_temporary(monkeypatch: pytest.M
 
 def test_measure_with_real_clock_gives_milliseconds(bert: ir.Model, feeds: Any):
     part = cut_out(bert, cuts(bert)[:1], feeds)[0]
-    times = LatencyTable(None, threads=1).measure({"whole": part})["whole"]
+    times = LatencyTable(None, ONE_THREAD).measure({"whole": part})["whole"]
     assert len(times) == 2 and all(0 < ms < 1000 for ms in times)
 
 
-def test_time_sessions_binds_inputs_once(monkeypatch: pytest.MonkeyPatch):
+def test_time_sessions_binds_inputs_once():
     """Inputs are bound once, outside of the timed runs."""
-    bindings: list[tuple[Any, Any]] = []
+    bindings: list[tuple[str, Any]] = []
     runs = {"a": 0, "b": 0}
 
-    def bind(session: str, feed: Any) -> Any:
-        bindings.append((session, feed))
+    class Bound:
+        def __init__(self, name: str) -> None:
+            self.name = name
 
-        def run() -> None:
-            runs[session] += 1
+        def bind(self, feed: Any) -> Any:
+            bindings.append((self.name, feed))
 
-        return run
+            def run() -> None:
+                runs[self.name] += 1
 
-    monkeypatch.setattr(latency, "bound", bind)
-    times = latency.time_sessions(["a", "b"], [{"x": 1}, {"x": 2}], seconds=0.01)
+            return run
+
+    sessions: Any = [Bound("a"), Bound("b")]
+    feeds: Any = [{"x": 1}, {"x": 2}]
+    times = latency.time_sessions(sessions, feeds, seconds=0.01)
     assert bindings == [("a", {"x": 1}), ("b", {"x": 2})]
     assert len(times) == 2 and min(runs.values()) > QUICK.min_rounds

@@ -10,6 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD
+from attnserve.runtime import onnx_runtime
+from attnserve.runtime.onnx_runtime import OnnxRuntime
 from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_profile, read_runs
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidData
@@ -90,7 +93,7 @@ def test_read_profile_of_onnx_runtime(tmp_path: Path):
     session = open_session(model, optimize=False, profile=tmp_path / "run")
     for _ in range(3):
         session.run(None, {"x": np.ones((64, 64), np.float32)})
-    result = read_profile(Path(session.end_profiling()))
+    result = read_profile(session.end_profiling())
     assert result.shares.keys() == {"Transpose", "MatMul"} and result.timed == "nodes"
     assert sum(result.shares.values()) == pytest.approx(1)
     assert result.peak_bytes is not None and result.peak_bytes >= 2 * 64 * 64 * 4
@@ -140,3 +143,35 @@ def test_attention_kernels_are_parsed_from_output():
 )
 def test_attention_kernels_other_lines_are_ignored(line: str):
     assert attention_kernels(line) == ()
+
+
+def test_peak_bytes_grow_with_the_shape(tmp_path: Path):
+    """In the arena of the CPU, in the place of a GPU's."""
+    model = write_product(tmp_path)
+
+    def peak(rows: int) -> int | None:
+        feed = {"x": np.ones((rows, 256), np.float32)}
+        return OnnxRuntime().peak_bytes(model, feed, ONE_THREAD)
+
+    small, large = peak(8), peak(1024)
+    assert small is not None and large is not None
+    output = 4 * 1024**2  # bytes
+    assert small < output <= large < 8 * output
+
+
+def test_peak_bytes_without_profile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def untold(path: Path) -> Any:
+        raise InvalidData(f"{path}: no profile of ONNX Runtime")
+
+    monkeypatch.setattr(onnx_runtime, "read_profile", untold)
+    feed = {"x": np.ones((1, 256), np.float32)}
+    assert OnnxRuntime().peak_bytes(write_product(tmp_path), feed, ONE_THREAD) is None
+
+
+def write_product(folder: Path) -> Path:
+    model = ir.from_onnx_text(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n, 256] x) => (float[n, n] z)
+           { y = Relu (x) t = Transpose (y) z = MatMul (y, t) }"""
+    )
+    ir.save(model, folder / "product.onnx")
+    return folder / "product.onnx"

@@ -13,23 +13,19 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import Device
 from attnserve.models.onnx_files import load_model, save_model
-from attnserve.runtime import session as sessions
+from attnserve.runtime import onnx_runtime as sessions
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.external_data import (
     external_files,
     external_folder,
     release_mapped_pages,
-)
-from attnserve.runtime.session import (
-    describe_error,
-    open_session,
-    owned,
-    require_runtime,
-    run,
     weight_bytes,
-    why_no_cuda,
 )
+from attnserve.runtime.interface import RunFailed, owned
+from attnserve.runtime.onnx_runtime import require_runtime, run_errors
+from attnserve.runtime.session import open_session, why_no_cuda
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel, MissingExtra
 from tests.errors import raises
 
@@ -114,7 +110,7 @@ def test_release_mapped_pages_keeps_values(tmp_path: Path):
 
 
 def test_owned_output_is_copied_once():
-    (got,) = run(open_session(ir.from_onnx_text(EXP)), {"x": X})
+    (got,) = open_session(ir.from_onnx_text(EXP)).run(None, {"x": X})
     kept = owned(got)
     assert kept.flags.owndata and owned(kept) is kept
     np.testing.assert_array_equal(kept, got)
@@ -241,7 +237,7 @@ def test_open_session_invalid_graph_or_file_is_refused(tmp_path: Path):
 
 def test_open_session_negative_threads_are_refused():
     with raises(InvalidArgument, "session.threads", -1):
-        open_session(ir.from_onnx_text(EXP), threads=-1)
+        open_session(ir.from_onnx_text(EXP), Device(threads=-1))
 
 
 def test_open_session_has_no_more_threads_than_the_cpu_quota(monkeypatch: pytest.MonkeyPatch):
@@ -249,14 +245,14 @@ def test_open_session_has_no_more_threads_than_the_cpu_quota(monkeypatch: pytest
     for cores, expected in ((8, 3), (3, 0)):
         monkeypatch.setattr(sessions.os, "cpu_count", lambda cores=cores: cores)
         session = open_session(ir.from_onnx_text(EXP))
-        assert session.get_session_options().intra_op_num_threads == expected
+        assert session.native.get_session_options().intra_op_num_threads == expected
 
 
 def test_open_session_cuda_without_provider_is_refused():
     if "CUDAExecutionProvider" in require_runtime().get_available_providers():
         pytest.skip("this ONNX Runtime has the CUDA provider")
     with raises(InvalidArgument, "session.no_cuda"):
-        open_session(ir.from_onnx_text(EXP), provider="cuda")
+        open_session(ir.from_onnx_text(EXP), Device("cuda"))
 
 
 @pytest.mark.parametrize("device", [True, False])
@@ -277,17 +273,17 @@ def test_open_session_cuda_without_device_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sessions, "require_runtime", lambda: runtime)
     model = ir.from_onnx_text(EXP)
     if device:
-        open_session(model, provider="cuda")
+        open_session(model, Device("cuda"))
     else:
         with raises(InvalidArgument, "session.no_device"):
-            open_session(model, provider="cuda")
+            open_session(model, Device("cuda"))
     # Without TF32, which would make parity meaningless.
     parity = ("CUDAExecutionProvider", PARITY.provider_options())
     assert requested == [[parity, "CPUExecutionProvider"]]
     requested.clear()
     speed = Cuda(tf32=True, memory_bytes=2**30)
     if device:
-        open_session(model, provider="cuda", cuda=speed)
+        open_session(model, Device("cuda"), cuda=speed)
         assert requested[0][0] == ("CUDAExecutionProvider", speed.provider_options())  # type: ignore[index]
 
 
@@ -367,14 +363,28 @@ ORT_ERRORS = [
 
 
 @pytest.mark.parametrize(("text", "parts"), ORT_ERRORS)
-def test_describe_error_has_node_and_reason(text: str, parts: list[str]) -> None:
-    found = describe_error(RuntimeError(text))
+def test_failed_run_has_node_and_reason(text: str, parts: list[str]) -> None:
+    with pytest.raises(RunFailed) as caught, run_errors({}):
+        raise RuntimeError(text)
+    found = caught.value.reason
     assert all(part in found for part in parts)
     assert "\n" not in found and "onnxruntime_src" not in found and "ONNXRuntimeError" not in found
 
 
-def test_describe_error_without_text_is_its_type() -> None:
-    assert describe_error(KeyError()) == "KeyError"
+@pytest.mark.parametrize(
+    ("error", "reason", "kind"),
+    [
+        (KeyError(), "KeyError", "inputs"),
+        (MemoryError(), "MemoryError", "memory"),
+        (RuntimeError("Failed to allocate memory"), "Failed to allocate memory", "memory"),
+        (RuntimeError("CUDA failure 700"), "CUDA failure 700", "device"),
+        (type("EPFail", (Exception,), {})("lost"), "lost", "device"),
+    ],
+)
+def test_failed_run_has_a_kind(error: Exception, reason: str, kind: str) -> None:
+    with pytest.raises(RunFailed) as caught, run_errors({}):
+        raise error
+    assert (caught.value.reason, caught.value.kind) == (reason, kind)
 
 
 def test_run_refused_inputs_are_described(tmp_path: Path) -> None:
@@ -384,4 +394,4 @@ def test_run_refused_inputs_are_described(tmp_path: Path) -> None:
     """
     session = open_session(ir.from_onnx_text(text))
     with pytest.raises(InvalidData, match="Got: 4 Expected: 3"):
-        run(session, {"x": np.ones((2, 4), np.float32)})
+        session.run(None, {"x": np.ones((2, 4), np.float32)})

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.precision.convert import convert
-from attnserve.runtime.session import open_session, run
+from attnserve.runtime.session import open_session
 from attnserve.runtime.workarounds import crashes, part_transposes, safe_copy
 
 PERMS = [[1, 0, 2], [1, 2, 0], [1, 2, 0, 3], [1, 2, 3, 0]]
@@ -47,7 +47,7 @@ def test_transposed_float16_operand_runs(perm: list[int], from_file: bool, tmp_p
     assert crashes(model)
     if from_file:
         ir.save(model, tmp_path / "m.onnx")
-    (found,) = run(open_session(tmp_path / "m.onnx" if from_file else model), {"x": x})
+    (found,) = open_session(tmp_path / "m.onnx" if from_file else model).run(None, {"x": x})
     expected = x.astype(np.float32).transpose(perm) @ weight()
     np.testing.assert_allclose(found, expected, atol=0.05)  # float16 with sums of 8 products
     assert found.shape == expected.shape
@@ -75,7 +75,7 @@ def test_float16_model_is_written_without_the_pattern():
     assert not crashes(model)
     assert any(node.op_type == "Reshape" for node in model.graph)
     x = tokens(PERMS[0], np.float32)
-    (found,) = run(open_session(model), {"x": x})
+    (found,) = open_session(model).run(None, {"x": x})
     np.testing.assert_allclose(found, x.transpose(PERMS[0]) @ weight(), atol=0.05)
 
 
@@ -89,5 +89,5 @@ def test_changed_models_can_be_changed_again():
     assert crashes(model)
     part_transposes(model)
     assert not crashes(model)
-    (found,) = run(open_session(model), {"x": tokens(PERMS[0])})
+    (found,) = open_session(model).run(None, {"x": tokens(PERMS[0])})
     assert np.isfinite(found).all()

@@ -11,9 +11,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD, Device
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime import io_binding as binding
 from attnserve.runtime.cuda import Cuda
+from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
 from attnserve.serving import backends
 from attnserve.serving.backends import RunnerOptions, open_runner
@@ -29,8 +31,8 @@ def patch_open_session(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Cu
     def install(refuse_graphs: bool = False) -> list[Cuda]:
         requested: list[Cuda] = []
 
-        def open_on_cpu(source: Any, *, provider: str, cuda: Cuda, **options: Any) -> Any:
-            assert provider == "cuda"
+        def open_on_cpu(source: Any, device: Device, *, cuda: Cuda, **options: Any) -> Any:
+            assert device.provider == "cuda"
             requested.append(cuda)
             if refuse_graphs and cuda.graphs:
                 raise InvalidModel("model.onnx: ONNX Runtime refuses the graph: control flow", "")
@@ -47,7 +49,7 @@ Patch = Callable[..., list[Cuda]]
 
 def test_open_runner_without_graphs_opens_one_session(encoder: ir.Model, patch_open_session: Patch):
     requested = patch_open_session()
-    open_runner(encoder, RunnerOptions("cuda", cuda=Cuda(tf32=True), concurrency=4))
+    open_runner(encoder, RunnerOptions(Device("cuda"), cuda=Cuda(tf32=True), concurrency=4))
     assert requested == [Cuda(tf32=True)]
 
 
@@ -57,7 +59,7 @@ def test_open_runner_with_graphs_opens_one_session_per_concurrent_run(
     requested = patch_open_session()
     concurrency, barrier = 3, Barrier(3)
     options = RunnerOptions(
-        "cuda", cuda=Cuda(memory_bytes=2**30), cuda_graphs=4, concurrency=concurrency
+        Device("cuda"), cuda=Cuda(memory_bytes=2**30), cuda_graphs=4, concurrency=concurrency
     )
     runner = open_runner(encoder, options)
     assert requested == [Cuda(memory_bytes=2**30, graphs=True)] * concurrency
@@ -73,7 +75,7 @@ def test_open_runner_refused_graphs_warns_and_runs_without_graphs(
     encoder: ir.Model, patch_open_session: Patch, caplog: pytest.LogCaptureFixture
 ):
     requested = patch_open_session(refuse_graphs=True)
-    runner = open_runner(encoder, RunnerOptions("cuda", cuda_graphs=4, concurrency=2))
+    runner = open_runner(encoder, RunnerOptions(Device("cuda"), cuda_graphs=4, concurrency=2))
     assert requested == [Cuda(graphs=True), Cuda()]
     assert not isinstance(runner, GraphRunner)
     assert [record.getMessage() for record in caplog.records] == [
@@ -104,7 +106,7 @@ def test_io_binding_runner_equals_session_run(encoder: ir.Model):
     for seed, shape in enumerate([(2, 9), (1, 32), (2, 9), (3, 1), (2, 9)]):
         feed = example_inputs(encoder, *shape, seed, padded=True)
         for names in (None, ["last_hidden_state"]):
-            expected = session.session.run(names, feed)
+            expected = session.plain_session.run(names, feed)
             for ours, theirs in zip(runner.run(names, feed), expected, strict=True):
                 np.testing.assert_array_equal(ours, theirs)
     assert len(session.bound) == 10 and not session.plain
@@ -154,14 +156,14 @@ def test_io_binding_runner_concurrent_runs_use_separate_buffers(
     concurrency, barrier = 3, Barrier(3)
 
     class Meeting(RecordingSession):
-        def run_with_iobinding(self, binding: Any, options: Any) -> None:
+        def run_bound(self, binding: Any, options: Any) -> None:
             barrier.wait(10)  # until all runs have filled their buffers
-            super().run_with_iobinding(binding, options)
+            super().run_bound(binding, options)
 
     session = Meeting(encoder)
     runner = backends.IoBindingRunner(session, "cpu")
     feeds = [example_inputs(encoder, 2, 9, seed) for seed in range(6)]
-    expected = [session.session.run(None, feed)[0] for feed in feeds]
+    expected = [session.plain_session.run(None, feed)[0] for feed in feeds]
     with ThreadPoolExecutor(concurrency) as threads:
         for got, wanted in zip(threads.map(lambda f: runner.run(None, f), feeds), expected,
                                strict=True):  # fmt: skip
@@ -177,7 +179,7 @@ def test_io_binding_runner_failed_allocation_warns_once_and_copies(
 
     real, session, feed = binding.placed, RecordingSession(encoder), example_inputs(encoder, 2, 9)
     runner = backends.IoBindingRunner(session, "cpu")
-    expected = session.session.run(None, feed)[0]
+    expected = session.plain_session.run(None, feed)[0]
     monkeypatch.setattr(binding, "placed", placed)
     for _ in range(2):
         np.testing.assert_array_equal(runner.run(None, feed)[0], expected)
@@ -192,7 +194,7 @@ def test_io_binding_runner_failed_allocation_warns_once_and_copies(
 def test_io_binding_runner_failed_run_is_not_repeated(encoder: ir.Model):
     session = RecordingSession(encoder)
     runner = backends.IoBindingRunner(session, "cpu")
-    with pytest.raises(Exception, match="Non-zero status code returned"):
+    with pytest.raises(RunFailed):
         runner.run(None, {"input_ids": np.ones((1, 40), np.int64),  # of 32 positions
                           "attention_mask": np.ones((1, 40), np.int64)})  # fmt: skip
     assert (len(session.bound), len(session.plain)) == (1, 0)
@@ -221,9 +223,9 @@ def test_io_binding_runner_after_peak_shrinks_arena_and_drops_buffers(
     )
 
     class WithoutShrinking(RecordingSession):
-        def run_with_iobinding(self, binding: Any, options: Any) -> None:
+        def run_bound(self, binding: Any, options: Any) -> None:
             self.bound.append(options)
-            self.session.run_with_iobinding(binding)  # the CPU has no GPU arena
+            self.plain_session.native.run_with_iobinding(binding)  # the CPU has no GPU arena
 
     session = WithoutShrinking(model)
     runner = backends.IoBindingRunner(session, "cpu")
@@ -243,9 +245,8 @@ def test_io_binding_runner_after_peak_shrinks_arena_and_drops_buffers(
 
 def test_open_runner_on_cpu_equals_session(encoder: ir.Model):
     feed = example_inputs(encoder, 2, 9)
-    runner = open_runner(encoder, RunnerOptions(threads=1, cuda_graphs=4, concurrency=2))
-    runner.allow_padding(rows=True, tokens=True)
-    expected = open_session(encoder, threads=1).run(None, feed)[0]
+    runner = open_runner(encoder, RunnerOptions(ONE_THREAD, cuda_graphs=4, concurrency=2))
+    expected = open_session(encoder, ONE_THREAD).run(None, feed)[0]
     np.testing.assert_array_equal(runner.run(["last_hidden_state"], feed)[0], expected)
     assert [value.name for value in runner.get_inputs()] == list(feed)
     assert [value.name for value in runner.get_outputs()] == ["last_hidden_state"]

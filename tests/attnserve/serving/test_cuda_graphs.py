@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session
 from attnserve.serving.buckets import Buckets
@@ -58,7 +59,7 @@ def test_run_equals_session(
     The first run at a shape allocates buffers without capturing.
     """
     runner, session = runner_of(encoder, padding=padding)
-    plain = open_session(encoder, threads=1)
+    plain = open_session(encoder, ONE_THREAD)
     for seed, (batch, length) in enumerate(shapes):
         feed = example_inputs(encoder, batch, length, seed, padded=padding)
         (got,) = runner.run(["last_hidden_state"], feed)
@@ -108,7 +109,7 @@ def test_unsupported_bucket_falls_back_to_uncaptured_run():
     """The model has 40 positions, and ``longest`` is unknown: 33 tokens need a bucket of 48."""
     model = random_encoder(layers=1, hidden=8, heads=2, positions=40)
     runner, _ = runner_of(model, longest=None)
-    plain = open_session(model, threads=1)
+    plain = open_session(model, ONE_THREAD)
     feed = example_inputs(model, 1, 33)
     for _ in range(3):
         np.testing.assert_array_equal(runner.run(None, feed)[0], plain.run(None, feed)[0])
@@ -199,7 +200,7 @@ def test_run_empty_input_is_not_captured():
 
 def test_run_from_many_threads_equals_session(encoder: ir.Model):
     runner, session = runner_of(encoder, most=3)
-    plain = open_session(encoder, threads=1)
+    plain = open_session(encoder, ONE_THREAD)
     feeds = [example_inputs(encoder, 1 + i % 3, 8 + i % 9, i) for i in range(40)]
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda feed: runner.run(None, feed)[0], feeds))

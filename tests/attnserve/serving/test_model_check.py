@@ -21,6 +21,7 @@ import numpy as np
 import onnx
 import pytest
 
+from attnserve.context import ONE_THREAD, Device
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import data_file
 from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.process
 
 
 def checker(folder: Path | None = None, **given: Any) -> IsolationChecker:
-    chosen = {"provider": "cpu", "threads": 1, "timeout_s": 60, "rewrite": True, **given}
+    chosen = {"device": ONE_THREAD, "timeout_s": 60, "rewrite": True, **given}
     return IsolationChecker(folder=folder, **chosen)
 
 
@@ -409,7 +410,7 @@ def test_check_cached_result_needs_no_child_in_the_next_process(
     assert {path.suffix for path in cache.iterdir()} == {".json", ".onnx"}
     child("raise SystemExit(5)")
     assert checker(cached=True).check(open_artifact(bert)) == found
-    for other in (checker(), checker(cached=True, threads=2)):
+    for other in (checker(), checker(cached=True, device=Device(threads=2))):
         with pytest.raises(InvalidModel, match="exit status 5"):
             other.check(open_artifact(bert))
 

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import (
     ShapeInfo,
@@ -139,7 +140,7 @@ def test_infer_shapes_equals_onnxruntime(layout: str) -> None:
     with exposing(model, made):
         for value in made:
             value.type, value.shape = ir.TensorType(info.known[value].dtype), None
-        session = open_session(model, threads=1, optimize=False)
+        session = open_session(model, ONE_THREAD, optimize=False)
         results = session.run(None, {i.name: arrays[i.name] for i in session.get_inputs()})
     for value, result in zip(made, results, strict=True):
         assert info.known[value].shape == result.shape, value.name

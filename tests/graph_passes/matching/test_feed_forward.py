@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type
 from graph_passes.analysis.cost import model_cost
@@ -415,7 +416,7 @@ def test_prune_neurons_shape_with_other_readers_stays() -> None:
     model = assert_equals_masked(
         lambda: build(DYNAMIC + shown, output=f"{OUT}, {WIDE} shown"), {NAME: MASK}
     )
-    assert open_session(model, threads=1).run(None, feeds(model))[1].shape == (2, 7, F)
+    assert open_session(model, ONE_THREAD).run(None, feeds(model))[1].shape == (2, 7, F)
 
 
 def test_prune_neurons_zero_rows_is_exact() -> None:
@@ -612,7 +613,7 @@ def test_prune_neurons_hugging_face_export_equals_masked(
     assert len(blocks) == count
     assert {len(block.first) for block in blocks} == {2 if architecture == "Llama" else 1}
     mask = np.arange(blocks[0].num_neurons) % 3 != 1
-    inputs = open_session(ir.load(path), threads=1).get_inputs()
+    inputs = open_session(ir.load(path), ONE_THREAD).get_inputs()
     arrays = {i.name: np.ones((2, 7), np.int64) for i in inputs}
     arrays["input_ids"] = np.arange(14).reshape(2, 7)
     assert_equals_masked(

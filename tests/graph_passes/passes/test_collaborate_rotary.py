@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.certify import read_attention
+from attnserve.context import ONE_THREAD
 from attnserve.models.onnx_files import load_model
 from attnserve.models.opset import raise_opset
 from attnserve.runtime.session import open_session
@@ -40,7 +41,7 @@ each_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
 
 
 def outputs(model: ir.Model, cell: Cell, lengths: dict[str, int]) -> list[np.ndarray]:
-    session = open_session(model, threads=1)
+    session = open_session(model, ONE_THREAD)
     arrays = architectures.feeds(ARCHITECTURES[cell.architecture], lengths)
     return session.run(None, {value.name: arrays[value.name] for value in session.get_inputs()})
 
@@ -141,8 +142,8 @@ def test_collaborate_rotary_trained_model_at_full_size(shared: Path) -> None:
         pytest.skip("stories260K is not stored beside the project")
     model = load_model(path)
     tokens = {"idx": np.random.default_rng(0).integers(3, 500, (1, 256))}
-    (expected,) = open_session(model, threads=1).run(None, tokens)
+    (expected,) = open_session(model, ONE_THREAD).run(None, tokens)
     for rank, head_size in ((32, None), (32, 8)):
         new = rewrite(model.clone(), rank, head_size)
-        (got,) = open_session(new, threads=1).run(None, tokens)
+        (got,) = open_session(new, ONE_THREAD).run(None, tokens)
         assert np.abs(got - expected).max() <= 1e-4

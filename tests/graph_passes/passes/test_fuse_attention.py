@@ -13,6 +13,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.certify import read_attention
+from attnserve.context import ONE_THREAD
 from attnserve.models.onnx_files import load_model
 from attnserve.models.opset import raise_opset
 from attnserve.runtime.session import open_session
@@ -455,7 +456,7 @@ def test_fuse_attention_queries_read_for_their_shape_are_removed(form: FusedOper
     fuse(model, form)
     products = [node for node in model.graph if node.op_type == "MatMul"]
     assert len(products) == 1 + PRODUCTS[form].count("MatMul")
-    got = open_session(model, threads=1, optimize=False).run(None, feeds(attention()))[1]
+    got = open_session(model, ONE_THREAD, optimize=False).run(None, feeds(attention()))[1]
     np.testing.assert_array_equal(got, np.arange(1, 8))
 
 
@@ -664,7 +665,7 @@ each layer as another value."""
 
 
 def outputs(model: ir.Model | Path, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    session: Any = open_session(model, threads=1, optimize=False)
+    session: Any = open_session(model, ONE_THREAD, optimize=False)
     names = [value.name for value in session.get_inputs()]
     return [np.asarray(array) for array in session.run(None, {n: arrays[n] for n in names})]
 

@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
 from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
 from tests.graph_passes.graphs import D, feeds, graph, run, text_of
@@ -116,4 +117,4 @@ def test_fuse_residuals_of_two_norms_writes_one_sum():
 def test_a_session_still_opens():
     model = build(POST)
     FuseResiduals()(model)
-    open_session(model, threads=1)
+    open_session(model, ONE_THREAD)

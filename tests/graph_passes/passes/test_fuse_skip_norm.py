@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import random_encoder, to_half
@@ -166,11 +167,11 @@ def test_fuse_skip_norm_of_an_encoder(half: bool, folded: bool):
     if half:
         to_half(model)
     arrays = example_inputs(model, 2, 9, padded=True)
-    (before,) = open_session(model, threads=1).run(None, arrays)
+    (before,) = open_session(model, ONE_THREAD).run(None, arrays)
     if folded:
         FoldBiases()(model)
     FuseSkipNorm()(model)
     assert operators(model)["SkipLayerNormalization"] == 4
     assert [b.name for b in (*find_attention(model)[0], *find_feed_forward(model))] == names
-    (after,) = open_session(model, threads=1).run(None, arrays)
+    (after,) = open_session(model, ONE_THREAD).run(None, arrays)
     np.testing.assert_allclose(after, before, rtol=0, atol=2e-2 if half else 1e-5)

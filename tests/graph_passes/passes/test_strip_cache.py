@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.context import ONE_THREAD
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite
@@ -67,7 +68,7 @@ def test_strip_cache_that_other_nodes_read_is_refused() -> None:
 
 
 def outputs(model: ir.Model, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    session = open_session(model, threads=1)
+    session = open_session(model, ONE_THREAD)
     names = [value.name for value in session.get_outputs()]
     results = [np.asarray(array) for array in session.run(names, arrays)]
     return dict(zip(names, results, strict=True))

@@ -7,17 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from attnserve.context import ONE_THREAD
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import save_model
 from attnserve.runtime.cuda import Cuda
-from attnserve.runtime.session import open_session, require_runtime, why_no_cuda
+from attnserve.runtime.onnx_runtime import OnnxRuntime, require_runtime
+from attnserve.runtime.session import why_no_cuda
 from attnserve.serving import loaded_model
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.buckets import Buckets
@@ -37,8 +38,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], str], None]
     """An ONNX Runtime with these providers, on a machine that gives this reason against a GPU."""
 
     def install(providers: list[str], why: str) -> None:
-        one = SimpleNamespace(get_available_providers=lambda: providers)
-        monkeypatch.setattr(device, "require_runtime", lambda: one)
+        monkeypatch.setattr(device, "is_built_for_gpus", lambda: CUDA in providers)
         monkeypatch.setattr(device, "why_no_gpu", lambda: why)
 
     return install
@@ -99,7 +99,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphRunner, RunnerOpt
 
     def open_runner(source: Path, options: RunnerOptions, longest: int, **_: Any) -> GraphRunner:
         buckets = Buckets(options.cuda_graphs, longest=longest)
-        opened.append((GraphRunner(open_session(source), buckets, place="cpu"), options))
+        opened.append(
+            (GraphRunner(OnnxRuntime().open(source, ONE_THREAD), buckets, place="cpu"), options)
+        )
         return opened[-1][0]
 
     monkeypatch.setattr(loaded_model, "open_runner", open_runner)

@@ -703,8 +703,8 @@ def test_failed_session_is_not_ready_until_reloaded(
     client = start(tmp_path)
     repository: Repository = client.app.state.repository  # type: ignore[attr-defined]
     engine = repository.engine("tiny")
-    faulty = Faulty(engine.model._session, text)
-    monkeypatch.setattr(engine.model, "_session", faulty)
+    faulty = Faulty(engine.model._session.native, text)
+    monkeypatch.setattr(engine.model._session, "native", faulty)
     reload = threading.Event()
     again = engine._reload
     assert again is not None
@@ -731,7 +731,7 @@ def test_failed_session_is_not_ready_until_reloaded(
     reload.set()
     until(lambda: client.get("/v2/health/ready").status_code == 200)
     assert client.post("/embed", json={"inputs": "a", "model": "tiny"}).status_code == 200
-    assert engine.model._session is not faulty
+    assert engine.model._session.native is not faulty
 
 
 def test_failed_allocation_of_one_request_leaves_model_ready(
@@ -740,8 +740,8 @@ def test_failed_allocation_of_one_request_leaves_model_ready(
     client = start(encoder)
     model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
     warm_up, go, warmed = model.warm_up, threading.Event(), threading.Event()
-    faulty = Faulty(model._session, "out of memory")
-    monkeypatch.setattr(model, "_session", faulty)
+    faulty = Faulty(model._session.native, "out of memory")
+    monkeypatch.setattr(model._session, "native", faulty)
 
     def recover() -> None:
         assert go.wait(20)
@@ -768,8 +768,8 @@ def test_failed_session_that_recovers_is_not_reloaded(
     engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
     monkeypatch.setattr(engine, "_reload", lambda: 1 / 0)
     model, warm_up = engine.model, engine.model.warm_up
-    faulty = Faulty(model._session, "CUDA failure 700")
-    monkeypatch.setattr(model, "_session", faulty)
+    faulty = Faulty(model._session.native, "CUDA failure 700")
+    monkeypatch.setattr(model._session, "native", faulty)
 
     def recover() -> None:
         faulty.broken = False

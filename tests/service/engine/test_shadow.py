@@ -16,6 +16,7 @@ from onnx import numpy_helper
 from starlette.testclient import TestClient
 
 from attnserve import optimize
+from attnserve.context import CPU, ONE_THREAD
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.runtime.isolation import Worker, WorkerCrashed
@@ -294,8 +295,8 @@ def test_collected_texts_calibrate_a_model_that_keeps_its_promise_on_them(
 def test_scores_of_an_equal_classifier_keep_the_promise(activation: str, tmp_path: Path):
     folder = write_classifier(tmp_path / "c", activation=activation)
     artifact = open_artifact(folder)
-    comparison = LiveComparison(artifact, "cpu")
-    served = Model(artifact, RunnerOptions(threads=1))
+    comparison = LiveComparison(artifact, CPU)
+    served = Model(artifact, RunnerOptions(ONE_THREAD))
     comparison.watch("c", artifact, served.signature, "kl")
     assert served.encoder is not None
     for place in range(40):
@@ -309,7 +310,7 @@ def test_scores_of_an_equal_classifier_keep_the_promise(activation: str, tmp_pat
 
 def test_row_of_a_model_that_was_replaced_is_not_compared(tmp_path: Path):
     now: Any = SimpleNamespace(name="m", version="1", content="new")
-    process = ComparisonProcess(tmp_path, "cpu", lambda: [now], print, timeout_s=1)
+    process = ComparisonProcess(tmp_path, CPU, lambda: [now], print, timeout_s=1)
     row = ServedRow(("m", "1"), "old", None, {}, {})
     assert process.compare(row) is None
 

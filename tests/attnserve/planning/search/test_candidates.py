@@ -15,7 +15,7 @@ import pytest
 from attnserve.calibration.elimination import eliminate_neurons
 from attnserve.checks.certify import read_attention
 from attnserve.checks.quality import QualityMeter
-from attnserve.context import RunContext
+from attnserve.context import ONE_THREAD, RunContext
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
@@ -36,8 +36,9 @@ from attnserve.planning.search.candidates import (
     units_of,
 )
 from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import LatencyTable
-from attnserve.runtime.session import Batch, open_session
+from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
 from tests.architectures import ARCHITECTURES, Cell, cells_of
 from tests.attnserve.costs import measure
@@ -113,7 +114,7 @@ def timed(
 ) -> dict[Block, BlockLatency]:
     monkeypatch.setattr(LatencyTable, "measure", measure)
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
-    return BlockTimer(bert, feeds, LatencyTable(None, threads=1), 1).time_blocks(groups)
+    return BlockTimer(bert, feeds, LatencyTable(None, ONE_THREAD), 1).time_blocks(groups)
 
 
 def test_time_blocks_times_every_configuration(
@@ -435,7 +436,7 @@ def handed_on(
     if implementation == "as exported":
         monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
-    timer = BlockTimer(bert, feeds, LatencyTable(None, threads=1), 1)
+    timer = BlockTimer(bert, feeds, LatencyTable(None, ONE_THREAD), 1)
     timed = timer.time_blocks(groups)
     return timed, timer.time_pairs(groups, timed)
 

@@ -33,7 +33,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.options import Goal, Lengths
 from attnserve.planning import apply
 from attnserve.planning.optimize import _require_promise
-from attnserve.planning.plan_file import planned_measure
+from attnserve.planning.plan_file import SavedPlan
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
@@ -856,10 +856,10 @@ def test_promise_is_checked_in_its_own_measure(tmp_path: Path):
     for asked, given, expected in (("cosine", "auto", "cosine"), ("auto", "auto", "auto"),
                                    ("r2", "r2", "r2"), ("score", "r2", "r2")):  # fmt: skip
         path.write_text(json.dumps({"format": 2, "asked": {"measure": asked}}))
-        assert planned_measure(path, given) == expected  # type: ignore[arg-type]
+        assert SavedPlan.read(path).measure(given) == expected  # type: ignore[arg-type]
     path.write_text(json.dumps({"format": 2, "asked": {"measure": "cosine"}}))
     with raises(InvalidArgument, "optimize.conflict", "cosine", "r2"):
-        planned_measure(path, "r2")
+        SavedPlan.read(path).measure("r2")
 
 
 def test_share_kept_of_equal_scores_is_one_and_of_negative_score_fails(

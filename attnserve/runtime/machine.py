@@ -1,4 +1,4 @@
-"""The processor: usable cores, and the features that decide whether int8 kernels are exact.
+"""The machine: names of its processors, usable cores, and whether its int8 kernels are exact.
 
 ONNX Runtime multiplies unsigned 8-bit activations by signed 8-bit weights. On x86 CPUs without
 VNNI its kernels (``vpmaddubsw``) add two products in one signed 16-bit sum that saturates. The sum
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -20,6 +22,8 @@ from attnserve.runtime.control_groups import control_groups
 __all__ = [
     "available_cores",
     "cpu_flags",
+    "cpu_name",
+    "gpu_name",
     "has_bfloat16_product",
     "has_int8_dot_product",
     "parse_cpu_flags",
@@ -92,3 +96,31 @@ def has_bfloat16_product(flags: Collection[str] | None = None) -> bool:
         flags: Features of the CPU; by default of this machine.
     """
     return not BFLOAT16_PRODUCT.isdisjoint(cpu_flags() if flags is None else flags)
+
+
+def cpu_name() -> str:
+    """The model name of the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return (
+        _output_of("sysctl", "-n", "machdep.cpu.brand_string")
+        or platform.processor()
+        or platform.machine()
+    )
+
+
+def gpu_name() -> str | None:
+    """The model names of the NVIDIA GPUs, separated by commas; None without one."""
+    return _output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+
+
+def _output_of(program: str, *arguments: str) -> str | None:
+    """The output of a program on one line; None if it is missing or fails."""
+    path = shutil.which(program)
+    if path is None:
+        return None
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
+    return ", ".join(done.stdout.split("\n")).strip(", ") or None if done.returncode == 0 else None

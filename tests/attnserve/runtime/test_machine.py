@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnserve.runtime.cpu import (
+from attnserve.runtime.machine import (
     available_cores,
     cpu_flags,
     has_bfloat16_product,

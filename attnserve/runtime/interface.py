@@ -1,0 +1,166 @@
+"""What runs a model: the protocols of a runtime and of an open model.
+
+ONNX Runtime is one implementation (``onnx_runtime.py``). Everything outside this package sees only
+these protocols. A package adds a runtime with an entry point (``plugins.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.context import Device
+from attnserve.runtime.cuda import PARITY, Cuda
+from graph_passes.errors import InvalidData
+
+__all__ = [
+    "DEFAULT_OPTIONS",
+    "Batch",
+    "Feed",
+    "RunFailed",
+    "Runtime",
+    "Session",
+    "SessionOptions",
+    "ValueInfo",
+    "owned",
+]
+
+Batch = dict[str, np.ndarray]
+"""The inputs of one run, by name."""
+
+Feed = Mapping[str, np.ndarray]
+"""The inputs of one run, which are only read."""
+
+
+class RunFailed(InvalidData):
+    """A run ended without a result.
+
+    Attributes:
+        reason: What the runtime says, in one line.
+        kind: "inputs" (the graph cannot take these sizes or values), "memory" (the run does not
+            fit) or "device" (the device or the session is broken).
+    """
+
+    def __init__(
+        self, reason: str, feed: Feed, kind: Literal["inputs", "memory", "device"] = "inputs"
+    ) -> None:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in feed.items())
+        super().__init__(
+            f"the model refuses the inputs {shapes}: {reason}",
+            "check that the data fits the model (length, vocabulary, names)",
+            code="session.inputs_refused",
+        )
+        self.reason, self.kind = reason, kind
+
+
+class ValueInfo(Protocol):
+    """An input or output of a model."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def type(self) -> str:
+        """As ONNX writes it: "tensor(float)"."""
+        ...
+
+    @property
+    def shape(self) -> Sequence[int | str | None]:
+        """Sizes; a name or None for those that are not fixed."""
+        ...
+
+
+class Session(Protocol):
+    """A model that is open to run. Several threads may run it at once."""
+
+    def get_inputs(self) -> Sequence[ValueInfo]:
+        """The inputs, without initializers."""
+        ...
+
+    def get_outputs(self) -> Sequence[ValueInfo]:
+        """The outputs."""
+        ...
+
+    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
+        """Run the model and return the named outputs (None: all).
+
+        They may lie in the memory of the session (``owned``). ``stop.STOP`` ends the run.
+
+        Raises:
+            RunFailed: The model refuses the batch, or the run fails.
+        """
+        ...
+
+    def bind(self, feed: Feed) -> Callable[[], object]:
+        """A function that runs the model on ``feed`` and waits for the end, for timing.
+
+        Inputs and outputs stay on the device.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """How a session runs its model.
+
+    Attributes:
+        optimize: False disables the graph optimizations of the runtime.
+        spinning: Let idle threads wait actively, which is fastest for a session alone. The threads
+            of sessions that take turns would occupy each other's cores: two or three times slower.
+        cuda: CUDA settings; by default exact float32 products.
+        copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
+            changing them changes the results, and truncating them ends the process.
+        profile: Path prefix of the file that a profile is written to.
+    """
+
+    optimize: bool = True
+    spinning: bool = True
+    cuda: Cuda = PARITY
+    copied: tuple[str, ...] = ()
+    profile: Path | None = None
+
+
+DEFAULT_OPTIONS = SessionOptions()
+
+
+class Runtime(Protocol):
+    """A library that runs ONNX models."""
+
+    name: str
+    """The value of ``--runtime``."""
+
+    def open(self, source: Path | ir.Model, device: Device, options: SessionOptions) -> Session:
+        """Open a model on disk or in memory.
+
+        Raises:
+            InvalidModel: The runtime refuses the graph.
+            InvalidArgument: The provider is not available.
+            MissingExtra: The library is not installed.
+        """
+        ...
+
+    def version(self) -> str:
+        """The version of the library.
+
+        Raises:
+            MissingExtra: It is not installed.
+        """
+        ...
+
+    def peak_bytes(self, source: Path, feed: Feed, device: Device) -> int | None:
+        """Peak memory on the device while these inputs run; None if it is not known."""
+        ...
+
+
+def owned(array: np.ndarray) -> np.ndarray:
+    """An output that may be kept: a copy if the array lies in the memory of a session.
+
+    An output of a closed session keeps all memory of that session, packed weights included: 59 MB
+    for one output of 2 MB.
+    """
+    return array if array.flags.owndata else array.copy()

@@ -1,0 +1,136 @@
+"""Compute values inside a model: the only code that cuts parts out of a graph to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.context import CPU, DEFAULT_CONTEXT, Device, RunContext
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.session import open_session
+
+__all__ = ["Observer", "State", "behind", "extract", "observe", "reads", "state_of"]
+
+State = Mapping[ir.Value, np.ndarray]
+"""Arrays of values of a graph."""
+
+
+class Observer:
+    """Compute values of a model from its inputs, or from values that were computed before.
+
+    Nodes that the values do not depend on do not run. Several observers take turns.
+
+    Args:
+        model: It is not changed, and may be changed afterwards.
+        wanted: The values to compute.
+        known: An example of each value that is known; the first state, for example.
+    """
+
+    def __init__(
+        self, model: ir.Model, wanted: Sequence[ir.Value], known: State, device: Device = CPU
+    ) -> None:
+        self._wanted = [value for value in dict.fromkeys(wanted) if value not in known]
+        self._names: dict[ir.Value, str] = {}
+        if self._wanted:
+            part, self._names = extract(model, known, self._wanted)
+            self._session = open_session(part, device, spinning=False)
+
+    def __call__(self, state: State) -> dict[ir.Value, np.ndarray]:
+        """The wanted values that were not known, which lie in the memory of a session (``owned``).
+
+        Raises:
+            InvalidData: The model refuses the state.
+        """
+        if not self._wanted:
+            return {}
+        feed = {name: state[value] for value, name in self._names.items() if value in state}
+        arrays = self._session.run(None, feed)
+        return dict(zip(self._wanted, arrays, strict=True))
+
+
+def observe(
+    model: ir.Model,
+    values: Sequence[Sequence[ir.Value]],
+    batches: Sequence[Batch],
+    context: RunContext = DEFAULT_CONTEXT,
+    stage: str = "",
+) -> Iterator[tuple[Batch, list[list[np.ndarray]]]]:
+    """Yield each batch with the arrays of these values; one batch is in memory at a time.
+
+    Args:
+        values: Groups of values, for example one group per block.
+        stage: The name under which progress is reported, after each batch; empty for none.
+
+    Raises:
+        InvalidData: The model refuses a batch.
+    """
+    wanted = [value for group in values for value in group]
+    observer: Observer | None = None
+    for done, batch in enumerate(batches if wanted else (), start=1):
+        state = state_of(model.graph.inputs, batch)
+        observer = observer or Observer(model, wanted, state, context)
+        state |= observer(state)
+        yield batch, [[state[value] for value in group] for group in values]
+        if stage:
+            context.progress(stage, done, len(batches))
+
+
+def state_of(
+    values: Sequence[ir.Value], arrays: Mapping[str, np.ndarray]
+) -> dict[ir.Value, np.ndarray]:
+    """The arrays by value; other names are ignored."""
+    return {value: arrays[name] for value in values if (name := value.name or "") in arrays}
+
+
+def extract(
+    model: ir.Model, known: State, wanted: Sequence[ir.Value]
+) -> tuple[ir.Model, dict[ir.Value, str]]:
+    """The computation of values from known ones as a model, and the names of its inputs.
+
+    Args:
+        known: An example of each, which gives the type and the number of axes.
+    """
+    given = dict.fromkeys([*model.graph.inputs, *known])
+    needed, nodes = behind(model.graph, wanted, given)
+    needed -= {value for node in nodes for value in node.outputs}  # computed with another output
+    start = [value for value in given if value in needed]
+    graph = ir.convenience.extract(model.graph, start, wanted)
+    for value, inner in zip(start, graph.inputs, strict=True):
+        if not value.is_graph_input():  # its declared type may be missing
+            array = known[value]
+            inner.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            inner.shape, inner.const_value = ir.Shape([None] * array.ndim), None
+    functions = [function.clone() for function in model.functions.values()]
+    part = ir.Model(graph, ir_version=model.ir_version, functions=functions)
+    names = zip(start, graph.inputs, strict=True)
+    return part, {value: inner.name or "" for value, inner in names}
+
+
+def behind(
+    graph: ir.Graph, wanted: Collection[ir.Value], known: Collection[ir.Value]
+) -> tuple[set[ir.Value], list[ir.Node]]:
+    """The known values that values are computed from, and the nodes in between, the last first."""
+    found, nodes = set(wanted), list[ir.Node]()
+    for node in reversed(graph):
+        if any(value in found and value not in known for value in node.outputs):
+            nodes.append(node)
+            found.update(reads(node))
+    return found & set(known), nodes
+
+
+def reads(node: ir.Node) -> Iterator[ir.Value]:
+    """The values that a node and the graphs in its attributes read, in order."""
+    yield from (value for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        graphs: Sequence[ir.Graph] = ()
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs = (attribute.as_graph(),)
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs = attribute.as_graphs()
+        for graph in graphs:
+            own = {value for inner in graph for value in inner.outputs} | set(graph.inputs)
+            own |= set(graph.initializers.values())
+            yield from (v for inner in graph for v in reads(inner) if v not in own)
+            yield from (value for value in graph.outputs if value not in own)

@@ -1,0 +1,44 @@
+"""Real servers in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import service
+
+
+@contextmanager
+def serving(
+    model: Path, prelude: str = "", **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """(address, process) of a real server on a free port, whose program starts with ``prelude``."""
+    program = (
+        f"{prelude}\n"
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from service.launch import serve\n"
+        "from service.settings import Settings\n"
+        "serve(Settings(model=Path(sys.argv[1]), port=0))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(model)],
+        cwd=Path(service.__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    ) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        ready = re.search(r"serving \S+ at (http://127\.0\.0\.1:\d+)\n", line)
+        assert ready, line + process.stderr.read()
+        try:
+            yield ready[1], process
+        finally:
+            process.kill()
