@@ -33,7 +33,7 @@ from attnserve.models.rows import fixed_axes
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
-from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
+from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, InvalidOutput
 
 __all__ = ["TritonModel", "Value", "write_repository"]
 
@@ -191,7 +191,7 @@ def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examin
                 "check the file with `attnserve inspect`, or export it again",
             ) from error
         warm_up = warm_up or feeds
-    with suppress(RunFailed):  # the model may have fewer positions
+    with suppress(AttnserveError):  # the model may have fewer positions
         length = fixed_tokens or min(WARM_UP_TOKENS, artifact.max_length or WARM_UP_TOKENS)
         feeds = example_inputs(graph, 1, length)
         session.run(names, feeds)
