@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 __all__ = [
-    "INTEGER",
     "Activation",
     "Alignment",
     "Attention",
@@ -34,11 +33,10 @@ Mixing = Literal["auto", "dense", "sparse"]
 Side = Literal["right", "left"]
 Padding = Side
 Pooling = Literal["mean", "cls", "last", "none"]
-Precision = Literal["float32", "float16", "bfloat16", "int8", "int8-full", "int4"]
+Precision = str
+"""The name of a row of ``precision.schemes.SCHEMES``."""
 SearchMeasure = Literal[Measure, "score"]
 Similarity = Literal["cosine", "dot"]
-INTEGER: tuple[Precision, ...] = ("int8", "int8-full", "int4")
-"""Precisions in which single blocks may stay float32."""
 TaskName = Literal[
     "sts",
     "classification",

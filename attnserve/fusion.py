@@ -16,9 +16,10 @@ from contextlib import suppress
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention
-from attnserve.choices import INTEGER, Precision
+from attnserve.choices import Precision
 from attnserve.context import Provider
 from attnserve.models.opset import raise_opset
+from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.shapes import infer_shapes_small
@@ -162,9 +163,10 @@ def fuse_for(
         The passes; none if nothing can be fused, or a fused block fails certification (the log has
         the reason).
     """
-    runs_on: Provider = "cuda" if precision in ("float16", "bfloat16") else provider
+    scheme = SCHEMES[precision]
+    runs_on: Provider = "cuda" if scheme.provider == "cuda" else provider
     forms: Sequence[FusedOperator] = FORMS[runs_on]
-    if precision in INTEGER:
+    if scheme.keeps_blocks:
         forms = [form for form in forms if form not in PROJECTING]
     fused = model.clone()
     try:

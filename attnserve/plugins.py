@@ -69,8 +69,10 @@ class Registry(Generic[Part]):
         if name not in self._parts:
             load_plugins()
         if name not in self._parts:
+            *others, last = self._parts
+            expected = f"{', '.join(others)} or {last}" if others else last
             raise InvalidArgument(
-                f"`{self._option}` is {name!r}: expected {' or '.join(self._parts)}",
+                f"`{self._option}` is {name!r}: expected {expected}",
                 "choose one, or install the package that adds it",
                 code=f"{self._option}.unknown",
             )

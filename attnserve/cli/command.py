@@ -105,7 +105,7 @@ def _fields(
     kind: type[Options],
     defaults: Any,
 ) -> Iterator[_Field]:
-    """The options of a field: one, or one for each choice.
+    """The options of a field: one, and one for each choice.
 
     Args:
         defaults: A group whose values are the defaults, if the command has its own.
@@ -118,6 +118,9 @@ def _fields(
             option = typer.Option(flag, metavar="", help=each, rich_help_panel=panel or None)
             own = flag.removeprefix("--").replace("-", "_")
             yield _Field(name, _parameter(own, bool, option, False), value)
+        named = "Convert to a precision by its name, also of another package."
+        option = typer.Option(metavar="NAME", help=named, rich_help_panel=panel or None)
+        yield _Field(name, _parameter(name, str | None, option, None))
         return
     shown: Any = _shown_type(about)
     if about.cli.is_argument:
@@ -191,12 +194,13 @@ def _made(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) 
     """The group with the values of its options; those that are not given have the defaults."""
     given: dict[str, Any] = {}
     flags: dict[str, list[str]] = {}
+    with_choices = {field.name for field in fields if field.choice is not None}
     for field in fields:
         value = values[field.parameter.name]
-        if field.choice is None and value is not None:
-            given[field.name] = value
-        elif field.choice is not None and value:
-            given[field.name] = field.choice
+        if value is None or (field.choice is not None and not value):
+            continue
+        given[field.name] = value if field.choice is None else field.choice
+        if field.name in with_choices:
             flag = "--" + field.parameter.name.replace("_", "-")
             flags.setdefault(field.name, []).append(flag)
     for several in flags.values():

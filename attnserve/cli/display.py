@@ -57,9 +57,9 @@ err = _Console(stderr=True, soft_wrap=True, highlight=False)
 RENAMED = {"sequence": "seq", "sequences": "seq", "batches": "batch"}
 """Parameters of the Python functions whose options have another name."""
 
-SPELLED = {"precision": ("fp16", "--fp16/--bf16/--int8"), "refit": ("refit", "--no-refit")}
-"""Text for parameters that have no option of their own, or whose first option is the default: by
-parameter, an option of the commands that have it, and the text."""
+SPELLED = {"refit": ("refit", "--no-refit")}
+"""Text for parameters whose first option is the default: by parameter, an option of the commands
+that have it, and the text."""
 
 
 def option_names(command: Any) -> dict[str, str]:

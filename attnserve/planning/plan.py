@@ -8,8 +8,9 @@ from typing import Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from attnserve.choices import INTEGER, Precision
+from attnserve.choices import Precision
 from attnserve.models.json_files import first_problem
+from attnserve.precision.schemes import SCHEMES
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.base import BlockPass, RewritePass, pass_named
 
@@ -142,7 +143,9 @@ class _PlanContent(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.float_blocks and self.precision not in INTEGER:
+        if self.precision not in SCHEMES:
+            raise ValueError(f"precision {self.precision!r} is unknown")
+        if self.float_blocks and not SCHEMES[self.precision].keeps_blocks:
             raise ValueError("float_blocks apply to int8 and int4")
         return self
 

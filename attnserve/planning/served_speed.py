@@ -29,6 +29,7 @@ from attnserve.models.onnx_files import save_model
 from attnserve.options import Lengths
 from attnserve.planning.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
+from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import InterleavedTimer, Speedup, paired_speedup
@@ -145,8 +146,8 @@ class ServedTimer:
         float_blocks: Sequence[str] = (),
     ) -> ir.Model:
         """A float32 model fused and converted; the model itself if neither changes it."""
-        if precision == "bfloat16" and self.context.provider == "cpu":
-            precision = "float32"  # there are no kernels for bfloat16
+        if self.context.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
+            precision = "float32"
         key = id(model), precision, *float_blocks
         if key not in self.made:
             fused = model.clone()

@@ -1,58 +1,26 @@
-"""Convert a float32 model to float16, bfloat16 or int8, after all rewrites.
-
-float16: ``onnxruntime.transformers.float16``. Inputs and outputs stay float32. It is for GPUs. A
-CPU runs it through casts and gains no speed (MiniLM-L6: mean cosine of tokens 1.0000, half the
-file size, 0.95x the speed at 128 tokens).
-
-bfloat16: ``passes.convert_bfloat16``; ONNX Runtime has no converter. bfloat16 has the range of
-float32, so it cannot overflow, and 3 mantissa bits less than float16. Inputs, outputs and operators
-without a CUDA kernel stay float32. ONNX Runtime has no bfloat16 matrix products for CPUs and
-refuses such a model there; ``on_cpu`` returns an equivalent that a CPU can run.
-
-int8: ``int8``. Weights are signed bytes of 7 ("int8") or 8 bits ("int8-full"). Activations have
-static scales from calibration data, or scales per row without it. The model stays a function of
-the text: other rows of a batch have no effect.
-
-int4: ``int4``. Signed 4-bit weights with one scale for 32 of them, for MatMul with constant
-matrices. It reads about a seventh of the bytes. It is for decoders that run one token at a time,
-whose speed depends on the bytes read; with many tokens int8 is faster.
-
-With calibration data, int8 and int4 weights are rounded such that their errors cancel
-(``rounding``).
-"""
+"""Convert a float32 model to another precision, after all rewrites (``schemes``)."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import get_args
 
-import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from attnserve.choices import INTEGER, Precision
-from attnserve.models.quantized import FACTORS, Bits, quantized_node
-from attnserve.precision.int4 import quantize_to_int4
-from attnserve.precision.int8 import Rounding, large_tables, quantize, roundings
-from attnserve.precision.products import Moments, Range, collect_ranges, product_of
+from attnserve.choices import Precision
+from attnserve.models.quantized import quantized_node
+from attnserve.precision.int8 import Rounding, roundings
+from attnserve.precision.schemes import SCHEMES, Activations, Conversion, Scheme
 from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.machine import has_int8_dot_product
 from attnserve.runtime.session import RUNTIMES, open_session
-from attnserve.runtime.workarounds import part_transposes
 from graph_passes.analysis.constants import (
     constant_tensor,
-    constant_type,
-    is_constant,
-    is_dequantized,
 )
-from graph_passes.analysis.quantization import is_quantized
-from graph_passes.analysis.shapes import set_missing_types
-from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -63,14 +31,10 @@ from graph_passes.errors import (
 )
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.convert_bfloat16 import COMPUTES, ToBfloat16
 from graph_passes.passes.round_bfloat16 import RoundInFloat32
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = [
-    "BITS",
-    "LARGEST",
-    "Precision",
     "check_cpu",
     "convert",
     "convert_alone",
@@ -82,25 +46,8 @@ __all__ = [
 ]
 
 
-LARGEST = 30_000.0
-"""Largest absolute value of float16 constants; larger finite values are clamped to it. Additive
-masks of -3.4e38 still mask. The sum of two masks and a score stays below 65504, so that no logit
-is -inf and no row of probabilities is NaN."""
-
 SHARE = 1 / 10
 """Minimum share of the weights for which ``precision_of`` reports a data type."""
-
-SCALES = frozenset({"Cast", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators between a sum of integer products and its scale."""
-
-CONTAINERS = frozenset({"ConcatFromSequence", "Optional", "OptionalGetElement",
-                        "OptionalHasElement", "SequenceAt", "SequenceConstruct", "SequenceEmpty",
-                        "SequenceErase", "SequenceInsert", "SequenceLength", "SequenceMap",
-                        "SplitToSequence"})  # fmt: skip
-"""Operators of sequences and optional values."""
-
-OLDEST_OPSET = 11
-"""The first opset that int8 models are written in."""
 
 NAMES = {
     ir.DataType.FLOAT: "float32",
@@ -146,24 +93,18 @@ def convert(
     """
     if precision == "float32":
         return model
-    if precision not in (*MAKE, *INTEGER):
-        raise InvalidArgument(
-            f"precision {precision!r}: expected one of {', '.join(get_args(Precision))}",
-            "for example int8",
-            code="precision.unknown",
-        )
-    _check(model, precision)
+    scheme = SCHEMES[precision]
+    _check(model, scheme)
     with _conversion(precision):
         copy = model.clone()
         kept = nodes_of_blocks(copy, float_blocks)
         _prepare(copy)
-        ranges = collect_ranges(copy, calibration) if precision in BITS else {}
-        if precision in MAKE:
-            made = MAKE[precision](copy)
-        else:
-            moments = None if to_nearest or rounding else Moments(copy, calibration)
-            made = _small(copy, precision, ranges, moments, kept, rounding=rounding)
-        _finish(model, made, precision, is_whole=not float_blocks)
+        _require_opset(copy, scheme)
+        activations = Activations(copy, calibration)
+        made = scheme.write(
+            Conversion(copy, activations, kept, to_nearest=to_nearest, rounding=rounding)
+        )
+        _finish(model, made, scheme, is_whole=not float_blocks)
     return made
 
 
@@ -179,15 +120,16 @@ def roundings_of(
     Raises:
         Those of ``convert``.
     """
-    _check(model, precision)
+    scheme = SCHEMES[precision]
+    assert scheme.bits is not None
+    _check(model, scheme)
     with _conversion(precision):
         copy = model.clone()
         kept = nodes_of_blocks(copy, float_blocks)
         _prepare(copy)
-        _require_opset(copy, precision, OLDEST_OPSET)
-        ranges = collect_ranges(copy, calibration)
-        moments = Moments(copy, calibration)
-        return roundings(copy, BITS[precision], ranges, moments, keep=kept)
+        _require_opset(copy, scheme)
+        found = Activations(copy, calibration)
+        return roundings(copy, scheme.bits, found.ranges, found.moments, keep=kept)
 
 
 def convert_alone(
@@ -201,24 +143,22 @@ def convert_alone(
     Activations are observed once for all of them.
 
     Args:
-        precision: One of ``INTEGER``.
+        precision: Of a scheme in which single blocks may stay float32.
 
     Raises:
         Those of ``convert``.
     """
-    ranges: Mapping[str, Range] | None = None
-    moments: Moments | None = None
+    scheme, activations = SCHEMES[precision], None
     for names in parts:
         with _conversion(precision):
             copy = model.clone()
             chosen = nodes_of_blocks(copy, names)
             _prepare(copy)
-            if ranges is None or moments is None:
-                moments = Moments(copy, calibration)
-                ranges = collect_ranges(copy, calibration) if precision in BITS else {}
+            _require_opset(copy, scheme)
+            activations = activations or Activations(copy, calibration)
             others = [node for node in _nodes(copy) if node not in chosen]
-            made = _small(copy, precision, ranges, moments, others, tables=False)
-            _finish(model, made, precision, is_whole=False)
+            made = scheme.write(Conversion(copy, activations, others, tables=False))
+            _finish(model, made, scheme, is_whole=False)
         yield made
 
 
@@ -245,10 +185,10 @@ def _conversion(precision: Precision) -> Generator[None]:
         ) from error
 
 
-def _check(model: ir.Model, precision: Precision) -> None:
+def _check(model: ir.Model, scheme: Scheme) -> None:
     """Check the CPU, the model and the installation before a conversion."""
-    check_cpu(precision)
-    _check_source(model, precision)
+    check_cpu(scheme.name)
+    _check_source(model, scheme)
     RUNTIMES["onnxruntime"].version()  # is installed
 
 
@@ -270,16 +210,17 @@ def _prepare(copy: ir.Model) -> None:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
 
 
-def _finish(model: ir.Model, made: ir.Model, precision: Precision, *, is_whole: bool) -> None:
+def _finish(model: ir.Model, made: ir.Model, scheme: Scheme, *, is_whole: bool) -> None:
     """Restore what the tools overwrite, and check that the result is converted and runs.
 
     Args:
         is_whole: Whether all blocks were to be converted.
     """
+    precision = scheme.name
     common.NameFixPass()(made)  # names in subgraphs must differ from those of outer graphs
     _restore_outputs(model, made)
     _restore(model, made, precision)
-    if is_whole and precision not in BITS and not _is_converted(model, made, precision):
+    if is_whole and scheme.stored and not _is_converted(model, made, scheme.stored):
         raise CannotRewrite(
             f"{precision}: the weights are still {precision_of(made)}: the model has no "
             "weight matrix that can be converted"
@@ -291,11 +232,11 @@ def _finish(model: ir.Model, made: ir.Model, precision: Precision, *, is_whole: 
     _load(made)
 
 
-def _is_converted(before: ir.Model, made: ir.Model, precision: Precision) -> bool:
+def _is_converted(before: ir.Model, made: ir.Model, stored: str) -> bool:
     """Whether weights have the new type; in a model that was quantized partly, any weights."""
     if quantized_node(before) is not None:
-        return _sizes(made)[precision] > _sizes(before)[precision]
-    return precision in precision_of(made)
+        return _sizes(made)[stored] > _sizes(before)[stored]
+    return stored in precision_of(made)
 
 
 def nodes_of_blocks(model: ir.Model, blocks: Collection[str]) -> set[ir.Node]:
@@ -319,10 +260,6 @@ def nodes_of_blocks(model: ir.Model, blocks: Collection[str]) -> set[ir.Node]:
     return {node for name in blocks for node in found[name]}
 
 
-def _nodes(model: ir.Model) -> Iterator[ir.Node]:
-    return iter(ir.traversal.RecursiveGraphIterator(model.graph))
-
-
 def on_cpu(model: ir.Model) -> ir.Model:
     """Return an equivalent model that a CPU can run.
 
@@ -336,18 +273,21 @@ def on_cpu(model: ir.Model) -> ir.Model:
     return copy
 
 
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    return iter(ir.traversal.RecursiveGraphIterator(model.graph))
+
+
 def check_cpu(precision: Precision) -> None:
-    """Check that this CPU computes a precision correctly.
+    """Check that this machine computes a precision correctly.
 
     Raises:
-        InvalidArgument: "int8-full" on a CPU whose int8 kernels may saturate.
+        InvalidArgument: It does not, or there is no such precision.
     """
-    if precision == "int8-full" and not has_int8_dot_product():
+    if (refusal := SCHEMES[precision].refusal()) is not None:
         raise InvalidArgument(
-            "int8-full: this CPU has no VNNI, AMX or ARM dot product, so its int8 kernels saturate "
-            "with 8-bit weights",
+            f"{precision}: {refusal.reason}",
             "use int8, whose 7-bit weights are exact on every CPU",
-            code="precision.cpu",
+            code=f"precision.{refusal.code}",
         )
 
 
@@ -436,16 +376,17 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
                 yield tensor
 
 
-def _check_source(model: ir.Model, precision: Precision) -> None:
+def _check_source(model: ir.Model, scheme: Scheme) -> None:
     """Check that there are float32 weights to convert.
 
     Quantized products stay as they are, beside float ones that are converted.
     """
+    precision = scheme.name
     fix, found = "pass the original float32 model", precision_of(model)
     quantized = quantized_node(model)
     if quantized is not None:
         floats = [name for name in found.split("+") if "float" in name]
-        if floats in ([], ["float32"]) and _has_products(model, precision):
+        if floats in ([], ["float32"]) and scheme.has_weights(model):
             return
         where = f"{quantized.op_type} {quantized.name or 'without a name'}"
         why = f"nothing is left to convert, because its products are quantized, as {where} is"
@@ -460,202 +401,12 @@ def _check_source(model: ir.Model, precision: Precision) -> None:
         )
 
 
-def _has_products(model: ir.Model, precision: Precision) -> bool:
-    """Whether any product with constant float32 weights can be converted."""
-    products = [one for one in map(product_of, _nodes(model)) if one is not None]
-    if precision == "int4":
-        return any(one.node.op_type == "MatMul" for one in products)
-    if precision in BITS:
-        return bool(products or large_tables(model))
-    return bool(products) or any(
-        node.op_type == "Conv"
-        and is_constant(node.inputs[1])
-        and not is_dequantized(node.inputs[1])
-        and constant_type(node.inputs[1]) == ir.DataType.FLOAT
-        for node in _nodes(model)
-    )
-
-
-def _around_quantized(model: ir.Model) -> set[str]:
-    """Names of the nodes that stay float32 because of quantized products.
-
-    Those are the quantized nodes, the products of dequantized values, which ONNX Runtime runs in
-    integers, and the nodes between an integer product and its scale: its sums exceed float16.
-    """
-    kept = {node for node in _nodes(model) if is_quantized(node)}
-    pending = [output for node in kept for output in node.outputs if _is_unscaled(output)]
-    kept |= {n for n in _nodes(model) if n.op_type in FACTORS and _multiplies_quantized(n)}
-    while pending:
-        for user, _ in pending.pop().uses():
-            if user in kept or user.op_type not in SCALES:
-                continue
-            kept.add(user)
-            sources = [value.producer() for value in user.inputs if value is not None]
-            if user.op_type == "Mul" and any(one and one.op_type == "Cast" for one in sources):
-                continue  # scaled
-            pending += user.outputs
-    return {node.name or "" for node in kept}
-
-
-def _multiplies_quantized(node: ir.Node) -> bool:
-    """Whether a product has dequantized weights, or two dequantized factors."""
-    factors = node.inputs[:2]
-    made = [None if value is None else value.producer() for value in factors]
-    is_weight = [is_constant(value) and is_dequantized(value) for value in factors]
-    return any(is_weight) or all(one and one.op_type == "DequantizeLinear" for one in made)
-
-
-def _is_unscaled(value: ir.Value) -> bool:
-    """Whether a value is a sum of integer products, or a scale that is computed at run time."""
-    node = value.producer()
-    if node is None:
-        return False
-    is_scale = node.op_type == "DynamicQuantizeLinear" and value is node.outputs[1]
-    return is_scale or node.op_type in ("MatMulInteger", "ConvInteger")
-
-
-# ---- float16 -------------------------------------------------------------------------------------
-
-
-def _halved(model: ir.Model) -> ir.Model:
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    set_missing_types(model)  # the tool converts only values that are typed float32
-    containers = {node.name or "" for node in _nodes(model) if _is_container(node)}
-    exact = sorted(_positions(model) | _around_quantized(model) | containers)
-    proto = ir.to_proto(model)
-    constants = {tensor.name for tensor in proto.graph.initializer}
-    others = [value for value in proto.graph.value_info if value.name not in constants]
-    del proto.graph.value_info[:]  # else the tool casts constants that stay float32
-    proto.graph.value_info.extend(others)
-    _refuse_sequences(model)
-    proto = convert_float_to_float16(
-        proto,
-        keep_io_types=True,
-        disable_shape_infer=True,
-        max_finite_val=LARGEST,
-        node_block_list=exact,
-    )
-    _drop_repeats(proto)
-    made = ir.from_proto(proto)
-    made.graph.sort()  # the tool appends casts at the end
-    _join_casts(made)
-    part_transposes(made)
-    return made
-
-
-def _positions(model: ir.Model) -> set[str]:
-    """Names of nodes that compute angles or buckets from positions.
-
-    They stay float32, because float16 represents integers exactly only up to 2048. They are the
-    float ancestors of Sin, Cos and casts to integers. Roots that depend on weights are excluded.
-    """
-    names: set[str] = set()
-    for root in ir.traversal.RecursiveGraphIterator(model.graph):
-        to = ir.DataType(root.attributes.get_int("to", 1)) if root.op_type == "Cast" else None
-        if root.op_type not in ("Sin", "Cos") and (to is None or not to.is_integer()):
-            continue
-        found, pending = {root}, [root]
-        while pending:
-            for value in pending.pop().inputs:
-                node = value.producer() if value is not None else None
-                if node is not None and node not in found and _is_float(node):
-                    found.add(node)
-                    pending.append(node)
-        read = [value for node in found for value in node.inputs if value is not None]
-        tensors = [value.const_value for value in read if value.is_initializer()]
-        if not any(t is not None and sum(n > 1 for n in t.shape.numpy()) > 1 for t in tensors):
-            names |= {node.name or "" for node in found}
-    return names
-
-
-def _refuse_sequences(model: ir.Model) -> None:
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if isinstance(value.type, ir.SequenceType) and value.dtype == ir.DataType.FLOAT:
-            raise CannotRewrite(
-                f"float16: {value.name!r} is a sequence of float32 tensors, whose type ONNX "
-                "Runtime's tool does not keep",
-                "export the model with tensors as inputs and outputs, or convert to bfloat16",
-                code="precision.signature",
-            )
-
-
-def _is_container(node: ir.Node) -> bool:
-    """Whether a node reads or writes a sequence or an optional value, whose type the tool keeps."""
-    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
-    kinds = (ir.SequenceType, ir.OptionalType)
-    return node.op_type in CONTAINERS or any(isinstance(value.type, kinds) for value in values)
-
-
-def _is_float(node: ir.Node) -> bool:
-    return any(value.dtype == ir.DataType.FLOAT for value in node.outputs)
-
-
-def _drop_repeats(proto: onnx.ModelProto) -> None:
-    """Remove repeated casts: the tool adds one of the same name for each user of a value."""
-    seen: set[str] = set()
-    for node in list(proto.graph.node):
-        if node.name.endswith("_cast_to_fp32_node"):
-            if node.name in seen:
-                proto.graph.node.remove(node)
-            seen.add(node.name)
-
-
-def _join_casts(model: ir.Model) -> None:
-    """Remove the casts to float16 and back between two nodes that stay float32."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if not (node.name or "").endswith("_cast_to_fp32_node") or node.inputs[0] is None:
-            continue
-        before = node.inputs[0].producer()
-        if before is not None and (before.name or "").endswith("_cast_to_fp16_node"):
-            source = before.inputs[0]
-            assert source is not None
-            node.outputs[0].replace_all_uses_with(source)
-    remove_unused(model)
-
-
-# ---- bfloat16 ------------------------------------------------------------------------------------
-
-
-def _in_bfloat16(model: ir.Model) -> ir.Model:
-    _require_opset(model, "bfloat16", min(COMPUTES))
-    set_missing_types(model)
-    ToBfloat16(frozenset(_positions(model) | _around_quantized(model)))(model)
-    return model
-
-
-# ---- int8 and int4 -------------------------------------------------------------------------------
-
-
-def _small(
-    model: ir.Model,
-    precision: Precision,
-    ranges: Mapping[str, Range],
-    moments: Moments | None,
-    keep: Collection[ir.Node],
-    *,
-    tables: bool = True,
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
-) -> ir.Model:
-    """Convert all products but those of ``keep`` to int8 or int4."""
-    if precision == "int4":
-        quantize_to_int4(model, moments, keep=keep)
-        return model
-    _require_opset(model, precision, OLDEST_OPSET)
-    quantize(
-        model, BITS[precision], ranges, keep=keep, tables=tables, moments=moments, rounding=rounding
-    )
-    return model
-
-
-# ---- all -----------------------------------------------------------------------------------------
-
-
-def _require_opset(model: ir.Model, precision: Precision, oldest: int) -> None:
+def _require_opset(model: ir.Model, scheme: Scheme) -> None:
     opset = model.opset_imports.get("", 1)
-    if opset < oldest:
+    if opset < scheme.oldest_opset:
         raise CannotRewrite(
-            f"{precision}: the model has opset {opset}, the conversion needs {oldest}",
+            f"{scheme.name}: the model has opset {opset}, the conversion needs "
+            f"{scheme.oldest_opset}",
             "export it again with a newer opset, or convert to float16",
             code="precision.opset",
         )
@@ -707,15 +458,6 @@ def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:
     after.metadata_props.clear()
     after.metadata_props.update(before.metadata_props)
     after.graph.name = before.graph.name
-
-
-MAKE: Mapping[str, Callable[[ir.Model], ir.Model]] = {
-    "float16": _halved,
-    "bfloat16": _in_bfloat16,
-}
-
-BITS: Mapping[str, Bits] = {"int8": 7, "int8-full": 8}
-"""Bits of the weights, by precision."""
 
 
 @contextmanager

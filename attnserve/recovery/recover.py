@@ -41,9 +41,10 @@ from attnserve.models.quantized import Bits, int8_activations, int8_weight_bits
 from attnserve.models.rows import fixed_axes
 from attnserve.options import Run, Train, check_files, with_keywords
 from attnserve.paths import StrPath, as_path, as_paths
-from attnserve.precision.convert import BITS, convert, nodes_of_blocks, roundings_of
+from attnserve.precision.convert import convert, nodes_of_blocks, roundings_of
 from attnserve.precision.int8 import Rounding
 from attnserve.precision.products import MOMENT_TOKENS, collect_ranges
+from attnserve.precision.schemes import SCHEMES
 from attnserve.recovery.batches import regroup
 from attnserve.recovery.distillation import (
     Answers,
@@ -290,7 +291,7 @@ class Recovery:
         self.rewritten, self.original, self.data = rewritten, original, data
         self.texts, self.context = texts, context
         self.precision: Precision = precision
-        self.bits: Bits | None = BITS.get(precision)
+        self.bits: Bits | None = SCHEMES[precision].bits
         self.float_blocks, self.labels = float_blocks, labels
         self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
         self.empty = empty_axes(original, rewritten)

@@ -17,12 +17,12 @@ import numpy as np
 import onnx_ir as ir
 
 import attnserve
+from attnserve.choices import Precision
 from attnserve.context import Device, Provider
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning.apply import count_macs
 from attnserve.planning.lossless_passes import fuse_lossless
-from attnserve.precision.convert import Precision
 from benchmarks.gpu.forms import ORIGINAL, Size
 from benchmarks.gpu.measure import BUDGET, Form, Shape, Sized, why
 from graph_passes.emit.editing import Inserter

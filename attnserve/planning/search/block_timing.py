@@ -9,6 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.choices import Precision
 from attnserve.context import Progress, Provider, ignore_progress
 from attnserve.planning.search.candidates import (
     SHARED_GAIN,
@@ -23,7 +24,8 @@ from attnserve.planning.search.candidates import (
     configs_of,
 )
 from attnserve.planning.search.limits import MAX_BLOCK_SLOWDOWN
-from attnserve.precision.convert import LARGEST, Precision, convert
+from attnserve.precision.convert import convert
+from attnserve.precision.half import LARGEST
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out
 from attnserve.runtime.session import open_session

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.choices import INTEGER
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.candidates import (
@@ -22,6 +21,7 @@ from attnserve.planning.search.candidates import (
 )
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.precision.convert import convert
+from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
 from graph_passes.passes.base import RewritePass
 
@@ -124,7 +124,7 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     timer = BlockTimer(model, feeds, table, target, precision, context.progress)
     blocks = timer.time_blocks(groups)
     in_float: Mapping[Block, BlockLatency] = {}
-    if precision in INTEGER:
+    if SCHEMES[precision].keeps_blocks:
         in_float = replace(timer, precision="float32").time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()

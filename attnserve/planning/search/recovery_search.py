@@ -31,7 +31,7 @@ from attnserve.planning.search.limits import MIN_GAIN
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, mean_speedup
 from attnserve.planning.search.search_input import SearchInput
-from attnserve.precision.convert import BITS
+from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.cache import cache_folder
 from attnserve.versions import package_versions
 from graph_passes.errors import AttnserveError
@@ -92,7 +92,7 @@ def _recovery(
 
     measure: Measure = "auto" if given.goal.measure == "score" else given.goal.measure
     asked = (model, given.model, given.artifact, given.data, measure, context)
-    if plan is None or plan.precision not in BITS:
+    if plan is None or SCHEMES[plan.precision].bits is None:
         return Recovery(*asked)
     return Recovery(*asked, plan.precision, plan.float_blocks)
 

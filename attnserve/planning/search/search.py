@@ -57,6 +57,7 @@ from attnserve.planning.search.report import Outcome, PlanReport, Proof, mean_sp
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import ServedTimer, served_lengths
 from attnserve.precision.convert import convert
+from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.session import open_session
 from attnserve.versions import versions
 from graph_passes.emit.fused_attention import OPSETS
@@ -168,7 +169,7 @@ def _search_input(
     sequence: Lengths | None,
     context: RunContext,
 ) -> SearchInput:
-    if goal.precision == "bfloat16" and context.provider == "cpu":
+    if context.provider == "cpu" and not SCHEMES[goal.precision].runs_on_cpu:
         raise InvalidArgument(
             "bfloat16 cannot be timed on a CPU: ONNX Runtime has no CPU kernels for it",
             "give `provider` cuda, or `precision` float16",

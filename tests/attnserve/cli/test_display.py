@@ -49,7 +49,7 @@ def test_shorten_names_results_are_distinct(names: list[str], short: list[str]):
         ("optimize", "`prune` is 2.0", "--prune is 2.0"),
         ("optimize", "give `collab_dk` or `calib`", "give --collab-dk or --calib"),
         ("optimize", "lower `sequence`", "lower --seq"),
-        ("optimize", "`precision` is float16", "--fp16/--bf16/--int8 is float16"),
+        ("optimize", "`precision` is float16", "--precision is float16"),
         ("optimize", "leave `refit` out", "leave --no-refit out"),
         ("bench", "`batches` and `sequences`", "--batch and --seq"),
         ("bench", "`precision` and `prune`", "`precision` and `prune`"),

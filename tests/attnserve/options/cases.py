@@ -41,8 +41,6 @@ def outside(bound: Any) -> list[float]:
 def invalid(group: type[Options], name: str) -> list[Any]:
     """Values that a field does not take, from its type and its bounds."""
     about = option_type(group.model_fields[name])
-    if about.cli.choices is not None:
-        return ["nonsense"]
     if about.kind in (int, float):
         numbers = [value for bound in about.bounds for value in outside(bound)]
         return [*map(about.kind, numbers), math.nan, "nonsense"]

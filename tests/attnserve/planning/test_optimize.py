@@ -18,12 +18,13 @@ from attnserve.checks.certify import read_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity, verify
 from attnserve.checks.inspect import inspect
 from attnserve.checks.quality import Quality
+from attnserve.choices import Precision
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_tokenizer
 from attnserve.planning.optimize import OptimizeReport, optimize
-from attnserve.precision.convert import Precision, convert, on_cpu
+from attnserve.precision.convert import convert, on_cpu
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
     CannotRewrite,

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from attnserve.checks.compare import compare
+from attnserve.choices import Precision
 from attnserve.data.datasets import load_inputs
 from attnserve.models import quantized as quantized_module
 from attnserve.models.artifact import open_artifact
@@ -26,9 +27,10 @@ from attnserve.models.quantized import (
     int8_warning,
     int8_weight_bits,
 )
-from attnserve.precision import convert as module
 from attnserve.precision import int8 as int8_module
+from attnserve.precision import schemes
 from attnserve.precision.convert import check_cpu, convert, convert_alone, on_cpu, precision_of
+from attnserve.precision.half import LARGEST
 from attnserve.precision.products import collect_ranges
 from attnserve.runtime import onnx_runtime
 from attnserve.runtime.external_data import weight_bytes
@@ -84,9 +86,7 @@ def error(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(a))
 
 
-def converted(
-    model: ir.Model, precision: module.Precision, bound: float, **feeds: np.ndarray
-) -> ir.Model:
+def converted(model: ir.Model, precision: Precision, bound: float, **feeds: np.ndarray) -> ir.Model:
     """The converted model, after a check that its output is within ``bound``.
 
     Static scales are calibrated on these feeds; without calibration the bound is the same.
@@ -109,7 +109,7 @@ INT8 = [
 int8 = pytest.mark.parametrize("precision", INT8)
 
 
-def rounding(precision: module.Precision, products: int = 1) -> float:
+def rounding(precision: Precision, products: int = 1) -> float:
     """Bound of ``error`` after a chain of int8 products of standard normal numbers.
 
     Rounding to steps of d has a standard deviation of d / sqrt(12). The largest of some dozen to
@@ -203,7 +203,7 @@ def test_convert_unknown_precision_is_refused():
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
 def test_convert_keeps_interface_source_and_process_state(
-    precision: module.Precision, capfd: pytest.CaptureFixture[str]
+    precision: Precision, capfd: pytest.CaptureFixture[str]
 ):
     model = product()
     model.metadata_props["who"] = "us"
@@ -227,7 +227,7 @@ def test_convert_keeps_interface_source_and_process_state(
     [("float16", 0.9999, 0.55), ("bfloat16", 0.999, 0.55), ("int8", 0.99, 0.4), ("int4", 0.9, 0.8)],
 )
 def test_convert_tiny_bert_is_close_and_smaller(
-    tiny: Path, sentences: Path, precision: module.Precision, least: float, largest: float
+    tiny: Path, sentences: Path, precision: Precision, least: float, largest: float
 ):
     model = load_model(artifact := open_artifact(tiny))
     batches = load_inputs(sentences, model, artifact, split=False).fit
@@ -256,7 +256,7 @@ def test_convert_fused_export_is_close(tiny_export: Build, sentences: Path):
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
-def test_convert_output_without_type_is_float32(precision: module.Precision):
+def test_convert_output_without_type_is_float32(precision: Precision):
     model, x = product(), normal(2, 5, D)
     expected = run(model, x=x)
     model.graph.outputs[0].type = None
@@ -282,7 +282,7 @@ def test_float16_mask_hides_the_same_keys(low: float):
     made = convert(model, "float16")
     floor = next(v for n, v in made.graph.initializers.items() if n == "low").const_value
     assert floor is not None
-    assert float(floor.numpy()) == (low if np.isinf(low) else -module.LARGEST)
+    assert float(floor.numpy()) == (low if np.isinf(low) else -LARGEST)
     x = padded("key")["x"]
     keep = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.float32)
     expected, got = run(model, x=x, m=keep), run(made, x=x, m=keep)
@@ -298,11 +298,11 @@ def test_float16_masks_within_the_limit_are_unchanged():
     model = graph(
         "(float[b, 16] x) => (float[b, 16] y) { z = MatMul(x, w) y = Add(z, m) }",
         w=normal(D, D),
-        m=np.array([-module.LARGEST, -10_000.0, *[0.0] * 14], np.float32),
+        m=np.array([-LARGEST, -10_000.0, *[0.0] * 14], np.float32),
     )
     mask = convert(model, "float16").graph.initializers["m"].const_value
     assert mask is not None
-    np.testing.assert_array_equal(mask.numpy()[:3], [-module.LARGEST, -10_000.0, 0.0])
+    np.testing.assert_array_equal(mask.numpy()[:3], [-LARGEST, -10_000.0, 0.0])
 
 
 @pytest.mark.parametrize("mask", ["key", "bias"])
@@ -329,7 +329,7 @@ def rotary() -> ir.Model:
     [("float16", [3, 2049, 4099, 70_001], 1e-3), ("bfloat16", [3, 257, 4099, 70_001], 2**-8)],
 )
 def test_convert_angles_of_large_positions_are_exact(
-    precision: module.Precision, positions: list[int], atol: float
+    precision: Precision, positions: list[int], atol: float
 ):
     """float16 represents integers up to 2048 exactly, bfloat16 up to 256."""
     model = rotary()
@@ -407,9 +407,9 @@ def test_compare_bfloat16_on_cpu_names_the_rounding():
     [("bfloat16", 12, 13), ("int8", 10, 11), ("int8-full", 10, 11)],
 )
 def test_convert_old_opset_is_refused(
-    precision: module.Precision, opset: int, oldest: int, monkeypatch: pytest.MonkeyPatch
+    precision: Precision, opset: int, oldest: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(module, "has_int8_dot_product", lambda: True)
+    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
     text = "(float[b, 16] x) => (float[b, 16] y) { y = MatMul(x, w) }"
     with raises(CannotRewrite, "precision.opset", opset, oldest):
         convert(graph(text, opset, w=normal(D, D)), precision)
@@ -428,7 +428,7 @@ def test_bfloat16_keeps_weights_beyond_float16():
 
 
 @int8
-def test_int8_has_one_scale_per_column(precision: module.Precision):
+def test_int8_has_one_scale_per_column(precision: Precision):
     weight = normal(D, D)
     weight[:, 0] *= 1000  # with one scale for all, the other columns would vanish
     weight[:, 1] = 0
@@ -442,7 +442,7 @@ def test_int8_has_one_scale_per_column(precision: module.Precision):
 
 @int8
 @pytest.mark.parametrize("calibrated", [True, False])
-def test_int8_representable_numbers_are_exact(precision: module.Precision, calibrated: bool):
+def test_int8_representable_numbers_are_exact(precision: Precision, calibrated: bool):
     least, largest = WEIGHT_RANGE[precision]
     weight = RNG.integers(least, largest + 1, (D, D)).astype(np.float32)
     weight[0] = least  # the largest absolute value of a column sets its scale: 1
@@ -486,7 +486,7 @@ def test_int8_quantizes_products_of_matrices_only(
     shape: tuple[int, ...],
     chain: int,
     counts: dict[str, int],
-    precision: module.Precision,
+    precision: Precision,
 ):
     model = graph(text, w=normal(D, D) / 4, a=normal(D), stack=normal(3, D, D))
     made = converted(model, precision, rounding(precision, chain), x=normal(*shape))
@@ -495,7 +495,7 @@ def test_int8_quantizes_products_of_matrices_only(
 
 
 @int8
-def test_int8_gemm_keeps_a_sum_that_is_no_bias(precision: module.Precision):
+def test_int8_gemm_keeps_a_sum_that_is_no_bias(precision: Precision):
     text = "(float[b, 16] x, float[b, 16] c) => (float[b, 16] y) { y = Gemm(x, w, c) }"
     feeds = {"x": normal(4, D), "c": 9 * normal(4, D)}
     made = converted(graph(text, w=normal(D, D)), precision, rounding(precision), **feeds)
@@ -505,7 +505,7 @@ def test_int8_gemm_keeps_a_sum_that_is_no_bias(precision: module.Precision):
 @int8
 @pytest.mark.parametrize(("rows", "dtype"), [(16, ir.DataType.UINT8), (15, ir.DataType.FLOAT)])
 def test_int8_tables_are_quantized_from_a_twentieth_of_the_weights(
-    rows: int, dtype: ir.DataType, precision: module.Precision
+    rows: int, dtype: ir.DataType, precision: Precision
 ):
     text = "(int64[b, s] ids) => (float[b, s, 304] y) { e = Gather(t, ids) y = MatMul(e, w) }"
     model = graph(text, t=normal(rows, D), w=normal(D, 19 * D))
@@ -515,7 +515,7 @@ def test_int8_tables_are_quantized_from_a_twentieth_of_the_weights(
 
 
 @int8
-def test_int8_table_that_is_also_multiplied_stays_float32(precision: module.Precision):
+def test_int8_table_that_is_also_multiplied_stays_float32(precision: Precision):
     model = graph(
         "(int64[b, s] ids) => (float[b, s, 64] y) { e = Gather(t, ids)"
         "u = Transpose <perm = [1, 0]> (t) y = MatMul(e, u) }",
@@ -532,7 +532,7 @@ def test_int8_table_that_is_also_multiplied_stays_float32(precision: module.Prec
      (OUTSIDE, "key", "MultiHeadAttention"), (OUTSIDE, "bias", "MultiHeadAttention")],
 )  # fmt: skip
 def test_int8_fused_attention_keeps_its_mask(
-    bodies: dict[str, str], mask: str, operator: str, precision: module.Precision
+    bodies: dict[str, str], mask: str, operator: str, precision: Precision
 ):
     """QAttention has no input for attention_bias; the tool would drop it."""
     model = attention(bodies[mask], mask)
@@ -543,7 +543,7 @@ def test_int8_fused_attention_keeps_its_mask(
 @int8
 @pytest.mark.parametrize(("v", "operator"), [(16, "QAttention"), (32, "Attention")])
 def test_int8_attention_with_equal_qkv_sizes_is_quantized(
-    v: int, operator: str, precision: module.Precision
+    v: int, operator: str, precision: Precision
 ):
     more = f", qkv_hidden_sizes = [16, 16, {v}]"
     text = ATTENTION.format(mask=MASKS["key"], body=FUSED.format(more=more, operands="m"))
@@ -553,7 +553,7 @@ def test_int8_attention_with_equal_qkv_sizes_is_quantized(
 
 
 @int8
-def test_int8_onnx_attention_stays_float32(precision: module.Precision):
+def test_int8_onnx_attention_stays_float32(precision: Precision):
     text = """(float[b, s, 16] x) => (float[b, s, 16] y) {
         q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv)
         c = Attention <q_num_heads = 4, kv_num_heads = 4> (q, k, v) y = MatMul(c, o) }"""
@@ -571,7 +571,7 @@ BRANCHES = """(float[b, 16] x, bool c) => (float[b, 16] y) {{
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_convert_subgraphs_and_their_outer_values(precision: module.Precision):
+def test_convert_subgraphs_and_their_outer_values(precision: Precision):
     model = graph(
         BRANCHES.format(then="q = MatMul(h, w) p = Add(q, e)"),
         w=normal(D, D) / 4,
@@ -588,7 +588,7 @@ def test_convert_subgraphs_and_their_outer_values(precision: module.Precision):
 
 @int8
 def test_int8_model_above_the_protobuf_limit_is_converted(
-    monkeypatch: pytest.MonkeyPatch, precision: module.Precision
+    monkeypatch: pytest.MonkeyPatch, precision: Precision
 ):
     monkeypatch.setattr(onnx_runtime, "PROTOBUF_LIMIT_BYTES", 100)
     converted(product(), precision, rounding(precision), x=normal(2, 5, D))
@@ -633,7 +633,7 @@ def encoder(tiny: Path) -> ir.Model:
      pytest.param("int8-full", True, marks=pytest.mark.skipif(not EXACT, reason="saturates"))],
 )  # fmt: skip
 def test_convert_text_alone_equals_text_in_any_batch(
-    encoder: ir.Model, precision: module.Precision, calibrated: bool
+    encoder: ir.Model, precision: Precision, calibrated: bool
 ):
     """int8 is equal bit by bit, because 32-bit sums are exact and all else runs row by row.
 
@@ -694,7 +694,7 @@ def outliers(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("precision", ["int8"])
-def test_smoothing_divides_outlier_channels(precision: module.Precision):
+def test_smoothing_divides_outlier_channels(precision: Precision):
     weight = normal(D, 64)
     weight[5] /= 100
     text = "(float[b, s, 16] x) => (float[b, s, 64] y) { z = Identity(x) y = MatMul(z, w) }"
@@ -784,7 +784,7 @@ def test_batch_invariant_is_false_for_scales_of_several_rows(text: str, expected
 
 
 @pytest.mark.parametrize(("key", "precision"), [("static", "int8"), ("per-row", "int8")])
-def test_int8_attention_without_calibration_stays_float32(key: str, precision: module.Precision):
+def test_int8_attention_without_calibration_stays_float32(key: str, precision: Precision):
     model, feeds = attention(INSIDE["key"], "key"), padded("key")
     made = convert(model, precision, [feeds] if key == "static" else ())
     assert operators(made)["QAttention"] == (key == "static")
@@ -845,7 +845,7 @@ def blocks_of(model: ir.Model) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_convert_float_blocks_stay_float32(encoder: ir.Model, precision: module.Precision):
+def test_convert_float_blocks_stay_float32(encoder: ir.Model, precision: Precision):
     names = blocks_of(encoder)
     assert len(names) == 4  # two layers
     converted = "MatMulNBits" if precision == "int4" else "MatMulIntegerToFloat"
@@ -860,9 +860,7 @@ def test_convert_float_blocks_stay_float32(encoder: ir.Model, precision: module.
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_convert_alone_converts_one_part_and_no_table(
-    encoder: ir.Model, precision: module.Precision
-):
+def test_convert_alone_converts_one_part_and_no_table(encoder: ir.Model, precision: Precision):
     names, batch = blocks_of(encoder), full(encoder)
     parts = [[name] for name in names]
     expected = open_session(encoder).run(None, batch)[0]
@@ -909,7 +907,7 @@ def test_int8_reduces_the_weights_of_every_product_and_no_table():
 
 
 def test_int8_full_with_dot_product_uses_8_bits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "has_int8_dot_product", lambda: True)
+    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
     monkeypatch.setattr(quantized_module, "has_int8_dot_product", lambda: True)
     made = convert(every_product(), "int8-full", [IDS])
     assert int8_weight_bits(made) == 8
@@ -918,7 +916,7 @@ def test_int8_full_with_dot_product_uses_8_bits(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_int8_full_without_dot_product_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "has_int8_dot_product", lambda: False)
+    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: False)
     with raises(InvalidArgument, "precision.cpu", "int8-full") as refused:
         convert(product(), "int8-full")
     assert "use int8" in refused.value.fix
@@ -948,7 +946,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_convert_keeps_outputs_of_every_kind(kind: str, precision: module.Precision):
+def test_convert_keeps_outputs_of_every_kind(kind: str, precision: Precision):
     arrays = {"w": normal(D, D), "v": normal(D, D)}
     model = ir.from_onnx_text(HEAD.format(opset=18) + OUTPUTS[kind])
     for value in (*model.graph.outputs, *(v for n in model.graph for v in n.inputs if v)):
@@ -1062,7 +1060,7 @@ def test_int8_without_a_product_to_quantize_is_refused(text: str):
 )  # fmt: skip
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_convert_weights_that_are_not_float32_are_refused(
-    precision: module.Precision, body: str, dtype: type, value: str
+    precision: Precision, body: str, dtype: type, value: str
 ):
     model = graph(
         f"(float[b, 16] x) => (float[b, 16] y) {{ {body} }}",
@@ -1107,9 +1105,7 @@ def partly_quantized(form: str, more: str) -> ir.Model:
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("form", QUANTIZED)
-def test_convert_partly_quantized_model_converts_what_is_float(
-    form: str, precision: module.Precision
-):
+def test_convert_partly_quantized_model_converts_what_is_float(form: str, precision: Precision):
     model = partly_quantized(form, "y = MatMul(h, w)")
     x = np.random.default_rng(1).normal(size=(2, 5, D)).astype(np.float32)
     made = convert(model, precision, [{"x": x}])
@@ -1134,7 +1130,7 @@ def test_convert_partly_quantized_model_converts_what_is_float(
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("form", QUANTIZED)
-def test_convert_fully_quantized_model_is_refused(form: str, precision: module.Precision):
+def test_convert_fully_quantized_model_is_refused(form: str, precision: Precision):
     with raises(InvalidArgument, "precision.already", precision):
         convert(partly_quantized(form, "y = Relu(h)"), precision)
 
@@ -1148,7 +1144,7 @@ def test_float16_of_large_integer_sums_is_finite():
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_convert_quantized_model_with_half_precision_is_refused(precision: module.Precision):
+def test_convert_quantized_model_with_half_precision_is_refused(precision: Precision):
     model = partly_quantized("MatMulInteger", "c = CastLike(w, h) y = MatMul(h, c)")
     half = constant_array(model.graph.initializers["w"]).astype(np.float16)
     model.graph.initializers["w"].const_value = ir.tensor(half, name="w")

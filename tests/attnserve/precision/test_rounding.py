@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnserve.choices import Precision
 from attnserve.precision import products as products_module
-from attnserve.precision.convert import Precision, convert
+from attnserve.precision.convert import convert
 from attnserve.precision.int4 import in_blocks
 from attnserve.precision.int8 import quantize, quantized_weights
 from attnserve.precision.products import Moments, collect_ranges

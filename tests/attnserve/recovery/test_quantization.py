@@ -15,7 +15,6 @@ from attnserve.data.datasets import load_inputs  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.precision.convert import (  # noqa: E402
-    BITS,
     Precision,
     convert,
     nodes_of_blocks,
@@ -23,6 +22,7 @@ from attnserve.precision.convert import (  # noqa: E402
 )
 from attnserve.precision.int8 import product_groups  # noqa: E402
 from attnserve.precision.products import collect_ranges  # noqa: E402
+from attnserve.precision.schemes import SCHEMES  # noqa: E402
 from attnserve.recovery.module import GraphModule  # noqa: E402
 from attnserve.recovery.quantization import fake_operators  # noqa: E402
 from attnserve.runtime.interface import Batch  # noqa: E402
@@ -44,7 +44,7 @@ def quantized(
 ) -> GraphModule:
     module = GraphModule(model)
     module.replaced = fake_operators(
-        model, BITS[precision], collect_ranges(model, rows), torch.device("cpu"),
+        model, SCHEMES[precision].bits, collect_ranges(model, rows), torch.device("cpu"),
         keep=nodes_of_blocks(model, float_blocks),
     )  # fmt: skip
     return module
@@ -108,7 +108,7 @@ def test_fake_quantization_equals_int8_model_in_onnx_runtime(
 ):
     model = build(tiny)
     module = quantized(model, rows, precision)
-    groups = product_groups(model, BITS[precision], collect_ranges(model, rows))
+    groups = product_groups(model, SCHEMES[precision].bits, collect_ranges(model, rows))
     is_smooth = any(group.grid and group.grid.divisors is not None for group in groups)
     assert is_smooth or build is not with_large_channels
     served = open_session(convert(model, precision, rows, to_nearest=True))

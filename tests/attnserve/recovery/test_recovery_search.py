@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
+from attnserve.choices import Precision  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.context import DEFAULT_CONTEXT  # noqa: E402
 from attnserve.data.datasets import load_inputs  # noqa: E402
@@ -28,7 +29,6 @@ from attnserve.options import Goal  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
 from attnserve.planning.plan import Plan  # noqa: E402
 from attnserve.planning.search import recovery_search, search  # noqa: E402
-from attnserve.precision.convert import Precision  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.operators import OPERATORS  # noqa: E402
 from attnserve.runtime.cache import cache_folder  # noqa: E402

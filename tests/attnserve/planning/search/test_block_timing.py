@@ -8,10 +8,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.choices import Precision
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.search.block_timing import BlockTimer, without_casts
 from attnserve.planning.search.candidates import group_blocks
-from attnserve.precision.convert import LARGEST, Precision, convert
+from attnserve.precision.convert import convert
+from attnserve.precision.half import LARGEST
 from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import random_encoder

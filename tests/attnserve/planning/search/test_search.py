@@ -461,7 +461,7 @@ def test_optimize_precision_alone_converts_only(model: Path, sentences: Path, tm
 def test_optimize_int8_full_records_8_bits(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("attnserve.precision.convert.has_int8_dot_product", lambda: True)
+    monkeypatch.setattr("attnserve.precision.schemes.has_int8_dot_product", lambda: True)
     arguments = ["optimize", str(model), "--int8-full", "-o", str(tmp_path / "out.onnx")]
     assert main(arguments) == 0
     entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
@@ -494,7 +494,7 @@ def test_search_without_a_measurable_output_is_refused(
 def test_int8_full_without_dot_product_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("attnserve.precision.convert.has_int8_dot_product", lambda: False)
+    monkeypatch.setattr("attnserve.precision.schemes.has_int8_dot_product", lambda: False)
     with raises(InvalidArgument, "precision.cpu", "int8-full"):
         attnserve.optimize(tmp_path / "none", tmp_path / "out.onnx", precision="int8-full")
     with raises(InvalidArgument, "precision.cpu", "int8-full"):

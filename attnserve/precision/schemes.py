@@ -1,0 +1,185 @@
+"""The precisions that a model can be converted to: one row of a table for each.
+
+int8: ``int8``. Weights are signed bytes of 7 ("int8") or 8 bits ("int8-full"). Activations have
+static scales from calibration data, or scales per row without it. The model stays a function of
+the text: other rows of a batch have no effect.
+
+int4: ``int4``. Signed 4-bit weights with one scale for 32 of them, for MatMul with constant
+matrices. It reads about a seventh of the bytes. It is for decoders that run one token at a time,
+whose speed depends on the bytes read; with many tokens int8 is faster.
+
+With calibration data, int8 and int4 weights are rounded such that their errors cancel
+(``rounding``). Another package adds a row with ``SCHEMES.add`` (``attnserve.plugins``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import onnx_ir as ir
+
+from attnserve.context import Provider
+from attnserve.models.quantized import Bits
+from attnserve.plugins import Registry
+from attnserve.precision.half import to_bfloat16, to_float16
+from attnserve.precision.int4 import quantize_to_int4
+from attnserve.precision.int8 import Rounding, large_tables, quantize
+from attnserve.precision.products import Moments, Range, collect_ranges, product_of
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.machine import has_int8_dot_product
+from graph_passes.analysis.constants import constant_type, is_constant, is_dequantized
+from graph_passes.errors import Refusal
+from graph_passes.passes.convert_bfloat16 import COMPUTES
+
+__all__ = ["SCHEMES", "Activations", "Conversion", "Scheme"]
+
+
+class Activations:
+    """The activations of products on calibration data, observed once they are asked for.
+
+    Args:
+        model: It must not change before the first use.
+    """
+
+    def __init__(self, model: ir.Model, batches: Sequence[Batch]) -> None:
+        self._model, self._batches = model, batches
+
+    @cached_property
+    def ranges(self) -> Mapping[str, Range]:
+        """By name; empty without data."""
+        return collect_ranges(self._model, self._batches)
+
+    @cached_property
+    def moments(self) -> Moments:
+        return Moments(self._model, self._batches)
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion:
+    """What a scheme converts.
+
+    Attributes:
+        model: A copy of the model, which may be changed. All names are unique, and constants are
+            initializers.
+        calibration: Activations on calibration data.
+        keep: Nodes that stay float32.
+        to_nearest: Round weights to the nearest.
+        tables: Whether large embeddings are converted too.
+        rounding: How int8 weights are rounded.
+    """
+
+    model: ir.Model
+    calibration: Activations
+    keep: Collection[ir.Node] = ()
+    to_nearest: bool = False
+    tables: bool = True
+    rounding: Mapping[tuple[str, bool], Rounding] | None = None
+
+    @property
+    def moments(self) -> Moments | None:
+        """For the rounding of weights; None rounds to the nearest."""
+        return None if self.to_nearest or self.rounding else self.calibration.moments
+
+
+def _never() -> Refusal | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A precision.
+
+    Attributes:
+        name: The name in plans, records and options.
+        write: Returns the converted model.
+        can_convert: Whether a node has float32 weights that this scheme converts.
+        stored: The type of the converted weights, as ``precision_of`` reports it, without which a
+            conversion had no effect; empty for no such check.
+        provider: The kind of processor that it is for.
+        keeps_blocks: Whether single blocks may stay float32, by measured time and loss. Operators
+            that contain the projections are not used before the conversion.
+        bits: Of int8 weights; ``recovery`` trains fake quantization with them.
+        runs_on_cpu: Whether ONNX Runtime has kernels for CPUs.
+        oldest_opset: Of the model.
+        refusal: Why this machine does not compute it correctly.
+    """
+
+    name: str
+    write: Callable[[Conversion], ir.Model]
+    can_convert: Callable[[ir.Node], bool]
+    stored: str = ""
+    provider: Provider = "cpu"
+    keeps_blocks: bool = False
+    bits: Bits | None = None
+    runs_on_cpu: bool = True
+    oldest_opset: int = 1
+    refusal: Callable[[], Refusal | None] = _never
+
+    def has_weights(self, model: ir.Model) -> bool:
+        """Whether the model has float32 weights that can be converted."""
+        if self.bits is not None and large_tables(model):
+            return True
+        return any(map(self.can_convert, ir.traversal.RecursiveGraphIterator(model.graph)))
+
+
+def _is_product(node: ir.Node) -> bool:
+    return product_of(node) is not None
+
+
+def _is_matmul(node: ir.Node) -> bool:
+    return node.op_type == "MatMul" and _is_product(node)
+
+
+def _is_product_or_convolution(node: ir.Node) -> bool:
+    if node.op_type != "Conv":
+        return _is_product(node)
+    weight = node.inputs[1]
+    is_float = constant_type(weight) == ir.DataType.FLOAT if is_constant(weight) else False
+    return is_float and not is_dequantized(weight)
+
+
+def _needs_dot_product() -> Refusal | None:
+    if has_int8_dot_product():
+        return None
+    return Refusal(
+        "cpu",
+        "this CPU has no VNNI, AMX or ARM dot product, so its int8 kernels saturate with 8-bit "
+        "weights",
+    )
+
+
+def _to_int8(bits: Bits, given: Conversion) -> ir.Model:
+    quantize(
+        given.model, bits, given.calibration.ranges, keep=given.keep, tables=given.tables,
+        moments=given.moments, rounding=given.rounding,
+    )  # fmt: skip
+    return given.model
+
+
+def _to_int4(given: Conversion) -> ir.Model:
+    quantize_to_int4(given.model, given.moments, keep=given.keep)
+    return given.model
+
+
+INT8 = Scheme("int8", partial(_to_int8, 7), _is_product, keeps_blocks=True, bits=7, oldest_opset=11)
+
+SCHEMES = Registry[Scheme](
+    "precision",
+    Scheme("float32", lambda given: given.model, lambda node: False),
+    Scheme(
+        "float16", lambda given: to_float16(given.model), _is_product_or_convolution,
+        stored="float16", provider="cuda",
+    ),
+    Scheme(
+        "bfloat16", lambda given: to_bfloat16(given.model), _is_product_or_convolution,
+        stored="bfloat16", provider="cuda", runs_on_cpu=False, oldest_opset=min(COMPUTES),
+    ),
+    INT8,
+    replace(
+        INT8, name="int8-full", write=partial(_to_int8, 8), bits=8, refusal=_needs_dot_product
+    ),
+    Scheme("int4", _to_int4, _is_matmul, stored="int4", keeps_blocks=True),
+)  # fmt: skip
+"""The precisions."""
