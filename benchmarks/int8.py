@@ -47,6 +47,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.models.quantized import Bits
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.lossless_passes import fusion_plan
+from attnserve.planning.state import State
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
 from attnserve.precision.products import Moments, Range, collect_ranges
@@ -103,7 +104,7 @@ def build(study: Study) -> dict[str, Path]:
     original = load_model(artifact)
     batches = load_inputs(study.calibration, original, artifact, split=False).fit
     fused = original.clone()
-    apply_plan(fusion_plan(original), fused, RunContext(), original=original, fit=False)
+    apply_plan(fusion_plan(original), State(fused, RunContext(), original, fit=False))
     for index, node in enumerate(fused.graph):  # the tools identify nodes by name
         node.name = f"{node.op_type}_{index}"
     reference = saved(study, REFERENCE, fused)

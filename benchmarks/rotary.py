@@ -23,6 +23,7 @@ from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
+from attnserve.planning.state import State
 from attnserve.runtime.session import open_session
 from benchmarks._common import description, number_table, write_result
 from graph_passes.analysis.cost import count_macs
@@ -53,11 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
             for calibrated in (True, False):
                 params = SharedDimensions(rank=GROUPS * size, head_size=head_size)
                 model = original.clone()
-                apply_plan(
-                    Plan.of([Collaborate(dict.fromkeys(names, params))]), model,
-                    RunContext(threads=1), original=original, data=data if calibrated else None,
+                state = State(
+                    model, RunContext(threads=1), original, data=data if calibrated else None,
                     fit=False, shape=(1, LENGTH),
                 )  # fmt: skip
+                apply_plan(Plan.of([Collaborate(dict.fromkeys(names, params))]), state)
                 got = logits(model, ids[FITTED:])
                 results.append({
                     "form": form, "key_elements": GROUPS * size, "calibrated": calibrated,

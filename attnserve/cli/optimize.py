@@ -147,7 +147,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
 
 @add_command(
     app,
-    left_out=("also_prove", "recover"),
+    left_out=("also_prove",),
     required=("calib",),
     epilog="Example: attnserve plan model.onnx --keep 0.99 --calib sentences.txt",
     rich_help_panel=opt.COMPRESS,

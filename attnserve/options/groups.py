@@ -213,6 +213,8 @@ class Goal(Options):
     ] = None
     """Train faster candidates on the calibration data within the search, for example 20m (extra
     torch)."""
+    training: Annotated[str, Cli(metavar="NAME")] = "distill"
+    """How `recover` trains; other packages may add kinds of training."""
     precision: Converted = "float32"
     """Precision of the weights, after all rewrites.
 

@@ -20,10 +20,10 @@ from attnserve.checks.compare import compare
 from attnserve.choices import Precision
 from attnserve.data.datasets import Dataset
 from attnserve.models.lineage import FormRecord, MixingRecord
-from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_sharing import SharingForm
 from attnserve.planning.served_speed import ServedTimer, ratio_of
+from attnserve.planning.state import ApplyReport
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analysis.cost import count_macs
 from graph_passes.context import GraphContext

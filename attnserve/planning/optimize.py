@@ -50,9 +50,9 @@ from attnserve.options import (
     with_keywords,
 )
 from attnserve.paths import StrPath, as_path
-from attnserve.planning.apply import ApplyReport, apply_plan
+from attnserve.planning.apply import apply_plan, apply_steps, prepare
 from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
-from attnserve.planning.plan import Plan, targets_of
+from attnserve.planning.plan import Plan
 from attnserve.planning.plan_file import (
     SavedPlan,
 )
@@ -60,13 +60,15 @@ from attnserve.planning.requested_rewrites import plan_request
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
 from attnserve.planning.served_speed import ServedSpeed, ServedTimer, served_lengths
-from attnserve.precision.convert import check_cpu, convert
+from attnserve.planning.state import ApplyReport, State
+from attnserve.precision.convert import check_cpu
 from attnserve.runtime.interface import Batch
 from attnserve.versions import versions
 from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument
+from graph_passes.passes.base import targets_of
 from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.prune_neurons import PruneNeurons
 
@@ -209,10 +211,7 @@ def optimize(
         rewritten = _replayed(given, saved)
     else:
         rewritten = _requested(given, rewrites)
-    converted = rewritten.converted or convert(
-        rewritten.model, rewritten.plan.precision, given.calibration,
-        float_blocks=rewritten.plan.float_blocks,
-    )  # fmt: skip
+    converted = rewritten.state.result
     report = _compared(given, rewritten, converted)
     _require_cosine(report, write.min_cosine)
     if saved is not None:
@@ -363,20 +362,26 @@ def _read(
 
 @dataclass(frozen=True, eq=False)
 class _Rewritten:
-    """A rewritten model in float32, its plan, and the reports of its making.
+    """A plan, and the model after its steps.
 
     Attributes:
-        converted: The model in the precision of its plan, if a search made it.
         mixing: The choice between forms of shared dimensions, if there was one.
     """
 
     plan: Plan
-    model: ir.Model
-    applied: ApplyReport
+    state: State
     warnings: tuple[str, ...] = ()
     found: PlanReport | None = None
-    converted: ir.Model | None = None
     mixing: MixingChoice | None = None
+
+    @property
+    def model(self) -> ir.Model:
+        """In float32."""
+        return self.state.model
+
+    @property
+    def applied(self) -> ApplyReport:
+        return self.state.report
 
 
 def _searched(given: _Given, goal: Goal) -> _Rewritten:
@@ -385,23 +390,26 @@ def _searched(given: _Given, goal: Goal) -> _Rewritten:
         goal, given.artifact, given.original, given.data, tokenizer=given.options.tokenizer,
         batch=given.wished.batch, sequence=given.wished.sequence, context=given.context,
     )  # fmt: skip
-    return _Rewritten(
-        result.report.rewrites, result.float32_model, result.applied,
-        found=result.report, converted=result.model,
-    )  # fmt: skip
+    return _Rewritten(result.report.rewrites, result.state, found=result.report)
 
 
 def _replayed(given: _Given, saved: SavedPlan) -> _Rewritten:
     assert given.data is not None
     plan = saved.plan_for(given.artifact, given.data)
-    return _applied(given, plan, context=replace(given.context, threads=0))  # as the search
+    state = _state(given, plan, replace(given.context, threads=0), saved.key)  # as the search
+    return _Rewritten(plan, apply_plan(plan, state))
 
 
 def _requested(given: _Given, rewrites: Rewrites) -> _Rewritten:
     planned = plan_request(
         rewrites, given.original, given.report, given.data, given.context, new_meter=given.meter
     )
-    build = partial(_applied, given, context=given.context, fit=rewrites.refit)
+
+    def build(plan: Plan) -> _Rewritten:
+        """The model in float32, which is fused before its conversion."""
+        state = prepare(plan, _state(given, plan, given.context, fit=rewrites.refit))
+        return _Rewritten(plan, apply_steps(plan.in_order(plan.passes).steps, state))
+
     if planned.forms:
         comparison = FormComparison(given.timer, given.data, rewrites.precision, given.timed)
         rewritten, form = choose_mixing(planned.forms, build, comparison)
@@ -412,22 +420,24 @@ def _requested(given: _Given, rewrites: Rewrites) -> _Rewritten:
     rewritten = replace(rewritten, warnings=(*planned.warnings, *rewritten.warnings))
     if rewrites.precision != "float32":
         rewritten = _fused(rewritten, given.shape, given.run.provider)
+    apply_steps(rewritten.plan.conversion, rewritten.state)
     return rewritten
 
 
-def _applied(given: _Given, plan: Plan, *, context: RunContext, fit: bool = True) -> _Rewritten:
-    """Apply a plan to a copy of the model."""
+def _state(
+    given: _Given, plan: Plan, context: RunContext, key: str = "", *, fit: bool = True
+) -> State:
+    """The state before the steps of a plan."""
     data = given.data
     if data is not None:
         shared = plan.targets(Collaborate)
         pasts = [block.k.past for block in given.report.blocks if block.name in shared]
         caches = [past.value.name or "" for past in pasts if past is not None]
         require_empty([*data.fit, *data.held_out], caches)
-    model = given.original.clone()
-    applied = apply_plan(
-        plan, model, context, original=given.original, data=data, fit=fit, shape=given.shape
-    )
-    return _Rewritten(plan, model, applied)
+    return State(
+        given.original.clone(), context, given.original, given.artifact, data, fit, given.shape,
+        key=key,
+    )  # fmt: skip
 
 
 def _fused(rewritten: _Rewritten, shape: tuple[int, int], provider: Provider) -> _Rewritten:
@@ -440,11 +450,10 @@ def _fused(rewritten: _Rewritten, shape: tuple[int, int], provider: Provider) ->
         for one in passes
         for name in targets_of(one)
     ]
-    return replace(
-        rewritten,
-        plan=Plan.of([*plan.passes, *passes], plan.precision, plan.float_blocks),
-        applied=replace(rewritten.applied, steps=(*rewritten.applied.steps, *steps)),
-    )
+    applied = rewritten.applied
+    rewritten.state.record(replace(applied, steps=(*applied.steps, *steps)))
+    fused = Plan.of([*plan.passes, *passes], plan.precision, plan.float_blocks)
+    return replace(rewritten, plan=fused)
 
 
 # ---- result -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Plan: the rewrites of a model, in order, and the precision of its weights."""
+"""Plan: the steps from a model to the one that is served."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from attnserve.choices import Precision
 from attnserve.models.json_files import first_problem
+from attnserve.planning.steps import TRAININGS, Cast, PlanStep, Quantize, Rewrite, Train, conversion
 from attnserve.precision.schemes import SCHEMES
 from graph_passes.errors import InvalidArgument
-from graph_passes.passes.base import BlockPass, RewritePass, pass_named
+from graph_passes.passes.base import BlockPass, RewritePass, pass_named, targets_of
 
-__all__ = ["HOW_TO_PLAN", "ORDER", "Plan", "targets_of"]
+__all__ = ["HOW_TO_PLAN", "ORDER", "Plan"]
 
 HOW_TO_PLAN = "make a new plan with `attnserve plan`"
 
@@ -39,17 +40,28 @@ Kind = TypeVar("Kind", bound=RewritePass)
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Rewrites to apply, in order, then the precision to convert to.
+    """Steps to apply, in order: rewrites, trainings, and the conversion to a precision.
 
     Each pass refers to blocks and heads as its predecessors leave them.
-
-    Attributes:
-        float_blocks: Blocks that stay float32 in an int8 or int4 model.
     """
 
-    passes: tuple[RewritePass, ...] = ()
-    precision: Precision = "float32"
-    float_blocks: tuple[str, ...] = ()
+    steps: tuple[PlanStep, ...] = ()
+
+    @classmethod
+    def in_order(
+        cls,
+        passes: Iterable[RewritePass],
+        precision: Precision = "float32",
+        float_blocks: Sequence[str] = (),
+        trainings: Sequence[Train] = (),
+    ) -> Plan:
+        """The plan of these passes in their order, then trainings, then the conversion.
+
+        Args:
+            float_blocks: Blocks that stay float32 in an int8 or int4 model.
+        """
+        last = conversion(precision, tuple(float_blocks))
+        return cls((*map(Rewrite, passes), *trainings, *last))
 
     @classmethod
     def of(
@@ -76,7 +88,36 @@ class Plan:
         place = {name: float(index) for index, name in enumerate(ORDER)}
         unlisted = place["fuse_attention"] - 0.5
         ordered = sorted(merged.values(), key=lambda rewrite: place.get(rewrite.name, unlisted))
-        return cls(tuple(ordered), precision, tuple(float_blocks))
+        return cls.in_order(ordered, precision, float_blocks)
+
+    def trained(self, training: Train) -> Plan:
+        """The plan with a training before its conversion."""
+        return self.in_order(
+            self.passes, self.precision, self.float_blocks, (*self.trainings, training)
+        )
+
+    @property
+    def passes(self) -> tuple[RewritePass, ...]:
+        return tuple(step.rewrite for step in self.steps if isinstance(step, Rewrite))
+
+    @property
+    def trainings(self) -> tuple[Train, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Train))
+
+    @property
+    def conversion(self) -> tuple[PlanStep, ...]:
+        """The last step, if the plan converts to another precision."""
+        return tuple(step for step in self.steps if isinstance(step, Quantize | Cast))
+
+    @property
+    def precision(self) -> Precision:
+        return next((step.name for step in self.conversion), "float32")
+
+    @property
+    def float_blocks(self) -> tuple[str, ...]:
+        """Blocks that stay float32 in an int8 or int4 model."""
+        kept = [step.keep for step in self.steps if isinstance(step, Quantize)]
+        return kept[0] if kept else ()
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """The first pass of a kind."""
@@ -100,6 +141,7 @@ class Plan:
         """The plan as plan.json holds it."""
         return {
             "passes": [rewrite.to_json() for rewrite in self.passes],
+            **({"trainings": [one.to_json() for one in self.trainings]} if self.trainings else {}),
             "precision": self.precision,
             **({"float_blocks": list(self.float_blocks)} if self.float_blocks else {}),
         }
@@ -121,7 +163,18 @@ class Plan:
             pass_named(entry.name).from_json({"pass": entry.name, **(entry.model_extra or {})})
             for entry in plan.passes
         ]
-        return cls(tuple(passes), plan.precision, tuple(plan.float_blocks))
+        trainings = [_read_training(entry) for entry in plan.trainings]
+        return cls.in_order(passes, plan.precision, plan.float_blocks, trainings)
+
+
+def _read_training(content: Mapping[str, Any]) -> Train:
+    kind = TRAININGS[str(content.get("step"))]
+    try:
+        return kind.from_json(content)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"plan: {kind.name}: {error}", HOW_TO_PLAN, code="plan.invalid"
+        ) from error
 
 
 class _Entry(BaseModel):
@@ -138,6 +191,7 @@ class _PlanContent(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     passes: list[_Entry] = []
+    trainings: list[dict[str, Any]] = []
     precision: Precision = "float32"
     float_blocks: list[str] = []
 
@@ -148,9 +202,3 @@ class _PlanContent(BaseModel):
         if self.float_blocks and not SCHEMES[self.precision].keeps_blocks:
             raise ValueError("float_blocks apply to int8 and int4")
         return self
-
-
-def targets_of(rewrite: RewritePass) -> Mapping[str, Any]:
-    """The parameters of a pass by block; empty for a pass of the whole graph."""
-    is_block_pass = isinstance(rewrite, BlockPass)
-    return cast("BlockPass[Any, Any]", rewrite).targets if is_block_pass else {}

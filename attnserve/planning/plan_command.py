@@ -60,10 +60,10 @@ def plan(
     check_cpu(goal.precision)
     data.require()
     goal.require()
-    if goal.recover is not None or data.also_prove:
+    if data.also_prove:
         raise InvalidArgument(
-            "`recover` and `also_prove` apply to `attnserve.optimize`: a plan holds no weights",
-            "leave them out",
+            "`also_prove` applies to `attnserve.optimize`",
+            "leave it out",
             code="optimize.conflict",
         )
     artifact = open_artifact(model)

@@ -20,6 +20,7 @@ from attnserve.models.lineage import Calibration, Search, Source, Speedups, Whol
 from attnserve.options import Lengths
 from attnserve.planning.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
+from attnserve.runtime.cache import digest
 from graph_passes.errors import InvalidArgument, InvalidData
 
 __all__ = [
@@ -118,6 +119,11 @@ class SavedPlan:
         return asked.keep if self.file.gain and asked.measure != "score" else None
 
     @property
+    def key(self) -> str:
+        """What the plan was made of, in the name of the checkpoint of a training."""
+        return digest([self.file.model.sha256, self.file.calibration.sha256, self.file.plan])
+
+    @property
     def lengths(self) -> Lengths | None:
         """The lengths for which the search joined calibration texts; None if it did not."""
         return self.file.calibration.joined_to
@@ -157,12 +163,12 @@ class SavedPlan:
             InvalidArgument: It was made for another model or other data.
         """
         expected = {"model": fingerprint(artifact), "calibration": data.source.sha256}
-        for what, digest in expected.items():
+        for what, checksum in expected.items():
             source: Source | Calibration = getattr(self.file, what)
-            if source.sha256 != digest:
+            if source.sha256 != checksum:
                 raise InvalidArgument(
                     f"{self.path}: it was made with another {what} ({source.file}, sha256 "
-                    f"{(source.sha256 or 'unknown')[:12]}; this one is {digest[:12]})",
+                    f"{(source.sha256 or 'unknown')[:12]}; this one is {checksum[:12]})",
                     "give the model, and the files and weights of `calib`, that it was made with, "
                     "or make a new plan",
                     code="plan.other_input",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -65,7 +63,7 @@ from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
 from attnserve.recovery.report import RecoverReport, write_recovered
 from attnserve.recovery.training import Checkpoint, Lesson, Training, train
-from attnserve.runtime.cache import cache_folder
+from attnserve.runtime.cache import cache_folder, digest
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.session import open_session
@@ -191,7 +189,7 @@ def recover(
             "served": [texts.pooling, texts.dimensions, texts.output],
             "versions": {**versions(), "torch": torch.__version__},
         }
-        checkpoint = Checkpoint(cache_folder() / "recover", _digest(key))
+        checkpoint = Checkpoint(cache_folder() / "recover", digest(key))
         report, trained = recovery.run(target, 60 * training.minutes, checkpoint)
     finally:
         torch.set_num_threads(before_threads)
@@ -209,11 +207,6 @@ def _read_texts(tables: Mapping[Path, Sequence[LabeledRow]], path: Path) -> list
     if path not in tables:
         return read_sentences(path)
     return [text for row in tables[path] for text in row.texts]
-
-
-def _digest(record: Any) -> str:
-    text = json.dumps(record, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _require_rows(data: Dataset) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 import stat
 import sys
@@ -11,10 +13,11 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 __all__ = [
     "cache_folder",
+    "digest",
     "private_folder",
     "read_private",
     "remove_older",
@@ -115,3 +118,9 @@ def _is_own(info: os.stat_result) -> bool:
 def _without_following(path: str, flags: int) -> int:
     # Without blocking: another user may have left a named pipe.
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+
+
+def digest(record: Any) -> str:
+    """A short checksum of a value that JSON can represent."""
+    text = json.dumps(record, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -36,6 +36,7 @@ __all__ = [
     "pass_named",
     "registered_passes",
     "small_shapes",
+    "targets_of",
 ]
 
 Block = TypeVar("Block", AttentionBlock, FeedForwardBlock)
@@ -313,3 +314,9 @@ def pass_named(name: str) -> type[RewritePass]:
             code="pass.unknown",
         )
     return known[name]
+
+
+def targets_of(rewrite: RewritePass) -> Mapping[str, Any]:
+    """The parameters of a pass by block; empty for a pass of the whole graph."""
+    is_block_pass = isinstance(rewrite, BlockPass)
+    return cast("BlockPass[Any, Any]", rewrite).targets if is_block_pass else {}

@@ -24,6 +24,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.planning.plan import Plan
+from attnserve.planning.state import State
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CannotRewrite, InvalidData
@@ -339,7 +340,7 @@ def test_optimize_dry_run_writes_nothing_and_recorded_plan_gives_the_same_graph(
     assert [entry["pass"] for entry in plan["passes"]] == ORDER[:3]
     model, original = (load_model(open_artifact(small)) for _ in range(2))
     data = load_inputs(arrays, original, open_artifact(small))
-    apply_plan(Plan.from_json(plan), model, RunContext(), original=original, data=data)
+    apply_plan(Plan.from_json(plan), State(model, RunContext(), original, data=data))
     ir.save(model, tmp_path / "b.onnx")
     written = load_model(tmp_path / "a" / "model.onnx").graph.initializers
     again = load_model(tmp_path / "b.onnx").graph.initializers

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -15,13 +12,7 @@ from attnserve.planning.search.block_loss import Losses
 from attnserve.planning.search.candidates import LossCurve, ReusePair
 from attnserve.runtime.cache import cache_folder, write_atomically
 
-__all__ = ["Checkpoint", "digest"]
-
-
-def digest(record: Any) -> str:
-    """A short checksum of a value that JSON can represent."""
-    text = json.dumps(record, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+__all__ = ["Checkpoint"]
 
 
 class _Content(BaseModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,24 +14,25 @@ from attnserve.checks.quality import CHOICE, QualityMeter
 from attnserve.context import RunContext
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Speed
-from attnserve.planning.apply import ApplyReport, apply_plan
+from attnserve.planning.apply import apply_plan, apply_steps, prepare
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.candidate_set import CandidateSet
-from attnserve.planning.search.checkpoint import Checkpoint, digest
+from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, mean_speedup
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
-from attnserve.precision.convert import convert
-from attnserve.precision.int8 import Rounding
+from attnserve.planning.state import State
+from attnserve.planning.steps import Train
+from attnserve.runtime.cache import digest
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite
 
-__all__ = ["ROUNDING", "Built", "Judge", "refusal", "score_model"]
+__all__ = ["ROUNDING", "Built", "Judge", "new_state", "refusal", "score_model"]
 
 PAIR_SECONDS = 8.0
 """Approximate time in which two models are compared, which decides whether one is written."""
@@ -45,20 +46,22 @@ class Built:
     """A choice that was built and measured.
 
     Attributes:
-        float32_model: The rewritten model in float32.
-        model: The same model in the requested precision.
+        state: The model after the steps of the plan.
         fidelity, share, loss: On the data that the search looks at; ``loss`` is the largest of the
             losses that the goal limits, at their lower bounds.
     """
 
     choice: Choice
     plan: Plan
-    float32_model: ir.Model
-    model: ir.Model
-    applied: ApplyReport
+    state: State
     fidelity: Fidelity
     share: Share | None
     loss: float
+
+    @property
+    def model(self) -> ir.Model:
+        """In the precision of the plan."""
+        return self.state.result
 
 
 class Judge:
@@ -104,12 +107,8 @@ class Judge:
         given, plan = self.given, self._plan(choice)
         number = len(self.measured) + (choice.picks not in self.measured)
         context = replace(given.context, threads=0).labeled(f"build {number}")
-        float32_model = given.model.clone()
-        applied = apply_plan(
-            plan, float32_model, context,
-            original=given.model, data=given.data, shape=given.shape,
-        )  # fmt: skip
-        self._held["latest"] = built = self._built(choice, plan, float32_model, applied, context)
+        state = apply_plan(plan, new_state(given, given.model.clone(), context))
+        self._held["latest"] = built = self._measured(choice, plan, state)
         if given.goal.keep is not None and built.loss <= 1 - given.goal.keep:
             self._held["enough"] = built
         if not plan.changed:  # every result is compared with one that removes nothing
@@ -118,36 +117,25 @@ class Judge:
         self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
         return built
 
-    def with_weights(
-        self,
-        built: Built,
-        float32_model: ir.Model,
-        rounding: Mapping[tuple[str, bool], Rounding] | None,
-        context: RunContext,
-    ) -> Built:
-        """The same choice with trained weights, converted and measured again."""
-        return self._built(
-            built.choice, built.plan, float32_model, built.applied, context, rounding
-        )
+    def train(self, built: Built, training: Train, key: str, context: RunContext) -> Built:
+        """Train the model of a choice before its conversion, and measure it again.
 
-    def _built(
-        self,
-        choice: Choice,
-        plan: Plan,
-        float32_model: ir.Model,
-        applied: ApplyReport,
-        context: RunContext,
-        rounding: Mapping[tuple[str, bool], Rounding] | None = None,
-    ) -> Built:
-        """Convert a rewritten model, and measure it on the data to choose."""
+        Args:
+            key: A name for the checkpoint of the training.
+        """
+        plan = built.plan.trained(training)
+        rewritten = built.state
+        state = prepare(plan, new_state(self.given, rewritten.model, context, key))
+        state.record(rewritten.report)
+        apply_steps((training, *plan.conversion), state)
+        return self._measured(built.choice, plan, state)
+
+    def _measured(self, choice: Choice, plan: Plan, state: State) -> Built:
+        """Measure a model on the data to choose."""
         data = self.given.data
-        model = convert(
-            float32_model, plan.precision, data.fit, float_blocks=plan.float_blocks,
-            rounding=rounding,
-        )  # fmt: skip
-        found = self._measure(model, data.choose, "choose", 0, context)
+        found = self._measure(state.result, data.choose, "choose", 0, state.context)
         loss = self._bounded_loss(found)
-        return Built(choice, plan, float32_model, model, applied, found.fidelity, found.share, loss)
+        return Built(choice, plan, state, found.fidelity, found.share, loss)
 
     def prove(self, built: Built, part: int) -> Proof:
         """Measure a built choice on the first or second part of the data for a proof."""
@@ -267,6 +255,13 @@ class Judge:
 
     def _plan(self, choice: Choice) -> Plan:
         return self.candidates.plan(choice, self.given.goal.precision)
+
+
+def new_state(given: SearchInput, model: ir.Model, context: RunContext, key: str = "") -> State:
+    """The state before any step, for a copy of the original or a rewritten model."""
+    return State(
+        model, context, given.model, given.artifact, given.data, shape=given.shape, key=key
+    )
 
 
 def refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from attnserve.choices import Measure
 from attnserve.models.lineage import Recovered, Round
-from attnserve.planning.search.checkpoint import digest
+from attnserve.options import Goal
 from attnserve.planning.search.front_search import (
     FIRST_GUESS,
     INTERPOLATE,
@@ -31,20 +31,13 @@ from attnserve.planning.search.limits import MIN_GAIN
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, mean_speedup
 from attnserve.planning.search.search_input import SearchInput
-from attnserve.precision.schemes import SCHEMES
-from attnserve.runtime.cache import cache_folder
+from attnserve.planning.state import State
+from attnserve.planning.steps import TRAININGS, Train
+from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
 from graph_passes.errors import AttnserveError
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from attnserve.context import RunContext
-    from attnserve.planning.plan import Plan
-    from attnserve.recovery.recover import Recovery
-    from attnserve.recovery.training import Checkpoint
-
-__all__ = ["RecoverySearch", "Trained", "check_trainable"]
+__all__ = ["RecoverySearch", "Trained", "training_of"]
 
 ROUNDS = 3
 
@@ -69,32 +62,10 @@ class Trained(NamedTuple):
     report: Recovered
 
 
-def check_trainable(given: SearchInput) -> None:
-    """Check that the original can be trained: its operators, its outputs, and the data.
-
-    Raises:
-        InvalidModel: An operator cannot be trained.
-        InvalidArgument: PyTorch has no CUDA device.
-        InvalidData: There are too few rows, or nothing can be learned.
-        CheckFailed: PyTorch does not compute what ONNX Runtime computes.
-    """
-    _recovery(given, given.model, replace(given.context, threads=0).labeled("can be trained"))
-
-
-def _recovery(
-    given: SearchInput, model: ir.Model, context: RunContext, plan: Plan | None = None
-) -> Recovery:
-    """The training of a model to give the outputs of the original, in the precision of its plan.
-
-    The measure that chooses weights cannot be the score of a task.
-    """
-    from attnserve.recovery.recover import Recovery  # needs PyTorch
-
-    measure: Measure = "auto" if given.goal.measure == "score" else given.goal.measure
-    asked = (model, given.model, given.artifact, given.data, measure, context)
-    if plan is None or SCHEMES[plan.precision].bits is None:
-        return Recovery(*asked)
-    return Recovery(*asked, plan.precision, plan.float_blocks)
+def training_of(goal: Goal, minutes: float = 0.0) -> Train:
+    """The training that a search asks for; the score of a task cannot choose weights."""
+    measure: Measure = "auto" if goal.measure == "score" else goal.measure
+    return replace(TRAININGS[goal.training], minutes=minutes, measure=measure)
 
 
 @dataclass(eq=False)
@@ -115,7 +86,7 @@ class RecoverySearch:
     seconds: float
     rounds: list[Round] = field(default_factory=list[Round])
     found: list[Built] = field(default_factory=list[Built])
-    _checkpoints: list[Checkpoint] = field(default_factory=list["Checkpoint"])
+    _trained: list[tuple[Train, State]] = field(default_factory=list[tuple[Train, State]])
 
     def run(self, plain: Built | None) -> Trained:
         """Train choices that are faster than ``plain``, the one without training, and prove one.
@@ -135,8 +106,8 @@ class RecoverySearch:
 
     def remove_checkpoints(self) -> None:
         """Delete the weights from which an interrupted search continues."""
-        for checkpoint in self._checkpoints:
-            checkpoint.remove()
+        for training, state in self._trained:
+            training.forget(state)
 
     def _train_choices(self, plain: Built) -> None:
         keep = self.given.goal.keep
@@ -167,20 +138,16 @@ class RecoverySearch:
 
     def _train(self, choice: Choice, number: int, allowed: float, seconds: float) -> Built:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
-        from attnserve.recovery.training import Checkpoint  # needs PyTorch
-
         built = self.judge.build(choice)
         context = replace(self.given.context, threads=0).labeled(f"round {number}")
-        recovery = _recovery(self.given, built.float32_model, context, built.plan)
-        name = digest((self.key, built.plan.to_json()))
-        checkpoint = Checkpoint(cache_folder() / "recover", name)
-        self._checkpoints.append(checkpoint)
-        course = recovery.train(seconds, checkpoint)
+        training = training_of(self.given.goal, seconds / 60)
+        key = digest((self.key, built.plan.to_json()))
+        trained = self.judge.train(built, training, key, context)
+        course = trained.state.training
+        assert course is not None
+        self._trained.append((training, trained.state))
         self.seconds = max(self.seconds - course.seconds, 0.0)
-        best = built
-        if course.is_better:
-            trained = self.judge.with_weights(built, recovery.trained, recovery.rounding, context)
-            best = min(built, trained, key=lambda one: one.loss)
+        best = min(built, trained, key=lambda one: one.loss) if course.is_better else built
         keeps = best.loss <= allowed
         self.rounds.append(
             Round(

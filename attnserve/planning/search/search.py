@@ -41,23 +41,24 @@ from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.models.rows import counted_shape
 from attnserve.options import Goal, Lengths
-from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.candidates import changes_to_measure, group_blocks
-from attnserve.planning.search.checkpoint import Checkpoint, digest
+from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal, score_model
+from attnserve.planning.search.judge import ROUNDING, Built, Judge, new_state, refusal, score_model
 from attnserve.planning.search.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.search.model_timing import ModelTiming, time_model
-from attnserve.planning.search.recovery_search import RecoverySearch, check_trainable
+from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.report import Outcome, PlanReport, Proof, mean_speedup
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import ServedTimer, served_lengths
+from attnserve.planning.state import State
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
+from attnserve.runtime.cache import digest
 from attnserve.runtime.session import open_session
 from attnserve.versions import versions
 from graph_passes.emit.fused_attention import OPSETS
@@ -72,17 +73,10 @@ must not be slower at the shortest and the longest one."""
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """A report, and the model that it describes.
-
-    Attributes:
-        float32_model: The rewritten model.
-        model: The same in the precision of its plan.
-    """
+    """A report, and the model that it describes after all steps of its plan."""
 
     report: PlanReport
-    float32_model: ir.Model
-    model: ir.Model
-    applied: ApplyReport
+    state: State
 
 
 def search(
@@ -119,7 +113,8 @@ def search(
         # Fails early if the model cannot be converted.
         convert(graph, goal.precision, data.fit[:1], to_nearest=True)
     if goal.recover is not None:
-        check_trainable(given)
+        state = new_state(given, graph, replace(context, threads=0).labeled("can be trained"))
+        training_of(goal).check(state)
     original_score = None
     if goal.task is not None:
         original_score = score_model(given, graph, context.labeled("original"))
@@ -374,7 +369,7 @@ def _result(
             )
         return _no_gain(given, judge, best, reason, speeds, recovered)
     if recovered is not None and note:
-        recovered = replace(recovered, gain=False, verdict=f"training brings no gain: {note}")
+        recovered = _without_gain(recovered, note)
     proof = proofs[-1]
     kept: list[str] = []
     if proof.fidelity.quality is not None:
@@ -386,7 +381,7 @@ def _result(
             f"{proof.share.standard_error:.2%})"
         )
     speed = ServedTimer(given.model, given.data.fit, given.context).measure(
-        best.float32_model, best.model, best.plan, [(given.batch, each) for each in given.lengths]
+        best.state.model, best.model, best.plan, [(given.batch, each) for each in given.lengths]
     )
     verdict = f"{gain:.2f}x as fast, keeping {', '.join(kept)}"
     if speed is not None:
@@ -399,7 +394,12 @@ def _result(
         tuple(proofs), recovered, speed,
     )  # fmt: skip
     report = _report(given, judge, best, outcome)
-    return SearchResult(report, best.float32_model, best.model, best.applied)
+    return SearchResult(report, best.state)
+
+
+def _without_gain(recovered: Recovered, reason: str) -> Recovered:
+    verdict = f"training brings no gain: {reason}"
+    return recovered.model_copy(update={"gain": False, "verdict": verdict})
 
 
 def _no_gain(
@@ -413,11 +413,11 @@ def _no_gain(
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
     if recovered is not None:
-        recovered = replace(recovered, gain=False, verdict=f"training brings no gain: {reason}")
+        recovered = _without_gain(recovered, reason)
     same = Fidelity((), 1.0, 1.0, "the original itself")
     outcome = Outcome(Plan(), False, verdict, same, None, speeds, None, (), recovered, None)
     report = _report(given, judge, best, outcome)
-    return SearchResult(report, given.model, given.model, ApplyReport((), is_exact=True))
+    return SearchResult(report, State(given.model, given.context, given.model))
 
 
 def _report(given: SearchInput, judge: Judge, best: Built, outcome: Outcome) -> PlanReport:

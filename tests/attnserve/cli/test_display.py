@@ -84,7 +84,7 @@ def test_option_names_cover_parameters_of_the_python_function(name: str):
     hints = get_type_hints(getattr(function, "__wrapped__", function))
     groups = {name for name, hint in hints.items() if hasattr(hint, "model_fields")}
     parameters = set(signature(function).parameters) - groups
-    missing = {"progress", "batch_size"} | ({"also_prove", "recover"} if name == "plan" else set())
+    missing = {"progress", "batch_size"} | ({"also_prove"} if name == "plan" else set())
     assert parameters - option_names(command.commands[name]).keys() <= missing
 
 

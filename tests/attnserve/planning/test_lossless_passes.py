@@ -21,6 +21,7 @@ from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning import lossless_passes
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
+from attnserve.planning.state import State
 from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import to_half
@@ -151,7 +152,8 @@ def test_plan_that_fuses_residuals_before_a_lossy_pass_is_refused() -> None:
     block = read_attention(model).blocks[0]
     prune = PruneHeads({block.name: [1] + [0] * (block.num_heads - 1)})
     with raises(CannotRewrite, "refit.residual", block.name):
-        apply_plan(Plan((FuseSkipNorm(), prune)), model, RunContext(), original=original)
+        plan = Plan.in_order((FuseSkipNorm(), prune))
+        apply_plan(plan, State(model, RunContext(), original))
 
 
 @pytest.mark.parametrize("cell", architectures.COMMITTED[:1], ids=str)

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve.context import RunContext
-from attnserve.planning.apply import ApplyReport, apply_plan
+from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import ORDER, Plan
+from attnserve.planning.state import ApplyReport, State
 from graph_passes.errors import AttnserveError, InvalidArgument
 from graph_passes.passes.base import registered_passes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions
@@ -52,6 +53,9 @@ def passes() -> list[Any]:
     ]  # fmt: skip
 
 
+CONTEXT = RunContext(threads=1)
+
+
 def reread(plan: Plan) -> Plan:
     return Plan.from_json(json.loads(json.dumps(plan.to_json(), allow_nan=False)))
 
@@ -60,7 +64,7 @@ def applied(content: Any, model: ir.Model | None = None) -> ApplyReport:
     """Apply the passes of a plan.json to a stack of four layers of three heads."""
     original = stack()[0] if model is None else model
     plan = Plan.from_json({"passes": content})
-    return apply_plan(plan, original.clone(), RunContext(threads=1), original=original, fit=False)
+    return apply_plan(plan, State(original.clone(), CONTEXT, original, fit=False)).report
 
 
 # JSON
@@ -73,7 +77,7 @@ def test_plan_order_names_registered_passes():
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8", "int8-full"])
 def test_plan_round_trip_keeps_every_pass_and_the_precision(precision: Any):
-    plan = Plan(tuple(passes()), precision)
+    plan = Plan.in_order(passes(), precision)
     again = reread(plan)
     assert again.to_json() == plan.to_json()
     assert again.precision == precision
@@ -84,10 +88,10 @@ def test_plan_round_trip_keeps_every_pass_and_the_precision(precision: Any):
 
 
 def test_plan_round_trip_keeps_order_empty_and_measured_plans():
-    backwards = Plan(tuple(reversed(passes())))
+    backwards = Plan.in_order(reversed(passes()))
     assert [rewrite.name for rewrite in reread(backwards).passes] == list(reversed(ORDER))
     assert reread(Plan()).to_json() == {"passes": [], "precision": "float32"}
-    assert reread(Plan((), "int8", ("a", "b"))).float_blocks == ("a", "b")
+    assert reread(Plan.in_order((), "int8", ("a", "b"))).float_blocks == ("a", "b")
     assert Plan.from_json({}).passes == ()
     plan = planned(skip=["2:constant"], prune=0.25, reuse="partial:1", collab_dk=6, head_dk=2)
     assert plan.changed and reread(plan).to_json() == plan.to_json()
@@ -111,10 +115,12 @@ def test_plan_of_merges_passes_of_a_kind_and_sorts_them():
 
 
 def test_plan_changed_lists_blocks_of_lossy_passes_once():
-    assert Plan(tuple(passes())).changed == [
+    assert Plan.in_order(passes()).changed == [
         NAMES[0], NAMES[1], NAMES[3], "ffn_0", "ffn_1", NAMES[2],
     ]  # fmt: skip
-    assert Plan((FuseAttention({NAMES[1]: "attention"}), FuseGelu(["ffn_1"]))).changed == []
+    assert (
+        Plan.in_order((FuseAttention({NAMES[1]: "attention"}), FuseGelu(["ffn_1"]))).changed == []
+    )
 
 
 # Content that is not a plan
@@ -285,7 +291,7 @@ def test_apply_plan_full_rank_sharing_is_exact():
 def test_apply_plan_empty_plan_changes_nothing():
     model = layers(2)
     before = ir.to_proto(model).SerializeToString()
-    report = apply_plan(Plan(), model, RunContext(threads=1), original=layers(2))
+    report = apply_plan(Plan(), State(model, CONTEXT, layers(2))).report
     assert report.is_exact and report.steps == ()
     assert ir.to_proto(model).SerializeToString() == before
 
@@ -294,7 +300,7 @@ def test_apply_plan_same_plan_gives_the_same_weights():
     plan = reread(planned(prune=0.25, collab_dk=6))
     models = [stack()[0].clone() for _ in range(2)]
     for model in models:
-        apply_plan(plan, model, RunContext(threads=1), original=stack()[0], fit=False)
+        apply_plan(plan, State(model, CONTEXT, stack()[0], fit=False))
     one, two = (model.graph.initializers for model in models)
     assert one.keys() == two.keys()
     for name, value in one.items():

@@ -57,6 +57,8 @@ def test_precision_of_another_package(
 @pytest.mark.process
 @pytest.mark.parametrize("command", ["optimize", "plan"])
 def test_unknown_precision_is_refused(tiny: Path, tmp_path: Path, run: Run, command: str):
-    with pytest.raises(AssertionError, match="error: --precision is 'none': expected float32, float16"):
+    with pytest.raises(
+        AssertionError, match="error: --precision is 'none': expected float32, float16"
+    ):
         run("", command, tiny, "--precision", "none", "--keep", "0.9", "--calib", tiny / "none.txt",
             "-o", tmp_path / "new.json")  # fmt: skip

@@ -26,9 +26,12 @@ from attnserve.data.datasets import load_inputs  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.options import Goal  # noqa: E402
+from attnserve.planning.apply import prepare  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
 from attnserve.planning.plan import Plan  # noqa: E402
 from attnserve.planning.search import recovery_search, search  # noqa: E402
+from attnserve.planning.state import State  # noqa: E402
+from attnserve.planning.steps import Train  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.operators import OPERATORS  # noqa: E402
 from attnserve.runtime.cache import cache_folder  # noqa: E402
@@ -174,10 +177,11 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
     artifact = open_artifact(tiny)
     model = load_model(artifact)
     data = load_inputs([texts], model, artifact)
-    goal: Any = SimpleNamespace(measure="auto")
-    given: Any = SimpleNamespace(goal=goal, model=model, artifact=artifact, data=data)
-    plan = Plan((), precision, (find_attention(model)[0][0].name,))
-    recovery = recovery_search._recovery(given, model.clone(), DEFAULT_CONTEXT, plan)
+    plan = Plan.in_order(
+        (), precision, (find_attention(model)[0][0].name,) * (precision != "float32")
+    )
+    state = State(model.clone(), DEFAULT_CONTEXT, model, artifact, data)
+    recovery = Train()._recovery(prepare(plan, state))
     rounded = recovery.module.replaced
     if precision != "int8":  # int4 is converted after the training
         assert not rounded

@@ -15,6 +15,7 @@ import pytest
 from attnserve.context import RunContext
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
+from attnserve.planning.state import State
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.blocks import AttentionBlock, PositionBias
 from graph_passes.context import GraphContext
@@ -126,8 +127,8 @@ def test_new_pass_applied_by_a_plan_keeps_the_output(
     remove_constant_bias: type[AttentionPass[NoParams]],
 ) -> None:
     model, original = layers(2, **BIASED), layers(2, **BIASED)
-    plan = Plan((remove_constant_bias(["attention_0", "attention_1"]),))
-    report = apply_plan(plan, model, RunContext(threads=1), original=original)
+    plan = Plan.in_order([remove_constant_bias(["attention_0", "attention_1"])])
+    report = apply_plan(plan, State(model, RunContext(threads=1), original)).report
     assert report.is_exact
     assert [(step.rewrite, step.block) for step in report.steps] == [
         (NAME, "attention_0"), (NAME, "attention_1"),

@@ -1,0 +1,188 @@
+"""The steps of a plan: rewrites of blocks, trainings, and the conversion to another precision.
+
+A step is a value: it names what is done, and ``apply`` does it to a ``State``. Another package adds
+a kind of training with ``TRAININGS.add``, a precision with ``precision.schemes.SCHEMES.add``, and a
+rewrite by subclassing ``BlockPass`` (``attnserve.plugins``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Self
+
+from attnserve.choices import Measure, Precision
+from attnserve.planning.state import State
+from attnserve.plugins import Registry
+from attnserve.precision.schemes import SCHEMES
+from attnserve.runtime.cache import cache_folder, digest
+from graph_passes.errors import Refusal
+from graph_passes.passes.base import RewritePass
+
+__all__ = ["TRAININGS", "Cast", "PlanStep", "Quantize", "Rewrite", "Train", "conversion"]
+
+
+class PlanStep(ABC):
+    """A step of a plan.
+
+    Attributes:
+        needs_data: Whether it cannot be applied without calibration data.
+    """
+
+    needs_data: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Used in plans, records and options."""
+
+    def refusal(self) -> Refusal | None:
+        """Why the step cannot be applied on this machine; a pass refuses blocks when it runs."""
+        return None
+
+    @abstractmethod
+    def apply(self, state: State) -> None:
+        """Change the state.
+
+        Raises:
+            AttnserveError: The step does not fit the model or the data.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Rewrite(PlanStep):
+    """A pass, with the blocks that it rewrites."""
+
+    rewrite: RewritePass
+
+    @property
+    def name(self) -> str:
+        return self.rewrite.name
+
+    def apply(self, state: State) -> None:
+        state.rewrite(self.rewrite)
+
+
+@dataclass(frozen=True)
+class Quantize(PlanStep):
+    """Convert to integers, except for some blocks.
+
+    Attributes:
+        scheme: A name in ``SCHEMES``.
+        keep: Blocks that stay float32.
+    """
+
+    scheme: Precision
+    keep: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.scheme
+
+    def refusal(self) -> Refusal | None:
+        return SCHEMES[self.scheme].refusal()
+
+    def apply(self, state: State) -> None:
+        state.convert(self.scheme, self.keep)
+
+
+@dataclass(frozen=True)
+class Cast(PlanStep):
+    """Convert all weights to another type."""
+
+    scheme: Precision
+
+    @property
+    def name(self) -> str:
+        return self.scheme
+
+    def refusal(self) -> Refusal | None:
+        return SCHEMES[self.scheme].refusal()
+
+    def apply(self, state: State) -> None:
+        state.convert(self.scheme)
+
+
+def conversion(precision: Precision, keep: tuple[str, ...] = ()) -> tuple[PlanStep, ...]:
+    """The step that converts to a precision; none for float32."""
+    if precision == "float32":
+        return ()
+    return (Quantize(precision, keep) if SCHEMES[precision].keeps_blocks else Cast(precision),)
+
+
+@dataclass(frozen=True)
+class Train(PlanStep):
+    """Train the weights to give the outputs and hidden states of the original (``recovery``).
+
+    With an int8 precision, fake quantization is trained. The weights change only if the loss on the
+    data to choose falls. An interrupted training continues from its checkpoint.
+
+    Attributes:
+        minutes: The time limit.
+        measure: The measure of quality that chooses the weights.
+    """
+
+    minutes: float = 0.0
+    measure: Measure = "auto"
+    needs_data: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return "distill"
+
+    def check(self, state: State) -> None:
+        """Check that the model can be trained: its operators, its outputs, and the data.
+
+        Raises:
+            InvalidModel: An operator cannot be trained.
+            InvalidArgument: PyTorch has no CUDA device.
+            InvalidData: There are too few rows, or nothing can be learned.
+            CheckFailed: PyTorch does not compute what ONNX Runtime computes.
+            MissingExtra: PyTorch is not installed.
+        """
+        self._recovery(state)
+
+    def apply(self, state: State) -> None:
+        from attnserve.recovery.training import Checkpoint  # needs PyTorch
+
+        recovery = self._recovery(state)
+        course = recovery.train(60 * self.minutes, Checkpoint(*self._place(state)))
+        state.training = course
+        if course.is_better:
+            state.model, state.rounding = recovery.trained, recovery.rounding
+
+    def forget(self, state: State) -> None:
+        """Delete the checkpoint."""
+        from attnserve.recovery.training import Checkpoint
+
+        Checkpoint(*self._place(state)).remove()
+
+    def _place(self, state: State) -> tuple[Any, str]:
+        return cache_folder() / "recover", digest((state.key, self.to_json()))
+
+    def _recovery(self, state: State) -> Any:
+        from attnserve.recovery.recover import Recovery  # needs PyTorch
+
+        state.finish_rewrites()
+        assert state.artifact is not None and state.data is not None
+        return Recovery(
+            state.model, state.original, state.artifact, state.data, self.measure, state.context,
+            state.precision, state.float_blocks,
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.name, **asdict(self)}
+
+    def from_json(self, content: Mapping[str, Any]) -> Self:
+        """The step of this kind that ``to_json`` wrote.
+
+        Raises:
+            TypeError, ValueError: The content is not such a step.
+        """
+        values = {name: value for name, value in content.items() if name != "step"}
+        return replace(self, **values)
+
+
+TRAININGS = Registry[Train]("training", Train())
+"""The kinds of training, by name: one step of each, whose values are replaced."""

@@ -1,0 +1,62 @@
+"""A training step of another package: on the command line, in a plan, and served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx2
+import onnx
+import pytest
+
+from tests.attnserve.plugins.conftest import Run
+from tests.service.processes import serving
+
+CODE = """
+from dataclasses import dataclass
+from types import SimpleNamespace
+from attnserve.planning.steps import TRAININGS, Train
+
+@dataclass(frozen=True)
+class Nothing(Train):
+    note: str = "trained by nobody"
+
+    @property
+    def name(self):
+        return "nothing"
+
+    def check(self, state):
+        pass
+
+    def forget(self, state):
+        pass
+
+    def apply(self, state):
+        state.model = state.model.clone()
+        state.model.graph.doc_string = self.note
+        state.training = SimpleNamespace(steps=1, seconds=1.0, is_better=True)
+
+TRAININGS.add(Nothing())
+"""
+
+
+@pytest.mark.process
+def test_training_of_another_package(
+    tiny: Path, tmp_path: Path, run: Run, environment: dict[str, str]
+):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(f"a man is playing with {n} dogs" for n in range(200)))
+    asked = ("--calib", texts, "--target-speedup", "1.01", "--seq", "8", "--recover", "1m")
+    plan = tmp_path / "plan.json"
+    run(CODE, "plan", tiny, *asked, "--allow", "ffn", "--training", "nothing", "-o", plan)
+    content = json.loads(plan.read_text())
+    # As good as without training, the result is not proved again: a user adds it by hand.
+    content["plan"]["trainings"] = [{"step": "nothing", "minutes": 1.0, "note": "by the plan"}]
+    assert content["asked"]["recover"] == 1.0 and content["recovered"]["rounds"][0]["steps"] == 1
+    plan.write_text(json.dumps(content))
+    run(CODE, "optimize", tiny, "--plan", plan, "--calib", texts, "-o", tmp_path / "new")
+    assert onnx.load(tmp_path / "new" / "model.onnx").graph.doc_string == "by the plan"
+
+    with serving(tmp_path / "new", **environment) as (address, _):
+        answer = httpx2.post(f"{address}/embed", json={"inputs": "a man is playing"})
+        assert answer.status_code == 200
