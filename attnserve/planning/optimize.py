@@ -218,6 +218,8 @@ def optimize(
         _require_promise(report.fidelity, saved.promised)
     if not write.dry_run:
         _write(given, converted, report, external=write.external_data)
+        for training in rewritten.plan.trainings if saved is not None else ():
+            training.forget(rewritten.state.key)
     return report
 
 

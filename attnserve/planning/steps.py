@@ -7,10 +7,12 @@ rewrite by subclassing ``BlockPass`` (``attnserve.plugins``).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self, get_args
 
 from attnserve.choices import Measure, Precision
 from attnserve.planning.state import State
@@ -147,19 +149,20 @@ class Train(PlanStep):
         from attnserve.recovery.training import Checkpoint  # needs PyTorch
 
         recovery = self._recovery(state)
-        course = recovery.train(60 * self.minutes, Checkpoint(*self._place(state)))
+        course = recovery.train(60 * self.minutes, Checkpoint(*self._place(state.key)))
         state.training = course
         if course.is_better:
             state.model, state.rounding = recovery.trained, recovery.rounding
 
-    def forget(self, state: State) -> None:
-        """Delete the checkpoint."""
+    def forget(self, key: str) -> None:
+        """Delete the checkpoint of the training of a state with this key."""
         from attnserve.recovery.training import Checkpoint
 
-        Checkpoint(*self._place(state)).remove()
+        Checkpoint(*self._place(key)).remove()
 
-    def _place(self, state: State) -> tuple[Any, str]:
-        return cache_folder() / "recover", digest((state.key, self.to_json()))
+    def _place(self, key: str) -> tuple[Path, str]:
+        # Without the minutes: after an interruption, other minutes are left.
+        return cache_folder() / "recover", digest((key, {**self.to_json(), "minutes": None}))
 
     def _recovery(self, state: State) -> Any:
         from attnserve.recovery.recover import Recovery  # needs PyTorch
@@ -181,7 +184,12 @@ class Train(PlanStep):
             TypeError, ValueError: The content is not such a step.
         """
         values = {name: value for name, value in content.items() if name != "step"}
-        return replace(self, **values)
+        made = replace(self, **values)
+        if not (isinstance(made.minutes, int | float) and 0 <= made.minutes < math.inf):
+            raise ValueError(f"minutes is {made.minutes!r}: expected a number of at least 0")
+        if made.measure not in get_args(Measure):
+            raise ValueError(f"measure is {made.measure!r}: expected one of {get_args(Measure)}")
+        return made
 
 
 TRAININGS = Registry[Train]("training", Train())

@@ -31,7 +31,6 @@ from attnserve.planning.search.limits import MIN_GAIN
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, mean_speedup
 from attnserve.planning.search.search_input import SearchInput
-from attnserve.planning.state import State
 from attnserve.planning.steps import TRAININGS, Train
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
@@ -86,7 +85,7 @@ class RecoverySearch:
     seconds: float
     rounds: list[Round] = field(default_factory=list[Round])
     found: list[Built] = field(default_factory=list[Built])
-    _trained: list[tuple[Train, State]] = field(default_factory=list[tuple[Train, State]])
+    _trained: list[tuple[Train, str]] = field(default_factory=list[tuple[Train, str]])
 
     def run(self, plain: Built | None) -> Trained:
         """Train choices that are faster than ``plain``, the one without training, and prove one.
@@ -106,8 +105,8 @@ class RecoverySearch:
 
     def remove_checkpoints(self) -> None:
         """Delete the weights from which an interrupted search continues."""
-        for training, state in self._trained:
-            training.forget(state)
+        for training, key in self._trained:
+            training.forget(key)
 
     def _train_choices(self, plain: Built) -> None:
         keep = self.given.goal.keep
@@ -145,7 +144,7 @@ class RecoverySearch:
         trained = self.judge.train(built, training, key, context)
         course = trained.state.training
         assert course is not None
-        self._trained.append((training, trained.state))
+        self._trained.append((training, key))
         self.seconds = max(self.seconds - course.seconds, 0.0)
         best = min(built, trained, key=lambda one: one.loss) if course.is_better else built
         keeps = best.loss <= allowed

@@ -28,7 +28,7 @@ class Nothing(Train):
     def check(self, state):
         pass
 
-    def forget(self, state):
+    def forget(self, key):
         pass
 
     def apply(self, state):
