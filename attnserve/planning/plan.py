@@ -107,7 +107,7 @@ class Plan:
     @property
     def conversion(self) -> tuple[PlanStep, ...]:
         """The last step, if the plan converts to another precision."""
-        return tuple(step for step in self.steps if isinstance(step, Quantize | Cast))
+        return tuple(step for step in self.steps if isinstance(step, Cast))
 
     @property
     def precision(self) -> Precision:

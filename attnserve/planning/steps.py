@@ -67,31 +67,12 @@ class Rewrite(PlanStep):
 
 
 @dataclass(frozen=True)
-class Quantize(PlanStep):
-    """Convert to integers, except for some blocks.
+class Cast(PlanStep):
+    """Convert all weights to another type.
 
     Attributes:
         scheme: A name in ``SCHEMES``.
-        keep: Blocks that stay float32.
     """
-
-    scheme: Precision
-    keep: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.scheme
-
-    def refusal(self) -> Refusal | None:
-        return SCHEMES[self.scheme].refusal()
-
-    def apply(self, state: State) -> None:
-        state.convert(self.scheme, self.keep)
-
-
-@dataclass(frozen=True)
-class Cast(PlanStep):
-    """Convert all weights to another type."""
 
     scheme: Precision
 
@@ -104,6 +85,16 @@ class Cast(PlanStep):
 
     def apply(self, state: State) -> None:
         state.convert(self.scheme)
+
+
+@dataclass(frozen=True)
+class Quantize(Cast):
+    """Convert to integers, except for the blocks ``keep``, which stay float32."""
+
+    keep: tuple[str, ...] = ()
+
+    def apply(self, state: State) -> None:
+        state.convert(self.scheme, self.keep)
 
 
 def conversion(precision: Precision, keep: tuple[str, ...] = ()) -> tuple[PlanStep, ...]:
@@ -184,12 +175,12 @@ class Train(PlanStep):
             TypeError, ValueError: The content is not such a step.
         """
         values = {name: value for name, value in content.items() if name != "step"}
-        made = replace(self, **values)
-        if not (isinstance(made.minutes, int | float) and 0 <= made.minutes < math.inf):
-            raise ValueError(f"minutes is {made.minutes!r}: expected a number of at least 0")
-        if made.measure not in get_args(Measure):
-            raise ValueError(f"measure is {made.measure!r}: expected one of {get_args(Measure)}")
-        return made
+        minutes: Any = values.get("minutes", 0.0)
+        if not (isinstance(minutes, int | float) and 0 <= minutes < math.inf):
+            raise ValueError(f"minutes is {minutes!r}: expected a number of at least 0")
+        if values.get("measure", "auto") not in get_args(Measure):
+            raise ValueError(f"measure is {values['measure']!r}: expected {get_args(Measure)}")
+        return replace(self, **values)
 
 
 TRAININGS = Registry[Train]("training", Train())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from attnserve.context import RunContext
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import ORDER, Plan
 from attnserve.planning.state import ApplyReport, State
+from attnserve.planning.steps import Quantize, Train
 from graph_passes.errors import AttnserveError, InvalidArgument
 from graph_passes.passes.base import registered_passes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions
@@ -306,3 +308,28 @@ def test_apply_plan_same_plan_gives_the_same_weights():
     for name, value in one.items():
         assert value.const_value is not None and two[name].const_value is not None
         np.testing.assert_array_equal(value.const_value.numpy(), two[name].const_value.numpy())
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"minutes": "x"}, "plan.invalid"),
+        ({"minutes": -1}, "plan.invalid"),
+        ({"minutes": math.nan}, "plan.invalid"),
+        ({"measure": "none"}, "plan.invalid"),
+        ({"other": 1}, "plan.invalid"),
+        ({"step": "none"}, "training.unknown"),
+    ],
+    ids=str,
+)
+def test_plan_with_a_training_that_is_invalid_is_refused(change: dict[str, Any], code: str):
+    training = {"step": "distill", "minutes": 2.0, **change}
+    with raises(InvalidArgument, code):
+        Plan.from_json({"passes": [], "trainings": [training]})
+
+
+def test_plan_with_a_training_is_read_again():
+    plan = Plan.in_order(passes(), "int8", (NAMES[0],), [Train(minutes=2.0, measure="r2")])
+    again = reread(plan)
+    assert again.to_json() == plan.to_json() and again.trainings == plan.trainings
+    assert [type(step) for step in again.steps[-2:]] == [Train, Quantize]
