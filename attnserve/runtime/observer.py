@@ -92,7 +92,9 @@ def extract(
     Args:
         known: An example of each, which gives the type and the number of axes.
     """
-    given = dict.fromkeys([*model.graph.inputs, *known])
+    weights = model.graph.initializers  # old graphs list them among the inputs
+    inputs = [value for value in model.graph.inputs if value.name not in weights]
+    given = dict.fromkeys([*inputs, *known])
     needed, nodes = behind(model.graph, wanted, given)
     needed -= {value for node in nodes for value in node.outputs}  # computed with another output
     start = [value for value in given if value in needed]
