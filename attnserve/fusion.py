@@ -23,6 +23,7 @@ from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.shapes import infer_shapes_small
+from graph_passes.analysis.workload import Workload
 from graph_passes.context import GraphContext
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import CannotRewrite, InvalidModel
@@ -49,8 +50,8 @@ FORMS: Mapping[Provider, Sequence[FusedOperator]] = {
 PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
 """Operators that contain the projections, which integer conversions could not convert then."""
 
-COUNTED = ((1, 1), (2, 1), (1, 512), (1, 4096))
-"""(batch, sequence) at which MACs are compared."""
+COUNTED = tuple(Workload.of(*shape) for shape in ((1, 1), (2, 1), (1, 512), (1, 4096)))
+"""What MACs are compared at."""
 
 RESIDUALS: Mapping[Provider, type[RewritePass]] = {"cpu": FuseResiduals, "cuda": FuseSkipNorm}
 """The fastest form of residual additions."""
@@ -116,7 +117,7 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
         CannotRewrite: The opset of an operator is out of reach.
         InvalidModel: A rewritten block fails certification, or costs more than before.
     """
-    before = [] if is_timed_only else [count_macs(model, *shape) for shape in COUNTED]
+    before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
     attention = [one for one in passes if isinstance(one, FuseAttention)]
     forms: set[FusedOperator] = {form for one in attention for form in one.targets.values()}
     if needed := max((OPSETS.get(form, 0) for form in forms), default=0):
@@ -127,11 +128,11 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
         if is_timed_only:
             return
         certified = {block.name for block in context.get(read_attention).blocks}
-    for shape, old in zip(COUNTED, before, strict=True):
-        new = count_macs(model, *shape)
+    for workload, old in zip(COUNTED, before, strict=True):
+        new = count_macs(model, workload)
         if old is not None and new is not None and new > old:
             raise InvalidModel(
-                f"the fused model has {new} MACs at {shape[1]} tokens, and the original {old}",
+                f"the fused model has {new} MACs at {workload} tokens, and the original {old}",
                 DEFECT,
                 code="internal.fusion_macs",
             )

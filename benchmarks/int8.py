@@ -63,6 +63,7 @@ from benchmarks._common import (
     write_result,
 )
 from graph_passes.analysis.constants import constant_shape, is_constant
+from graph_passes.analysis.workload import Workload
 from graph_passes.emit.editing import exposing
 
 BLOCKS = (16, 32, 64, 128)
@@ -248,7 +249,7 @@ def embed_rows(session: Any, batch: Batch, *, pad: bool) -> np.ndarray:  # B D
 
 
 def speedups(models: dict[str, Path], length: int, rounds: int | None) -> list[float]:
-    feed = example_inputs(ir.load(models[REFERENCE]), 1, length)
+    feed = example_inputs(ir.load(models[REFERENCE]), Workload.of(1, length))
     sessions = [open_session(path, ONE_THREAD) for path in models.values()]
     timer = BENCHMARK if rounds is None else replace(BENCHMARK, min_rounds=rounds)
     functions = [partial(session.run, None, feed) for session in sessions]

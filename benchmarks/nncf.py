@@ -46,6 +46,7 @@ from benchmarks._common import (
     write_result,
 )
 from benchmarks.planner import unseen_pairs
+from graph_passes.analysis.workload import Workload
 
 LENGTHS = (128, 512)
 
@@ -141,7 +142,7 @@ def _rows(
     reference = [models["as exported"](batch) for batch in batches]
     times: dict[int, np.ndarray] = {}
     for length in LENGTHS:
-        feed = example_inputs(graph, 1, length)
+        feed = example_inputs(graph, Workload.of(1, length))
         runs = [partial(model, feed) for model in models.values()]
         times[length] = time_functions(runs, SECONDS, BENCHMARK)
     base, rows = _score(models["as exported"], original, pairs, folder), list[dict[str, Any]]()

@@ -27,6 +27,7 @@ from attnserve.planning.state import State
 from attnserve.runtime.session import open_session
 from benchmarks._common import description, number_table, write_result
 from graph_passes.analysis.cost import count_macs
+from graph_passes.analysis.workload import Workload
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from tests.stories import LENGTH, stories
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
                     "form": form, "key_elements": GROUPS * size, "calibrated": calibrated,
                     "top1": float((got.argmax(-1) == expected.argmax(-1)).mean()),
                     "largest_change": float(np.abs(got - expected).max()),
-                    "macs": count_macs(model, 1, LENGTH),
+                    "macs": count_macs(model, Workload.of(1, LENGTH)),
                 })  # fmt: skip
     table = number_table("stories260K", ("key elements", "calibrated", "top-1", "GMACs"))
     for row in results:

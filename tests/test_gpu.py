@@ -23,6 +23,7 @@ from attnserve.serving.cuda_graphs import GraphRunner
 from benchmarks import cuda
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
+from graph_passes.analysis.workload import Workload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +39,7 @@ def encoder() -> ir.Model:
 
 
 def test_session_agrees_with_the_cpu(encoder: ir.Model):
-    feed = example_inputs(encoder, 3, 20, padded=True)
+    feed = example_inputs(encoder, Workload.of(3, 20), padded=True)
     (expected,) = open_session(encoder, ONE_THREAD).run(None, feed)
     (got,) = open_session(encoder, Device("cuda")).run(None, feed)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
@@ -53,7 +54,7 @@ def test_rewritten_graphs_agree_in_float32(tmp_path: Path):
 def test_forms_in_half_precision_agree(name: str):
     """Half of the heads can be pruned, so pruning and sparse mixing lose little."""
     original = SIZE.build(64)
-    feed = example_inputs(original, 2, 32, padded=True)
+    feed = example_inputs(original, Workload.of(2, 32), padded=True)
     kept = feed["attention_mask"] == 1
     expected = open_session(original, Device("cuda")).run(None, feed)[0][kept]
     new = FORMS[name](original.clone(deep_copy=True), SIZE)
@@ -86,7 +87,7 @@ def test_captured_graphs_give_the_answers_of_plain_runs(encoder: ir.Model):
     runner.allow_padding(rows=True, tokens=True)
     plain = open_session(encoder, Device("cuda"))
     for seed, shape in enumerate([(3, 20), (3, 20), (3, 17), (1, 8), (1, 8), (3, 24), (1, 5)] * 2):
-        feed = example_inputs(encoder, *shape, seed, padded=True)
+        feed = example_inputs(encoder, Workload.of(*shape), seed, padded=True)
         (got,), (expected,) = runner.run(None, feed), plain.run(None, feed)
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
     assert runner.buckets.captured
@@ -94,7 +95,7 @@ def test_captured_graphs_give_the_answers_of_plain_runs(encoder: ir.Model):
 
 def test_profile_has_memory_and_operators(encoder: ir.Model, tmp_path: Path):
     session: Any = open_session(encoder, Device("cuda"), profile=tmp_path / "run")
-    feed = example_inputs(encoder, 2, 32)
+    feed = example_inputs(encoder, Workload.of(2, 32))
     for _ in range(2):
         session.run(None, feed)
     session.bind(feed)()
@@ -105,7 +106,7 @@ def test_profile_has_memory_and_operators(encoder: ir.Model, tmp_path: Path):
 def test_search_and_benchmark_run_on_the_gpu(encoder: ir.Model, tmp_path: Path):
     model, data = tmp_path / "model.onnx", tmp_path / "data.npz"
     save_model(encoder, model)
-    np.savez(data, **example_inputs(encoder, 120, 24, padded=True))
+    np.savez(data, **example_inputs(encoder, Workload.of(120, 24), padded=True))
     result = attnserve.optimize(
         model, tmp_path / "new", keep=0.9, calib=[data], measure="cosine", provider="cuda"
     )
@@ -121,7 +122,7 @@ def test_search_and_benchmark_run_on_the_gpu(encoder: ir.Model, tmp_path: Path):
 def test_training_on_the_gpu_improves_a_rewritten_model(encoder: ir.Model, tmp_path: Path):
     model, data = tmp_path / "model.onnx", tmp_path / "data.npz"
     save_model(encoder, model)
-    np.savez(data, **example_inputs(encoder, 160, 24, padded=True))
+    np.savez(data, **example_inputs(encoder, Workload.of(160, 24), padded=True))
     attnserve.optimize(
         model, tmp_path / "small", collab_dk=16, mixing="dense", calib=[data], provider="cuda"
     )

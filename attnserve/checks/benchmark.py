@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -28,7 +28,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import is_mask
 from attnserve.models.onnx_files import load_model
-from attnserve.models.rows import counted_shape
+from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Run, with_keywords
 from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.interleaved_timer import (
@@ -43,7 +43,8 @@ from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
 from attnserve.runtime.session import RUNTIMES, open_session
 from attnserve.versions import package_versions
 from graph_passes.analysis.cost import model_cost
-from graph_passes.analysis.shapes import cached_axes, named_axes
+from graph_passes.analysis.shapes import has_cache
+from graph_passes.analysis.workload import Phase, Workload
 from graph_passes.errors import InvalidArgument, InvalidModel
 
 __all__ = ["BenchReport", "Decoding", "Machine", "Measurement", "bench", "describe_machine"]
@@ -51,10 +52,10 @@ __all__ = ["BenchReport", "Decoding", "Machine", "Measurement", "bench", "descri
 SHAPE_SECONDS = 8.0
 """Approximate time to measure one shape if the number of rounds is not given."""
 
-Inputs = Mapping[str, np.ndarray]
+DECODING: tuple[Phase, ...] = ("prompt", "token")
+"""Also measured for decoders with a cache."""
 
-Phase = Literal["all", "prompt", "token"]
-"""What is run: a sequence (after a cached one), a sequence without a cache, or a token after it."""
+Inputs = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -225,32 +226,32 @@ def bench(
     """
     _check_arguments(models, batches, sequences, rounds)
     machine = describe_machine(run.device)
-    shapes = list(product(batches, sequences))
-    subjects = [_examine(model, shapes, run.seed) for model in models]
+    workloads = [Workload.of(*shape) for shape in product(batches, sequences)]
+    subjects = [_examine(model, workloads, run.seed) for model in models]
     results: list[Measurement] = []
     phases = 3 if any(subject.cache_bytes for subject in subjects) else 1
     with ExitStack() as stack:
         children = [stack.enter_context(_child(subject, run.device)) for subject in subjects]
-        for index, shape in enumerate(shapes):
+        for index, workload in enumerate(workloads):
 
             def report(phase: int, done: int, in_total: int, index: int = index) -> None:
                 step = 100 * (phases * index + phase) + 100 * done // in_total
-                (progress or ignore_progress)("bench", step, 100 * phases * len(shapes))
+                (progress or ignore_progress)("bench", step, 100 * phases * len(workloads))
 
-            samplers = [child.feed(shape, "all") for child in children]
+            samplers = [child.feed(workload) for child in children]
             times_ms = BENCHMARK.measure(
                 samplers, SHAPE_SECONDS, rounds=rounds, progress=partial(report, 0)
             )
             samples = [tuple(row) for row in times_ms.tolist()]
-            decodings = _measure_decoding(children, shape, rounds, report)
+            decodings = _measure_decoding(children, workload, rounds, report)
             results += [
                 Measurement(
                     model=child.subject.model,
-                    batch=child.subject.counted[shape][0],
-                    sequence=child.subject.counted[shape][1],
+                    batch=child.subject.counted[workload].batch,
+                    sequence=child.subject.counted[workload].length,
                     samples_ms=row,
                     first_ms=samples[0],
-                    macs=child.subject.macs[shape],
+                    macs=child.subject.macs[workload],
                     peak_rss_bytes=child.peak_rss_bytes(),
                     seed=run.seed,
                     decoding=decoding,
@@ -258,9 +259,7 @@ def bench(
                 for child, row, decoding in zip(children, samples, decodings, strict=True)
             ]
     if run.provider == "cuda":
-        feeds = [
-            (one.artifact.model, one.inputs["all", *shape]) for shape in shapes for one in subjects
-        ]
+        feeds = [(one.artifact.model, one.inputs[each]) for each in workloads for one in subjects]
         results = [
             replace(
                 result,
@@ -294,20 +293,20 @@ def describe_machine(device: Device = ONE_THREAD) -> Machine:
 
 def _measure_decoding(
     children: Sequence[_Child],
-    shape: tuple[int, int],
+    workload: Workload,
     rounds: int | None,
     report: Callable[[int, int, int], None],
 ) -> list[Decoding | None]:
     """The times of each model; None without a cache."""
     medians_ms: dict[tuple[Phase, int], float] = {}
-    phases: tuple[Phase, ...] = ("prompt", "token")
-    for number, phase in enumerate(phases, start=1):
+    for number, phase in enumerate(DECODING, start=1):
+        step = Workload.of(workload.batch, workload.length, phase)
         samplers: dict[int, Sampler] = {}
         for index, child in enumerate(children):
             # Some graphs need a cache, or one of a fixed length.
             with suppress(InvalidArgument):
-                if (phase, *shape) in child.subject.inputs:
-                    sample = child.feed(shape, phase)
+                if step in child.subject.inputs:
+                    sample = child.feed(step)
                     sample(1)
                     samplers[index] = sample
         if samplers:
@@ -327,51 +326,46 @@ def _measure_decoding(
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model, its inputs at each (phase, batch, sequence), its MACs at each (batch, sequence).
+    """A model, and its inputs and MACs at each workload.
 
-    ``cache_bytes`` are those of a token; 0 without a cache. ``counted`` are the batch and sequence
-    that are run for those that were asked for: a fixed size is that of the model.
+    ``cache_bytes`` are those of a token; 0 without a cache. ``counted`` are the workloads that are
+    run for those that were asked for: a fixed size is that of the model.
     """
 
     model: str
     artifact: Artifact
-    inputs: dict[tuple[Phase, int, int], dict[str, np.ndarray]]
-    macs: dict[tuple[int, int], int | None]
+    inputs: dict[Workload, dict[str, np.ndarray]]
+    macs: dict[Workload, int | None]
     cache_bytes: int
-    counted: dict[tuple[int, int], tuple[int, int]]
+    counted: dict[Workload, Workload]
 
 
-def _examine(model: Path | str, shapes: Sequence[tuple[int, int]], seed: int) -> _Subject:
+def _examine(model: Path | str, workloads: Sequence[Workload], seed: int) -> _Subject:
     artifact = open_artifact(Path(model))
     graph = load_model(artifact)
-    cache_bytes = _cache_bytes(graph, *shapes[0])
-    inputs: dict[tuple[Phase, int, int], dict[str, np.ndarray]] = {}
-    for batch, sequence in shapes:
-        inputs["all", batch, sequence] = example_inputs(graph, batch, sequence, seed)
-        phases: tuple[tuple[Phase, int, int], ...] = (
-            ("prompt", sequence, 0),
-            ("token", 1, sequence),
-        )
-        for phase, new, past in phases if cache_bytes else ():
+    cache_bytes = _cache_bytes(graph, workloads[0])
+    inputs = {each: example_inputs(graph, each, seed) for each in workloads}
+    for workload in workloads if cache_bytes else ():
+        for phase in DECODING:
+            step = Workload.of(workload.batch, workload.length, phase)
             with suppress(InvalidArgument):  # a fixed number of new tokens
-                found = example_inputs(graph, batch, new, seed, past=past)
-                inputs[phase, batch, sequence] = found
+                inputs[step] = example_inputs(graph, step, seed)
     cost = model_cost(graph)
     macs = {
-        shape: cost.macs_of({name: x.shape for name, x in inputs["all", *shape].items()})
-        for shape in shapes
+        each: cost.macs_of({name: x.shape for name, x in inputs[each].items()})
+        for each in workloads
     }
-    counted = {shape: counted_shape(graph, *shape) for shape in shapes}
+    counted = {each: with_fixed_sizes(graph, each) for each in workloads}
     return _Subject(str(model), artifact, inputs, macs, cache_bytes, counted)
 
 
-def _cache_bytes(graph: ir.Model, batch: int, sequence: int) -> int:
+def _cache_bytes(graph: ir.Model, workload: Workload) -> int:
     """Bytes that one more token adds to the cached inputs of a row; 0 without a cache."""
-    if not cached_axes(graph.graph, named_axes(graph.graph))[0]:
+    if not has_cache(graph.graph):
         return 0
-    one, two = (example_inputs(graph, batch, sequence, past=past) for past in (1, 2))
+    one, two = (example_inputs(graph, replace(workload, past=past)) for past in (1, 2))
     names = [name for name in one if not is_mask(name)]
-    return sum(two[name].nbytes - one[name].nbytes for name in names) // batch
+    return sum(two[name].nbytes - one[name].nbytes for name in names) // workload.batch
 
 
 def _check_arguments(
@@ -434,21 +428,21 @@ class _Child:
     subject: _Subject
     worker: Worker
 
-    def feed(self, shape: tuple[int, int], phase: Phase) -> Sampler:
-        """Set the inputs of a shape and return the sampler of the child."""
-        self._call(shape, "feed", self.subject.inputs[phase, *shape])
-        return lambda repeats: self._call(shape, "sample", repeats)
+    def feed(self, workload: Workload) -> Sampler:
+        """Set the inputs of a workload and return the sampler of the child."""
+        self._call(workload, "feed", self.subject.inputs[workload])
+        return lambda repeats: self._call(workload, "sample", repeats)
 
     def peak_rss_bytes(self) -> int:
         return self._call(None, "peak_rss_bytes")
 
-    def _call(self, shape: tuple[int, int] | None, method: str, *arguments: Any) -> Any:
+    def _call(self, workload: Workload | None, method: str, *arguments: Any) -> Any:
         try:
             return self.worker.call(method, *arguments)
         except WorkerCrashed as error:
             raise _died(self.subject, error) from error
         except InvalidArgument as error:
-            batch, sequence = shape or (0, 0)
+            batch, sequence = (workload.batch, workload.length) if workload else (0, 0)
             longest = self.subject.artifact.max_length
             raise InvalidArgument(
                 f"{self.subject.model}: does not run at batch {batch}, sequence {sequence}: "

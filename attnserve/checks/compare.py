@@ -29,6 +29,7 @@ from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, owned
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import SAMPLES
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
@@ -244,10 +245,11 @@ def random_batches(
     for shapes in (RANDOM_SHAPES, AUDIO_SHAPES):
         for index, (batch, sequence) in enumerate(shapes):
             try:
-                inputs = example_inputs(
-                    model, fixed_batch or batch, fixed_sequence or sequence, seed + index,
-                    padded=True, past=0 if empty else None,
+                workload = Workload.of(
+                    fixed_batch or batch, fixed_sequence or sequence,
+                    "prompt" if empty else "sequence",
                 )  # fmt: skip
+                inputs = example_inputs(model, workload, seed + index, padded=True)
                 for name, axis in (empty or {}).items():
                     inputs[name] = inputs[name].take(range(0), axis)
                 session.run(None, inputs)

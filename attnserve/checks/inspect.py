@@ -11,11 +11,11 @@ import onnx_ir as ir
 from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.artifact import model_file
 from attnserve.models.onnx_files import load_model
-from attnserve.models.rows import counted_shape
+from attnserve.models.rows import with_fixed_sizes
 from attnserve.paths import StrPath
-from graph_passes.analysis.cost import macs_at
+from graph_passes.analysis.cost import infer_at, macs_at
 from graph_passes.analysis.parameters import parameters
-from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
+from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
 from graph_passes.passes.base import AttentionPass, registered_passes
@@ -120,11 +120,11 @@ def inspect(model: StrPath, *, batch: int = 1, sequence: int = 128, seed: int = 
 
 def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) -> Inspection:
     """``inspect`` for a model in memory."""
-    batch, sequence = counted_shape(model, batch, sequence)
+    workload = with_fixed_sizes(model, Workload.of(batch, sequence))
     with GraphContext.of(model) as context:
         reading, gaps = context.get(read_attention, seed=seed), skipped(model)
         rewrites = {block.name: _applicable(block, context) for block in reading.blocks}
-    info = infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+    info = infer_at(model, workload)
     total, uncounted = macs_at(info, model.graph)
     return Inspection(
         reading=reading,
@@ -133,8 +133,8 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
         },
         parameters=parameters(model),
         total_macs=total if not uncounted else None,
-        batch=batch,
-        sequence=sequence,
+        batch=workload.batch,
+        sequence=workload.length,
         uncounted=uncounted,
         rewrites=rewrites,
         skipped=tuple(gaps),

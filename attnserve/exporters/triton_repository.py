@@ -33,6 +33,7 @@ from attnserve.models.rows import fixed_axes
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, InvalidOutput
 
 __all__ = ["TritonModel", "Value", "write_repository"]
@@ -182,7 +183,7 @@ def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examin
     fixed_rows, fixed_tokens = fixed_axes(value.shape for value in inputs)
     for rows, tokens in SHAPES:
         rows, tokens = fixed_rows or rows, fixed_tokens or tokens
-        feeds = example_inputs(graph, rows, tokens)
+        feeds = example_inputs(graph, Workload.of(rows, tokens))
         try:
             runs.append((rows, session.run(names, feeds)))
         except RunFailed as error:
@@ -193,7 +194,7 @@ def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examin
         warm_up = warm_up or feeds
     with suppress(AttnserveError):  # the model may have fewer positions
         length = fixed_tokens or min(WARM_UP_TOKENS, artifact.max_length or WARM_UP_TOKENS)
-        feeds = example_inputs(graph, 1, length)
+        feeds = example_inputs(graph, Workload.of(1, length))
         session.run(names, feeds)
         warm_up = feeds
     return _Examined(

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from attnserve.models.masks import is_mask, marks_padding
 from graph_passes.analysis.shapes import bind_axes, input_shape
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument, InvalidModel
 
 __all__ = ["example_inputs", "id_bound"]
@@ -29,17 +30,11 @@ FUSED_TABLES = {0: 2, 1: 4, 8: 3}
 
 
 def example_inputs(
-    model: ir.Model,
-    batch: int,
-    sequence: int,
-    seed: int = 0,
-    *,
-    padded: bool = False,
-    past: int | None = None,
+    model: ir.Model, workload: Workload, seed: int = 0, *, padded: bool = False
 ) -> dict[str, np.ndarray]:
-    """Random inputs of one shape, by name, reproducible by seed.
+    """Random inputs of one run, by name, reproducible by seed.
 
-    The first axis is the batch, and every other symbolic axis is the sequence; the mask of a model
+    The first axis is the batch, and every other symbolic axis counts tokens; the mask of a model
     with a cache covers past and new tokens (``bind_axes``). Fixed axes keep their size. Values
     depend on type and name: masks keep all tokens, token types are zeros, position ids count up,
     other integers are random ids of the table that they index (``id_bound``), booleans are true,
@@ -47,18 +42,16 @@ def example_inputs(
 
     Args:
         model: The model; only its graph is read.
-        batch: Number of rows, at least 1.
-        sequence: Number of tokens per row, at least 1.
+        workload: At least one row of one token.
         seed: Seed of ids, floats and padding.
-        padded: Let masks of shape (batch, sequence) hide the ends of rows, from random lengths of
-            at least half the sequence on. The first row is not padded.
-        past: Tokens in caches; None for ``sequence``.
+        padded: Let masks of shape (batch, tokens) hide the ends of rows, from random lengths of
+            at least half the tokens on. The first row is not padded.
 
     Raises:
-        InvalidArgument: A fixed axis has another size, or the model has fewer positions than
-            ``sequence``.
+        InvalidArgument: A fixed axis has another size, or the model has too few positions.
         InvalidModel: An input has no shape, or is not numeric.
     """
+    batch, sequence = workload.batch, workload.new
     for option, size in (("batch", batch), ("sequence", sequence)):
         if size < 1:
             raise InvalidArgument(
@@ -70,7 +63,7 @@ def example_inputs(
     lengths = random.integers((sequence + 1) // 2, sequence, size=batch, endpoint=True)
     lengths[0] = sequence
     inputs: dict[str, np.ndarray] = {}
-    axes = bind_axes(model.graph, batch=batch, sequence=sequence, past=past)
+    axes = bind_axes(model.graph, workload)
     for value in model.graph.inputs:
         # Before IR version 4 a graph lists its initializers among its inputs.
         if value.name is None or value.name in model.graph.initializers:

@@ -209,6 +209,7 @@ class Speed(Whole):
 
     batch: int
     sequence: int
+    phase: str = "sequence"
     original_ms: FiniteFloat
     ms: FiniteFloat
     speedup: FiniteFloat
@@ -225,6 +226,7 @@ class Speedups(Recorded):
     """Speed-ups as served, each over the form before it; ``served`` over the fused original."""
 
     shapes: tuple[tuple[int, int], ...] = ()
+    phase: str = "sequence"
     fusion: Ratio | None = None
     precision: Ratio | None = None
     removal: Ratio | None = None
@@ -269,6 +271,7 @@ class Asked(Recorded):
     precision: str = "float32"
     batch: int = 1
     sequences: tuple[int, ...] = ()
+    phase: str = "sequence"
     provider: str = "cpu"
     runtime: str = "onnxruntime"
     threads: int = 0

@@ -11,13 +11,13 @@ import onnx_ir as ir
 
 from attnserve.models.masks import text_mask
 from graph_passes.analysis.shapes import named_axes
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidData
 
 T = TypeVar("T")
 
 __all__ = [
     "check_rows",
-    "counted_shape",
     "filled",
     "fixed_axes",
     "join_rows",
@@ -25,6 +25,7 @@ __all__ = [
     "row_content",
     "row_count",
     "split_rows",
+    "with_fixed_sizes",
 ]
 
 
@@ -74,8 +75,8 @@ def fixed_axes(shapes: Iterable[Iterable[Any]]) -> tuple[int | None, int | None]
     return first, second
 
 
-def counted_shape(model: ir.Model, batch: int, sequence: int) -> tuple[int, int]:
-    """The (batch, sequence) that costs are counted at: a fixed size is that of the model.
+def with_fixed_sizes(model: ir.Model, workload: Workload) -> Workload:
+    """A workload with the rows and tokens that the model is fixed to.
 
     A size is fixed if no input has a free axis there. Tokens are axis 1 of ids and of hidden states
     (B, T, D).
@@ -90,9 +91,11 @@ def counted_shape(model: ir.Model, batch: int, sequence: int) -> tuple[int, int]
         if value.shape and (len(value.shape) == 3 or (len(value.shape) == 2 and _is_whole(value)))
     )
     tokens = next((length for length in lengths if isinstance(length, int)), None)
-    return (rows or batch) if 0 not in free else batch, (
-        tokens or sequence
-    ) if 1 not in free else sequence
+    return Workload.of(
+        workload.batch if 0 in free else rows or workload.batch,
+        workload.length if 1 in free else tokens or workload.length,
+        workload.phase,
+    )
 
 
 def _is_whole(value: ir.Value) -> bool:

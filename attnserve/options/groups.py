@@ -40,6 +40,7 @@ from attnserve.options.fields import (
     read_weights,
 )
 from attnserve.paths import StrPath
+from graph_passes.analysis.workload import Phase
 
 __all__ = ["GROUPS", "Data", "Goal", "Rewrites", "Run", "Shape", "Train", "Write", "check_files"]
 
@@ -358,6 +359,9 @@ class Shape(Options):
     ] = None
     """Sequence length to optimize for and to report costs at, or a range such as 16-512 (default:
     the lengths of the calibration data, else 128)."""
+    phase: Phase | None = None
+    """What decoders with a cache should be fast at: a prompt, a token after cached ones, or a
+    sequence after as many cached tokens (default: a token with int4, else a sequence)."""
 
 
 class Run(Options):

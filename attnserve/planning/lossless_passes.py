@@ -33,6 +33,7 @@ from attnserve.runtime.interleaved_timer import (
 )
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import infer_shapes_small
+from graph_passes.analysis.workload import Workload
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.matching.find import find_attention
@@ -79,7 +80,7 @@ float32 by at least three times as much."""
 
 MARGIN = 2.0
 
-COMPARED = ((1, 1), (1, 7), (3, 16), (4, 33), (2, 128))
+COMPARED = tuple(Workload.of(*shape) for shape in ((1, 1), (1, 7), (3, 16), (4, 33), (2, 128)))
 """(batch, sequence) of the compared inputs; in each, all rows but the first are padded. Shapes that
 the model refuses are left out, but at least one must run."""
 
@@ -322,9 +323,10 @@ def _add_times(
 ) -> None:
     """Add rounds of all sessions, at lengths up to ``longest``."""
     lengths = {length: min(length, longest or length) for _, length in TIMED}
-    shapes = list(dict.fromkeys((batch, lengths[length]) for batch, length in TIMED))
-    seconds = TIMED_S / len(shapes) * len(sessions) / 2
-    for feed, _ in _runnable(model, shapes, sessions[0]):
+    timed = [Workload.of(batch, lengths[length]) for batch, length in TIMED]
+    workloads = list(dict.fromkeys(timed))
+    seconds = TIMED_S / len(workloads) * len(sessions) / 2
+    for feed, _ in _runnable(model, workloads, sessions[0]):
         for session in sessions[1:]:
             session.run(None, feed)  # allocates, and picks kernels
         functions = [partial(session.run, None, feed) for session in sessions]
@@ -387,17 +389,17 @@ def _too_slow(times: Times, row: int) -> str | None:
 
 
 def _runnable(
-    model: ir.Model, shapes: Sequence[tuple[int, int]], session: Any, *, padded: bool = False
+    model: ir.Model, workloads: Sequence[Workload], session: Any, *, padded: bool = False
 ) -> Iterator[tuple[Batch, list[np.ndarray]]]:
-    """Example inputs and the session's outputs, at the shapes that the model accepts.
+    """Example inputs and the session's outputs, at the workloads that the model accepts.
 
     Raises:
         CannotRewrite: It accepts none.
     """
     taken, why = 0, ""
-    for seed, (batch, sequence) in enumerate(shapes):
+    for seed, workload in enumerate(workloads):
         try:
-            feed = example_inputs(model, batch, sequence, seed, padded=padded)
+            feed = example_inputs(model, workload, seed, padded=padded)
             outputs = session.run(None, feed)
         except AttnserveError as error:  # fixed axes, fewer positions, inputs without examples
             why = why or error.what

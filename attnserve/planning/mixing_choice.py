@@ -26,6 +26,7 @@ from attnserve.planning.served_speed import ServedTimer, ratio_of
 from attnserve.planning.state import ApplyReport
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analysis.cost import count_macs
+from graph_passes.analysis.workload import Workload
 from graph_passes.context import GraphContext
 from graph_passes.passes.collaborate import Collaborate
 
@@ -44,7 +45,7 @@ class Form(Protocol):
 Built = TypeVar("Built", bound=Form)
 
 STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
-"""(batch, sequence) at which a form must not be slower either, if the model takes them."""
+"""(batch, length) at which a form must not be slower either, if the model takes them."""
 
 LARGEST_SHAPE, LARGEST_MACS = (8, 512), 20_000_000_000
 """Another such shape, for models that need no more MACs there."""
@@ -107,13 +108,13 @@ class FormComparison:
     """Compares forms with the original and its fused form.
 
     Attributes:
-        timed: (batch, sequence) at which the model should be fast.
+        timed: Where the model should be fast.
     """
 
     timer: ServedTimer
     data: Dataset | None
     precision: Precision
-    timed: Sequence[tuple[int, int]]
+    timed: Sequence[Workload]
 
     def error(self, form: Form) -> float:
         """The largest relative error of an output on data; of the weights without data."""
@@ -143,16 +144,18 @@ class FormComparison:
         Returns:
             None if they cannot be timed.
         """
-        original = self.timer.original
-        shapes = list(dict.fromkeys([*self.timed, *STEADY]))
-        macs = count_macs(original, *LARGEST_SHAPE)
+        original, phase = self.timer.original, self.timed[0].phase
+        steady = [Workload.of(*shape, phase) for shape in STEADY]
+        largest = Workload.of(*LARGEST_SHAPE, phase)
+        macs = count_macs(original, largest)
         if macs is not None and macs <= LARGEST_MACS:
-            shapes.append(LARGEST_SHAPE)
+            steady.append(largest)
+        workloads = list(dict.fromkeys([*self.timed, *steady]))
 
         def served() -> list[ir.Model]:
             return [self.timer.served(each, self.precision) for each in (original, *models)]
 
-        found = self.timer.time(served, shapes)
+        found = self.timer.time(served, workloads)
         if found is None:
             return None
         times = dict(zip(*found, strict=True))

@@ -21,7 +21,7 @@ from attnserve.checks.compare import (
 )
 from attnserve.checks.measures import MIN_ROWS
 from attnserve.checks.quality import QualityMeter
-from attnserve.choices import SearchMeasure
+from attnserve.choices import Precision, SearchMeasure
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.data.datasets import (
     HELD_OUT,
@@ -38,7 +38,7 @@ from attnserve.models.lineage import ModelCost, Rewrite, Step
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
-from attnserve.models.rows import counted_shape
+from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import (
     Data,
     Goal,
@@ -59,13 +59,14 @@ from attnserve.planning.plan_file import (
 from attnserve.planning.requested_rewrites import plan_request
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
-from attnserve.planning.served_speed import ServedSpeed, ServedTimer, served_lengths
+from attnserve.planning.served_speed import ServedSpeed, ServedTimer, served_workloads
 from attnserve.planning.state import ApplyReport, State
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.interface import Batch
 from attnserve.versions import versions
 from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes
+from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument
 from graph_passes.passes.base import targets_of
@@ -203,8 +204,9 @@ def optimize(
     _check_mode(rewrites, goal, data, as_path(plan))
     saved = None if plan is None else SavedPlan.read(Path(plan))
     given = _read(
-        Path(model), as_path(output), goal, data, shape, run, write, plan=saved, progress=progress
-    )
+        Path(model), as_path(output), goal, data, shape, run, write,
+        goal.precision if goal.is_given else rewrites.precision, plan=saved, progress=progress,
+    )  # fmt: skip
     if goal.is_given:
         rewritten = _searched(given, goal)
     elif saved is not None:
@@ -235,8 +237,8 @@ class _Given:
         report: The certified attention of the original.
         others: Data of ``also_prove``, by file name.
         wanted: The lengths at which the model should be fast.
-        shape: (batch, middle length), at which MACs are counted.
-        timed: (batch, length) at which models are timed.
+        counted: Where MACs are counted: the middle length.
+        timed: Where models are timed.
     """
 
     artifact: Artifact
@@ -251,8 +253,8 @@ class _Given:
     measure: SearchMeasure
     context: RunContext
     wanted: Lengths
-    shape: tuple[int, int]
-    timed: Sequence[tuple[int, int]]
+    counted: Workload
+    timed: Sequence[Workload]
     timer: ServedTimer
 
     @property
@@ -305,12 +307,14 @@ def _read(
     wished: Shape,
     run: Run,
     write: Write,
+    precision: Precision,
     *,
     plan: SavedPlan | None,
     progress: Progress,
 ) -> _Given:
     """Read the model and the data, and check that the output can be written."""
     measure = goal.measure if plan is None else plan.measure(goal.measure)
+    wished = wished if plan is None else plan.shape(wished)
     artifact = open_artifact(model)
     original = load_model(artifact, in_place=True)
     force = write.force or write.dry_run
@@ -334,10 +338,12 @@ def _read(
         for path in options.also_prove
     ]
     wanted = wished.sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
-    shape = counted_shape(original, wished.batch, middle_length(wanted))
-    if shape[1] != middle_length(wanted):
-        wanted = shape[1]  # that of the model
-    lengths = served_lengths(wished.sequence, data)
+    timed = [with_fixed_sizes(original, each) for each in
+             served_workloads(original, wished, data, precision)]  # fmt: skip
+    middle = Workload.of(wished.batch, middle_length(wanted), timed[0].phase)
+    counted = with_fixed_sizes(original, middle)
+    if counted.length != middle.length:
+        wanted = counted.length  # that of the model
     context = run.context(progress)
     context = context if plan is None else plan.context(context)
     return _Given(
@@ -353,8 +359,8 @@ def _read(
         measure=measure,
         context=context,
         wanted=wanted,
-        shape=shape,
-        timed=list(dict.fromkeys(counted_shape(original, wished.batch, each) for each in lengths)),
+        counted=counted,
+        timed=list(dict.fromkeys(timed)),
         timer=ServedTimer(original, () if data is None else data.fit, context),
     )
 
@@ -390,7 +396,7 @@ def _searched(given: _Given, goal: Goal) -> _Rewritten:
     assert given.data is not None
     result = search(
         goal, given.artifact, given.original, given.data, tokenizer=given.options.tokenizer,
-        batch=given.wished.batch, sequence=given.wished.sequence, context=given.context,
+        shape=given.wished, context=given.context,
     )  # fmt: skip
     return _Rewritten(result.report.rewrites, result.state, found=result.report)
 
@@ -421,7 +427,7 @@ def _requested(given: _Given, rewrites: Rewrites) -> _Rewritten:
         rewritten = build(planned.plan)
     rewritten = replace(rewritten, warnings=(*planned.warnings, *rewritten.warnings))
     if rewrites.precision != "float32":
-        rewritten = _fused(rewritten, given.shape, given.run.provider)
+        rewritten = _fused(rewritten, given.counted, given.run.provider)
     apply_steps(rewritten.plan.conversion, rewritten.state)
     return rewritten
 
@@ -437,16 +443,16 @@ def _state(
         caches = [past.value.name or "" for past in pasts if past is not None]
         require_empty([*data.fit, *data.held_out], caches)
     return State(
-        given.original.clone(), context, given.original, given.artifact, data, fit, given.shape,
+        given.original.clone(), context, given.original, given.artifact, data, fit, given.counted,
         key=key,
     )  # fmt: skip
 
 
-def _fused(rewritten: _Rewritten, shape: tuple[int, int], provider: Provider) -> _Rewritten:
+def _fused(rewritten: _Rewritten, counted: Workload, provider: Provider) -> _Rewritten:
     """The rewritten model in fused operators, before its conversion to another precision."""
     plan, model = rewritten.plan, rewritten.model
     passes = fuse_for(model, plan.precision, provider)
-    macs = count_macs(model, *shape)
+    macs = count_macs(model, counted)
     steps = [
         Step(rewrite=one.name, block=name, macs_after=macs)
         for one in passes
@@ -479,11 +485,11 @@ def _compared(given: _Given, rewritten: _Rewritten, converted: ir.Model) -> Opti
         compared(other.fit, name, meter=given.meter(data=other)) for name, other in given.others
     )
     before, after = model_cost(original), model_cost(rewritten.model)
-    before_cost = _cost(before, original, given.shape)
-    after_cost = _cost(after, rewritten.model, given.shape)
+    before_cost = _cost(before, original, given.counted)
+    after_cost = _cost(after, rewritten.model, given.counted)
     after_cost = after_cost.model_copy(update={"bytes": parameter_bytes(converted)})
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
-    length = given.shape[1]
+    length = given.counted.length
     return OptimizeReport(
         output=given.target,
         before=before_cost,
@@ -491,7 +497,7 @@ def _compared(given: _Given, rewritten: _Rewritten, converted: ir.Model) -> Opti
         steps=rewritten.applied.steps,
         fidelity=fidelity,
         break_even_sequence=even,
-        batch=given.shape[0],
+        batch=given.counted.batch,
         sequence=length,
         warnings=(
             *rewritten.warnings,
@@ -547,8 +553,8 @@ def _require_promise(fidelity: Fidelity, promised: float | None) -> None:
     )
 
 
-def _cost(cost: Cost, graph: ir.Model, shape: tuple[int, int]) -> ModelCost:
-    return ModelCost(parameters=cost.parameters, macs=count_macs(graph, *shape), bytes=cost.bytes)
+def _cost(cost: Cost, graph: ir.Model, counted: Workload) -> ModelCost:
+    return ModelCost(parameters=cost.parameters, macs=count_macs(graph, counted), bytes=cost.bytes)
 
 
 def _training_warnings(found: PlanReport | None) -> list[str]:

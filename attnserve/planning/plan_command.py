@@ -90,8 +90,8 @@ def plan(
         sequence=joined,
     )  # fmt: skip
     report = search(
-        goal, artifact, graph, rows, tokenizer=data.tokenizer, batch=shape.batch,
-        sequence=shape.sequence, context=run.context(progress),
+        goal, artifact, graph, rows, tokenizer=data.tokenizer, shape=shape,
+        context=run.context(progress),
     ).report  # fmt: skip
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:

@@ -17,10 +17,11 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
 from attnserve.models.lineage import Calibration, Search, Source, Speedups, Whole
-from attnserve.options import Lengths
+from attnserve.options import Lengths, Shape
 from attnserve.planning.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
+from graph_passes.analysis.workload import Phase
 from graph_passes.errors import InvalidArgument, InvalidData
 
 __all__ = [
@@ -145,6 +146,15 @@ class SavedPlan:
                 code="optimize.conflict",
             )
         return planned
+
+    def shape(self, given: Shape) -> Shape:
+        """The given shape, in the phase of the search unless another one is given.
+
+        Raises:
+            InvalidData: This version does not know the phase.
+        """
+        phase = given.phase or _known(self.path, self.file.asked.phase, Phase)
+        return given.model_copy(update={"phase": phase})
 
     def context(self, context: RunContext) -> RunContext:
         """The context on the device of the search, with its seed.

@@ -26,7 +26,7 @@ from attnserve.fusion import fuse_for
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Ratio, Speedups
 from attnserve.models.onnx_files import save_model
-from attnserve.options import Lengths
+from attnserve.options import Lengths, Shape
 from attnserve.planning.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
@@ -36,7 +36,9 @@ from attnserve.runtime.interleaved_timer import InterleavedTimer, Speedup, paire
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.part_latency import time_sessions
 from attnserve.runtime.session import open_session
-from graph_passes.errors import AttnserveError
+from graph_passes.analysis.shapes import has_cache
+from graph_passes.analysis.workload import Workload
+from graph_passes.errors import AttnserveError, InvalidArgument
 
 __all__ = [
     "ServedSpeed",
@@ -44,6 +46,7 @@ __all__ = [
     "example_feeds",
     "ratio_of",
     "served_lengths",
+    "served_workloads",
     "time_models",
 ]
 
@@ -66,34 +69,35 @@ class ServedSpeed:
     """The speed-ups of a model in the form that serving runs, each over the form before it.
 
     Attributes:
-        shapes: (batch, sequence) of the runs; speed-ups are geometric means over them.
+        workloads: Of the runs; speed-ups are geometric means over them.
         fusion: Of the fused original over the original as exported.
         precision: Of the fused original in another precision over that in float32; None if the
             precision is float32.
         removal: Of the rewritten model over the fused original in its precision; None if nothing
             was removed or approximated.
         served: Of the model over the fused original in float32.
-        by_shape: ``served`` at each shape.
+        by_workload: ``served`` at each of them.
         device: What ran the models.
     """
 
-    shapes: tuple[tuple[int, int], ...]
+    workloads: tuple[Workload, ...]
     fusion: Speedup
     precision: Speedup | None
     removal: Speedup | None
     served: Speedup
-    by_shape: tuple[float, ...]
+    by_workload: tuple[float, ...]
     device: Device
 
     @property
     def record(self) -> Speedups:
         return Speedups(
-            shapes=self.shapes,
+            shapes=tuple((each.batch, each.length) for each in self.workloads),
+            phase=self.workloads[0].phase,
             fusion=ratio_of(self.fusion),
             precision=self.precision and ratio_of(self.precision),
             removal=self.removal and ratio_of(self.removal),
             served=ratio_of(self.served),
-            served_by_shape=self.by_shape,
+            served_by_shape=self.by_workload,
         )
 
     def describe(self, precision: Precision) -> str:
@@ -103,10 +107,9 @@ class ServedSpeed:
             parts.append(f"{self.precision.value:.2f}x by {precision}")
         if self.removal is not None:
             parts.append(f"{self.removal.value:.2f}x by removal")
-        shapes = ", ".join(f"{batch} x {length}" for batch, length in self.shapes)
         threads = self.device.threads
         where = f"{self.device.provider}, {threads or 'all'} thread{'s' * (threads != 1)}"
-        return f"{', '.join(parts)} (at {shapes} tokens, {where})"
+        return f"{', '.join(parts)} (at {', '.join(map(str, self.workloads))} tokens, {where})"
 
 
 def ratio_of(speedup: Speedup) -> Ratio:
@@ -121,6 +124,27 @@ def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int,
         return DEFAULT_LENGTHS
     found = np.quantile(data.lengths, (0.125, 0.375, 0.625, 0.875)).round().astype(int)
     return tuple(dict.fromkeys(max(int(length), 1) for length in found))
+
+
+def served_workloads(
+    model: ir.Model, shape: Shape, data: Dataset | None, precision: Precision
+) -> tuple[Workload, ...]:
+    """What a model is served on, and should be fast at.
+
+    Raises:
+        InvalidArgument: The phase needs a cache, which the model does not have.
+    """
+    phase, cached = shape.phase, has_cache(model.graph)
+    if phase is None:
+        phase = "token" if cached and SCHEMES[precision].for_tokens else "sequence"
+    if phase != "sequence" and not cached:
+        raise InvalidArgument(
+            f"`phase` is {phase}, but the model has no cache",
+            "leave `phase` out, or export the model with a cache",
+            code="search.phase",
+        )
+    lengths = served_lengths(shape.sequence, data)
+    return tuple(Workload.of(shape.batch, length, phase) for length in lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +184,8 @@ class ServedTimer:
         return self.made[key][1]
 
     def time(
-        self, models: Callable[[], Sequence[ir.Model]], shapes: Sequence[tuple[int, int]]
-    ) -> tuple[list[tuple[int, int]], list[np.ndarray]] | None:
+        self, models: Callable[[], Sequence[ir.Model]], workloads: Sequence[Workload]
+    ) -> tuple[list[Workload], list[np.ndarray]] | None:
         """``time_models`` on example inputs.
 
         Args:
@@ -170,7 +194,7 @@ class ServedTimer:
         Returns:
             None if they cannot be made or timed here; the log says why.
         """
-        feeds = example_feeds(self.original, shapes, self.context.seed)
+        feeds = example_feeds(self.original, workloads, self.context.seed)
         try:
             return time_models(models(), feeds, context=self.context)
         except AttnserveError as error:  # for example no memory: the result is written all the same
@@ -182,7 +206,7 @@ class ServedTimer:
         rewritten: ir.Model,
         converted: ir.Model,
         plan: Plan,
-        shapes: Sequence[tuple[int, int]],
+        workloads: Sequence[Workload],
     ) -> ServedSpeed | None:
         """Time the original, its fused form in both precisions, and the rewritten model.
 
@@ -212,7 +236,7 @@ class ServedTimer:
             rows.update({name: list(distinct).index(id(one)) for name, one in named.items()})
             return list(distinct.values())
 
-        found = self.time(models, shapes)
+        found = self.time(models, workloads)
         if found is None:
             return None
         times = {name: [each[row] for each in found[1]] for name, row in rows.items()}
@@ -221,7 +245,7 @@ class ServedTimer:
 
 
 def _speed(
-    shapes: Sequence[tuple[int, int]],
+    workloads: Sequence[Workload],
     times: Mapping[str, Sequence[np.ndarray]],
     precision: Precision,
     *,
@@ -242,35 +266,35 @@ def _speed(
     changed = None if precision == "float32" else ("precise" if is_lossy else "final")
     pairs = zip(times[reference], times[final], strict=True)
     return ServedSpeed(
-        shapes=tuple(shapes),
+        workloads=tuple(workloads),
         fusion=gain("original", reference),
         precision=None if changed is None else gain(reference, changed),
         removal=gain(changed or reference, final) if is_lossy else None,
         served=gain(reference, final),
-        by_shape=tuple(paired_speedup([a], [b]).value for a, b in pairs),
+        by_workload=tuple(paired_speedup([a], [b]).value for a, b in pairs),
         device=device,
     )
 
 
 def example_feeds(
-    model: ir.Model, shapes: Sequence[tuple[int, int]], seed: int
-) -> dict[tuple[int, int], Batch]:
-    """Example inputs at the shapes that can be made."""
-    feeds: dict[tuple[int, int], Batch] = {}
-    for batch, length in shapes:
+    model: ir.Model, workloads: Sequence[Workload], seed: int
+) -> dict[Workload, Batch]:
+    """Example inputs of the workloads that they can be made for."""
+    feeds: dict[Workload, Batch] = {}
+    for workload in workloads:
         with suppress(AttnserveError):  # fixed axes, or inputs without examples
-            feeds[batch, length] = example_inputs(model, batch, length, seed)
+            feeds[workload] = example_inputs(model, workload, seed)
     return feeds
 
 
 def time_models(
     models: Sequence[ir.Model],
-    feeds: Mapping[tuple[int, int], Batch],
+    feeds: Mapping[Workload, Batch],
     *,
     context: RunContext,
     seconds: float | None = None,
-) -> tuple[list[tuple[int, int]], list[np.ndarray]] | None:
-    """The shapes that all models take, and milliseconds at each of them: (models, rounds).
+) -> tuple[list[Workload], list[np.ndarray]] | None:
+    """The workloads that all models run, and milliseconds at each of them: (models, rounds).
 
     Args:
         seconds: Approximate time of all measurements; None for one by the number of models.
@@ -294,18 +318,18 @@ def time_models(
 
 def _time(
     sample: Callable[[Batch, float], Sequence[Sequence[float]]],
-    feeds: Mapping[tuple[int, int], Batch],
+    feeds: Mapping[Workload, Batch],
     seconds: float,
     progress: Callable[[int, int], None],
-) -> tuple[list[tuple[int, int]], list[np.ndarray]] | None:
-    shapes: list[tuple[int, int]] = []
+) -> tuple[list[Workload], list[np.ndarray]] | None:
+    able: list[Workload] = []
     times: list[np.ndarray] = []
-    for done, (shape, feed) in enumerate(feeds.items(), start=1):
+    for done, (workload, feed) in enumerate(feeds.items(), start=1):
         with suppress(AttnserveError):  # more tokens than the model has positions
             times.append(np.array(sample(feed, seconds / len(feeds))))
-            shapes.append(shape)
+            able.append(workload)
         progress(done, len(feeds))
-    return (shapes, times) if shapes else None
+    return (able, times) if able else None
 
 
 class _Sessions:

@@ -22,6 +22,7 @@ from attnserve.models.lineage import Step
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
 from graph_passes.analysis.cost import count_macs, infer_at, macs_at
+from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.collaborative import cache_width
@@ -66,6 +67,9 @@ class Course(Protocol):
         ...
 
 
+COUNTED = Workload.of(1, 128)
+
+
 @dataclass(eq=False)
 class State:
     """A model while the steps of a plan are applied to it.
@@ -78,7 +82,7 @@ class State:
         data: Calibration data; without it factors are those of the weights alone.
         fit: Refit the outputs of changed blocks; needs ``data``. False only measures the distance
             to the original.
-        shape: (batch, sequence) at which MACs are counted.
+        counted: Where MACs are counted.
         precision, float_blocks: What the plan converts to, for steps before the conversion.
         key: What identifies the original and the data, in names of checkpoints.
         converted: The model in that precision, once it is converted.
@@ -92,7 +96,7 @@ class State:
     artifact: Artifact | None = None
     data: Dataset | None = None
     fit: bool = True
-    shape: tuple[int, int] = (1, 128)
+    counted: Workload = COUNTED
     precision: Precision = "float32"
     float_blocks: tuple[str, ...] = ()
     key: str = ""
@@ -141,7 +145,7 @@ class State:
             graph_context = self._scope.enter_context(GraphContext.of(self.model))
             self._rewriting = _Rewriting(
                 graph_context, self.context, self.original, self.data,
-                self.fit and self.data is not None, self.shape,
+                self.fit and self.data is not None, self.counted,
             )  # fmt: skip
         self._rewriting.run(rewrite)
 
@@ -170,7 +174,7 @@ class _Rewriting:
     original: ir.Model
     data: Dataset | None
     fit: bool
-    shape: tuple[int, int]
+    counted: Workload
     steps: list[Step] = field(default_factory=list[Step])
     """Without errors, which ``finish`` adds."""
     errors: dict[int, float] = field(default_factory=dict[int, float])
@@ -318,14 +322,14 @@ class _Rewriting:
         return blocks | {block.name: block for block in self.graph_context.get(find_attention)[0]}
 
     def _macs_by_block(self) -> dict[str, int]:
-        shapes = self.graph_context.get(infer_at, *self.shape)
+        shapes = self.graph_context.get(infer_at, self.counted)
         macs = {b.name: macs_at(shapes, (*b.products, b.product))[0]
                 for b in self.graph_context.get(find_feed_forward)}  # fmt: skip
         attention = [*self.graph_context.get(find_attention)[0], *skipped(self.model)]
         return macs | {place.name: macs_at(shapes, place.nodes)[0] for place in attention}
 
     def _macs(self) -> int | None:
-        return self.graph_context.get(count_macs, *self.shape)
+        return self.graph_context.get(count_macs, self.counted)
 
 
 def _facts(block: AttentionBlock | FeedForwardBlock | None, params: Any) -> dict[str, int | None]:

@@ -100,6 +100,8 @@ class Scheme:
         provider: The kind of processor that it is for.
         keeps_blocks: Whether single blocks may stay float32, by measured time and loss. Operators
             that contain the projections are not used before the conversion.
+        for_tokens: Whether it is for decoders that run one token at a time: models with a cache are
+            then timed so.
         bits: Of int8 weights; ``recovery`` trains fake quantization with them.
         runs_on_cpu: Whether ONNX Runtime has kernels for CPUs.
         oldest_opset: Of the model.
@@ -112,6 +114,7 @@ class Scheme:
     stored: str = ""
     provider: Provider = "cpu"
     keeps_blocks: bool = False
+    for_tokens: bool = False
     bits: Bits | None = None
     runs_on_cpu: bool = True
     oldest_opset: int = 1
@@ -180,6 +183,6 @@ SCHEMES = Registry[Scheme](
     replace(
         INT8, name="int8-full", write=partial(_to_int8, 8), bits=8, refusal=_needs_dot_product
     ),
-    Scheme("int4", _to_int4, _is_matmul, stored="int4", keeps_blocks=True),
+    Scheme("int4", _to_int4, _is_matmul, stored="int4", keeps_blocks=True, for_tokens=True),
 )  # fmt: skip
 """The precisions."""

@@ -26,7 +26,8 @@ from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
 from attnserve.runtime.observer import Observer, extract, reads, state_of
 from attnserve.runtime.session import RUNTIMES, open_session
 from graph_passes.analysis.constants import origin
-from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
+from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at, read_axes
+from graph_passes.analysis.workload import Workload
 
 __all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "time_sessions"]
 
@@ -134,10 +135,12 @@ def _dim(axis: int, along: tuple[int, ...], sizes: Sequence[tuple[int, int]]) ->
 
 def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[ir.Value]]:
     """The inputs of each part, its sources first."""
-    batch, length = _sizes(feed)
-    info = infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=length))
     # Old graphs list their initializers among the inputs.
     inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
+    named = {value.name or "": value for value in inputs}
+    axes = bind_axes(model.graph, Workload.of(*_sizes(feed)))  # of products of axes
+    axes |= read_axes(named, {name: feed[name].shape for name in named if name in feed}) or {}
+    info = infer_shapes_at(model, axes)
     varying = _behind(model, inputs, shapes=True)
     return [
         _frontier(cut, varying, _behind(model, cut.sources, shapes=False), info) for cut in cuts

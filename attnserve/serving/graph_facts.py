@@ -24,6 +24,7 @@ from attnserve.models.quantized import batch_invariant, int8_warning
 from attnserve.models.rows import fixed_axes
 from attnserve.runtime.external_data import weight_bytes
 from graph_passes.analysis.cost import Cost, Polynomial, model_cost
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
 
 __all__ = ["WARM_UP_ROWS", "GraphFacts"]
@@ -158,5 +159,5 @@ def _examples(graph: ir.Model) -> list[dict[str, np.ndarray]]:
     _, tokens = fixed_axes(shapes)
     for length in WARM_UP_LENGTHS if tokens is None else (tokens,):
         with suppress(AttnserveError):  # fixed axes of another length, or unsupported types
-            examples.append(example_inputs(graph, rows, length))
+            examples.append(example_inputs(graph, Workload.of(rows, length)))
     return examples

@@ -25,6 +25,7 @@ from attnserve.planning.lossless_passes import fuse_lossless
 from benchmarks.gpu.forms import ORIGINAL, Size
 from benchmarks.gpu.measure import BUDGET, Form, Shape, Sized, why
 from graph_passes.analysis.cost import count_macs
+from graph_passes.analysis.workload import Workload
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
@@ -148,4 +149,6 @@ def with_key_mask(model: ir.Model, mask: str = "attention_mask") -> bool:
 
 
 def _add(done: Sized, name: str, path: Path, model: ir.Model, shapes: Sequence[Shape]) -> None:
-    done.forms.append(Form(name, path, {shape: count_macs(model, *shape) for shape in shapes}))
+    done.forms.append(
+        Form(name, path, {shape: count_macs(model, Workload.of(*shape)) for shape in shapes})
+    )

@@ -29,6 +29,7 @@ from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_r
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
 from graph_passes.analysis.cost import count_macs
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
 
 Shape = tuple[int, int]
@@ -85,7 +86,7 @@ def build(size: Size, shapes: Sequence[Shape], folder: Path, deadline: float) ->
             model = make(original.clone(deep_copy=True), size)
             path = folder / f"{name.replace(' ', '-')}.onnx"
             save_model(model, path)
-            macs = {shape: count_macs(model, *shape) for shape in shapes}
+            macs = {shape: count_macs(model, Workload.of(*shape)) for shape in shapes}
             done.forms.append(Form(name, path, macs))
         except Exception as error:  # other tools raise any exception
             done.not_built[name] = why(error)
@@ -107,7 +108,7 @@ def measure(
         ceiling: Measured TFLOP/s of a matrix product in half precision.
     """
     graph = ir.load(done.forms[0].path)
-    feeds = {shape: example_inputs(graph, *shape) for shape in {*shapes, SMALL}}
+    feeds = {shape: example_inputs(graph, Workload.of(*shape)) for shape in {*shapes, SMALL}}
     sessions: dict[str, Any] = {}
     profiles: dict[str, dict[Shape, dict[str, Any]]] = {}
     for form in list(done.forms):
@@ -119,8 +120,8 @@ def measure(
             done.not_built[form.name] = why(error)
             done.forms.remove(form)
             continue
-    done.fidelity |= _fidelity(sessions, example_inputs(graph, 2, max(t for _, t in shapes) // 2,
-                                                        seed=1, padded=True))  # fmt: skip
+    compared = Workload.of(2, max(t for _, t in shapes) // 2)
+    done.fidelity |= _fidelity(sessions, example_inputs(graph, compared, seed=1, padded=True))
     for form in done.forms:
         until = perf_counter() + (deadline - perf_counter()) / PROFILES
         profiles[form.name] = profiled(form, feeds, shapes, provider, until)

@@ -26,6 +26,7 @@ from attnserve.runtime.session import open_session
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import GraphRunner
 from benchmarks.gpu.measure import SPEED, Form, Shape
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
 
 GRAPHS = 8
@@ -35,7 +36,7 @@ START_S = 60
 
 def captured(form: Form, shape: Shape, provider: Provider, seconds: float) -> dict[str, Any]:
     """Measure a run with and without a CUDA graph, including copies from and to the host."""
-    feed = example_inputs(ir.load(form.path), *shape)
+    feed = example_inputs(ir.load(form.path), Workload.of(*shape))
     plain: Any = open_session(form.path, Device(provider), cuda=SPEED)
     graphs = replace(SPEED, graphs=provider == "cuda")
     session: Any = open_session(form.path, Device(provider), cuda=graphs)
@@ -63,7 +64,7 @@ def served(form: Form, shape: Shape, provider: Provider, requests: int) -> dict[
     Raises:
         AttnserveError: The service does not start or answer.
     """
-    feed = example_inputs(ir.load(form.path), *shape)
+    feed = example_inputs(ir.load(form.path), Workload.of(*shape))
     body = json.dumps({
         "inputs": [
             {"name": name, "datatype": "INT64", "shape": ids.shape, "data": ids.ravel().tolist()}

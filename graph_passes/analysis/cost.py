@@ -19,7 +19,15 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.parameters import parameter_bytes, parameters
-from graph_passes.analysis.shapes import RULES, ShapeInfo, bind_axes, infer_shapes_at, named_axes
+from graph_passes.analysis.shapes import (
+    RULES,
+    ShapeInfo,
+    bind_axes,
+    infer_shapes_at,
+    named_axes,
+    read_axes,
+)
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
@@ -114,15 +122,8 @@ class Cost:
         self, shapes: Mapping[str, tuple[int, ...]], polynomial: Polynomial
     ) -> dict[str, int] | None:
         """The length of each axis of ``polynomial``; None if inputs do not have them all."""
-        lengths: dict[str, int] = {}
-        for name, shape in shapes.items():
-            value = self.inputs.get(name)
-            if value is None or value.shape is None or len(value.shape) != len(shape):
-                return None
-            for position, (dim, length) in enumerate(zip(value.shape, shape, strict=True)):
-                if not isinstance(dim, int):
-                    lengths.setdefault(str(dim.value or f"{name}[{position}]"), length)
-        return lengths if lengths.keys() >= set(polynomial.axes) else None
+        lengths = read_axes(self.inputs, shapes)
+        return None if lengths is None or set(polynomial.axes) - lengths.keys() else lengths
 
 
 def model_cost(model: ir.Model) -> Cost:
@@ -174,14 +175,14 @@ def _covers(larger: Polynomial, smaller: Polynomial) -> bool:
     )
 
 
-def infer_at(model: ir.Model, batch: int, sequence: int) -> ShapeInfo:
-    """The shapes of a model at a batch and a length."""
-    return infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+def infer_at(model: ir.Model, workload: Workload) -> ShapeInfo:
+    """The shapes of a model in a run."""
+    return infer_shapes_at(model, bind_axes(model.graph, workload))
 
 
-def count_macs(model: ir.Model, batch: int, sequence: int) -> int | None:
+def count_macs(model: ir.Model, workload: Workload) -> int | None:
     """MACs of one run; None if something in the graph cannot be counted."""
-    total, uncounted = macs_at(infer_at(model, batch, sequence), model.graph)
+    total, uncounted = macs_at(infer_at(model, workload), model.graph)
     return None if uncounted else total
 
 

@@ -21,6 +21,7 @@ from graph_passes.analysis.constants import constant_array, constant_tensor, is_
 from graph_passes.analysis.contrib_shapes import COUNTS, RULES, Shapes, gives_bytes
 from graph_passes.analysis.convolved_axes import SIDE, convolved_lengths
 from graph_passes.analysis.evaluation import SMALL, evaluate, infer_outputs
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
@@ -31,10 +32,12 @@ __all__ = [
     "bind_axes",
     "cached_axes",
     "drop_length_dependent",
+    "has_cache",
     "infer_shapes_at",
     "infer_shapes_small",
     "input_shape",
     "named_axes",
+    "read_axes",
     "set_missing_types",
 ]
 
@@ -129,32 +132,52 @@ def named_axes(graph: ir.Graph) -> dict[str, int]:
 
 
 def bind_axes(
-    graph: ir.Graph,
-    *,
-    batch: int,
-    sequence: int,
-    past: int | None = None,
-    distinct_lengths: bool = False,
+    graph: ir.Graph, workload: Workload, *, distinct_lengths: bool = False
 ) -> dict[str, int]:
-    """Choose a length for each axis: first axes of inputs are batches, all others sequences.
+    """Choose a length for each axis: first axes of inputs are batches, all others new tokens.
 
     Axes of one kind have equal lengths, because graphs may require it. The mask of a model with a
     cache covers past and new tokens: its length is their sum.
 
     Args:
-        past: The length of a cache; None for ``sequence``.
-        distinct_lengths: Give each sequence axis another length, from ``sequence`` on.
+        distinct_lengths: Give each axis of tokens another length, from that of the workload on.
     """
     axes = named_axes(graph)
-    lengths = {name: sequence if position else batch for name, position in axes.items()}
+    lengths = {
+        name: workload.new if position else workload.batch for name, position in axes.items()
+    }
     cached, new, totals = cached_axes(graph, axes)
     if distinct_lengths:
         names = [name for name, position in axes.items() if position and name not in totals]
-        lengths |= {name: sequence + index for index, name in enumerate(names)}
-    if past is not None and cached:
-        lengths[cached] = past
-    total = lengths.get(cached, sequence) + lengths.get(new, sequence)
+        lengths |= {name: workload.new + index for index, name in enumerate(names)}
+    elif cached:
+        lengths[cached] = workload.past
+    total = lengths.get(cached, workload.new) + lengths.get(new, workload.new)
     return lengths | dict.fromkeys(totals, total) | convolved_lengths(graph)
+
+
+def read_axes(
+    inputs: Mapping[str, ir.Value], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, int] | None:
+    """The length of each dynamic axis, from the shapes of arrays for inputs.
+
+    Returns:
+        None if an array is for no input, or has another number of axes.
+    """
+    lengths: dict[str, int] = {}
+    for name, shape in shapes.items():
+        value = inputs.get(name)
+        if value is None or value.shape is None or len(value.shape) != len(shape):
+            return None
+        for position, (dim, length) in enumerate(zip(value.shape, shape, strict=True)):
+            if not isinstance(dim, int):
+                lengths.setdefault(str(dim.value or f"{name}[{position}]"), length)
+    return lengths
+
+
+def has_cache(graph: ir.Graph) -> bool:
+    """Whether inputs hold cached tokens, in an axis of their own."""
+    return bool(cached_axes(graph, named_axes(graph))[0])
 
 
 def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> tuple[str, str, set[str]]:
@@ -193,11 +216,12 @@ def infer_shapes_small(
     Audio models need hundreds of samples per token. Images have their usual size.
     """
     image = convolved_lengths(model.graph, side=SIDE)
-    axes = bind_axes(model.graph, batch=batch, sequence=sequence, distinct_lengths=distinct_lengths)
+    small = Workload.of(batch, sequence)
+    axes = bind_axes(model.graph, small, distinct_lengths=distinct_lengths)
     info = infer_shapes_at(model, axes | image)
     if not info.axes or not _convolves_away(info):
         return info
-    longer = bind_axes(model.graph, batch=batch, sequence=sequence * SAMPLES)
+    longer = bind_axes(model.graph, Workload.of(batch, sequence * SAMPLES))
     return infer_shapes_at(model, longer | image)
 
 

@@ -23,7 +23,7 @@ from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_names
-from graph_passes.passes.invariants import Interface, check_invariants, interface
+from graph_passes.passes.invariants import CacheShape, Interface, check_invariants, interface
 
 __all__ = [
     "AttentionPass",
@@ -101,8 +101,12 @@ class RewritePass(ir.passes.InPlacePass):
         """Raise CannotRewrite or InvalidArgument unless the pass applies to the model."""
 
     def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
-        """The interface of the rewritten model; by default that of the model."""
-        return before
+        """The interface of the rewritten model; by default that of the model, with ``caches``."""
+        return before.with_caches(self.caches(context))
+
+    def caches(self, context: GraphContext) -> Mapping[str, CacheShape | None]:
+        """The caches that the pass changes, by the name of input or output; None if removed."""
+        return {}
 
     @abstractmethod
     def rewrite_graph(self, context: GraphContext) -> bool:

@@ -38,7 +38,7 @@ from graph_passes.matching.layout import only_consumer
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import no_probabilities, quantized_weights, rotary_or_norm
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
-from graph_passes.passes.invariants import Interface
+from graph_passes.passes.invariants import CacheShape
 
 __all__ = [
     "Collaborate",
@@ -219,15 +219,15 @@ class Collaborate(AttentionPass[SharedDimensions]):
             _check_rank(block, params.rank)
         return None
 
-    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
-        widths: dict[str, int] = {}
+    def caches(self, context: GraphContext) -> Mapping[str, CacheShape | None]:
+        shapes: dict[str, CacheShape] = {}
         for block, params in self._changed(context):
             if (cache := cache_of(block.k)) is not None:
                 factors = _factors(block, params)
                 assert isinstance(factors, CollaborativeFactors)
-                width = cache_width(factors)
-                widths |= {value.name or "": width for value in (cache.past[0], cache.present)}
-        return before.with_caches(widths)
+                shape = CacheShape(1, cache_width(factors))  # what all heads share
+                shapes |= {value.name or "": shape for value in (cache.past[0], cache.present)}
+        return shapes
 
     def prepare(self, context: GraphContext) -> None:
         decompose_fused(context, self.targets.keys())

@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from graph_passes.errors import InvariantBroken
 
-__all__ = ["INVARIANTS", "Interface", "check_invariants", "interface"]
+__all__ = ["INVARIANTS", "CacheShape", "Interface", "check_invariants", "interface"]
+
+
+class CacheShape(NamedTuple):
+    """A cache (batch, heads, tokens, size)."""
+
+    heads: int
+    size: int
 
 
 Signature = tuple[str, str, tuple[str, ...] | None]
@@ -32,24 +40,26 @@ class Interface:
     opsets: tuple[tuple[str, int], ...]
     initializers: frozenset[str]
 
-    def with_caches(self, widths: Mapping[str, int]) -> Interface:
-        """The same interface with caches (B, 1, T, width) instead of (B, H, T, K).
+    def with_caches(self, caches: Mapping[str, CacheShape | None]) -> Interface:
+        """The same interface with other caches.
 
         Args:
-            widths: The width of each cache, by the name of the input or output.
+            caches: The shape of each changed cache, by the name of the input or output; None if it
+                is removed.
         """
 
         def resized(value: Signature) -> Signature:
             name, dtype, axes = value
-            if name not in widths or axes is None:
+            if axes is None or (shape := caches.get(name)) is None:
                 return value
-            return name, dtype, (axes[0], "1", axes[2], str(widths[name]))
+            return name, dtype, (axes[0], str(shape.heads), axes[2], str(shape.size))
 
-        return replace(
-            self,
-            inputs=tuple(map(resized, self.inputs)),
-            outputs=tuple(map(resized, self.outputs)),
+        removed = {name for name, shape in caches.items() if shape is None}
+        inputs, outputs = (
+            tuple(resized(value) for value in values if value[0] not in removed)
+            for values in (self.inputs, self.outputs)
         )
+        return replace(self, inputs=inputs, outputs=outputs)
 
     def with_opset(self, domain: str, version: int) -> Interface:
         """The same interface that also imports a domain of operators."""

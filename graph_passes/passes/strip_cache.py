@@ -13,7 +13,7 @@ from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite
 from graph_passes.passes.base import RewritePass
-from graph_passes.passes.invariants import Interface
+from graph_passes.passes.invariants import CacheShape, Interface
 
 __all__ = ["StripCache"]
 
@@ -47,18 +47,18 @@ class StripCache(RewritePass):
             raise _refused("no other input has the batch axis of the caches")
 
     def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
-        graph = context.model.graph
-        caches = _find_caches(graph)
-        pasts = {cache.past.name for cache in caches}
-        presents = {value.name for value in _presents(caches)}
-        new = _new_lengths(graph)
+        stripped = super().expected_interface(before, context)
+        new = _new_lengths(context.model.graph)
         inputs = tuple(
             (name, dtype, axes and tuple(new.get(axis, axis) for axis in axes))
-            for name, dtype, axes in before.inputs
-            if name not in pasts
+            for name, dtype, axes in stripped.inputs
         )
-        outputs = tuple(each for each in before.outputs if each[0] not in presents)
-        return replace(before, inputs=inputs, outputs=outputs)
+        return replace(stripped, inputs=inputs)
+
+    def caches(self, context: GraphContext) -> Mapping[str, CacheShape | None]:
+        caches = _find_caches(context.model.graph)
+        values = [*(cache.past for cache in caches), *_presents(caches)]
+        return {value.name or "": None for value in values}
 
     def rewrite_graph(self, context: GraphContext) -> bool:
         model, graph = context.model, context.model.graph

@@ -16,6 +16,7 @@ from attnserve.planning.search.report import mean_speedup
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import Part
 from graph_passes.analysis.cost import model_cost
+from graph_passes.analysis.workload import Workload
 
 FUSED = STANDARD = 0.9
 """The relative time of attention in one operator of ONNX Runtime, or of ai.onnx."""
@@ -42,7 +43,7 @@ def measure(
 def compare_speed(judge: Judge, model: ir.Model, lengths: Sequence[int]) -> list[Speed]:
     given, speeds = judge.given, list[Speed]()
     for length in lengths:
-        feed = example_inputs(given.model, given.batch, length, given.context.seed)
+        feed = example_inputs(given.model, Workload.of(given.batch, length), given.context.seed)
         before, after = (milliseconds(graph, feed) for graph in (given.model, model))
         speeds.append(
             Speed(

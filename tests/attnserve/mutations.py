@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
+from graph_passes.analysis.workload import Workload
 from tests.attnserve.mutation_seeds import SEEDS
 from tests.graph_passes.graphs import H, V
 
@@ -46,7 +47,7 @@ def pick_node(rng: Rng, model: ir.Model, *types: str) -> ir.Node:
 
 
 def shapes_of(model: ir.Model) -> ShapeInfo:
-    return infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
+    return infer_shapes_at(model, bind_axes(model.graph, Workload.of(2, 5)))
 
 
 def tensors(model: ir.Model, shapes: ShapeInfo) -> list[ir.Value]:

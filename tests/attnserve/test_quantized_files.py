@@ -34,6 +34,7 @@ from attnserve.runtime.session import open_session
 from attnserve.serving.model_check import IsolationChecker
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.cost import parameter_bytes
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite, InvalidModel
 from tests import architectures
 from tests.architectures import ARCHITECTURES, COMMITTED, OTHER_LENGTHS
@@ -284,7 +285,7 @@ def test_quantized_minilm_is_fused_within_the_tolerance(
     """It consists of quantized products, Attention, Gelu and LayerNormalization."""
     source = minilm_export("eager", "torchscript", 17) / "model.onnx"
     plain = load_model(source)
-    TOOLS[tool](source, tmp_path / "q.onnx", example_inputs(plain, 4, 33, 0))
+    TOOLS[tool](source, tmp_path / "q.onnx", example_inputs(plain, Workload.of(4, 33), 0))
     model = load_model(tmp_path / "q.onnx")
     new = model.clone()
     fuse(new, fusion_passes(new))

@@ -25,6 +25,7 @@ from benchmarks.gpu import measure as measuring
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import BUDGET, Form, cell, compiled, kernels, timed
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -40,7 +41,7 @@ def run(model: ir.Model, inputs: dict[str, np.ndarray]) -> np.ndarray:
 
 def min_cosine(model: ir.Model, original: ir.Model) -> float:
     """Return the minimum cosine of tokens without padding."""
-    inputs = example_inputs(original, 3, 16, padded=True)
+    inputs = example_inputs(original, Workload.of(3, 16), padded=True)
     kept = inputs["attention_mask"] == 1
     return float(measuring._cosine(run(model, inputs)[kept], run(original, inputs)[kept]).min())
 
@@ -58,7 +59,7 @@ def test_random_encoder_attention_matches_and_collaborative_form_agrees(encoder:
     assert [(b.num_heads, b.head_size) for b in blocks] == [(4, 8)] * 2 and not unmatched
     new = collaborative(encoder)
     assert [b.form for b in find_attention(new)[0]] == ["collaborative"] * 2
-    inputs = example_inputs(encoder, 3, 16, padded=True)
+    inputs = example_inputs(encoder, Workload.of(3, 16), padded=True)
     np.testing.assert_allclose(run(new, inputs), run(encoder, inputs), rtol=0, atol=1e-4)
 
 
@@ -70,7 +71,7 @@ def test_to_half_keeps_the_interface_and_the_original(
     encoder: ir.Model, half: ir.DataType, dtype: Any
 ):
     """No CPU runs bfloat16: only the types and finite values are checked."""
-    inputs = example_inputs(encoder, 3, 16, padded=True)
+    inputs = example_inputs(encoder, Workload.of(3, 16), padded=True)
     expected, new = run(encoder, inputs), encoder.clone(deep_copy=True)
     to_half(new, half)
     weights = [v.const_value for v in new.graph.initializers.values() if v.const_value is not None]
@@ -308,7 +309,7 @@ for path in paths:
 @pytest.mark.export
 def test_compiled_encoder_runs_on_the_cpu():
     make = compiled(SMALL, 32, device="cpu", backend="eager")
-    feed = example_inputs(SMALL.build(32), 2, 8)
+    feed = example_inputs(SMALL.build(32), Workload.of(2, 8))
     (hidden,) = make(feed)().to_tuple()  # type: ignore[attr-defined]
     assert hidden.shape == (2, 8, 64) and str(hidden.dtype) == "torch.float16"
 

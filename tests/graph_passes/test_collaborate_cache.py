@@ -14,7 +14,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, InvariantBroken
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, factor, sharing_refusal
-from graph_passes.passes.invariants import check_invariants, interface
+from graph_passes.passes.invariants import CacheShape, check_invariants, interface
 from tests.errors import raises
 from tests.graph_passes.graphs import FUSED, PARTS, SCALE, D, H, K, V, attention, only, weights
 
@@ -234,9 +234,14 @@ def test_interface_with_caches_accepts_only_named_caches() -> None:
     model = decoder()
     before = interface(model)
     collaborate(model, 5)
-    widths = {"pk": 5 + H, "keys": 5 + H}
-    check_invariants(before.with_caches(widths), model, after="Collaborate")
-    for wrong in ({}, {"pk": 5 + H}, {**widths, "keys": 5}, {**widths, "pv": 5 + H}):
+    new = CacheShape(1, 5 + H)
+    caches = {"pk": new, "keys": new}
+    check_invariants(before.with_caches(caches), model, after="Collaborate")
+    wrong_caches: list[dict[str, CacheShape]] = [
+        {}, {"pk": new}, {**caches, "keys": CacheShape(1, 5)}, {**caches, "pv": new},
+        {**caches, "pk": CacheShape(H, 5 + H)},
+    ]  # fmt: skip
+    for wrong in wrong_caches:
         with raises(InvariantBroken, "internal.invariant", "became"):
             check_invariants(before.with_caches(wrong), model, after="Collaborate")
 

@@ -30,6 +30,7 @@ from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
 
 __all__ = ["ROUNDING", "Built", "Judge", "new_state", "refusal", "score_model"]
@@ -156,18 +157,17 @@ class Judge:
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
-        lengths = self.given.lengths
-        return mean_speedup(self.compare_speed(built.model, lengths), lengths)
+        given = self.given
+        return mean_speedup(self.compare_speed(built.model, given.workloads), given.lengths)
 
-    def compare_speed(self, model: ir.Model, lengths: Sequence[int]) -> list[Speed]:
+    def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[Speed]:
         """Time a model and the float32 original in interleaved order.
 
-        Lengths at which the model seems slower are timed again.
+        Workloads at which the model seems slower are timed again.
         """
         given, table = self.given, self.candidates.timing.table
         feeds = tuple(
-            example_inputs(given.model, given.batch, length, given.context.seed)
-            for length in lengths
+            example_inputs(given.model, workload, given.context.seed) for workload in workloads
         )
         parts = {"original": Part(given.model, feeds), "new": Part(model, feeds)}
         progress = given.context.stage("time the whole model")
@@ -181,13 +181,14 @@ class Judge:
             pairs = list(zip(times["original"], times["new"], strict=True))
         return [
             Speed(
-                batch=given.batch,
-                sequence=length,
+                batch=workload.batch,
+                sequence=workload.length,
+                phase=workload.phase,
                 original_ms=before,
                 ms=after,
                 speedup=before / after,
             )
-            for length, (before, after) in zip(lengths, pairs, strict=True)
+            for workload, (before, after) in zip(workloads, pairs, strict=True)
         ]
 
     def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
@@ -197,8 +198,7 @@ class Judge:
             CannotRewrite: They do not run beside each other, for example without memory.
         """
         given = self.given
-        shapes = [(given.batch, length) for length in given.lengths]
-        feeds = example_feeds(given.model, shapes, given.context.seed)
+        feeds = example_feeds(given.model, given.workloads, given.context.seed)
         found = time_models(
             [slow.model, fast.model], feeds, context=given.context, seconds=PAIR_SECONDS
         )
@@ -260,7 +260,7 @@ class Judge:
 def new_state(given: SearchInput, model: ir.Model, context: RunContext, key: str = "") -> State:
     """The state before any step, for a copy of the original or a rewritten model."""
     return State(
-        model, context, given.model, given.artifact, given.data, shape=given.shape, key=key
+        model, context, given.model, given.artifact, given.data, counted=given.counted, key=key
     )
 
 

@@ -23,6 +23,7 @@ from attnserve.planning.search.search_input import SearchInput
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
+from graph_passes.analysis.workload import Workload
 from graph_passes.passes.base import RewritePass
 
 __all__ = ["ModelTiming", "time_model"]
@@ -33,7 +34,7 @@ class ModelTiming:
     """Measured latencies in milliseconds.
 
     Attributes:
-        lengths: The timed lengths: those that the model should be fast at, and two others.
+        workloads: Those that the model should be fast at, and two others.
         target: How many of them the model should be fast at.
         blocks: The latencies of each block's implementations and configurations.
         in_float: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
@@ -44,7 +45,7 @@ class ModelTiming:
     """
 
     groups: Sequence[TiedBlocks]
-    lengths: Sequence[int]
+    workloads: Sequence[Workload]
     target: int
     table: LatencyTable
     blocks: Mapping[Block, BlockLatency]
@@ -55,7 +56,7 @@ class ModelTiming:
     other_ms: float
 
     def mean(self, times: Sequence[float]) -> float:
-        """The mean over the lengths that the model should be fast at."""
+        """The mean over the workloads that the model should be fast at."""
         return float(np.mean(times[: self.target]))
 
     def latency(self, block: Block, *, is_float: bool) -> BlockLatency:
@@ -86,7 +87,7 @@ class ModelTiming:
                     "block": block.name,
                     "kind": group.kind,
                     **({"precision": "float32"} if timed is self.in_float else {}),
-                    "sequences": list(self.lengths),
+                    "sequences": [each.length for each in self.workloads],
                     "as_exported": list(latency.original),
                     "written": latency.implementation,
                     "forms": {form: list(ms) for form, ms in latency.implementations.items()},
@@ -99,7 +100,7 @@ class ModelTiming:
                     "block": pair.reader.names[0],
                     "kind": "reuse",
                     "source": pair.source.names[0],
-                    "sequences": list(self.lengths),
+                    "sequences": [each.length for each in self.workloads],
                     "kept": {str(kept): list(ms) for kept, ms in pair.times.items()},
                     "saved_ms": pair.saved_ms,
                 })  # fmt: skip
@@ -111,15 +112,15 @@ def _sort_key(config: BlockConfig) -> tuple[int, int, int]:
 
 
 def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]) -> ModelTiming:
-    """Time every candidate of every block at the requested lengths and at the two extreme ones.
+    """Time every candidate of every block at the requested workloads and at the two extreme ones.
 
     Args:
         model: The model in the newest opset that an implementation of a block needs.
     """
-    context, precision, target = given.context, given.goal.precision, len(given.lengths)
-    others = [length for length in given.checked_lengths if length not in given.lengths]
-    lengths = [*given.lengths, *dict.fromkeys((*others[:1], *others[-1:]))]
-    feeds = [example_inputs(given.model, given.batch, length, context.seed) for length in lengths]
+    context, precision, target = given.context, given.goal.precision, len(given.workloads)
+    others = [each for each in given.checked if each not in given.workloads]
+    workloads = [*given.workloads, *dict.fromkeys((*others[:1], *others[-1:]))]
+    feeds = [example_inputs(given.model, each, context.seed) for each in workloads]
     table = LatencyTable(default_cache(), context.device)
     timer = BlockTimer(model, feeds, table, target, precision, context.progress)
     blocks = timer.time_blocks(groups)
@@ -137,5 +138,5 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     # Blocks may take longer alone than in the model; the rest then counts as 0.
     other = max(total - in_blocks - saved, 0.0)
     return ModelTiming(
-        groups, lengths, target, table, blocks, in_float, pairs, residuals, saved, other
+        groups, workloads, target, table, blocks, in_float, pairs, residuals, saved, other
     )

@@ -173,11 +173,11 @@ class RecoverySearch:
         """
         given, judge = self.given, self.judge
         keep, proofs = given.goal.keep, list[Proof]()
-        without = mean_speedup(judge.compare_speed(plain.model, given.checked_lengths),
+        without = mean_speedup(judge.compare_speed(plain.model, given.checked),
                                given.lengths)  # fmt: skip
         reason = ""
         for built in self.found:
-            speeds = judge.compare_speed(built.model, given.checked_lengths)
+            speeds = judge.compare_speed(built.model, given.checked)
             gain = mean_speedup(speeds, given.lengths)
             if keep is not None and gain < MIN_GAIN * without:
                 reason = reason or f"{gain:.2f}x with it, {without:.2f}x without"

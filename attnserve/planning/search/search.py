@@ -39,8 +39,8 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Asked, Recovered, Source, Speed
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
-from attnserve.models.rows import counted_shape
-from attnserve.options import Goal, Lengths
+from attnserve.models.rows import with_fixed_sizes
+from attnserve.options import Goal, Shape
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
 from attnserve.planning.search.candidate_set import CandidateSet
@@ -54,17 +54,20 @@ from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.report import Outcome, PlanReport, Proof, mean_speedup
 from attnserve.planning.search.search_input import SearchInput
-from attnserve.planning.served_speed import ServedTimer, served_lengths
+from attnserve.planning.served_speed import ServedTimer, served_workloads
 from attnserve.planning.state import State
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.cache import digest
 from attnserve.runtime.session import open_session
 from attnserve.versions import versions
+from graph_passes.analysis.workload import Workload
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 
 __all__ = ["SearchResult", "search"]
+
+ANY_SHAPE = Shape()
 
 CHECKED_LENGTHS = (16, 32, 64, 128, 256, 384, 512)
 """Lengths at which the whole model is timed beside the original, if the model accepts them. Blocks
@@ -86,8 +89,7 @@ def search(
     data: Dataset,
     *,
     tokenizer: Path | None = None,
-    batch: int = 1,
-    sequence: Lengths | None = None,
+    shape: Shape = ANY_SHAPE,
     context: RunContext = DEFAULT_CONTEXT,
 ) -> SearchResult:
     """Search for a plan; ``attnserve.plan`` describes the arguments.
@@ -102,7 +104,7 @@ def search(
     """
     if goal.measure != "score":
         require_measurable(graph)
-    given = _search_input(goal, artifact, graph, data, tokenizer, batch, sequence, context)
+    given = _search_input(goal, artifact, graph, data, tokenizer, shape, context)
     require_finite_weights(graph)
     newest = graph.clone()
     with suppress(CannotRewrite):  # operators of newer opsets are then no candidates
@@ -160,8 +162,7 @@ def _search_input(
     model: ir.Model,
     data: Dataset,
     tokenizer: Path | None,
-    batch: int,
-    sequence: Lengths | None,
+    shape: Shape,
     context: RunContext,
 ) -> SearchInput:
     if context.provider == "cpu" and not SCHEMES[goal.precision].runs_on_cpu:
@@ -170,13 +171,17 @@ def _search_input(
             "give `provider` cuda, or `precision` float16",
             code="search.bfloat16",
         )
-    lengths = served_lengths(sequence, data)
-    wanted = sorted({*lengths, *CHECKED_LENGTHS})
-    checked, reason = _accepted_lengths(model, batch, wanted, context.seed)
-    if refused := [length for length in lengths if length not in checked]:
+    workloads = served_workloads(model, shape, data, goal.precision)
+    phase, lengths = workloads[0].phase, [each.length for each in workloads]
+    others = (Workload.of(shape.batch, length, phase) for length in CHECKED_LENGTHS)
+    checked, reason = _accepted(model, sorted({*workloads, *others}), context.seed)
+    if refused := [each for each in workloads if each not in checked]:
         raise InvalidArgument(
-            f"the model does not run at batch {batch}, {refused[0]} tokens: {reason[:300]}",
-            f"choose `sequence` up to {max(checked)}" if checked else "choose another `batch`",
+            f"the model does not run at batch {shape.batch}, {refused[0].length} tokens: "
+            f"{reason[:300]}",
+            f"choose `sequence` up to {checked[-1].length}"
+            if checked
+            else "choose another `batch`",
             code="search.shape",
         )
     asked = Asked(
@@ -188,8 +193,9 @@ def _search_input(
         eval_data_sha256=goal.eval_data and _file_digest(goal.eval_data),
         allow=goal.allow,
         precision=goal.precision,
-        batch=batch,
+        batch=shape.batch,
         sequences=tuple(lengths),
+        phase=phase,
         provider=context.provider,
         runtime=context.runtime,
         threads=context.threads,
@@ -197,24 +203,25 @@ def _search_input(
     )
     if goal.recover is not None:
         asked = asked.model_copy(update={"recover": goal.recover})
-    shape = counted_shape(model, batch, middle_length(sequence or data.length))
+    middle = Workload.of(shape.batch, middle_length(shape.sequence or data.length), phase)
+    counted = with_fixed_sizes(model, middle)
     return SearchInput(
-        goal, artifact, model, data, tokenizer, batch, lengths, checked, shape, context, asked
+        goal, artifact, model, data, tokenizer, workloads, checked, counted, context, asked
     )
 
 
-def _accepted_lengths(
-    model: ir.Model, batch: int, lengths: Sequence[int], seed: int
-) -> tuple[list[int], str]:
-    """The lengths at which the model runs, and the first error at the others."""
-    session, accepted, reason = open_session(model), list[int](), ""
-    for length in lengths:
+def _accepted(
+    model: ir.Model, workloads: Sequence[Workload], seed: int
+) -> tuple[list[Workload], str]:
+    """The workloads that the model runs, and the first error of the others."""
+    session, accepted, reason = open_session(model), list[Workload](), ""
+    for workload in workloads:
         try:
-            session.run(None, example_inputs(model, batch, length, seed))
+            session.run(None, example_inputs(model, workload, seed))
         except (InvalidArgument, InvalidData) as error:
             reason = reason or error.what
             continue
-        accepted.append(length)
+        accepted.append(workload)
     return accepted, reason
 
 
@@ -349,7 +356,7 @@ def _result(
             "asked"
         )
         return _no_gain(given, judge, best, reason, [], recovered)
-    speeds = judge.compare_speed(best.model, given.checked_lengths)
+    speeds = judge.compare_speed(best.model, given.checked)
     gain = mean_speedup(speeds, given.lengths)
     reason = refusal(best.plan, gain, speeds)
     if reason and best.plan.changed:  # for example, it is slower at a length
@@ -357,7 +364,7 @@ def _result(
         other, others = _proved(given.goal, judge, plain, whole)
         if other is not None:
             best, proofs, note = other, others, f"nothing is removed: with a removal {reason}"
-            speeds = judge.compare_speed(best.model, given.checked_lengths)
+            speeds = judge.compare_speed(best.model, given.checked)
             gain = mean_speedup(speeds, given.lengths)
             reason = refusal(best.plan, gain, speeds)
     if reason:
@@ -381,7 +388,7 @@ def _result(
             f"{proof.share.standard_error:.2%})"
         )
     speed = ServedTimer(given.model, given.data.fit, given.context).measure(
-        best.state.model, best.model, best.plan, [(given.batch, each) for each in given.lengths]
+        best.state.model, best.model, best.plan, given.workloads
     )
     verdict = f"{gain:.2f}x as fast, keeping {', '.join(kept)}"
     if speed is not None:

@@ -13,6 +13,7 @@ from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
 from attnserve.models.lineage import Asked
 from attnserve.options import Goal
+from graph_passes.analysis.workload import Workload
 
 __all__ = ["SearchInput"]
 
@@ -22,9 +23,9 @@ class SearchInput:
     """Everything that a search is given; no step changes it.
 
     Attributes:
-        lengths: The sequence lengths at which the model should be fast.
-        checked_lengths: All lengths at which the whole model is timed.
-        shape: (batch, middle length), at which MACs are counted.
+        workloads: Where the model should be fast.
+        checked: Where the whole model is timed.
+        counted: Where MACs are counted: the middle length.
         asked: The request as plan.json records it.
     """
 
@@ -33,9 +34,13 @@ class SearchInput:
     model: ir.Model
     data: Dataset
     tokenizer: Path | None
-    batch: int
-    lengths: tuple[int, ...]
-    checked_lengths: Sequence[int]
-    shape: tuple[int, int]
+    workloads: Sequence[Workload]
+    checked: Sequence[Workload]
+    counted: Workload
     context: RunContext
     asked: Asked
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the workloads."""
+        return [each.length for each in self.workloads]

@@ -18,6 +18,7 @@ from attnserve.checks.benchmark import BenchReport, Measurement, bench
 from attnserve.cli.app import main
 from attnserve.context import ONE_THREAD, Device
 from attnserve.runtime.onnx_runtime import OnnxRuntime
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
 from tests.errors import raises
 
@@ -203,11 +204,11 @@ def test_bench_too_long_sequence_names_the_maximum_length(folder: Path, tmp_path
 
 
 def test_bench_process_that_dies_names_its_model(folder: Path):
-    subject = measure._examine(folder / "small.onnx", [(1, 8)], 0)
+    subject = measure._examine(folder / "small.onnx", [Workload.of(1, 8)], 0)
     with measure._child(subject, ONE_THREAD) as child:
         child.worker.process.kill()
         with raises(InvalidModel, "benchmark.process_died", "small.onnx", "SIGKILL"):
-            child.feed((1, 8), "all")
+            child.feed(Workload.of(1, 8))
 
 
 @pytest.mark.parametrize(

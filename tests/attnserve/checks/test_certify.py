@@ -26,6 +26,7 @@ from attnserve.checks.certify import (
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
+from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock, Unmatched
 from graph_passes.errors import InvalidModel
 from graph_passes.matching.find import find_attention
@@ -44,7 +45,7 @@ def prove(
     **changes: Any,
 ) -> Certified | Unmatched:
     facts = [
-        infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+        infer_shapes_at(model, bind_axes(model.graph, Workload.of(batch, sequence)))
         for batch, sequence in shapes
     ]
     block = dataclasses.replace(block, **changes)

@@ -7,6 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs, id_bound
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.errors import raises
 
@@ -25,7 +26,7 @@ BERT = (
 
 
 def test_example_inputs_of_encoder():
-    inputs = example_inputs(model(BERT, "y = Gather(w, input_ids)"), 4, 64)
+    inputs = example_inputs(model(BERT, "y = Gather(w, input_ids)"), Workload.of(4, 64))
     assert {name: array.shape for name, array in inputs.items()} == dict.fromkeys(inputs, (4, 64))
     assert list(inputs) == ["input_ids", "attention_mask", "token_type_ids"]
     assert set(inputs["input_ids"].ravel()) == {0, 1, 2}
@@ -35,7 +36,7 @@ def test_example_inputs_of_encoder():
 
 def test_example_inputs_are_reproducible_by_seed():
     graph = model(BERT)
-    one, same, other = (example_inputs(graph, 2, 32, seed) for seed in (1, 1, 2))
+    one, same, other = (example_inputs(graph, Workload.of(2, 32), seed) for seed in (1, 1, 2))
     assert (one["input_ids"] == same["input_ids"]).all()
     assert (one["input_ids"] != other["input_ids"]).any()
 
@@ -77,7 +78,8 @@ def test_id_bound_of_two_tables_is_the_smaller():
 
 def test_example_inputs_types_and_fixed_axes():
     inputs = example_inputs(
-        model("float16[n,3,8,8] pixels, bool[n,1,s,t] keep, int32[s] lengths, float scale"), 2, 5
+        model("float16[n,3,8,8] pixels, bool[n,1,s,t] keep, int32[s] lengths, float scale"),
+        Workload.of(2, 5),
     )
     assert inputs["pixels"].shape == (2, 3, 8, 8) and inputs["pixels"].dtype == np.float16
     assert inputs["keep"].shape == (2, 1, 5, 5) and inputs["keep"].all()
@@ -87,18 +89,18 @@ def test_example_inputs_types_and_fixed_axes():
 
 def test_example_inputs_omit_initializers():
     graph = model("int64[b,s] ids, float[3,2] w")
-    assert list(example_inputs(graph, 1, 2)) == ["ids"]
+    assert list(example_inputs(graph, Workload.of(1, 2))) == ["ids"]
 
 
 def test_masks_of_pytorch_mark_the_padding():
     graph = model("int64[b,s] ids, bool[b,s] src_key_padding_mask")
-    assert not example_inputs(graph, 4, 9)["src_key_padding_mask"].any()
-    mask = example_inputs(graph, 16, 33, padded=True)["src_key_padding_mask"]
+    assert not example_inputs(graph, Workload.of(4, 9))["src_key_padding_mask"].any()
+    mask = example_inputs(graph, Workload.of(16, 33), padded=True)["src_key_padding_mask"]
     assert not mask[:, :17].any() and mask[1:, -1].any() and not mask[0].any()
 
 
 def test_example_inputs_padded_masks():
-    mask = example_inputs(model(BERT), 16, 33, padded=True)["attention_mask"]
+    mask = example_inputs(model(BERT), Workload.of(16, 33), padded=True)["attention_mask"]
     lengths = mask.sum(axis=1)
     assert lengths[0] == 33 and lengths.min() >= 17 and lengths.min() < 33
     assert (np.diff(mask, axis=1) <= 0).all()
@@ -106,9 +108,9 @@ def test_example_inputs_padded_masks():
 
 def test_example_inputs_positions_count_up_within_their_table():
     graph = model("int64[b,s] position_ids", "y = Gather(w, position_ids)")
-    assert example_inputs(graph, 2, 3)["position_ids"].tolist() == [[0, 1, 2]] * 2
+    assert example_inputs(graph, Workload.of(2, 3))["position_ids"].tolist() == [[0, 1, 2]] * 2
     with raises(InvalidArgument, "inputs.too_long", 4, 3):
-        example_inputs(graph, 1, 4)
+        example_inputs(graph, Workload.of(1, 4))
 
 
 @pytest.mark.parametrize(
@@ -120,19 +122,19 @@ def test_example_inputs_positions_count_up_within_their_table():
 )
 def test_example_inputs_other_size_of_fixed_axis_is_refused(inputs: str, value: str):
     with raises(InvalidArgument, "inputs.fixed_axis", value):
-        example_inputs(model(inputs), 2, 7)
+        example_inputs(model(inputs), Workload.of(2, 7))
 
 
 @pytest.mark.parametrize(("batch", "sequence"), [(0, 1), (1, 0), (-1, 8)])
 def test_example_inputs_empty_shape_is_refused(batch: int, sequence: int):
     with raises(InvalidArgument, "inputs.range"):
-        example_inputs(model(BERT), batch, sequence)
+        example_inputs(model(BERT), Workload.of(batch, sequence))
 
 
 def test_example_inputs_strings_and_unknown_shapes_are_refused():
     with raises(InvalidModel, "inputs.type", "'words'", "STRING"):
-        example_inputs(model("string[b,s] words"), 1, 1)
+        example_inputs(model("string[b,s] words"), Workload.of(1, 1))
     graph = model("int64[b,s] ids")
     graph.graph.inputs[0].shape = None
     with raises(InvalidModel, "inputs.no_shape", "'ids'"):
-        example_inputs(graph, 1, 1)
+        example_inputs(graph, Workload.of(1, 1))

@@ -26,6 +26,7 @@ from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import to_half
 from graph_passes.analysis.constants import constant_array
+from graph_passes.analysis.workload import Workload
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidModel
 from graph_passes.passes.base import RewritePass
@@ -105,7 +106,7 @@ def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
     kinds = [node.op_type for node in new.graph]
     assert (kinds.count("Attention"), kinds.count("Gelu")) == (LAYERS, LAYERS)
     assert "Softmax" not in kinds and "Erf" not in kinds
-    feed = example_inputs(old, 5, 21, seed=9, padded=True)
+    feed = example_inputs(old, Workload.of(5, 21), seed=9, padded=True)
     a, b = (
         open_session(path, ONE_THREAD).run(None, feed)[0]
         for path in (bert.model, tmp_path / "new.onnx")

@@ -22,6 +22,7 @@ from attnserve.planning.plan import Plan
 from attnserve.planning.requested_sharing import SharingForm
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.analysis.constants import is_constant
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.collaborate import Collaborate
 from tests.errors import raises
@@ -146,21 +147,21 @@ def test_shapes_at_which_a_form_seems_slower_are_timed_again(tiny: Path) -> None
     """A first measurement of some rounds may be wrong by some percent."""
     model, asked = load_model(tiny / "model.onnx"), list[Sequence[Any]]()
 
-    def time(models: Any, shapes: Sequence[tuple[int, int]]) -> Any:
+    def time(models: Any, shapes: Sequence[Workload]) -> Any:
         asked.append(shapes)
         slow = 1.1 if len(asked) == 1 else 0.9  # at 512 tokens, by chance
-        rows = [np.array([[1.0] * 3, [slow if s == (1, 512) else 0.8] * 3]) for s in shapes]
+        rows = [np.array([[1.0] * 3, [slow if s.length == 512 else 0.8] * 3]) for s in shapes]
         return list(shapes), rows
 
     timer: Any = SimpleNamespace(original=model, context=None, time=time)
-    comparison = FormComparison(timer, None, "float32", [(1, 16)])
+    comparison = FormComparison(timer, None, "float32", [Workload.of(1, 16)])
     found = comparison.speeds([model])
     assert found is not None
     ((mean, slowest),) = found
     assert mean == Speedup(1.25, 1.25, 1.25)
     assert slowest.value == pytest.approx((1.1 * 0.9) ** -0.5)
     assert slowest.low == pytest.approx(1 / 1.1) and slowest.high == pytest.approx(1 / 0.9)
-    assert list(asked[1]) == [(1, 512)]
+    assert list(asked[1]) == [Workload.of(1, 512)]
 
 
 @pytest.mark.parametrize(

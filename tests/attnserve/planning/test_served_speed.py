@@ -17,10 +17,11 @@ from attnserve.planning import served_speed
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plan import Plan
 from attnserve.planning.served_speed import ServedSpeed, ServedTimer, served_lengths
+from graph_passes.analysis.workload import Workload
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 
-SHAPES = [(1, 5), (1, 9)]
+SHAPES = [Workload.of(1, 5), Workload.of(1, 9)]
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_served_timer_separates_fusion_precision_and_removal(tiny: Path, timed: 
         pruned, pruned.clone(), lossy("int8"), SHAPES
     )
     assert values(speed) == [1.2, 2.0, 1.25, 2.5]
-    assert speed is not None and speed.by_shape == pytest.approx((2.5, 2.5))
+    assert speed is not None and speed.by_workload == pytest.approx((2.5, 2.5))
     text = speed.describe("int8")
     assert "1.20x by fused" in text and "2.00x by int8" in text and "1.25x by removal" in text
 
@@ -110,7 +111,7 @@ def test_time_models_leaves_out_shapes_that_a_model_refuses(
 ) -> None:
     monkeypatch.setattr(served_speed, "MOST_BYTES", most_bytes)
     model = load_model(tiny / "model.onnx")
-    shapes = [(1, 5), (2, 100_000)]
+    shapes = [Workload.of(1, 5), Workload.of(2, 100_000)]
     feeds = served_speed.example_feeds(model, shapes[:1], 0)
     feeds[shapes[1]] = {name: np.resize(a, (2, 70)) for name, a in feeds[shapes[0]].items()}
     found = served_speed.time_models(

@@ -15,10 +15,11 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime import onnx_runtime
 from attnserve.runtime.onnx_runtime import OnnxRuntime, OnnxSession, require_runtime
 from attnserve.runtime.session import open_session
+from graph_passes.analysis.workload import Workload
 
 
 def test_bound_on_cpu_equals_session_run(encoder: ir.Model):
-    feed = example_inputs(encoder, 2, 9)
+    feed = example_inputs(encoder, Workload.of(2, 9))
     session = open_session(encoder, ONE_THREAD)
     np.testing.assert_array_equal(session.bind(feed)()[0], session.run(None, feed)[0])
 
@@ -68,7 +69,7 @@ def test_bound_on_cuda_keeps_values_on_the_device(
         "require_runtime",
         lambda: SimpleNamespace(OrtValue=SimpleNamespace(ortvalue_from_numpy=placed)),
     )
-    run = OnnxSession(Native()).bind(example_inputs(encoder, 2, 9))
+    run = OnnxSession(Native()).bind(example_inputs(encoder, Workload.of(2, 9)))
     run()
     run()
     assert places == ["cuda"] * 3 and waits == [1, 1]

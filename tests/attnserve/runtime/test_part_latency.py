@@ -21,6 +21,7 @@ from attnserve.runtime.interleaved_timer import QUICK
 from attnserve.runtime.observer import reads
 from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out, default_cache
 from attnserve.runtime.session import open_session
+from graph_passes.analysis.workload import Workload
 from graph_passes.emit.editing import exposing
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
@@ -37,7 +38,7 @@ def bert(tiny: Path) -> ir.Model:
 
 @pytest.fixture(scope="module")
 def feeds(bert: ir.Model) -> list[dict[str, np.ndarray]]:
-    return [example_inputs(bert, 2, length, seed=0, padded=True) for length in (5, 9)]
+    return [example_inputs(bert, Workload.of(2, length), seed=0, padded=True) for length in (5, 9)]
 
 
 def cuts(model: ir.Model) -> list[Cut]:
@@ -109,7 +110,7 @@ def test_cut_out_feeds_mask_but_keeps_scale_computed_from_shapes():
         causal = Trilu <upper = 1> (low_all, i1)
         m = Add(s, causal)"""
     model = graph("".join({**PARTS, "scores": scores, "mask": mask}.values()))
-    feeds = [example_inputs(model, 2, length, seed=0) for length in (5, 9)]
+    feeds = [example_inputs(model, Workload.of(2, length), seed=0) for length in (5, 9)]
     (cut,) = cuts(model)
     (part,) = cut_out(model, [cut], feeds)
     assert sorted(part.feeds[0]) == ["causal", "x"]
@@ -154,7 +155,7 @@ def dims(part: Part) -> list[list[Any]]:
 def test_cut_out_names_axes_of_batch_and_length(
     bert: ir.Model, shapes: list[tuple[int, int]], batch: Any, length: Any
 ):
-    feeds = [example_inputs(bert, b, n, seed=0, padded=True) for b, n in shapes]
+    feeds = [example_inputs(bert, Workload.of(b, n), seed=0, padded=True) for b, n in shapes]
     part = cut_out(bert, cuts(bert)[:1], feeds)[0]
     tokens, mask = dims(part)
     assert tokens == [batch, length, 32]

@@ -20,6 +20,7 @@ from attnserve.runtime.session import open_session
 from attnserve.serving import backends
 from attnserve.serving.backends import RunnerOptions, open_runner
 from attnserve.serving.cuda_graphs import GraphRunner
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidModel
 from tests.attnserve.runtime.recording import RecordingSession
 
@@ -104,7 +105,7 @@ def test_io_binding_runner_equals_session_run(encoder: ir.Model):
     session = RecordingSession(encoder)
     runner = backends.IoBindingRunner(session, "cpu")
     for seed, shape in enumerate([(2, 9), (1, 32), (2, 9), (3, 1), (2, 9)]):
-        feed = example_inputs(encoder, *shape, seed, padded=True)
+        feed = example_inputs(encoder, Workload.of(*shape), seed, padded=True)
         for names in (None, ["last_hidden_state"]):
             expected = session.plain_session.run(names, feed)
             for ours, theirs in zip(runner.run(names, feed), expected, strict=True):
@@ -116,7 +117,7 @@ def test_io_binding_runner_same_shape_reuses_buffers_and_keeps_outputs(
     encoder: ir.Model, allocated: list[tuple[int, ...]]
 ):
     runner = backends.IoBindingRunner(RecordingSession(encoder), "cpu")
-    feeds = [example_inputs(encoder, 2, 9, seed) for seed in range(3)]
+    feeds = [example_inputs(encoder, Workload.of(2, 9), seed) for seed in range(3)]
     first = runner.run(None, feeds[0])[0]
     kept = first.copy()
     others = [runner.run(None, feed)[0] for feed in feeds[1:]]
@@ -162,7 +163,7 @@ def test_io_binding_runner_concurrent_runs_use_separate_buffers(
 
     session = Meeting(encoder)
     runner = backends.IoBindingRunner(session, "cpu")
-    feeds = [example_inputs(encoder, 2, 9, seed) for seed in range(6)]
+    feeds = [example_inputs(encoder, Workload.of(2, 9), seed) for seed in range(6)]
     expected = [session.plain_session.run(None, feed)[0] for feed in feeds]
     with ThreadPoolExecutor(concurrency) as threads:
         for got, wanted in zip(threads.map(lambda f: runner.run(None, f), feeds), expected,
@@ -177,7 +178,11 @@ def test_io_binding_runner_failed_allocation_warns_once_and_copies(
     def placed(array: np.ndarray, place: Any) -> Any:
         raise RuntimeError("CUDA failure 2: out of memory\nmore")
 
-    real, session, feed = binding.placed, RecordingSession(encoder), example_inputs(encoder, 2, 9)
+    real, session, feed = (
+        binding.placed,
+        RecordingSession(encoder),
+        example_inputs(encoder, Workload.of(2, 9)),
+    )
     runner = backends.IoBindingRunner(session, "cpu")
     expected = session.plain_session.run(None, feed)[0]
     monkeypatch.setattr(binding, "placed", placed)
@@ -198,7 +203,7 @@ def test_io_binding_runner_failed_run_is_not_repeated(encoder: ir.Model):
         runner.run(None, {"input_ids": np.ones((1, 40), np.int64),  # of 32 positions
                           "attention_mask": np.ones((1, 40), np.int64)})  # fmt: skip
     assert (len(session.bound), len(session.plain)) == (1, 0)
-    runner.run(None, example_inputs(encoder, 2, 9))
+    runner.run(None, example_inputs(encoder, Workload.of(2, 9)))
     assert (len(session.bound), len(session.plain)) == (2, 0)
 
 
@@ -244,7 +249,7 @@ def test_io_binding_runner_after_peak_shrinks_arena_and_drops_buffers(
 
 
 def test_open_runner_on_cpu_equals_session(encoder: ir.Model):
-    feed = example_inputs(encoder, 2, 9)
+    feed = example_inputs(encoder, Workload.of(2, 9))
     runner = open_runner(encoder, RunnerOptions(ONE_THREAD, cuda_graphs=4, concurrency=2))
     expected = open_session(encoder, ONE_THREAD).run(None, feed)[0]
     np.testing.assert_array_equal(runner.run(["last_hidden_state"], feed)[0], expected)

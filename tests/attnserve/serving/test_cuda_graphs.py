@@ -17,6 +17,7 @@ from attnserve.runtime.session import open_session
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import GraphRunner, Layout
 from benchmarks.gpu.encoder import random_encoder
+from graph_passes.analysis.workload import Workload
 from tests.attnserve.runtime.recording import RecordingSession
 
 
@@ -61,7 +62,7 @@ def test_run_equals_session(
     runner, session = runner_of(encoder, padding=padding)
     plain = open_session(encoder, ONE_THREAD)
     for seed, (batch, length) in enumerate(shapes):
-        feed = example_inputs(encoder, batch, length, seed, padded=padding)
+        feed = example_inputs(encoder, Workload.of(batch, length), seed, padded=padding)
         (got,) = runner.run(["last_hidden_state"], feed)
         (expected,) = plain.run(None, feed)
         assert got.shape == expected.shape == (batch, length, 32)
@@ -84,7 +85,7 @@ def test_run_padded_rows_repeat_valid_ids():
 
 def test_run_outputs_survive_later_runs(encoder: ir.Model):
     runner, _ = runner_of(encoder)
-    feeds = [example_inputs(encoder, 2, 16, seed) for seed in range(3)]
+    feeds = [example_inputs(encoder, Workload.of(2, 16), seed) for seed in range(3)]
     kept = [runner.run(None, feed)[0] for feed in feeds]
     for feed, answer in zip(feeds, kept, strict=True):
         np.testing.assert_allclose(answer, runner.run(None, feed)[0], rtol=0, atol=1e-5)
@@ -94,14 +95,14 @@ def test_run_before_allow_padding_captures_nothing(encoder: ir.Model):
     session = GraphSession(encoder)
     runner = GraphRunner(session, Buckets(4), place="cpu")
     for _ in range(3):
-        runner.run(None, example_inputs(encoder, 1, 8))
+        runner.run(None, example_inputs(encoder, Workload.of(1, 8)))
     assert not session.graphs and not runner.buckets.captured
 
 
 def test_run_many_shapes_number_of_graphs_is_bounded(encoder: ir.Model):
     runner, session = runner_of(encoder, most=2)
     for length in (4, 8, 16, 24) * 3:
-        runner.run(None, example_inputs(encoder, 1, length))
+        runner.run(None, example_inputs(encoder, Workload.of(1, length)))
     assert set(session.graphs) <= {-1, 1, 2} and len(runner.buckets.captured) == 2
 
 
@@ -110,7 +111,7 @@ def test_unsupported_bucket_falls_back_to_uncaptured_run():
     model = random_encoder(layers=1, hidden=8, heads=2, positions=40)
     runner, _ = runner_of(model, longest=None)
     plain = open_session(model, ONE_THREAD)
-    feed = example_inputs(model, 1, 33)
+    feed = example_inputs(model, Workload.of(1, 33))
     for _ in range(3):
         np.testing.assert_array_equal(runner.run(None, feed)[0], plain.run(None, feed)[0])
     assert runner.buckets.refused == {(1, 48)} and not runner.buckets.captured
@@ -120,7 +121,7 @@ def test_run_invalid_input_raises_the_error_of_onnx_runtime(encoder: ir.Model):
     runner, _ = runner_of(encoder)
     for _ in range(3):
         with pytest.raises(Exception, match=r"by 9|broadcast"):
-            runner.run(None, example_inputs(encoder, 1, 16) | {
+            runner.run(None, example_inputs(encoder, Workload.of(1, 16)) | {
                 "attention_mask": np.ones((1, 9), np.int64)})  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def test_run_empty_input_is_not_captured():
 def test_run_from_many_threads_equals_session(encoder: ir.Model):
     runner, session = runner_of(encoder, most=3)
     plain = open_session(encoder, ONE_THREAD)
-    feeds = [example_inputs(encoder, 1 + i % 3, 8 + i % 9, i) for i in range(40)]
+    feeds = [example_inputs(encoder, Workload.of(1 + i % 3, 8 + i % 9), i) for i in range(40)]
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda feed: runner.run(None, feed)[0], feeds))
     for feed, answer in zip(feeds, answers, strict=True):
@@ -211,7 +212,7 @@ def test_run_from_many_threads_equals_session(encoder: ir.Model):
 
 def test_runner_deleted_ends_its_session_and_thread(encoder: ir.Model):
     runner, session = runner_of(encoder)
-    runner.run(None, example_inputs(encoder, 1, 8))
+    runner.run(None, example_inputs(encoder, Workload.of(1, 8)))
     (thread,) = runner._thread._threads
     reference = weakref.ref(session)
     del runner, session

@@ -15,6 +15,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.convolved_axes import convolved_lengths
 from graph_passes.analysis.shapes import bind_axes, named_axes
+from graph_passes.analysis.workload import Workload
 from tests.architectures import Cell
 
 WIDTH, PATCH = 8, 4
@@ -43,7 +44,7 @@ def test_lengths_follow_from_learned_positions(more: int) -> None:
     model = graph(f"{patches()} y = Add(p, positions)", positions=table(1, 25 + more, WIDTH))
     assert convolved_lengths(model.graph) == {"channels": 3, "height": 20, "width": 20}
     assert named_axes(model.graph).keys() == {"batch"}
-    lengths = bind_axes(model.graph, batch=2, sequence=7)
+    lengths = bind_axes(model.graph, Workload.of(2, 7))
     assert lengths == {"batch": 2, "channels": 3, "height": 20, "width": 20}
 
 
@@ -155,6 +156,6 @@ def test_models_with_all_axes_dynamic_are_read_and_run(cell: Cell, tmp_path: Pat
     assert not found.reading.unmatched
     assert len(found.reading.certified) == len(expected.reading.certified) > 0
     assert found.total_macs == expected.total_macs
-    inputs = example_inputs(ir.from_proto(model), 2, 128)
+    inputs = example_inputs(ir.from_proto(model), Workload.of(2, 128))
     assert inputs["pixel_values"].shape == (2, 3, 20, 20)
     assert np.asarray(open_session(path).run(None, inputs)[0]).shape[0] == 2

@@ -18,13 +18,14 @@ from graph_passes.analysis.shapes import (
     input_shape,
     named_axes,
 )
+from graph_passes.analysis.workload import Workload
 from graph_passes.emit.editing import exposing
 from tests.graph_passes.graphs import PARTS, D, H, K, V, attention, feeds, graph, only
 from tests.graph_passes.layouts import LAID_OUT, LAYOUTS
 
 
 def infer(model: ir.Model, batch: int = 2, sequence: int = 5) -> ShapeInfo:
-    return infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+    return infer_shapes_at(model, bind_axes(model.graph, Workload.of(batch, sequence)))
 
 
 def shape_of(model: ir.Model, name: str = "out", **lengths: int) -> object:
@@ -39,12 +40,12 @@ def shape_of(model: ir.Model, name: str = "out", **lengths: int) -> object:
 def test_bind_axes_first_axes_are_batches() -> None:
     model = attention(inputs="float[n, s, 12] x, float[m, 1, 1, t] mask")
     assert named_axes(model.graph) == {"n": 0, "s": 1, "m": 0, "t": 3}
-    assert bind_axes(model.graph, batch=2, sequence=5) == {"n": 2, "s": 5, "m": 2, "t": 5}
+    assert bind_axes(model.graph, Workload.of(2, 5)) == {"n": 2, "s": 5, "m": 2, "t": 5}
 
 
 def test_bind_axes_keeps_kind_of_first_occurrence() -> None:
     model = graph("\n out = Abs(x)", inputs="float[n, s, 12] x, int64[s] positions")
-    assert bind_axes(model.graph, batch=2, sequence=5) == {"n": 2, "s": 5}
+    assert bind_axes(model.graph, Workload.of(2, 5)) == {"n": 2, "s": 5}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_bind_axes_mask_of_a_cache_has_past_and_new_length(past: str, total: str
     inputs = f"float[batch, new, {D}] x, int64[batch, {total}] attention_mask, {cache}"
     model = graph(text, inputs=inputs)
     for distinct in (False, True):
-        axes = bind_axes(model.graph, batch=2, sequence=5, distinct_lengths=distinct)
+        axes = bind_axes(model.graph, Workload.of(2, 5), distinct_lengths=distinct)
         assert axes[total] == axes[past] + axes["new"] and (axes["new"] != axes[past]) == distinct
         assert not infer_shapes_at(model, axes).unknown
     block = only(model)
@@ -70,7 +71,7 @@ def test_bind_axes_mask_of_a_cache_has_past_and_new_length(past: str, total: str
 def test_bind_axes_mask_of_an_encoder_is_no_total() -> None:
     inputs = "float[n, s, 12] x, float[n, 3, p, 4] past_key, int64[n, e] encoder_attention_mask"
     model = graph("\n out = Abs(x)", inputs=inputs)
-    assert bind_axes(model.graph, batch=2, sequence=5) == {"n": 2, "s": 5, "p": 5, "e": 5}
+    assert bind_axes(model.graph, Workload.of(2, 5)) == {"n": 2, "s": 5, "p": 5, "e": 5}
 
 
 CACHED_PARTS = {

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
+from graph_passes.analysis.workload import Workload
 from graph_passes.matching.element_map import MatchFailure
 from graph_passes.matching.idioms import (
     LOGIT_IDIOMS,
@@ -35,7 +36,7 @@ def model_of(text: str, opset: int = 17) -> ir.Model:
 
 
 def shapes_of(model: ir.Model) -> ShapeInfo:
-    return infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
+    return infer_shapes_at(model, bind_axes(model.graph, Workload.of(2, 5)))
 
 
 def match_logits(model: ir.Model) -> tuple[str, LogitMatch | None]:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
+from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import OutputProjection, Projection
 from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.layout import LayoutReader, only_consumer
@@ -22,7 +23,7 @@ COLUMNS = np.arange(H * K).reshape(H, K)
 
 
 def reader_of(model: ir.Model) -> LayoutReader:
-    info = infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
+    info = infer_shapes_at(model, bind_axes(model.graph, Workload.of(2, 5)))
     return LayoutReader(info, dict(model.opset_imports))
 
 

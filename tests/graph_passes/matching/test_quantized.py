@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from graph_passes.analysis.cost import count_macs, parameter_bytes
+from graph_passes.analysis.workload import Workload
 from graph_passes.context import GraphContext
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import CannotRewrite
@@ -91,7 +92,7 @@ def test_fuse_attention_keeps_quantized_products(how: str, form: FusedOperator) 
     assert "Softmax" not in after
     scores = Counter(MatMul=2)
     assert all((before - scores)[kind] == after[kind] for kind in KEPT)
-    assert count_macs(new, 2, 9) == count_macs(model, 2, 9)
+    assert count_macs(new, Workload.of(2, 9)) == count_macs(model, Workload.of(2, 9))
     assert parameter_bytes(new) <= parameter_bytes(model) + 64  # shapes and numbers of the mask
     arrays = feeds(model)
     np.testing.assert_allclose(run(new, arrays), run(model, arrays), rtol=0, atol=2e-2)

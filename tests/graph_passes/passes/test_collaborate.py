@@ -12,6 +12,7 @@ import pytest
 from attnserve.checks.certify import read_attention
 from graph_passes.analysis.cost import macs_at, model_cost
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
+from graph_passes.analysis.workload import Workload
 from graph_passes.emit.collaborative import max_read_size, padded_head_size
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.factorize.cp import CollaborativeFactors
@@ -90,7 +91,7 @@ def test_collaborate_macs_match_formula() -> None:
     model = collaborate(attention(), rank)
     block = only(model)
     macs, uncounted = macs_at(
-        infer_shapes_at(model, bind_axes(model.graph, batch=1, sequence=S)), block.nodes
+        infer_shapes_at(model, bind_axes(model.graph, Workload.of(1, S))), block.nodes
     )
     projections = S * (2 * D * rank + 2 * D * H * V)
     assert uncounted == ()
@@ -343,7 +344,7 @@ def test_collaborate_sparse_macs_match_formula() -> None:
     """S(2DR + D) for q and k, D H for the content, S H K' to mix, S^2 H (K' + V) with K' = 4."""
     rank, S, V = 5, 7, 2
     model = sparse(attention(), rank, 3)
-    facts = infer_shapes_at(model, bind_axes(model.graph, batch=1, sequence=S))
+    facts = infer_shapes_at(model, bind_axes(model.graph, Workload.of(1, S)))
     macs, uncounted = macs_at(facts, only(model).nodes)
     assert uncounted == ()
     read = S * (2 * D * rank + D + D * H) + S * H * 4

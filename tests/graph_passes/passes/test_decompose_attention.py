@@ -11,6 +11,7 @@ import pytest
 
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session
+from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import Capped
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
@@ -160,7 +161,7 @@ def test_decompose_attention_of_heads_that_the_graph_repeats_keeps_the_output() 
     model = ir.load(FIXTURES / "qwen3-cached-dynamo23-sdpa.onnx")
     [block, *_], _ = find_attention(model)
     assert block.num_kv_heads < block.num_heads
-    feed = example_inputs(model, 1, 6, 0)
+    feed = example_inputs(model, Workload.of(1, 6), 0)
     before, after = (open_session(each).run(None, feed) for each in (model, decompose(model)))
     for a, b in zip(before, after, strict=True):
         np.testing.assert_allclose(b, a, atol=1e-5, rtol=0)

@@ -19,6 +19,7 @@ from attnserve.models.opset import raise_opset
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import count_macs, model_cost, parameter_bytes
 from graph_passes.analysis.shapes import infer_shapes_small
+from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock, Causal, PositionBias
 from graph_passes.emit.fused_attention import LOW, OPSETS, FusedOperator
 from graph_passes.errors import CannotRewrite
@@ -578,7 +579,9 @@ def test_fuse_attention_truncated_heads_cost_no_more(kept: int, form: FusedOpera
     after = fuse(before.clone(), form)
     assert_same_output(after, before)
     for length in (1, 7, 100):
-        assert count_macs(after, 2, length) == count_macs(before, 2, length)
+        assert count_macs(after, Workload.of(2, length)) == count_macs(
+            before, Workload.of(2, length)
+        )
     vectors = sum(
         value.const_value.nbytes
         for value in after.graph.initializers.values()

@@ -13,6 +13,7 @@ from attnserve.context import ONE_THREAD
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import random_encoder, to_half
+from graph_passes.analysis.workload import Workload
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
@@ -166,7 +167,7 @@ def test_fuse_skip_norm_of_an_encoder(half: bool, folded: bool):
     names = [b.name for b in (*find_attention(model)[0], *find_feed_forward(model))]
     if half:
         to_half(model)
-    arrays = example_inputs(model, 2, 9, padded=True)
+    arrays = example_inputs(model, Workload.of(2, 9), padded=True)
     (before,) = open_session(model, ONE_THREAD).run(None, arrays)
     if folded:
         FoldBiases()(model)

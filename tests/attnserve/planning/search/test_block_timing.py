@@ -17,6 +17,7 @@ from attnserve.precision.half import LARGEST
 from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import random_encoder
+from graph_passes.analysis.workload import Workload
 from graph_passes.matching.find import find_attention
 
 W = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
@@ -110,7 +111,7 @@ def test_block_timer_forms_and_configs_use_precision(
     monkeypatch.setattr(LatencyTable, "measure", measured)
     model = random_encoder(layers=1, hidden=32, heads=4, positions=16)
     groups = group_blocks(model, find_attention(model)[0], ffn=True)
-    feeds = [example_inputs(model, 1, 8)]
+    feeds = [example_inputs(model, Workload.of(1, 8))]
     BlockTimer(model, feeds, LatencyTable(None), 1, precision).time_blocks(groups)
     assert len(seen) > 8
     expected = np.float16 if precision == "float16" else np.float32

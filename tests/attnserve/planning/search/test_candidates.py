@@ -39,6 +39,7 @@ from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import LatencyTable
 from attnserve.runtime.session import open_session
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidModel
 from tests.architectures import ARCHITECTURES, Cell, cells_of
 from tests.attnserve.costs import measure
@@ -113,7 +114,7 @@ def timed(
     bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
 ) -> dict[Block, BlockLatency]:
     monkeypatch.setattr(LatencyTable, "measure", measure)
-    feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
+    feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
     return BlockTimer(bert, feeds, LatencyTable(None, ONE_THREAD), 1).time_blocks(groups)
 
 
@@ -156,7 +157,7 @@ def test_time_blocks_skips_operator_without_kernel(
 
     monkeypatch.setattr(LatencyTable, "measure", measure)
     monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
-    feeds = [example_inputs(bert, 1, 16)]
+    feeds = [example_inputs(bert, Workload.of(1, 16))]
     found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
     forms = {found[g.blocks[0]].implementation for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
@@ -174,7 +175,7 @@ def test_time_blocks_skips_implementation_slower_at_any_length(
         return {**found, **slower}
 
     monkeypatch.setattr(LatencyTable, "measure", slow_at_length)
-    feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
+    feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
     found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
     for group in groups:
         assert found[group.blocks[0]].implementation == "as exported"
@@ -435,7 +436,7 @@ def handed_on(
     monkeypatch.setattr(LatencyTable, "measure", measure)
     if implementation == "as exported":
         monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
-    feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
+    feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
     timer = BlockTimer(bert, feeds, LatencyTable(None, ONE_THREAD), 1)
     timed = timer.time_blocks(groups)
     return timed, timer.time_pairs(groups, timed)
