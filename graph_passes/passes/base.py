@@ -132,7 +132,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
     Attributes:
         targets: The parameters for each block to rewrite, by the block's name.
         params: Validates the parameters of one block, and writes them as JSON.
-        noun: What a block is called in errors.
+        noun: The word for a block in error messages.
     """
 
     params: ClassVar[TypeAdapter[Any]] = TypeAdapter(NoParams)
@@ -176,7 +176,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """Why a block cannot be rewritten; None if it can.
 
         Args:
-            params: The parameters; None if any parameters are accepted.
+            params: The parameters; None checks only whether any parameters could apply.
         """
 
     @abstractmethod

@@ -63,7 +63,7 @@ class SharedDimensions(BaseModel):
             dense mixing, in which every head reads all R. Under rotary positions, the number of
             elements that each head keeps.
         cache: Rewrite cached keys too, which changes inputs and outputs of the graph.
-        factors: The matrices; by default computed from the weights. Not part of plan.json.
+        factors: The factor matrices (default: computed from the weights). Not stored in plan.json.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -122,7 +122,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         sparse: bool = False,
         cache: bool = False,
     ) -> Collaborate:
-        """The pass that installs factors which were computed before, by block name."""
+        """Return a pass that installs precomputed factors, by block name."""
         return cls({
             name: SharedDimensions(
                 rank=whole.rank, head_size=whole.rank if sparse else None, cache=cache,
@@ -147,8 +147,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
         Blocks with equal query and key weights share P, Q and M; their moments are pooled.
 
         Args:
-            moments: Of the tokens that blocks see, by block; weights alone are approximated
-                without.
+            moments: Token moments of each block's input, by block; without them only the weights
+                are approximated.
             progress: Called with (blocks done, blocks in total).
         """
         decompose_fused(context, self.targets.keys())
@@ -179,7 +179,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
         })  # fmt: skip
 
     def unfitted(self, context: GraphContext) -> Collaborate:
-        """The same pass with factors of these sizes and no meaning, for models that are only timed.
+        """Return the same pass with placeholder factors of these sizes, for models that are only
+        timed.
 
         Rotary positions get their own factors, which are computed from the weights.
         """
@@ -269,12 +270,12 @@ def _equal_weights(targets: AttentionTargets[SharedDimensions]) -> list[list[Att
 def _factors(
     block: AttentionBlock, params: SharedDimensions
 ) -> CollaborativeFactors | RotaryFactors:
-    """The factors of the parameters, by default those of the weights alone."""
+    """The given factors; by default, factors computed from the weights alone."""
     return params.factors or factor(block, params.rank, head_size=params.head_size)
 
 
 def exact_rank(block: AttentionBlock) -> int:
-    """The least R at which nothing is lost: H*K, or G*K under rotary positions."""
+    """The smallest lossless R: H*K, or G*K under rotary positions."""
     heads = block.k.num_distinct_heads if block.q.rotary_terms else block.q.num_heads
     return heads * block.head_size
 
@@ -422,7 +423,7 @@ def factor(
         rank: R, from 1 to H*K (exact there).
         head_size: For sparse mixing, the dimensions that a head reads on average, from 1 to K. No
             head reads more than K, or than the padded size of the average allows.
-        moments: Of the tokens the block sees; without them the weights alone are approximated.
+        moments: Token moments of the block's input; without them only the weights are approximated.
         progress: See ``cp.collaborative_factors``.
 
     Raises:

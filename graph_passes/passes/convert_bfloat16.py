@@ -141,7 +141,7 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _is_read_only_by(constant: ir.Value, nodes: set[ir.Node]) -> bool:
-    """Whether a value is a constant without other readers."""
+    """Whether a value is a constant that only this node reads."""
     return (
         _is_constant(constant)
         and not constant.is_graph_output()

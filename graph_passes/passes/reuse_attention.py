@@ -238,14 +238,14 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Available:
-    """The probabilities (B, h, S, T) that layers compute so far, and the place of each head."""
+    """Probabilities (B, h, S, T) of the layers emitted so far, and the heads that they hold."""
 
     info: ShapeInfo
     blocks: Mapping[str, AttentionBlock]
     values: dict[str, tuple[ir.Value, dict[int, int]]] = field(default_factory=dict)
 
     def of(self, name: str, before: ir.Node) -> tuple[ir.Value, dict[int, int]]:
-        """Those of a layer; ``before`` is the first node that reads them in another."""
+        """Return a layer's probabilities; nodes that emit them are inserted before ``before``."""
         if name not in self.values:
             block = self.blocks[name]
             make = Inserter(block.graph, before, f"{name}/shared")
