@@ -307,7 +307,7 @@ def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.nd
     total = trace.source.rows.size
     if length == 0 or total % length:
         raise MatchFailure(
-            f"the {role} holds {total} tokens, which are no whole sequences of {length}"
+            f"the {role} holds {total} tokens, not a multiple of the length {length}"
         )
     try:
         return array.reshape(total // length, -1, length, size)

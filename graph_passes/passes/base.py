@@ -309,7 +309,7 @@ def pass_named(name: str) -> type[RewritePass]:
     known = registered_passes()
     if name not in known:
         raise InvalidArgument(
-            f"no rewrite is called {name[:100]!r}, expected {', '.join(known)}",
+            f"unknown rewrite {name[:100]!r}: expected one of {', '.join(known)}",
             "use one of these names",
             code="pass.unknown",
         )

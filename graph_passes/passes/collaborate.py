@@ -179,8 +179,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         })  # fmt: skip
 
     def unfitted(self, context: GraphContext) -> Collaborate:
-        """Return the same pass with placeholder factors of these sizes, for models that are only
-        timed.
+        """Return the same pass with placeholder factors, for models that are only timed.
 
         Rotary positions get their own factors, which are computed from the weights.
         """
@@ -214,7 +213,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
             return Refusal("cache_scope", "its cached keys stay inside the body of a node")
         if block.k.past is not None and params.is_sparse:
             return Refusal(
-                "cache_sparse", "its cache holds what all heads share: only dense mixing reads it"
+                "cache_sparse",
+                "its cache holds shared dimensions: only dense mixing reads them",
             )
         if params.factors is None and not (block.q.rotary_terms and params.is_sparse):
             _check_rank(block, params.rank)
@@ -343,7 +343,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
     if refusal := quantized_weights(block):
         return refusal
     if not block.q.num_heads:
-        return Refusal("no_own_heads", "all its heads take the probabilities of another layer")
+        return Refusal("no_own_heads", "all its heads reuse the probabilities of another layer")
     if block.is_collaborative or block.is_sparse:
         return Refusal("collaborative", "its heads are collaborative already")
     if block.content is not None:
@@ -353,7 +353,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
     if block.k.weight is None:
         return Refusal(
             "external_keys",
-            "its keys are handed in by the caller: no projection in this graph makes them",
+            "its keys are inputs of the graph: no projection in the graph computes them",
         )
     if block.k.past is not None and not caches:
         return Refusal(
@@ -363,14 +363,14 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return ENTANGLED_BIAS
     if any(isinstance(step, Capped | Weighted) for step in block.steps):
         return Refusal(
-            "capped", "its logits are capped or weighted before the softmax, so the key bias counts"
+            "capped", "its logits are capped or weighted: the key bias cannot be dropped"
         )
     if block.k.num_distinct_heads != block.q.num_heads:
         return Refusal("grouped", "its key heads are grouped: they share their projections already")
     if any(_fill(step) > WEAK_FILL for step in block.steps):
         return Refusal(
             "weak_mask",
-            "its mask fills in scores that softmax does not ignore, so the key bias counts",
+            "its mask value is not ignored by softmax: the key bias cannot be dropped",
         )
     if not (block.q.by_sequence and block.k.by_sequence):
         return TOKEN_LAYOUT
@@ -385,7 +385,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
     if not _only_softmax_reads(block.logits):
         return Refusal(
             "scores_shared",
-            "its scores are read by more than the softmax, which alone ignores the key bias",
+            "its scores have other readers than the softmax: the key bias cannot be dropped",
         )
     return None
 
