@@ -1,4 +1,4 @@
-"""Head masks and reuse edges of a user: read from .json files or objects, and validated."""
+"""Read head masks and reuse edges from .json files or objects, and validate them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def layer_name(layer: str, names: Sequence[str], parameter: str = "layers") -> s
 
 
 def parse_count(text: str) -> int | None:
-    """Parse a decimal number; None if the text is none, or is too long."""
+    """Parse a decimal number; None if the text is not a number, or is too long."""
     return int(text) if text.isdecimal() and len(text) < 100 else None
 
 

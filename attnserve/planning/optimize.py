@@ -89,7 +89,7 @@ NO_REWRITES, NO_GOAL, NO_DATA = Rewrites(), Goal(), Data()
 ANY_SHAPE, DEFAULT_RUN, DEFAULT_WRITE = Shape(), Run(), Write()
 
 LOW_QUALITY = 0.9
-"""A warning is given below this value of the measure, which a constant predictor cannot reach."""
+"""Quality below which a warning is given; constant predictors are below it."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,9 @@ def optimize(
 ) -> OptimizeReport:
     """Rewrite a model, compare it with the original, and write it with attnserve.json beside it.
 
-    With a ``goal`` the rewrites are searched for (``attnserve.plan``), with ``plan`` they are read
-    from a file, and otherwise they are those of ``rewrites``. The fields of the groups are keywords
-    too: ``optimize(model, keep=0.99, calib="texts.txt")``.
+    With a ``goal``, a search selects the rewrites (``attnserve.plan``). With ``plan``, they are
+    read from a file. Otherwise ``rewrites`` lists them. The fields of the groups are keywords too:
+    ``optimize(model, keep=0.99, calib="texts.txt")``.
 
     Args:
         model: An .onnx file or an artifact folder; it is never changed. Its weights are read from
@@ -187,12 +187,12 @@ def optimize(
         output: An .onnx file, or a folder that receives model.onnx; the folder NAME-optimized
             beside the model by default.
         rewrites: Rewrites by hand.
-        goal: What a search keeps or reaches. The original is written if nothing is faster.
+        goal: Goal of a search. The original is written if no candidate is faster.
         data: Calibration data.
-        shape: Where the model should be fast. The sequence defaults to the calibration data's
-            median length, else 128.
+        shape: Shape at which the model should be fast. The sequence defaults to the calibration
+            data's median length, else 128.
         run: Provider and threads of calibration and comparison; certification runs on the CPU.
-        write: What is written. An existing output is replaced only by force, and never the input.
+        write: Output options. An existing output is replaced only with ``force``; the input never.
         plan: A file of ``attnserve.plan``; the same plan gives the same bytes on the same machine.
 
     Raises:
@@ -228,7 +228,7 @@ def optimize(
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """What a call is given, read and checked.
+    """Validated arguments of a call, and the loaded model and data.
 
     Attributes:
         target: The file that is written.
@@ -260,7 +260,7 @@ class _Given:
         return () if self.data is None else self.data.fit
 
     def meter(self, *, data: Dataset | None = None, split: str = "data") -> QualityMeter:
-        """Measures the distance of outputs to those of the original."""
+        """Create a meter that compares outputs with those of the original."""
         return QualityMeter(
             self.original, self.artifact, measure=self.measure, data=data, split=split
         )
@@ -378,7 +378,7 @@ class _Rewritten:
 
     @property
     def model(self) -> ir.Model:
-        """In float32."""
+        """The rewritten model in float32."""
         return self.state.model
 
     @property
@@ -534,7 +534,7 @@ def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
 def _require_promise(fidelity: Fidelity, promised: float | None) -> None:
     """Raises: CheckFailed: A plan certainly keeps less here than its search promised.
 
-    The held-out rows are not only those of the proof, so that a value may be lower by chance.
+    The interval is compared, because these rows differ from the verification rows of the search.
     """
     quality = fidelity.quality
     if promised is None or quality is None or quality.ci95 is None or quality.ci95[1] >= promised:
@@ -557,7 +557,7 @@ def _training_warnings(found: PlanReport | None) -> list[str]:
 
 
 def _shared_warnings(applied: ApplyReport) -> list[str]:
-    """A warning about blocks whose last weights stay shared, and are not refitted."""
+    """A warning about blocks that were not refitted, because they share their last weights."""
     if not applied.shared:
         return []
     names = ", ".join(applied.shared)

@@ -19,7 +19,7 @@ __all__ = ["SearchInput"]
 
 @dataclass(frozen=True, eq=False)
 class SearchInput:
-    """Everything that a search is given; no step changes it.
+    """Immutable input of a search.
 
     Attributes:
         lengths: The sequence lengths at which the model should be fast.
