@@ -54,7 +54,7 @@ SHAPE_SECONDS = 8.0
 Inputs = Mapping[str, np.ndarray]
 
 Phase = Literal["all", "prompt", "token"]
-"""What is run: a sequence (after a cached one), a sequence without a cache, or a token after it."""
+"""Workload: a sequence (after a cached one), a prompt without a cache, or one token after it."""
 
 
 @dataclass(frozen=True)
@@ -329,8 +329,8 @@ def _measure_decoding(
 class _Subject:
     """A model, its inputs at each (phase, batch, sequence), its MACs at each (batch, sequence).
 
-    ``cache_bytes`` are those of a token; 0 without a cache. ``counted`` are the batch and sequence
-    that are run for those that were asked for: a fixed size is that of the model.
+    ``cache_bytes`` is the cache size per token; 0 without a cache. ``counted`` maps the requested
+    batch and sequence to those that run: fixed sizes of the model replace them.
     """
 
     model: str
@@ -420,7 +420,7 @@ class _Runner:
 
 @contextmanager
 def _readable() -> Generator[None]:
-    """Say only what the runtime says: the caller adds the model and the shape."""
+    """Raise errors of the runtime with its message only; the caller adds model and shape."""
     try:
         yield
     except RunFailed as error:

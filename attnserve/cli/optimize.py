@@ -83,7 +83,7 @@ def optimize(
 
 
 NO_GAIN = 1.01
-"""Speed-ups below it are no gain."""
+"""Minimum speed-up that counts as a gain."""
 
 
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:

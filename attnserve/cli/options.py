@@ -30,7 +30,7 @@ def flag(*names: str, help: str, panel: str) -> Any:
 
 
 def output_option(metavar: str, help: str) -> Any:
-    """``--output``, which names a file or a folder."""
+    """The option ``--output``, a file or a folder."""
     return typer.Option("--output", "-o", metavar=metavar, help=help)
 
 

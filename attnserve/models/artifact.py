@@ -77,9 +77,8 @@ class Artifact:
     def name(self) -> str:
         """The name of the folder for model.onnx, else the file name without its suffix.
 
-        Of a symbolic link it is the name of the link, so that it stays when the link moves to
-        another release. Hidden folders, such as ``..data`` of Kubernetes, and the folder ``onnx``
-        name no model.
+        For a symbolic link, the name of the link is used, which does not change with the target.
+        Hidden folders, such as ``..data`` of Kubernetes, and the folder ``onnx`` name no model.
         """
         if self.model.stem != "model":
             return self.model.stem
@@ -112,12 +111,12 @@ class Artifact:
 
     @property
     def output(self) -> str | None:
-        """The output that embeddings and scores are made of; None for the default one."""
+        """The output from which embeddings and scores are computed; None for the default."""
         return self.record.output
 
     @property
     def prompts(self) -> dict[str, str]:
-        """Texts before an input, by name, for example "query"."""
+        """Prompts that are put before a text, by name, for example "query"."""
         return self.record.prompts or {}
 
     @property
@@ -127,7 +126,7 @@ class Artifact:
 
     @property
     def padding(self) -> Padding:
-        """The side of padding; "left" is for graphs that pool the last position themselves."""
+        """The side of padding; "left" for graphs that pool the last position."""
         return self.record.padding or "right"
 
     @property
@@ -142,7 +141,7 @@ class Artifact:
 
     @property
     def activation(self) -> Activation | None:
-        """What turns logits into scores; None for softmax, or sigmoid of a single logit."""
+        """The activation of scores; None for softmax, or sigmoid of a single logit."""
         return self.record.activation
 
     @property
@@ -200,7 +199,7 @@ class Artifact:
 
     @property
     def source(self) -> str | None:
-        """The exported model; of a local folder only the last two parts, to not publish its path.
+        """The exported model; for a local folder only the last two path components, for privacy.
 
         None if the record does not name it.
         """
@@ -225,7 +224,7 @@ class Artifact:
 
     @cached_property
     def plan_id(self) -> str | None:
-        """A checksum of the plan that was applied last; None if there was none."""
+        """Checksum of the last applied plan; None without a plan."""
         plan = self.lineage[-1].plan if self.lineage else None
         if plan is None:
             return None
@@ -236,7 +235,7 @@ class Artifact:
         """Names of the classes: ``id2label`` in the record, else those of config.json, or none.
 
         Raises:
-            InvalidModel: They are not names by number, or config.json is not valid.
+            InvalidModel: The labels are not names by number, or config.json is not valid.
         """
         labels: Any = self.record.id2label
         if labels is None:
