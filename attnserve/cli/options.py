@@ -44,7 +44,7 @@ TrainingData = Annotated[
     list[Path],
     typer.Option(
         metavar="FILE",
-        help=f"Data like that to be served: {_INPUTS}; can be repeated.",
+        help=f"Data similar to the served data: {_INPUTS}; can be repeated.",
     ),
 ]
 CheckMeasure = Annotated[Measure, typer.Option(help=Train.model_fields["measure"].description)]

@@ -82,7 +82,7 @@ GPU_ONLY = (
 )
 
 NOT_COMPARED = (
-    "forms of shared dimensions could not be timed on inputs of this model: it gets dense mixing"
+    "forms of shared dimensions could not be timed on inputs of this model: dense mixing is used"
 )
 
 NO_REWRITES, NO_GOAL, NO_DATA = Rewrites(), Goal(), Data()
@@ -276,7 +276,7 @@ def _check_mode(rewrites: Rewrites, goal: Goal, data: Data, plan: Path | None) -
         kind = "plan" if plan else "search"
         for name, _ in rewrites.changed("precision"):
             raise InvalidArgument(
-                f"`{name}` requests a rewrite, and a {kind} chooses its own",
+                f"`{name}` requests a rewrite, but a {kind} selects the rewrites",
                 f"leave `{name}` out, or `plan`, `keep` and `target_speedup`",
                 code="optimize.conflict",
             )
@@ -541,7 +541,7 @@ def _require_promise(fidelity: Fidelity, promised: float | None) -> None:
         return
     raise CheckFailed(
         f"the plan keeps {quality.value:.4f} ({quality.measure}, at most {quality.ci95[1]:.4f}) on"
-        f" {fidelity.data}, and promises {promised:g}: nothing was written",
+        f" {fidelity.data}, and its target is {promised:g}: nothing was written",
         "make a new plan on this machine",
         code="plan.promise",
     )
@@ -636,7 +636,7 @@ def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> 
     before, after = (sum(column) for column in zip(*sizes, strict=True))
     warnings = [
         f"cached keys changed from {before} to {after} numbers a token over {len(sizes)} layers: "
-        "this model reads only caches that it made itself"
+        "this model can read only caches that it wrote"
     ]
     if any(new >= old for old, new in sizes):
         warnings.append(

@@ -217,7 +217,7 @@ def _require_rows(data: Dataset) -> None:
         raise InvalidData(
             f"{smallest.file} has {smallest.distinct_rows} distinct rows: expected at least "
             f"{MIN_TEXTS}, and thousands for a good result",
-            "give more unlabeled text like that to be served",
+            "give more unlabeled text similar to the served text",
             code="recovery.few_rows",
         )
     if not (data.fit and data.choose and data.held_out):
@@ -369,7 +369,7 @@ class Recovery:
                 gain = proved.is_better_than(before)
                 result, after = (served, proved) if gain else (result, before)
         if not gain:
-            warnings.append("no gain: give more text like that to be served, or more minutes")
+            warnings.append("no gain: use more text similar to the served text, or more minutes")
         if course.stopped == "not finite":
             warnings.append("the loss became infinite: the best weights before that are returned")
         if not self.states:

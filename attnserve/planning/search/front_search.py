@@ -70,7 +70,7 @@ class FrontSearch:
         measure, allowed = self.measure(lossless), 1 - keep
         if (constant := self._constant(lossless)) >= keep:
             raise CheckFailed(
-                f"`keep` is {keep}, and a model that always returns the same keeps {constant:.3f} "
+                f"`keep` is {keep}, and a constant predictor keeps {constant:.3f} "
                 f"by the measure {measure}",
                 "choose another `measure`, or a higher `keep`",
                 code="search.constant",

@@ -94,7 +94,7 @@ class RecoverySearch:
         Without ``keep``, the choice itself is trained. An error in a round ends the rounds.
         """
         if plain is None:
-            return self._no_gain("even lossless rewrites keep too little")
+            return self._no_gain("even lossless rewrites miss the target")
         problem = ""
         try:
             self._train_choices(plain)
@@ -192,7 +192,7 @@ class RecoverySearch:
             proofs.append(judge.prove(built, len(proofs)))
             if proofs[-1].loss <= allowed:
                 return Trained(built, proofs, self._report(True, self._verdict(gain, without)))
-            reason = "a trained model kept too little on unseen data"
+            reason = "a trained model missed the target on held-out data"
         return self._no_gain(reason, proofs)
 
     def _verdict(self, gain: float, without: float) -> str:

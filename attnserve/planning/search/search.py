@@ -341,11 +341,10 @@ def _result(
     if best is None:
         best = judge.build(judge.candidates.front[0])
         reason = (
-            f"the fastest choice that seemed to keep enough keeps {1 - proofs[-1].loss:.4f} of "
-            "unseen data, less than asked"
+            f"the best candidate reaches {1 - proofs[-1].loss:.4f} on held-out data, "
+            f"target {given.goal.keep:g}"
             if proofs
-            else f"written in the fastest operators the model keeps {1 - best.loss:.4f}, less than "
-            "asked"
+            else f"the lossless candidate reaches {1 - best.loss:.4f}, target {given.goal.keep:g}"
         )
         return _no_gain(given, judge, best, reason, [], recovered)
     speeds = judge.compare_speed(best.model, given.checked_lengths)
