@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
         self._loading: asyncio.Task[None] | None = None
         self._load_error: BaseException | None = None
         self._interrupted = False
-        self._unanswered = 0  # when the time to drain was over
+        self._unanswered = 0  # when the drain timed out
         self._watchdog: threading.Timer | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -196,7 +196,7 @@ def _most_connections(settings: Settings) -> int:
     import resource
 
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS allows less than it says
+    with suppress(ValueError, OSError):  # macOS allows fewer than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY or most <= files - RESERVED_FILES:

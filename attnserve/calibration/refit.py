@@ -236,7 +236,7 @@ def refit(
         wanted, later = ahead[0], list(chain(*ahead[1:]))
         if len(group) == 1:
             read = mine.run_to(wanted, later)
-        else:  # the first of them will change what the others read
+        else:  # the first fit would change the inputs of the others
             for _ in mine.run_to(_read([found[group[0]]]), [*wanted, *later]):
                 pass
             read = mine.peek(wanted)

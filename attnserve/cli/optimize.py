@@ -133,7 +133,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     if report.found is not None:
         print_line(report.found.verdict)
     if (speed := report.speed) is not None:
-        if report.found is None or report.found.speed is None:  # the verdict has it
+        if report.found is None or report.found.speed is None:  # part of the verdict
             print_line(f"speed: {speed.describe(report.plan.precision)}")
         if steps or report.plan.precision != "float32":
             gains = speed.served.value >= NO_GAIN

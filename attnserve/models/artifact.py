@@ -245,7 +245,7 @@ class Artifact:
         if not isinstance(labels, dict):
             return {}
         try:
-            # JSON text of Python may hold lone surrogates, which have no UTF-8 form.
+            # Python's JSON text may contain lone surrogates, which have no UTF-8 form.
             return {int(key): str(label).encode().decode() for key, label in labels.items()}
         except ValueError as error:
             raise InvalidModel(
@@ -271,7 +271,7 @@ def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
     record = read_record(model)
     if not record.stated and shared is not None and (shared / RECORD).is_file():
         found = parse_record(shared / RECORD)
-        if found.describes(shared) is None:  # else it is that of a model beside it
+        if found.describes(shared) is None:  # otherwise it describes another model in the folder
             record = found.without("files", "others")
     if "pooling" not in record.stated:
         record = record.over(read_settings(model.parent, *filter(None, [shared])).record())

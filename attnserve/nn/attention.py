@@ -324,7 +324,7 @@ class AttentionLayer(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             tokens = [part.transpose(0, 1) for part in tokens]
-        if key is query:  # still one object: feature maps tell self-attention by it
+        if key is query:  # still one object: feature maps recognize self-attention by its identity
             tokens[1] = tokens[0]
         if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             self._check(tokens[0], tokens[1], tokens[2], key_padding_mask, attn_mask)
@@ -509,7 +509,7 @@ def _is_repeated() -> bool:
     """Whether a backward pass calls layers again, for gradient checkpointing."""
     if torch.compiler.is_compiling():
         return False
-    # As torch.utils.checkpoint asks it.
+    # The same test as in torch.utils.checkpoint.
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 

@@ -149,7 +149,7 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
     file = getattr(sys.modules[module], "__file__", None)
     try:
         source = ast.parse(Path(file or "").read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):  # compiled, in an archive, or typed in
+    except (OSError, ValueError, SyntaxError):  # compiled, in an archive, or interactive
         return {}
     found: dict[str, dict[str, str]] = {}
     for kind in source.body:

@@ -322,7 +322,7 @@ def _read(
     report = read_attention(original, seed=run.seed)
     data = None
     if options.calib:
-        # A task's score alone is kept on the task's own lengths.
+        # With `measure` score, the lengths are those of the task's data.
         joined = None if goal.measure == "score" else wished.sequence
         joined = joined if plan is None else plan.lengths
         data = load_inputs(
@@ -336,7 +336,7 @@ def _read(
     wanted = wished.sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
     shape = counted_shape(original, wished.batch, middle_length(wanted))
     if shape[1] != middle_length(wanted):
-        wanted = shape[1]  # that of the model
+        wanted = shape[1]  # the fixed length of the model
     lengths = served_lengths(wished.sequence, data)
     context = run.context(progress)
     context = context if plan is None else plan.context(context)
@@ -468,7 +468,7 @@ def _compared(given: _Given, rewritten: _Rewritten, converted: ir.Model) -> Opti
     speed = speed or given.timer.measure(rewritten.model, converted, rewritten.plan, given.timed)
     compared = partial(compare, original, converted, context=given.context)
     if found is not None and found.gain:
-        fidelity = found.fidelity  # the proof
+        fidelity = found.fidelity  # the verification
     elif data is not None:
         meter = given.meter(data=data, split="prove")
         fidelity = compared(data.held_out, f"held out of {data.source.file}", meter=meter)

@@ -85,7 +85,7 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     graph = load_model(artifact)
-    joined = None if goal.measure == "score" else shape.sequence  # as in optimize
+    joined = None if goal.measure == "score" else shape.sequence  # the same order as in optimize
     rows = load_inputs(
         data.calib, graph, artifact, weights=data.calib_weights, tokenizer=data.tokenizer,
         sequence=joined,

@@ -175,7 +175,7 @@ class ServedTimer:
         feeds = example_feeds(self.original, shapes, self.context.seed)
         try:
             return time_models(models(), feeds, context=self.context)
-        except AttnserveError as error:  # for example no memory: the result is written all the same
+        except AttnserveError as error:  # for example, no memory; the result is written anyway
             log.warning("the speed was not measured: %s", error)
             return None
 

@@ -88,6 +88,6 @@ def _inverse_root(moment: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"] 
     damped = moment + damping * np.eye(len(moment))
     try:
         lower = cho_factor(damped[::-1, ::-1], lower=True)[0]
-    except np.linalg.LinAlgError:  # a covariance of little but rounding errors
+    except np.linalg.LinAlgError:  # a covariance that consists of rounding errors
         return None
     return solve_triangular(np.tril(lower)[::-1, ::-1], np.eye(len(moment)))

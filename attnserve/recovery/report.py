@@ -128,7 +128,7 @@ def write_recovered(
         if "after" in kept:
             kept["after"] = kept["after"].model_copy(update={"bytes": parameter_bytes(model)})
     inputs = {
-        # The quality is measured against the teacher, not against the model before.
+        # The quality is measured against the teacher, not against the rewritten model.
         "source": source_entry(teacher, original),
         "rewritten": source_entry(artifact, rewritten),
         "calibration": calibration_of(data),

@@ -286,7 +286,7 @@ class _Run:
             if self._is_too_fast():
                 self._restart()
             measured, losses = time.monotonic(), []
-            interval = max(interval, 5 * (measured - began))  # measuring takes a sixth at most
+            interval = max(interval, 5 * (measured - began))  # at most a sixth of the time
             if is_stuck([loss for _, _, loss in course.history], began - start, self.budget):
                 course.stopped = "no gain"
                 break

@@ -167,7 +167,7 @@ def render(report: ModelReport) -> str:
         unmatched=content["missed"],
         macs=content["macs"],
         parameters=content["parameters"],
-        # The newest rewrite is the one that people look for.
+        # The newest rewrite comes first.
         rewrites=[
             (number, rewrite, figures(rewrite))
             for number, rewrite in reversed(list(enumerate(report.rewrites, start=1)))

@@ -232,7 +232,7 @@ class LiveComparison:
         measure = measure if promise.measure == "auto" else promise.measure
         pooling = None if artifact.tokenizer is None else artifact.pooling
         quality = LiveQuality(measure, pooling, promise.value, artifact.dimensions)
-        # One output, whatever clients ask for: that of texts, where there are any.
+        # One output, independent of the requests: the output for texts, if there is one.
         model = self._model
         output = promise.output or model.outputs[0].name
         if model.encoder is not None:

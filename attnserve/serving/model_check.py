@@ -391,7 +391,7 @@ def _content(artifact: Artifact) -> str:
     for name in CONFIGURATION_FILES:
         path = artifact.companion(name)
         digest.update(f" {name} {path and sha256(path)}".encode())
-    # Other files state it too, for example those of sentence-transformers.
+    # The record also contains settings of other files, for example of sentence-transformers.
     digest.update(json.dumps(artifact.record.to_json(), sort_keys=True).encode())
     return digest.hexdigest()
 

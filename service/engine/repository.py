@@ -373,7 +373,7 @@ class Repository:
             )
         except AttnserveError:
             raise
-        except Exception as error:  # one model must not stop the others
+        except Exception as error:  # a failure of one model must not affect the others
             log.exception("%s version %s cannot be loaded", name, version)
             raise NotReady(
                 f"{name} cannot be loaded: {type(error).__name__}",
@@ -432,7 +432,7 @@ class Repository:
             if loaded.identity != engine.content:  # the files were replaced
                 await asyncio.to_thread(loaded.model.close)
                 return
-            if loaded.fusion is not None:  # its result could not be stored: do not try for ever
+            if loaded.fusion is not None:  # its result could not be stored: do not retry forever
                 why = "the result of the load check could not be stored"
                 engine.model.operators = {"rewritten": False, "why": why}
                 await asyncio.to_thread(loaded.model.close)

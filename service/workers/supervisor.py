@@ -237,7 +237,7 @@ class _Supervisor:
                 if status is not None and status.serving:
                     worker.serving_since = monotonic()
                     self._on_serving(worker)
-                elif self._state.complete:  # what it must load was loaded before
+                elif self._state.complete:  # its models were loaded before
                     starting_s += POLL_S
                     if starting_s > self._settings.probe_timeout_s:
                         worker.kill("does not come to serve")

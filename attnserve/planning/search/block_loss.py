@@ -276,7 +276,7 @@ class _Prefix:
     def before(self, name: str) -> list[dict[str, np.ndarray]]:
         """By batch, the values that the block and later nodes read, by name; empty without any."""
         place = self.places.get(name, -1)
-        if place < 0:  # the input of the model, or the body of another node
+        if place < 0:  # an input of the model, or a value of a body
             return []
         if place < self._place:
             self._runner = self._start()

@@ -89,7 +89,7 @@ class FrontSearch:
         power = 2 if measure in SQUARED else 1
         limit, start = allowed**power, lossless.loss**power
         measured = {0: start}
-        low, high = 0, len(front)  # the last that keeps enough, the first that does not
+        low, high = 0, len(front)  # the last within the limit, the first above it
         guess = (limit - start) * FIRST_GUESS.get(measure, 1.0)
         for _ in range(MAX_BUILDS):
             index = min(max(self.index_of(guess), low + 1), high - 1)

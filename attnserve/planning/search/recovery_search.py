@@ -119,7 +119,7 @@ class RecoverySearch:
             return
         measure = self.front.measure(plain)
         power = 2 if measure in SQUARED else 1
-        low, high = front.index(plain.choice), len(front)  # keeps enough, keeps too little
+        low, high = front.index(plain.choice), len(front)  # reaches the target, misses it
         target = STEP * plain.choice.loss or FIRST_GUESS.get(measure, 1.0) * allowed
         for number in range(1, ROUNDS + 1):
             index = min(max(self.front.index_of(target), low + 1), high - 1)
