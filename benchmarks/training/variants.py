@@ -24,7 +24,7 @@ class Settings:
     """What all variants share. Results of different settings cannot be compared.
 
     Attributes:
-        layers: Of the encoder and of the decoder each.
+        layers: Number of layers of the encoder, and of the decoder.
         vocabulary: Tokens, shared by both languages.
         batch_tokens: Most tokens of a batch in either language, with padding.
         rate: Highest learning rate, after the warm-up.
