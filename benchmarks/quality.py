@@ -280,8 +280,8 @@ def merged(rows: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> list[di
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
-    headings = ("keep", "proved", "unseen", "other", "task", "speed-up", "CPU s", "disagree")
-    table = number_table("promised, proved and true quality", headings)
+    headings = ("keep", "verified", "unseen", "other", "task", "speed-up", "CPU s", "disagree")
+    table = number_table("target, verified and unseen quality", headings)
     for row in rows:
         proof = row["proofs"][-1]["quality"] if row["proofs"] else None
         table.add_row(
