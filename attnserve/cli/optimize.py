@@ -221,7 +221,7 @@ def _show_plan(report: PlanReport) -> None:
         for decision, name in zip(report.decisions, names, strict=True):
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
     table = make_table(
-        "fastest choices by loss (Pareto front)",
+        "fastest candidates by loss (Pareto front)",
         (">predicted speed-up", ">predicted loss", ">measured loss", ">cosine"),
     )
     for point in _sample_front(report.front):
@@ -246,7 +246,7 @@ def _show_plan(report: PlanReport) -> None:
                 f"{speed.speedup:.2f}x",
             )
         out.print(table)
-    print_qualities("proof", report.fidelity)
+    print_qualities("verified quality", report.fidelity)
     print_line(report.verdict)
 
 
