@@ -141,7 +141,7 @@ class Quality:
     @property
     def record(self) -> QualityRecord:
         names = ("file", "lengths", "same_outputs", "not_finite_rows", "excluded_rows")
-        told = {name: value for name in names if (value := getattr(self, name))}
+        stated = {name: value for name in names if (value := getattr(self, name))}
         return QualityRecord(
             measure=self.measure,
             value=self.value,
@@ -152,7 +152,7 @@ class Quality:
             rows=self.rows,
             split=self.split,
             output=self.output,
-        ).model_copy(update={**told, **self.also})
+        ).model_copy(update={**stated, **self.also})
 
     def describe(self) -> str:
         """One line for people."""

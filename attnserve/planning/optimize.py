@@ -155,10 +155,10 @@ class OptimizeReport:
             "search": found and found.summary,
             "also_proved": tuple(fidelity.record for fidelity in self.also_proved),
         }
-        told: dict[str, Any] = {name: value for name, value in optional.items() if value}
+        given: dict[str, Any] = {name: value for name, value in optional.items() if value}
         if found is not None:
-            told["choose"] = found.summary.choose
-        return entry.model_copy(update={**self.fidelity.measured.stated, **told})
+            given["choose"] = found.summary.choose
+        return entry.model_copy(update={**self.fidelity.measured.stated, **given})
 
 
 @with_keywords

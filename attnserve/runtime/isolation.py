@@ -339,11 +339,11 @@ def error_to_json(error: AttnserveError) -> dict[str, str]:
     return {"kind": kind, "what": error.what, "fix": error.fix, "code": error.code}
 
 
-def error_from_json(told: Mapping[str, str], unknown: type[AttnserveError]) -> AttnserveError:
+def error_from_json(content: Mapping[str, str], unknown: type[AttnserveError]) -> AttnserveError:
     """Restore the error of another process; ``unknown`` if ``graph_passes.errors`` lacks it."""
-    found: Any = getattr(errors, told["kind"], None)
+    found: Any = getattr(errors, content["kind"], None)
     is_known = isinstance(found, type) and issubclass(found, AttnserveError)
-    return (found if is_known else unknown)(told["what"], told["fix"], code=told["code"])
+    return (found if is_known else unknown)(content["what"], content["fix"], code=content["code"])
 
 
 def serve(parent: int) -> None:

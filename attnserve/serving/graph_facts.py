@@ -103,27 +103,27 @@ class GraphFacts:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> GraphFacts:
+    def from_json(cls, content: Mapping[str, Any]) -> GraphFacts:
         """The inverse of ``to_json``."""
         inputs = {
             name: ir.Value(name=name, shape=None if dims is None else ir.Shape(dims))
-            for name, dims in told["inputs"].items()
+            for name, dims in content["inputs"].items()
         }
         return cls(
             Cost(
-                told["macs"] and _polynomial_from_json(told["macs"]),
-                told["parameters"],
-                told["bytes"],
-                tuple(told["uncounted"]),
+                content["macs"] and _polynomial_from_json(content["macs"]),
+                content["parameters"],
+                content["bytes"],
+                tuple(content["uncounted"]),
                 inputs,
-                tuple(map(_polynomial_from_json, told["node_bytes"])),
+                tuple(map(_polynomial_from_json, content["node_bytes"])),
             ),
-            told["id_bounds"],
-            [_decoded(text) for text in told["examples"]],
-            told["int8_warning"],
-            told["batch_invariant"],
-            told["weight_bytes"],
-            tuple(told["external"]),
+            content["id_bounds"],
+            [_decoded(text) for text in content["examples"]],
+            content["int8_warning"],
+            content["batch_invariant"],
+            content["weight_bytes"],
+            tuple(content["external"]),
         )
 
 
@@ -135,9 +135,9 @@ def _polynomial_to_json(polynomial: Polynomial) -> dict[str, Any]:
     }
 
 
-def _polynomial_from_json(told: Mapping[str, Any]) -> Polynomial:
-    terms = {tuple(powers): Fraction(n, d) for powers, n, d in told["terms"]}
-    return Polynomial(tuple(told["axes"]), terms)
+def _polynomial_from_json(content: Mapping[str, Any]) -> Polynomial:
+    terms = {tuple(powers): Fraction(n, d) for powers, n, d in content["terms"]}
+    return Polynomial(tuple(content["axes"]), terms)
 
 
 def _encoded(arrays: Mapping[str, np.ndarray]) -> str:
