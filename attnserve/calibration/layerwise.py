@@ -169,7 +169,7 @@ def depending_on(graph: ir.Graph, nodes: Collection[ir.Node]) -> set[ir.Value]:
 
 
 def _varying(graph: ir.Graph) -> set[ir.Value]:
-    """Values that depend on the inputs. All others are equal for each batch and not cached."""
+    """Values that depend on the inputs; all others are equal for each batch and not cached."""
     found = set(graph.inputs)
     _add_dependents(graph, found)
     return found

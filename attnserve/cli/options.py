@@ -55,7 +55,7 @@ Force = Annotated[bool, flag("--force", help="Overwrite an existing output.", pa
 
 
 class Show(Options):
-    """What a command prints."""
+    """Output options of a command."""
 
     panel = OUTPUT
 

@@ -45,7 +45,7 @@ SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class GenaiFolder:
-    """What was written; ``context_length`` is in tokens."""
+    """The written folder; ``context_length`` is in tokens."""
 
     folder: Path
     layers: int

@@ -79,7 +79,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Embedding:
-    """How hidden states become an embedding, by the keys of attnserve.json.
+    """Conversion of hidden states to an embedding, by the keys of attnserve.json.
 
     ``dimensions`` is the number of dimensions to keep, None for all; ``prompts`` are texts before
     an input by name, and ``default_prompt`` the name of the one that is used without a name.

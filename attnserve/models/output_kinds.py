@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 CACHE_NAME = re.compile(r"cache|(?<![a-z])(present(?!ation)|past)")
-"""Not for example "representation"."""
+"""Matches cache names, but not for example "representation"."""
 
 VECTOR_NAME = re.compile(r"embed|pooled|pooler|vecs|representation")
 """Matches names of outputs [batch, n] that are embeddings, for any number of columns."""

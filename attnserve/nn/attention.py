@@ -288,7 +288,7 @@ class AttentionLayer(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``torch.nn.MultiheadAttention.forward``, with the same shapes and masks.
+        """Same as ``torch.nn.MultiheadAttention.forward``, with the same shapes and masks.
 
         Differences: a query without any allowed key attends to all instead of returning NaN,
         ``is_causal`` without ``attn_mask`` masks later keys, and the returned probabilities are

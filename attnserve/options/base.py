@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Cli:
-    """How the command line shows a field.
+    """Presentation of a field on the command line.
 
     Attributes:
         metavar: The name of the value.

@@ -27,7 +27,7 @@ from graph_passes.passes.reuse_attention import check_edges
 __all__ = ["Masks", "MutableEdges", "layer_name", "parse_count", "read_edges", "read_masks"]
 
 Masks = dict[str, list[int]]
-"""By layer, 1 for each head that is kept and 0 for each that is removed."""
+"""Head masks by layer: 1 for each kept head, 0 for each removed one."""
 
 MutableEdges = dict[str, dict[int, tuple[str, int]]]
 """As ``graph_passes.passes.reuse_attention.Edges``: by layer and head, (source layer, head)."""

@@ -139,12 +139,12 @@ def convert_alone(
     calibration: Sequence[Batch],
     parts: Sequence[Collection[str]],
 ) -> Iterator[ir.Model]:
-    """For each part, a copy of the model in which only its blocks are converted.
+    """Yield, for each part, a copy of the model in which only its blocks are converted.
 
     Activations are observed once for all of them.
 
     Args:
-        precision: Of a scheme in which single blocks may stay float32.
+        precision: Name of a scheme in which single blocks may stay float32.
 
     Raises:
         Those of ``convert``.

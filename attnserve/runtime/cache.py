@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 CACHE_FOLDERS = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}
-"""By platform: the variable with the user's cache folder, and the folder in the home directory."""
+"""The variable with the user's cache folder, and the folder in the home directory, by platform."""
 
 
 def cache_folder() -> Path:

@@ -106,7 +106,7 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """How a session runs its model.
+    """Options of a session.
 
     Attributes:
         optimize: False disables the graph optimizations of the runtime.

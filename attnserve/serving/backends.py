@@ -33,7 +33,7 @@ log = logging.getLogger("attnserve")
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """How a service runs a model.
+    """Options of a served model's session.
 
     Attributes:
         device: Device of the model.

@@ -727,7 +727,7 @@ def capacity() -> str:
 
 
 def replicas() -> str:
-    """How many replicas hold a peak load, with one spare."""
+    """Number of replicas for a peak load, with one spare."""
     rate = load("serving")["throughput"]["median_texts_per_s"]["attnserve"]
     peaks = (100, 1_000, 10_000, 100_000)
     needed = [math.ceil(peak / (UTILIZATION * rate)) + 1 for peak in peaks]

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 ReusedHeads = Mapping[int, tuple[str, int]]
-"""By head: the earlier layer and its head whose probabilities are reused."""
+"""For each reusing head, the earlier layer and the head whose probabilities it reuses."""
 
 Edges = Mapping[str, ReusedHeads]
 """``ReusedHeads`` by layer."""
