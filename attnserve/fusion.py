@@ -189,7 +189,7 @@ def fuse_for(
 
 
 def _is_loaded(model: ir.Model) -> bool:
-    """Whether ONNX Runtime loads the model, if its opset is that of the newest operators."""
+    """Whether ONNX Runtime loads the model; tested only for the opset of the newest operators."""
     if model.opset_imports.get("", 0) < max(OPSETS.values()):
         return True
     with suppress(InvalidModel):

@@ -32,7 +32,7 @@ PLAIN = re.compile(r"[^\s\"'=\x00-\x1f\x7f-\xa0]+")
 
 
 class _Formatter(logging.Formatter):
-    """Formats a record with its ``fields`` and those of the request."""
+    """Formats a record with its ``fields`` and the fields of the request."""
 
     def __init__(self, log_format: str) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ class LayerwiseRunner:
         return self._stretch(wanted, later)
 
     def peek(self, wanted: Sequence[ir.Value]) -> Iterator[list[np.ndarray]]:
-        """Run up to ``wanted`` and keep the cache: nodes on the way may still be edited."""
+        """Run up to ``wanted`` without changing the cache; nodes may still be edited."""
         return self._stretch(wanted, None)
 
     def _stretch(

@@ -380,7 +380,7 @@ def _read(sites: Iterable[Site]) -> list[ir.Value]:
 
 
 def _is_current(site: Site) -> bool:
-    """Whether the values of a site are still in its graph: refitting others may replace them."""
+    """Whether the values of a site are still in its graph; other fits may replace them."""
     values = [value for value in (site.tokens, site.output, site.beside) if value is not None]
     nodes = [node for value in values if (node := value.producer()) is not None]
     return all(node.graph is not None for node in nodes)

@@ -79,7 +79,7 @@ class StsScore:
 
 @dataclass(frozen=True, eq=False)
 class ClassificationScore:
-    """The share of rows whose largest logit is that of the label, 0 to 1.
+    """The share of rows whose largest logit belongs to the label, 0 to 1.
 
     ``predictions`` are the predicted classes and ``gold`` the labels, one per row of the file.
     """

@@ -614,7 +614,7 @@ def _head_width(torch: Any, head: Any, width: int, source: Path) -> int:
 
 
 def _max_length(settings: FolderSettings, tokenizer: Any, limit: int | None) -> int | None:
-    """Maximum tokens of a text: the stated one, else that of the tokenizer, within the positions.
+    """Maximum tokens of a text: from the model's files, else the tokenizer, within the positions.
 
     Rotary and relative positions limit only texts of models that state no length, as in
     sentence-transformers.

@@ -232,7 +232,7 @@ class Artifact:
 
     @property
     def labels(self) -> dict[int, str]:
-        """Names of the classes: ``id2label`` in the record, else those of config.json, or none.
+        """Names of the classes: ``id2label`` in the record, else in config.json, else none.
 
         Raises:
             InvalidModel: The labels are not names by number, or config.json is not valid.

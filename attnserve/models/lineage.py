@@ -45,7 +45,7 @@ class Recorded(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     def to_json(self, *left_out: str) -> dict[str, Any]:
-        """The fields as JSON values, without those that are named."""
+        """The fields as JSON values, without the named ones."""
         return self.model_dump(mode="json", exclude_unset=True, exclude=set(left_out))
 
     @property

@@ -105,7 +105,7 @@ class ModuleEntry(SettingsFile):
     type: str
     """The class of the module; only those of sentence-transformers are read."""
     path: Annotated[str, Field(pattern=r"^(\w[\w.-]{0,98})?$")]
-    """The folder of the module: one in that of the model, or this one if empty."""
+    """The folder of the module inside the model folder; empty for the model folder."""
 
 
 class Library(SettingsFile):
@@ -268,7 +268,7 @@ class Transformer(SettingsFile):
 
 
 class Pooling(SettingsFile):
-    """config.json of a module Pooling: one vector per text from those of its tokens."""
+    """config.json of a module Pooling: one vector per text from its token vectors."""
 
     ignored = {"embedding_dimension": WIDTH, "word_embedding_dimension": WIDTH}
 

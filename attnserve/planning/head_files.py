@@ -30,7 +30,7 @@ Masks = dict[str, list[int]]
 """Head masks by layer: 1 for each kept head, 0 for each removed one."""
 
 MutableEdges = dict[str, dict[int, tuple[str, int]]]
-"""As ``graph_passes.passes.reuse_attention.Edges``: by layer and head, (source layer, head)."""
+"""Mutable ``graph_passes.passes.reuse_attention.Edges``: layer, head -> (source layer, head)."""
 
 MASK_FORM = '{"layer": [1, 0, ...]}: 1 for each head to keep and 0 for each head to remove'
 EDGE_FORM = '{"layer": {"head": ["earlier layer", head]}}; count heads from 0'

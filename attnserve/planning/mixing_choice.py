@@ -50,7 +50,7 @@ LARGEST_SHAPE, LARGEST_MACS = (8, 512), 20_000_000_000
 """Another such shape, for models up to this number of MACs at it."""
 
 SAME_ERROR = 1.02
-"""The largest error, relative to that of the dense form, that counts as equal."""
+"""Maximum error relative to the dense form that counts as equal."""
 
 NO_SLOWER = 0.98
 """The lowest speed-up over the fused original at any shape."""
@@ -136,7 +136,7 @@ class FormComparison:
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:
-        """Speed-ups over the fused original, as served: the mean, and that of the slowest shape.
+        """Speed-ups over the fused original, as served: the mean, and the slowest shape.
 
         Shapes at which a form seems to be slower are timed twice.
 

@@ -45,7 +45,7 @@ def fake_operators(
     keep: Collection[ir.Node] = (),
     rounding: Mapping[tuple[str, bool], Rounding] | None = None,
 ) -> dict[ir.Node, Operator]:
-    """Functions that replace those of ``OPERATORS`` for the nodes that ``int8.quantize`` converts.
+    """Create replacements of ``OPERATORS`` functions for the nodes that ``int8.quantize`` converts.
 
     Args:
         bits: Number of bits of the weights.

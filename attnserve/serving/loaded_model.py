@@ -227,7 +227,7 @@ class Model:
         return inputs["input_ids"] if "input_ids" in inputs else inputs[self.inputs[0].name]
 
     def tokens(self, inputs: Mapping[str, np.ndarray]) -> int:
-        """Number of tokens that are not masked, without those of a cache."""
+        """Number of unmasked tokens, without tokens of a cache."""
         mask, shape = inputs.get("attention_mask"), self.ids(inputs).shape[:2]
         if mask is not None and mask.ndim == 2 and len(shape) == 2 and mask.shape[1] >= shape[1]:
             return int(np.count_nonzero(mask[:, mask.shape[1] - shape[1] :]))

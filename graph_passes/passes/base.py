@@ -101,7 +101,7 @@ class RewritePass(ir.passes.InPlacePass):
         """Raise CannotRewrite or InvalidArgument unless the pass applies to the model."""
 
     def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
-        """The interface of the rewritten model; by default that of the model."""
+        """The interface of the rewritten model (default: unchanged)."""
         return before
 
     @abstractmethod

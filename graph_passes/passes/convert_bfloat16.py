@@ -131,7 +131,7 @@ def _is_converted(node: ir.Node, half: set[ir.Value], opset: int) -> bool:
 
 
 def _computed(node: ir.Node) -> Iterator[ir.Value]:
-    """The outputs except omitted ones and those that are always float32."""
+    """The outputs, without omitted ones and outputs that are always float32."""
     fixed = STATISTICS.get(node.op_type, ())
     return (v for place, v in enumerate(node.outputs) if v.name and place not in fixed)
 

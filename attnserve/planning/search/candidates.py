@@ -60,7 +60,7 @@ MAX_CONFIGS = 24
 block, that are timed."""
 
 SHARED_FRACTION = 2 / 3
-"""The shared dimensions of collaborative heads, relative to those of separate heads."""
+"""Number of shared dimensions of collaborative heads, relative to separate heads."""
 
 SHARED_GAIN = 1.03
 """The least speed-up of shared over separate dimensions at which their loss is measured: less is
@@ -507,7 +507,7 @@ def _joined(options: Sequence[Option]) -> Option:
 
 
 def _rising(options: Sequence[Option]) -> list[Option]:
-    """Sort options by loss, and drop those that are not faster than one with less loss."""
+    """Sort options by loss, and drop dominated ones."""
     ordered = sorted(options, key=lambda option: (option.loss, option.ms))
     rising = ordered[:1]
     for option in ordered[1:]:

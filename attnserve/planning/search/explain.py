@@ -14,7 +14,7 @@ from attnserve.planning.search.pareto import Choice
 __all__ = ["explain", "front_points"]
 
 MAX_POINTS = 50
-"""The number of points of the front that plan.json lists, besides those that were built."""
+"""Number of points of the front that plan.json lists, besides built ones."""
 
 
 def front_points(
