@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         code = run(arguments)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is written: the exit code must say so
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the output is complete: keep its exit code
         return code
     except KeyboardInterrupt:
         print("interrupted; no partial output was written", file=sys.stderr)

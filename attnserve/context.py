@@ -31,13 +31,13 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Device:
-    """What runs a model.
+    """The runtime, provider and threads that run a model.
 
     Attributes:
         provider: The kind of processor.
         threads: Intra-op threads of a session; 0 leaves the choice to the runtime, which takes no
             more than the CPU quota of a container.
-        runtime: The library, by its name in ``RUNTIMES``.
+        runtime: Name of the runtime library in ``RUNTIMES``.
     """
 
     provider: Provider = "cpu"

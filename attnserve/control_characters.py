@@ -1,4 +1,4 @@
-"""Names and texts of others on a terminal and in a log."""
+"""Escape control characters in untrusted text for terminals and logs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Attention and GELU become one operator each, residual sums and biases use the fewest nodes. Nothing
 is approximated, but sums are computed in another order. No fusion adds multiply-accumulates: heads
-that share query and key dimensions keep their form. Serving fuses what it loads
-(``planning.lossless_passes``), and every conversion of the precision fuses first. Products with
+that share query and key dimensions keep their form. Serving fuses the models that it loads
+(``planning.lossless_passes``). Every conversion of the precision fuses first. Products with
 quantized weights stay as they are.
 """
 
@@ -48,7 +48,7 @@ FORMS: Mapping[Provider, Sequence[FusedOperator]] = {
 """Attention operators, fastest first; the first that applies is used."""
 
 PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
-"""Operators that contain the projections, which integer conversions could not convert then."""
+"""Operators that contain the projections; integer conversions cannot convert these."""
 
 COUNTED = tuple(Workload.of(*shape) for shape in ((1, 1), (2, 1), (1, 512), (1, 4096)))
 """What MACs are compared at."""
@@ -111,7 +111,7 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
     """Run fusion passes on a model in place, and certify the attention that they rewrite.
 
     Args:
-        is_timed_only: The model is timed and then dropped: nothing is certified.
+        is_timed_only: Skip certification, because the model is only timed.
 
     Raises:
         CannotRewrite: The opset of an operator is out of reach.
@@ -190,7 +190,7 @@ def fuse_for(
 
 
 def _is_loaded(model: ir.Model) -> bool:
-    """Whether ONNX Runtime loads the model, if its opset is that of the newest operators."""
+    """Whether ONNX Runtime loads the model; tested only for the opset of the newest operators."""
     if model.opset_imports.get("", 0) < max(OPSETS.values()):
         return True
     with suppress(InvalidModel):

@@ -1,4 +1,4 @@
-"""Paths that the public functions accept, and the files that belong to a model."""
+"""Convert paths that public functions accept, and find the files of a model."""
 
 from __future__ import annotations
 

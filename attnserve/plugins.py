@@ -52,7 +52,7 @@ class Registry(Generic[Part]):
     """The parts of one kind, by name.
 
     Args:
-        option: The option that selects one, for errors.
+        option: Name of the option that selects a part, for errors.
     """
 
     def __init__(self, option: str, *parts: Part) -> None:
@@ -84,6 +84,6 @@ class Registry(Generic[Part]):
         return name in self._parts
 
     def __iter__(self) -> Iterator[Part]:
-        """The parts, those of plugins last."""
+        """Iterate over the parts; parts of plugins come last."""
         load_plugins()
         return iter(self._parts.values())

@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those of the packages that are installed."""
+    """Versions of the given packages, if they are installed."""
     installed: dict[str, str] = {}
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -41,7 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 FLAGS = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
 )  # fmt: skip
-"""Features of a CPU that decide how fast and how exact products are."""
+"""CPU features that determine speed and exactness of matrix products."""
 
 LENGTHS = (16, 32, 64, 128, 256, 384, 512)
 """Sequence lengths of the speed tables."""
@@ -107,13 +107,13 @@ def sts_score(model: Path, pairs: Path) -> float:
 def quality_as_searched(
     original: Path, new: Path, data: Path, calibration: Path, lengths: str = ""
 ) -> Quality:
-    """Compare two models on all rows of a file as a search does on its own rows.
+    """Compare two models on all rows of a file with the method of the search.
 
-    Short and long texts are measured apart by the lengths of ``calibration``, as in the search;
-    ``attnserve.verify`` decides that by those of ``data``.
+    Short and long texts are separated by the lengths of ``calibration``, as in the search;
+    ``attnserve.verify`` uses the lengths of ``data``.
 
     Args:
-        lengths: Return this part if there is one, else that with most loss.
+        lengths: Return this part if it exists, else the part with the largest loss.
     """
     artifact = open_artifact(original)
     before, after = load_model(artifact), load_model(open_artifact(new))
@@ -212,7 +212,7 @@ def write_result(name: str, options: argparse.Namespace, **content: Any) -> None
 
 
 def command_of(name: str, options: argparse.Namespace) -> str:
-    """The command of a benchmark: names of files instead of paths, and no ``--resume``."""
+    """The command of a benchmark, with file names instead of paths and without ``--resume``."""
     arguments = (
         f"--{key.replace('_', '-')}" + ("" if value is True else f" {_argument(value)}")
         for key, value in vars(options).items()
@@ -222,7 +222,7 @@ def command_of(name: str, options: argparse.Namespace) -> str:
 
 
 def own_flags() -> list[str]:
-    """Those of ``FLAGS`` that this CPU has."""
+    """Members of ``FLAGS`` that this CPU has."""
     return [flag for flag in FLAGS if flag in cpu_flags()]
 
 

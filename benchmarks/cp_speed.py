@@ -5,9 +5,9 @@
 BERT-base shape (H 12, D 768, K 64) at R = 256. The weights are synthetic and resemble trained
 weights: all heads read shared directions of decaying strength, with a rotation and noise per head.
 
-Every round runs parafac for a few iterations, then ours until its error is at most that of parafac.
-parafac receives the stack; building it is not timed. Then complete decompositions are timed, one
-per layer, and the growth of resident memory is measured in a separate process.
+Every round runs parafac for a few iterations, then attnserve until its error is at most that of
+parafac. parafac receives the stack; building it is not timed. Then complete decompositions are
+timed, one per layer, and the growth of resident memory is measured in a separate process.
 """
 
 from __future__ import annotations

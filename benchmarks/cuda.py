@@ -272,7 +272,7 @@ def _faithful(size: Mapping[str, Any]) -> list[str]:
 
 
 def _speedups(size: Mapping[str, Any]) -> dict[Shape, float]:
-    """Return the best time of other tools over our best time with a cosine of at least 0.98."""
+    """Return the speed-up of the best form (cosine of at least 0.98) over the best other tool."""
     speedups: dict[Shape, float] = {}
     for shape, times in _by_shape(size, "p50_ms").items():
         theirs = [times[name] for name in THEIRS if name in times]
@@ -283,7 +283,7 @@ def _speedups(size: Mapping[str, Any]) -> dict[Shape, float]:
 
 
 def _memory(size: Mapping[str, Any]) -> list[float]:
-    """Return the peak memory of our fastest form over that of the original in fp16, by shape."""
+    """Return the peak memory of the fastest attnserve form over the fp16 original, by shape."""
     peaks, times = _by_shape(size, "peak_bytes"), _by_shape(size, "p50_ms")
     ratios: list[float] = []
     for shape, of_forms in peaks.items():

@@ -8,9 +8,9 @@ For classification, all-MiniLM-L6-v2 is fine-tuned on every other row of --train
 taken as it is. Then its queries and keys share R dimensions (``optimize --collab-dk R``, calibrated
 on 900 rows), and the result is fine-tuned again for --minutes on the other rows, or on all rows for
 sts (``recover --task``: the labels, and the outputs of the first encoder). ``recover`` judges the
-training by rows that it holds out. No encoder may know them, and the first fine-tuning would.
-R = 384 is exact. The row without R is the control: the first encoder, fine-tuned again.
-Scores are those of --dev: Spearman's correlation, or the accuracy.
+training by rows that it holds out. No encoder may have been trained on them, as the first
+fine-tuning would do. R = 384 is exact. The row without R is the control: the first encoder,
+fine-tuned again. Scores are those of --dev: Spearman's correlation, or the accuracy.
 """
 
 from __future__ import annotations

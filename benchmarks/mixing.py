@@ -102,7 +102,7 @@ def speeds(
 def summary(
     rows: Sequence[Mapping[str, Any]], ranks: Sequence[int], errors: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """For each R: ``auto`` at its slowest shape, and beside the best other form of equal error.
+    """For each R: ``auto`` at its slowest shape, and over the best other form of equal error.
 
     Means are geometric, over all shapes. If ``auto`` took the best form, "auto_vs_best" compares
     two files of it, and shows the noise of the run.
@@ -138,7 +138,7 @@ def measure(
 
 
 def trained(options: Any, rounds: int, progress: Console) -> dict[str, Any]:
-    """all-MiniLM-L6-v2, and the quality of its forms."""
+    """Measure all-MiniLM-L6-v2 and the quality of its forms."""
     with encoder_study(options.train, options.dev, options.rows) as study:
         made, content = measure(
             SIZES["MiniLM"], study.original, study.folder, rounds, progress, study.calibration

@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _store(
     rows: list[dict[str, Any]], row: dict[str, Any], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Write the result file with a row in place of that of the same name."""
+    """Write the result file with a row that replaces the row of the same name."""
     others = [r for r in rows if (r["goal"], r["keep"]) != (row["goal"], row["keep"])]
     write_result("mixture", argparse.Namespace(text=options.text), rows=[*others, row])
     return [*others, row]

@@ -54,7 +54,7 @@ ROWS = 1000
 """Sentences on which similarities are compared."""
 
 SECONDS = 20.0
-"""Of timing, for each length."""
+"""Time of measurements at each length."""
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "attnserve, int8": {},

@@ -1,4 +1,4 @@
-"""Prune once and train, or prune and train in turns: the same final size and the same time.
+"""Compare pruning once before training with alternate pruning and training, at equal size and time.
 
     python -m benchmarks.pruning_rounds --train STSB_TRAIN.tsv --dev STSB_DEV.tsv --text TEXT
         [--turns 1 2] [--minutes 20] [--threads 1] [--resume]
@@ -26,7 +26,7 @@ from benchmarks._common import number_table, stored_rows, sts_parser, write_resu
 from benchmarks.recovery import Study
 
 HEADS, NEURONS = (12, 4), (1536, 512)
-"""Per layer, before and after."""
+"""Heads and neurons per layer, before and after."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def shares(rounds: int, sizes: tuple[int, int]) -> list[float]:
-    """The share of what is left that each of some equal steps between two sizes removes."""
+    """Share of the remaining parts that each of several equal steps between two sizes removes."""
     before, after = sizes
     left = [before - (before - after) * step // rounds for step in range(rounds + 1)]
     return [1 - new / old for old, new in pairwise(left)]

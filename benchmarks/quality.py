@@ -1,4 +1,4 @@
-"""Promised, proved and true quality of optimized models, for each measure of quality.
+"""Target, verified and independently measured quality of optimized models, for each measure.
 
     python -m benchmarks.quality --minilm TRAIN.tsv DEV.tsv --sst2 CLASSIFIER TRAIN.tsv DEV.tsv
         --stories MODEL.onnx TOKENIZER.bin ROWS.npz UNSEEN.npz HUMAN.txt
@@ -6,9 +6,9 @@
         [--only MODEL] [--keep K ...] [--resume]
 
 Each model is optimized for every K (``--keep K --allow ffn``, one thread). The result has the
-proof of the search, the same measure on rows of the same source that the search did not get, the
-same on rows of another source, and the score of a task. Runs take minutes: the result file is
-written after each of them, and ``--resume`` continues it.
+verification of the search, the same measure on unseen rows of the same source and on rows of
+another source, and the score of a task. Runs take minutes: the result file is written after each of
+them, and ``--resume`` continues it.
 
     minilm      sentences of TRAIN to calibrate, others of it; sentences of DEV; Spearman of DEV
     sst2        CLASSIFIER is an output of benchmarks.classifier; sentences and accuracy as above
@@ -62,7 +62,7 @@ from benchmarks._common import (
 KEEP = (0.95, 0.98, 0.99, 0.995)
 
 ROWS, UNSEEN, IMAGES, DEV_ROWS, OTHER_LINES = 1400, 2000, 5000, 600, 500
-"""Rows for calibration, a seventh of which serves for a proof; unseen sentences and images."""
+"""Rows for calibration, a seventh of them for verification; unseen sentences and images."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _classifier(folder: Path, model: Path, train: Path, dev: Path) -> Case:
 
 
 def _from_scratch(folder: Path, model: Path, train: Path, dev: Path) -> Case:
-    """Calibrate on sentences of DEV: the network knows those of TRAIN by heart."""
+    """Calibrate on sentences of DEV, because the network has memorized those of TRAIN."""
     texts = [labeled_sentences(file)[0] for file in (dev, train)]
     files = _texts(folder, *texts, rows=DEV_ROWS)
     return Case(model, *files, "accuracy", partial(classifier_accuracy, rows=dev))
@@ -252,7 +252,7 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
 
 
 def disagreements(keep: float, proved: Quality, unseen: Quality) -> list[str]:
-    """Return what does not agree; nothing if the promise, the proof and the truth do.
+    """Return the disagreements between target, verification and unseen rows.
 
     "promise": the value on unseen rows is below ``keep`` by more than its interval.
     "condition": it is not, but another condition (a second measure, the worst rows) is not met.
@@ -280,8 +280,8 @@ def merged(rows: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> list[di
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
-    headings = ("keep", "proved", "unseen", "other", "task", "speed-up", "CPU s", "disagree")
-    table = number_table("promised, proved and true quality", headings)
+    headings = ("keep", "verified", "unseen", "other", "task", "speed-up", "CPU s", "disagree")
+    table = number_table("target, verified and unseen quality", headings)
     for row in rows:
         proof = row["proofs"][-1]["quality"] if row["proofs"] else None
         table.add_row(

@@ -1,4 +1,4 @@
-"""What training brings back: all-MiniLM-L6-v2 made smaller, then distilled from the original.
+"""Quality recovered by training: compress all-MiniLM-L6-v2, then distill from the original.
 
     python -m benchmarks.recovery --train STSB_TRAIN.tsv --dev STSB_DEV.tsv --text TEXT
         [--case NAME ...] [--minutes 20] [--threads 2] [--resume]

@@ -4,7 +4,7 @@
 
 Exports encoders with the layers of BERT-base and BERT-large and random weights, and searches each
 one in a process of its own on all cores, calibrated on 900 sentences of --train. The time covers
-the whole command: export is not part of it, calibration, search, proof and verification are.
+the whole command with calibration, search and verification, but not the export.
 """
 
 from __future__ import annotations

@@ -645,8 +645,8 @@ def summarize(phase: Phase) -> dict[str, Any]:
 def recovery_seconds(due_s: np.ndarray, unwell: np.ndarray) -> float:
     """Return when the last request was due that the overload still delayed.
 
-    A single slow request after a stretch of good ones is noise: the phase before has one in a
-    hundred too. So the recovery ends with the first second in which at most 2 % are slow.
+    Single slow requests are noise, because the phase before has one in a hundred too. The recovery
+    therefore ends with the first second in which at most 2 % are slow.
     """
     order = np.argsort(due_s)
     due, bad = due_s[order], unwell[order]
@@ -735,7 +735,7 @@ def footprint(setup: Setup) -> dict[str, Any]:
 
 
 class PeakMemory:
-    """The most resident bytes of the servers that this process starts, seen every 2 ms.
+    """Peak resident bytes of the servers that this process starts, sampled every 2 ms.
 
     Attributes:
         peaks: Bytes of "server", of its child processes ("check"), and of "both" at one time.

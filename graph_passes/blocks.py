@@ -59,11 +59,11 @@ BlockForm = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
 
 @dataclass(frozen=True, eq=False)
 class BroadcastLayout:
-    """How a value that is independent of the tokens broadcasts to heads (B, H, T, K).
+    """Broadcasting of a token-independent value to heads (B, H, T, K).
 
     Attributes:
         value: Rotary angles, or cached keys or values.
-        axes: What each axis of the value counts: the batch, the tokens, or elements selected by an
+        axes: The role of each axis of the value: the batch, the tokens, or elements selected by an
             (H, K) array of indices (zeros if the axis has length 1).
         positions: If given, ``value[positions]`` is broadcast, (B or 1, T, ...).
         is_last_position: Positions are those of the last token of each sequence.
@@ -473,8 +473,8 @@ class AttentionBlock:
         product: The node that multiplies queries and keys, or the fused operator.
         logits: The scaled scores before ``steps``; None inside a fused operator.
         logits_axes: The permutation of the logits to (B, H, S, T) or (B*H, S, T).
-        probabilities: Of all heads, (B, H, S, T) or (B*H, S, T); None inside a fused operator, in
-            another layout, or if own and reused heads are in values of their own.
+        probabilities: Probabilities of all heads, (B, H, S, T) or (B*H, S, T); None inside a fused
+            operator, in another layout, or if own and reused heads are in values of their own.
         context: probabilities @ v, (B, H, S, V) or in the layout of the operator.
         context_axes: The permutation of the context to (B, H, S, V) or (B*H, S, V); None for a
             fused operator's (B, S, H*V) or (B, H, S, V).

@@ -25,8 +25,7 @@ class GraphContext:
     ``with GraphContext.of(model) as context:`` shares one context among all passes in the block.
 
     Attributes:
-        expected: What each running pass, the outermost first, has to leave behind: its
-            postconditions. A pass may run others.
+        expected: The postconditions of each running pass, outermost first; a pass may run others.
     """
 
     def __init__(self, model: ir.Model) -> None:

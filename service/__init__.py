@@ -1,1 +1,1 @@
-"""The server: an artifact behind HTTP, in the protocols that clients already speak."""
+"""HTTP server for artifacts, with standard inference protocols."""

@@ -27,7 +27,7 @@ from service.metrics import Metrics
 from service.settings import Settings, read_settings
 
 LARGE_BYTES = 262_144
-"""Smaller answers are not compressed: that takes longer than their transfer in a data center."""
+"""Minimum size of compressed answers; smaller ones are transferred faster than compressed."""
 
 REFUSES_GZIP = re.compile(r"\bgzip\s*;\s*q=0(\.0*)?\s*(,|$)", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""Who may ask what: API keys, and the rights to load and unload models."""
+"""Authorization: API keys, and the permission to load and unload models."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from service.protocol import HEALTH
 from service.settings import Settings, is_loopback
 
 RELOAD_S = 1.0
-"""How often the key file is looked at."""
+"""Interval of the checks of the key file."""
 
 log = logging.getLogger("attnserve")
 
 CONTROL = re.compile(r"/v2/repository/models/[^/]*/(un)?load\s*")
-"""Routes match paths with a line break at the end too (``$`` of starlette's patterns)."""
+"""Routes also match paths with a trailing line break (``$`` of starlette's patterns)."""
 
 OPEN = (*HEALTH, "/")
 """Paths that need no key: health checks, and the dashboard page, whose data does need one."""
@@ -93,11 +93,11 @@ class Authorize:
 
     A key is sent as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; without one the answer is
     401, if the service has keys. A key file is read again when it has changed, in every worker. If
-    it cannot be read, or holds no key, the keys before stay.
+    it cannot be read, or contains no key, the previous keys stay valid.
 
-    Loading and unloading is answered with 403, unless the client may do it. A page of another site
-    can send requests to a server of the same machine. Browsers name the site in ``Origin``, also if
-    its name was bound to another address (DNS rebinding).
+    Loading and unloading is answered with 403, unless the client may do it. A web page of another
+    site can send requests to a server on the same machine. Browsers send the site in ``Origin``,
+    even if its name was bound to another address (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, keys: Keys) -> None:
@@ -143,7 +143,7 @@ class Authorize:
         return False
 
     def _file_version(self) -> tuple[int, int] | None:
-        """Changes with the file; None if there is none."""
+        """A value that changes with the file; None without a file."""
         path = self._settings.api_keys_file
         try:
             found = path.stat() if path else None
@@ -160,9 +160,9 @@ class Authorize:
         self._version = version
         try:
             self._known = _checksums(read_keys(self._settings))
-            log.info("%s: read again", self._settings.api_keys_file)
+            log.info("%s: reloaded", self._settings.api_keys_file)
         except InvalidArgument as error:
-            log.error("the API keys stay as they are: %s", error.what)
+            log.error("the previous API keys stay valid: %s", error.what)
 
 
 def _checksums(keys: Keys) -> Keys:
@@ -172,7 +172,7 @@ def _checksums(keys: Keys) -> Keys:
 def _is_known(scope: Scope, known: Keys) -> bool:
     """Whether the key of a request has one of these checksums; its name goes to the log.
 
-    All are compared, in constant time, so that the time of a refusal reveals nothing.
+    All keys are compared in constant time, to prevent timing attacks.
     """
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")

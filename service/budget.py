@@ -1,4 +1,4 @@
-"""A bound on the bytes that open requests hold together."""
+"""Limit of the bytes of all open requests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from service.errors import DeadlineExceeded, Overloaded
 
 
 class Budget:
-    """Bytes for the requests of one event loop. A free budget admits a request of any size.
+    """Byte budget of the requests of one event loop. A free budget admits a request of any size.
 
     Args:
-        limit: The bytes that they may hold at the same time.
+        limit: Maximum number of bytes in use at the same time.
     """
 
     def __init__(self, limit: int) -> None:
@@ -20,26 +20,26 @@ class Budget:
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
     def take(self, size: int) -> None:
-        """Hold ``size`` bytes until they are given back.
+        """Reserve ``size`` bytes until they are released.
 
         Raises:
-            Overloaded: The others hold too many.
+            Overloaded: Other requests use too many bytes.
         """
         if not self._has_room(size):
             raise Overloaded(
-                f"open requests hold {self._used} bytes, and at most {self._limit} may be held",
+                f"open requests hold {self._used} bytes, and the limit is {self._limit}",
                 "try again later",
             )
         self._used += size
 
     async def wait(self, size: int, deadline: float | None) -> None:
-        """Hold ``size`` bytes, as soon as those that came before have got theirs.
+        """Wait for ``size`` free bytes, in order of arrival, and reserve them.
 
         Args:
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            DeadlineExceeded: It passed before.
+            DeadlineExceeded: The deadline passed before.
         """
         left = None if deadline is None else deadline - perf_counter()
         try:

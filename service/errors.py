@@ -140,8 +140,8 @@ def error_response(
 def hide_folders(text: str, served: Path) -> str:
     """``text`` with relative paths for files in ``served``, temporary and installation folders.
 
-    Clients must not learn the paths of the server. Tensor names look like paths ("/model/Add"), so
-    that only known folders are removed.
+    Paths of the server are hidden from clients. Only known folders are replaced, because tensor
+    names look like paths ("/model/Add").
     """
     return _folders(served).sub(lambda at: "" if at["separator"] else Path(at[0]).name, text)
 
@@ -167,7 +167,7 @@ async def _handle_error(request: Request, error: AttnserveError) -> Response:
 
 
 async def _handle_http_error(request: Request, error: HTTPException) -> Response:
-    """Errors of the router, the answer to OPTIONS, and refusals with a status of their own."""
+    """Handle errors of the router, answers to OPTIONS, and refusals with an explicit status."""
     text = f"{request.method} {request.url.path}: {error.detail}"
     answer = error_response(request.scope, error.status_code, text)
     if error.status_code == 405:

@@ -49,10 +49,10 @@ def serve(settings: Settings) -> None:
 
 
 def share_cores(settings: Settings) -> Settings:
-    """``settings`` with the threads of a run, if runs share the cores or the CPU quota is smaller.
+    """Set the threads of a run in ``settings``, if runs share the cores or a CPU quota applies.
 
-    ONNX Runtime would otherwise use all cores of the machine. The tokenizers use half of them: long
-    texts must leave some to the runs of others.
+    ONNX Runtime would otherwise use all cores of the machine. Tokenizers use half of them, so that
+    long texts leave cores to other runs.
     """
     threads, cores = settings.threads, available_cores()
     if not threads and (settings.workers > 1 or cores < (os.cpu_count() or 1)):

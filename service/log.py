@@ -1,4 +1,4 @@
-"""The log: one line per record on stderr, as text or JSON, with the request that it belongs to."""
+"""Logging to stderr: one line per record, as text or JSON, with fields of the request."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from attnserve.control_characters import escape_control
 from service.settings import Settings
 
 REQUEST: ContextVar[dict[str, str] | None] = ContextVar("request", default=None)
-"""Client address, ids and key of the request that is being answered: every line of it has them."""
+"""Client address, ids and key of the current request, which are part of each of its lines."""
 
 LOG_RECORDS = 10_000
-"""Log records that wait for stderr."""
+"""Maximum number of log records that wait for stderr."""
 
 FLUSH_S = 2.0
 
 PLAIN = re.compile(r"[^\s\"'=\x00-\x1f\x7f-\xa0]+")
-"""Values that need no quotes in a text line."""
+"""Pattern of values that need no quotes in a text line."""
 
 
 class _Formatter(logging.Formatter):
-    """Formats a record with its ``fields`` and those of the request."""
+    """Formats a record with its ``fields`` and the fields of the request."""
 
     def __init__(self, log_format: str) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _quoted(value: Any) -> str:
 
 
 class _QueuedLog(QueueHandler):
-    """Queues formatted lines for a thread; drops them if nobody reads stderr and it is full."""
+    """Queues formatted lines for a thread; drops lines if the queue is full."""
 
     def __init__(self) -> None:
         self.records: queue.Queue[logging.LogRecord] = queue.Queue(LOG_RECORDS)
@@ -76,7 +76,7 @@ class _QueuedLog(QueueHandler):
 
 
 class _LogWriter(QueueListener):
-    """Writes to the file descriptor: a blocked stream keeps a lock that the exit needs."""
+    """Writes to the file descriptor; a blocked stream would hold a lock that exit needs."""
 
     def handle(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
@@ -86,7 +86,7 @@ class _LogWriter(QueueListener):
 def configure_log(settings: Settings) -> None:
     """Log to stderr from a thread, also warnings of Python, and the stacks of a crash.
 
-    A reader of stderr that stops reading must not stop the event loop.
+    A stalled reader of stderr must not block the event loop.
     """
     faulthandler.enable(2)
     handler = _QueuedLog()

@@ -33,7 +33,7 @@ OF_QUALITY = (*OF_MODEL, "measure")
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
 WORK = ("rows", "tokens", "macs")
 UNREADABLE = (OSError, RuntimeError, ValueError, struct.error)
-"""What prometheus_client raises for a damaged file."""
+"""Exceptions of prometheus_client for a damaged file."""
 
 WINDOW_S = 60
 """Seconds covered by the window of /stats.json."""
@@ -105,7 +105,7 @@ class Metrics(Collector):
         )
         self.out_of_calibration = counter(
             "out_of_calibration",
-            "Rows that are not like the calibration data, by reason: length or tokens.",
+            "Rows outside of the calibration data, by reason: length or tokens.",
             (*OF_MODEL, "reason"),
         )
         self.shadow_rows = counter(
@@ -240,9 +240,9 @@ class Metrics(Collector):
             ("value", "Quality against the original on the last compared rows."),
             ("lower", "Lower end of its 95 % interval."),
             ("upper", "Upper end of its 95 % interval."),
-            ("promise", "Quality that the artifact promises."),
-            ("rows", "Rows of the estimate."),
-            ("broken", "1 if the promise was found broken."),
+            ("promise", "Quality that the artifact guarantees."),
+            ("rows", "Number of rows of the estimate."),
+            ("broken", "1 if the quality guarantee is violated."),
         ):
             gauge = GaugeMetricFamily(f"attnserve_quality_{key}", text, labels=OF_QUALITY)
             for of, report in reports.items():
@@ -354,7 +354,7 @@ class ModelMetrics:
         self._current_second().rejects[reason] += 1
 
     def record_outside(self, reason: str) -> None:
-        """Record a row that is not like the calibration data."""
+        """Record a row outside of the calibration data."""
         self._metrics.out_of_calibration.labels(*self._of, reason).inc()
 
     def record_request(self, cost: Mapping[str, int | float]) -> None:

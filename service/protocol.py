@@ -1,10 +1,10 @@
-"""HTTP connections with bounds that uvicorn lacks: the size of the head, the time of transfers.
+"""HTTP connections with limits that uvicorn lacks: size of the head, duration of transfers.
 
 ``uvicorn --http h11`` limits heads too, and keeps the bodies of requests that offer an upgrade, but
 needs 100 us more processor time for each request.
 
-The parser gets complete heads, and no byte of the next one with a body: what is removed from a head
-may be cut at any place by the network.
+The parser receives complete heads, and never a byte of the next head with a body, because the
+network may split a head at any byte, also within a header that is removed.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 MAX_HEAD_BYTES = 65_536
-"""Of the request line and the headers."""
+"""Maximum size of the request line and the headers."""
 
 RECEIVE_S = 60.0
-"""A request must be complete this long after its first byte, the first one after the connection."""
+"""Time limit of a request after its first byte; of the first one, after the connection."""
 
 SURPLUS_S = 2.0
-"""The same for a connection above the limit."""
+"""Time limit for a request on a connection above the limit."""
 
 YOUNG_S, OLD_S = 1.0, 5.0
-"""Above the limit, connections that wait for a request for less than ``YOUNG_S`` are closed last;
-those whose request is incomplete may be closed after ``OLD_S``."""
+"""Above the limit of connections, those that wait for a request for less than ``YOUNG_S`` are
+closed last; those with an incomplete request may be closed after ``OLD_S``."""
 
 SEND_S = 30.0
-"""A connection whose client receives nothing of an answer for this time is closed."""
+"""Time after which a connection is closed if its client receives no byte of an answer."""
 
 LINGER_S = 2.0
 """After an error answer, input is dropped for at most this time: closing a connection with unread
 input resets it, and the client may lose the answer."""
 
 END = re.compile(rb"\r?\n\r?\n")
-"""Of a head, and of chunks."""
+"""End of a head, and of chunks."""
 
 START = re.compile(rb"[\r\n]{0,4}(?:[A-Z]|$)")
-"""Of a head; TLS and other protocols are refused at their first byte."""
+"""Start of a head; TLS and other protocols are refused at their first byte."""
 
 UPGRADE = re.compile(rb"(?<=\n)upgrade[ \t]*:[^\n]*\n(?:[ \t][^\n]*\n)*", re.IGNORECASE)
 """An offer of another protocol, which this server never accepts. The JDK's client offers HTTP/2
@@ -52,7 +52,7 @@ with every request, and httptools would drop the body
 (github.com/MagicStack/httptools/issues/124)."""
 
 HEALTH = ("/v2/health/live", "/v2/health/ready")
-"""Paths that connections above the limit may ask for."""
+"""Paths that connections above the limit may request."""
 
 MALFORMED = b"400 Bad Request"
 TOO_LARGE = b"431 Request Header Fields Too Large"
@@ -86,11 +86,11 @@ class State(ServerState):
 
 
 class Protocol(HttpToolsProtocol):
-    """A connection that ends if its client sends too much or too slowly, or does not read.
+    """A connection that is closed if its client sends too much or too slowly, or does not read.
 
     A connection above uvicorn's ``limit_concurrency`` takes the place of one that waits for its
-    client. If there is none, it is answered with 503, except for health checks. uvicorn would
-    refuse all requests of all connections then, those of probes too.
+    client. If there is none, it is answered with 503, except for health checks. uvicorn would then
+    refuse all requests of all connections, including probes.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -133,7 +133,7 @@ class Protocol(HttpToolsProtocol):
             data = self._receive_body(data) if self._body_left else self._receive_head(data)
 
     def _receive_head(self, data: bytes) -> bytes:
-        """Keep a part of a head until all of it is there; returns what follows."""
+        """Buffer a part of a head until it is complete; returns the remaining bytes."""
         searched = max(len(self._head) - 3, 0)
         self._head += data
         end = END.search(self._head, searched)
@@ -149,7 +149,7 @@ class Protocol(HttpToolsProtocol):
         return rest
 
     def _receive_body(self, data: bytes) -> bytes:
-        """Read a part of a body; returns what follows."""
+        """Read a part of a body; returns the remaining bytes."""
         if self._body_left == math.inf:  # chunks can only end at an empty line
             end = END.search(self._tail + data)
             size = len(data) if end is None else end.end() - len(self._tail)
@@ -219,8 +219,8 @@ class Protocol(HttpToolsProtocol):
     def _make_room(self) -> bool:
         """Close the connection that waits longest for its client, if there is one.
 
-        Those without any request come first, then those between two requests, young ones of both,
-        and incomplete requests.
+        Order: connections without any request, connections between two requests, young ones of
+        both, and incomplete requests.
         """
         now = self.loop.time()
         order: dict[Protocol, tuple[bool, bool, bool, float]] = {}
@@ -241,7 +241,7 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _waits(self) -> bool:
-        """Whether all is answered that the client has sent, but an incomplete request."""
+        """Whether all complete requests are answered."""
         current = self._answering
         is_answered = (
             current is None
@@ -252,7 +252,7 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _is_between(self) -> bool:
-        """Whether no part of a request has arrived."""
+        """Whether no byte of the next request has arrived."""
         return not (self._head or self._body_left)
 
     def _watch_sending(self) -> None:
@@ -270,8 +270,8 @@ class Protocol(HttpToolsProtocol):
     def _unsent(self) -> int:
         """Bytes that the client has not received yet.
 
-        The kernel holds megabytes. It takes no more from this process while a slow client reads
-        them, so that those that wait here tell nothing.
+        The kernel buffers megabytes and accepts no more while a slow client reads them, so the
+        bytes that wait in this process are not a measure of progress.
         """
         waiting = self.transport.get_write_buffer_size()
         if sys.platform == "linux":

@@ -34,7 +34,7 @@ of many clients, and a request that is sent while the connection closes gets no 
 CLOSE = (b"connection", b"close")
 
 RESERVED_FILES = 128
-"""Open files that are no connections: models, the log, connections that are being refused."""
+"""Number of open files that are not connections: models, the log, connections being refused."""
 
 CUT_S = 2.0
 """Time to send the refusals after the drain timeout."""
@@ -47,10 +47,10 @@ class Server(uvicorn.Server):
 
     The first SIGTERM or SIGINT reports not ready, stops accepting connections and drains. A SIGINT
     during the drain, or its timeout, refuses the requests that are not answered yet. A process that
-    does not end then, because of a run that does not return, is ended.
+    still does not end, because of a run that does not return, is terminated.
 
-    The port opens before the models are loaded, so that a probe can tell a server that loads from
-    one that is dead. Until they are, the server is not ready, and inference is answered with 503.
+    The port opens before the models are loaded, so that a probe can distinguish a loading server
+    from a dead one. Until then the server is not ready, and inference is answered with 503.
     """
 
     def __init__(self, app: FastAPI, repository: Repository) -> None:
@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
         self._loading: asyncio.Task[None] | None = None
         self._load_error: BaseException | None = None
         self._interrupted = False
-        self._unanswered = 0  # when the time to drain was over
+        self._unanswered = 0  # when the drain timed out
         self._watchdog: threading.Timer | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -166,7 +166,7 @@ class Server(uvicorn.Server):
         timer.cancel()
 
     def _cut(self) -> None:
-        """End the drain: refuse what is not answered, and close connections that stay open."""
+        """End the drain: refuse unanswered requests, and close remaining connections."""
         connections = self.server_state.connections
         self._unanswered = len(connections)
         self._repository.abandon()
@@ -179,7 +179,7 @@ class Server(uvicorn.Server):
 
 
 def _end_process() -> None:
-    """End a process that a run without end keeps alive."""
+    """Terminate a process that an endless run keeps alive."""
     log.error("a run does not return: the process is ended")
     flush_log()
     os._exit(1)
@@ -196,7 +196,7 @@ def _most_connections(settings: Settings) -> int:
     import resource
 
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS allows less than it says
+    with suppress(ValueError, OSError):  # macOS allows fewer than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY or most <= files - RESERVED_FILES:
@@ -221,7 +221,7 @@ def check_tls(settings: Settings) -> None:
     """Check that the files of ``settings`` make an HTTPS server.
 
     Raises:
-        InvalidArgument: They do not.
+        InvalidArgument: The files are missing or do not match.
     """
     needs = settings.ssl_keyfile or settings.ssl_keyfile_password or settings.ssl_ca_certs
     try:

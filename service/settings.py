@@ -95,7 +95,7 @@ class EnvironmentOptions(Options):
 
     A variable is ``prefix`` and the name of the field, in any case.
 
-    Those whose type names no ``Cli`` are no options of the command line.
+    Fields whose type has no ``Cli`` are not options of the command line.
     """
 
     prefix: ClassVar[str]
@@ -154,7 +154,7 @@ class Settings(EnvironmentOptions):
     provider: Annotated[ServedBy, Cli(panel=RUN)] = "auto"
     """Execution provider; auto uses CUDA if a GPU is usable, else the CPU."""
     runtime: Annotated[str, Cli(metavar="NAME", panel=RUN)] = "onnxruntime"
-    """What runs the models; other packages may add runtimes."""
+    """Library that runs the models (onnxruntime; other packages may add runtimes)."""
     threads: Annotated[Size, Cli(metavar="N", panel=RUN)] = 0
     """Threads of one run; 0 uses the default of ONNX Runtime."""
     concurrency: Count = 1
@@ -182,10 +182,10 @@ class Settings(EnvironmentOptions):
         f" {RUN_OVERHEAD['cuda']} on CUDA.",
     )
     model_limits: ByModel = Field(default={})
-    """Own values of threads, concurrency, max_batch_tokens and max_queue of some models, as JSON:
+    """Values of threads, concurrency, max_batch_tokens and max_queue for single models, as JSON:
     {"NAME": {"concurrency": 1, "max_queue": 64}}."""
     max_wait_ms: Annotated[float, Field(ge=0, le=60_000), Cli(metavar="MS", panel=BATCHING)] = 0
-    """How long a free slot waits for a batch to fill; 0 starts immediately."""
+    """Maximum time that a free slot waits for a batch to fill; 0 starts immediately."""
     max_queue: Annotated[Size, Cli(metavar="N", panel=BATCHING)] = 512
     """Maximum number of waiting rows (texts); the server answers 429 above it."""
     timeout_ms: Annotated[PositiveFloat, Cli(metavar="MS", panel=BATCHING)] = 30_000
@@ -204,10 +204,10 @@ class Settings(EnvironmentOptions):
     max_tensor_bytes: PositiveInt = 64_000_000
     """Maximum size in bytes of the input tensors of one request, and of its output tensors."""
     max_open_bytes: PositiveInt = 256_000_000
-    """Maximum size in bytes of the bodies of all open requests, above which the server answers 429,
-    and of their output tensors, counted twice, for which they wait."""
+    """Maximum size in bytes of the bodies of all open requests (the server answers 429 above it)
+    and of their output tensors, counted twice (requests wait for free memory)."""
     max_run_bytes: PositiveInt = 2_000_000_000
-    """Maximum size in bytes of what one operator reads and writes in the run of one row. Attention
+    """Maximum number of bytes that one operator reads and writes in the run of one row. Attention
     that is not fused needs 2 x heads x length^2 numbers."""
 
     ssl_certfile: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
@@ -224,22 +224,21 @@ class Settings(EnvironmentOptions):
     api_keys_file: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
     """File with one API key per line; lines that start with # are comments."""
     admin_keys: Secrets = ()
-    """API keys that may load and unload models, separated by commas; without any, every accepted
-    client may. They are accepted for all other requests too."""
+    """API keys that may load and unload models, separated by commas; if empty, every accepted
+    client may. They are valid for all other requests too."""
     model_control: bool | None = None
     """Allow clients to load and unload models; by default if host is a loopback address."""
     cors_origins: Annotated[Listed, Cli(metavar="URL,...", panel=ACCESS, is_text=True)] = ()
     """Allowed CORS origins, separated by commas; * for all."""
 
     shadow: Annotated[Path | None, Cli(metavar="ORIGINAL", panel=QUALITY)] = None
-    """The original of the served model: a share of the requests also runs through it, after the
-    answer, to measure the quality and check the promise of the record."""
+    """Original of the served model. A sample of the requests also runs through it, after the
+    answer, to measure the quality and test the guarantee in the record."""
     shadow_rate: Annotated[Share, Cli(metavar="R", panel=QUALITY)] = 0.005
     """Share of the requests of which one row is compared with the original; at least 0.04 for the
     first 64 rows."""
     sample_texts: Annotated[Path | None, Cli(metavar="FILE", panel=QUALITY)] = None
-    """File that collects request texts, one per line, to calibrate on. It holds what clients
-    send."""
+    """File that collects request texts, one per line, for calibration. It contains client data."""
     sample_rate: Annotated[Share, Cli(metavar="R", panel=QUALITY)] = 0.01
     """Share of the texts that are collected, until the file has 10 MB."""
     sample_mask: Annotated[bool, Cli(panel=QUALITY)] = False
@@ -261,11 +260,11 @@ class Settings(EnvironmentOptions):
     """Seconds between reporting not ready and closing the socket when the server stops, for a load
     balancer to notice."""
     drain_timeout_s: Annotated[PositiveFloat, Cli(metavar="S", panel=RUN)] = 25
-    """Seconds in which accepted requests are answered when the server stops. After them the others
-    are refused, and the server exits with an error."""
+    """Seconds to answer accepted requests when the server stops. Later, unanswered requests are
+    refused, and the server exits with an error."""
     max_connections: PositiveInt = 1000
-    """Maximum number of open connections of a process. One above it takes the place of one that
-    waits for its client; without such a one it gets 503, but for health checks."""
+    """Maximum number of open connections of a process. A further connection replaces one that waits
+    for its client. If there is none, it is answered with 503, except for health checks."""
     log_level: LogLevel = "info"
     """Log level; info and debug log every request."""
     log_format: Literal["text", "json"] = "text"
@@ -279,11 +278,11 @@ class Settings(EnvironmentOptions):
         return super().environment()
 
     def logged_at(self, level: str | None) -> Settings:
-        """These settings with another log level; None leaves it."""
+        """Copy of the settings with another log level; None keeps it."""
         return self if level is None else self.model_copy(update={"log_level": level})
 
     def for_model(self, model: str) -> Settings:
-        """These settings with the limits of a model."""
+        """Copy of the settings with the limits of a model."""
         limits = self.model_limits.get(model)
         if limits is None:
             return self
@@ -291,7 +290,7 @@ class Settings(EnvironmentOptions):
 
     @property
     def device(self) -> Device:
-        """What runs the models; a provider "auto" is the CPU (``on_device`` replaces it before)."""
+        """Device of the models; provider "auto" means CPU (``on_device`` replaces it before)."""
         return Device("cuda" if self.provider == "cuda" else "cpu", self.threads, self.runtime)
 
     @property
@@ -330,7 +329,7 @@ class Settings(EnvironmentOptions):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is that of the loopback interface."""
+    """Whether a host name or address belongs to the loopback interface."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -369,7 +368,7 @@ def read_settings(**given: Any) -> Settings:
 
 
 def _refuse_misspelled_keys() -> None:
-    """Unknown variables are ignored; a misspelled name of keys would disable them."""
+    """Refuse misspelled variables of API keys, because unknown variables are ignored."""
     known = {f"{Settings.prefix}{name}".upper() for name in Settings.model_fields}
     for name in os.environ:
         is_key = re.match("ATTNSERVE_(API|ADMIN)_?KEY", name, re.IGNORECASE)

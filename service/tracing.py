@@ -1,8 +1,8 @@
 """Trace context of requests (W3C), and their OpenTelemetry spans.
 
-A trace that a client began (traceparent) is continued: the answer and the log have the id of a
-child span. With a tracer provider of OpenTelemetry in the process, that span is recorded with the
-cost of the answer and no request content; the provider decides where it is exported.
+A trace of the client (traceparent) is continued: answer and log contain the id of a child span.
+With a tracer provider of OpenTelemetry in the process, that span is recorded with the cost of the
+answer and no request content; the provider decides where it is exported.
 
 https://www.w3.org/TR/trace-context/
 """

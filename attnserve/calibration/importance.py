@@ -37,11 +37,11 @@ MOST_ROWS = 64
 """Default number of texts that the gated model runs on, once (or twice) per head."""
 
 SIGNS = 2
-"""Random vectors of signs per block in ``leave_one_out_total``."""
+"""Number of random sign vectors per block in ``leave_one_out_total``."""
 
 STEP = 1 / 64
-"""Step of a gate in each direction. The truncation error of a central difference falls with its
-square, the rounding error of float32 grows with its inverse; both are near 1e-4 here."""
+"""Step of a gate in each direction. The truncation error of a central difference is proportional to
+its square, the rounding error of float32 to its inverse; both are near 1e-4 here."""
 
 ROUNDING = 1e-12
 """A variance below this share of the mean square is the rounding error of a constant output."""
@@ -273,7 +273,7 @@ class _Gated:
         self.segments = SegmentedModel(copy, gates, context)
 
     def run(self, batch: Batch) -> list[Output]:
-        """The outputs with all gates at 1."""
+        """Run the model with all gates at 1."""
         state = self.segments.start(batch | self.gates)
         return self._outputs(self.segments.finish(0, state), batch)
 
@@ -379,7 +379,7 @@ def _heads_apart(block: AttentionBlock) -> bool:
 
 
 def _dtype(block: AttentionBlock) -> ir.DataType:
-    """The type of the context: from the graph, else from the value weights."""
+    """The element type of the context: from the graph, else from the value weights."""
     known = block.context.dtype
     if known is None and block.v.dtype.is_floating_point():
         known = block.v.dtype

@@ -65,7 +65,7 @@ class LayerwiseRunner:
         return self._stretch(wanted, later)
 
     def peek(self, wanted: Sequence[ir.Value]) -> Iterator[list[np.ndarray]]:
-        """Run up to ``wanted`` and keep the cache: nodes on the way may still be edited."""
+        """Run up to ``wanted`` without changing the cache; nodes may still be edited."""
         return self._stretch(wanted, None)
 
     def _stretch(
@@ -169,7 +169,7 @@ def depending_on(graph: ir.Graph, nodes: Collection[ir.Node]) -> set[ir.Value]:
 
 
 def _varying(graph: ir.Graph) -> set[ir.Value]:
-    """Values that depend on the inputs. All others are equal for each batch and not cached."""
+    """Values that depend on the inputs; all others are equal for each batch and not cached."""
     found = set(graph.inputs)
     _add_dependents(graph, found)
     return found

@@ -78,7 +78,7 @@ class _BlockSums:
         real = token_mask(batch, x.shape[:2])
         B, S, own = *x.shape[:2], self.block.own_heads
         p = probabilities.reshape(B, len(own), S, -1)
-        p = np.where(real[:, None, :, None], p, 0)  # padded queries see nothing
+        p = np.where(real[:, None, :, None], p, 0)  # padded queries have no weight
         exact = np.promote_types(v.dtype, np.float32)  # squares of half precision overflow
         written = v.reshape(B, -1, *v.shape[-2:]) @ self.writes.astype(exact)  # B H T V
         written = written[:, own]

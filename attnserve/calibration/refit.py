@@ -82,7 +82,7 @@ COLUMNS = 128
 apart, and all of them are compared on the same projections."""
 
 MANY_TOKENS = 5000
-"""With at least this many, ridges are compared on one of the folds: ridges are a factor of ten
+"""Number of tokens from which ridges are compared on one fold only: ridges are a factor of ten
 apart, and the solutions take most of the time."""
 
 FIRST = 1e-1
@@ -97,7 +97,7 @@ class Refit:
         relative_error_before, relative_error: Root mean square, on the calibration data.
         ridge: The ridge chosen by cross-validation; None if no fit was better on held-out texts, so
             that the weights are unchanged.
-        is_shared: Whether they are unchanged because other layers read them too.
+        is_shared: Whether the weights are unchanged because other layers read them too.
     """
 
     relative_error_before: float
@@ -110,8 +110,8 @@ class Refit:
 class Site:
     """A linear map that can be fitted: an output projection, or the map of a removed attention.
 
-    Its numbers are read when they are needed: in float64, those of all layers would take as much
-    memory as half of the model.
+    Weights are read on demand: in float64, the weights of all sites would take as much memory as
+    half of the model.
 
     Attributes:
         tokens: Its input; None for a constant map.
@@ -236,7 +236,7 @@ def refit(
         wanted, later = ahead[0], list(chain(*ahead[1:]))
         if len(group) == 1:
             read = mine.run_to(wanted, later)
-        else:  # the first of them will change what the others read
+        else:  # the first fit would change the inputs of the others
             for _ in mine.run_to(_read([found[group[0]]]), [*wanted, *later]):
                 pass
             read = mine.peek(wanted)
@@ -292,7 +292,7 @@ def context_moments(
 def enough(
     batches: Sequence[Batch], blocks: Sequence[AttentionBlock | FeedForwardBlock]
 ) -> list[Batch]:
-    """As many batches as the last linear maps of these blocks need."""
+    """Select as many batches as the fits of the last linear maps of these blocks need."""
     widths = [
         block.num_neurons
         if isinstance(block, FeedForwardBlock)
@@ -380,7 +380,7 @@ def _read(sites: Iterable[Site]) -> list[ir.Value]:
 
 
 def _is_current(site: Site) -> bool:
-    """Whether the values of a site are still in its graph: refitting others may replace them."""
+    """Whether the values of a site are still in its graph; other fits may replace them."""
     values = [value for value in (site.tokens, site.output, site.beside) if value is not None]
     nodes = [node for value in values if (node := value.producer()) is not None]
     return all(node.graph is not None for node in nodes)
@@ -568,7 +568,7 @@ def _fitted(
 def _choose_ridge(folds: Sequence[Moments], site: Site) -> float | None:
     """The ridge with the least cross-validation error, by descent from ``FIRST``.
 
-    Errors are those of ``COLUMNS`` random projections of the output.
+    Errors are measured on ``COLUMNS`` random projections of the output.
 
     None if no ridge is better than the current weights. With a single text there is no held-out
     text: then only removed attention layers, which have no weights yet, are fitted.

@@ -90,7 +90,7 @@ class Moments:
 def ridge_towards(
     moments: Moments, prior: Float[np.ndarray, "N D"], ridges: Sequence[float]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each ridge the optimal W (N, D) and b (D,), with W regularized towards ``prior``."""
+    """Solve W (N, D) and b (D,) for each ridge, with W regularized towards ``prior``."""
     equations = NormalEquations(moments, prior)
     return [equations.solve(ridge) for ridge in ridges]
 

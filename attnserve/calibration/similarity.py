@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["HeadSimilarity", "measure_similarity", "similarities"]
 
 MOST_QUERIES = 8192
-"""Default number of queries: gives three digits of the mean. The cost is proportional to it."""
+"""Default number of queries, for three digits of the mean. The cost is proportional to it."""
 
 CACHED = 2**16
 """Elements that are compared at a time; with their minima they fit a core's cache."""

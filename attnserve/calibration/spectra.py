@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 RANK_TOLERANCE = 0.01
-"""A singular value counts when it is above this part of the largest."""
+"""Smallest singular value that counts toward the rank, relative to the largest."""
 
 MOST_TEXTS = 32
 """Texts whose ranks are measured, spread evenly over the batches."""
@@ -50,7 +50,7 @@ MOST_TOKENS = 128
 """Queries and keys of such a text, from its start: the cost grows with their cube."""
 
 ROUNDING = 1e-9
-"""Of a captured share, which is a sum."""
+"""Rounding error of a captured share, which is a sum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,17 +69,17 @@ class Spectrum:
     heads: Float[np.ndarray, "H K"]
 
     def rank(self, share: float) -> int:
-        """How many directions capture this share of the layer."""
+        """Number of directions that capture this share of the layer."""
         return int(_rank(self.layer, share))
 
     def head_ranks(self, share: float) -> Int[np.ndarray, " H"]:
-        """How many directions capture this share of each head."""
+        """Number of directions that capture this share of each head."""
         return _rank(self.heads, share)
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedVariance:
-    """Of W_Q, of W_K and of W_Q W_K^T; no product where positions turn queries and keys."""
+    """Spectra of W_Q, W_K and W_Q W_K^T; without the product under rotary positions."""
 
     query: Spectrum
     key: Spectrum
@@ -91,11 +91,11 @@ class ScoreRanks:
     """Numerical ranks on some texts (singular values above ``RANK_TOLERANCE`` of the largest).
 
     Attributes:
-        sizes: n, the fewer of queries and keys of each text; padding and what is beyond
-            ``MOST_TOKENS`` excluded.
-        scores: Of the scores of the heads that compute their own, each query's mean over the keys
-            taken out, which softmax ignores: K (and one for a content term) or n at most.
-        probabilities: Of the attention of all heads: n at most.
+        sizes: n, the smaller number of queries and keys of each text, without padding and without
+            tokens beyond ``MOST_TOKENS``.
+        scores: Ranks of the scores of heads that compute their own, after subtracting each query's
+            mean over the keys, which softmax ignores: at most K (K + 1 with a content term) or n.
+        probabilities: Ranks of the attention probabilities of all heads: at most n.
         head_size: K.
     """
 
@@ -127,8 +127,8 @@ def captured_variance(
     Args:
         queries: W_Q^h of every head.
         keys: W_K^h of every head.
-        moments: Of the layer's tokens; without them all directions count alike.
-        product: Whether the scores are products of the two; False where positions turn them.
+        moments: Token moments of the layer; without them all directions have equal weight.
+        product: Whether the scores are products of queries and keys; False under rotary positions.
     """
     H, D, K = queries.shape
     x = _gram(queries, None if moments is None else moments.query_covariance)
@@ -216,7 +216,7 @@ def _gram(heads: np.ndarray, covariance: np.ndarray | None) -> Float[np.ndarray,
 
 
 def _heads(gram: Float[np.ndarray, "HK HK"], count: int) -> Float[np.ndarray, "H K K"]:
-    """The blocks on the diagonal, one per head."""
+    """The diagonal blocks of a Gram matrix, one per head."""
     size = len(gram) // count
     own = np.arange(count)
     return gram.reshape(count, size, count, size)[own, :, own]

@@ -328,8 +328,8 @@ def _measure_decoding(
 class _Subject:
     """A model, and its inputs and MACs at each workload.
 
-    ``cache_bytes`` are those of a token; 0 without a cache. ``counted`` are the workloads that are
-    run for those that were asked for: a fixed size is that of the model.
+    ``cache_bytes`` is the cache size per token; 0 without a cache. ``counted`` maps the requested
+    workloads to those that run: fixed sizes of the model replace theirs.
     """
 
     model: str
@@ -414,7 +414,7 @@ class _Runner:
 
 @contextmanager
 def _readable() -> Generator[None]:
-    """Say only what the runtime says: the caller adds the model and the shape."""
+    """Raise errors of the runtime with its message only; the caller adds model and shape."""
     try:
         yield
     except RunFailed as error:

@@ -47,14 +47,14 @@ __all__ = [
 
 KEPT_BYTES = 2**26
 KEPT_SHARE = 0.25
-"""The outputs of one model that are kept while the other one runs: bytes, or the share of the
-model's size if that is more."""
+"""Limits of the outputs of one model that are stored while the other one runs: bytes, and a share
+of the model's size; the larger limit applies."""
 
 RANDOM_SHAPES = ((1, 4), (1, 8), (2, 16), (4, 32))
 """(batch, sequence) of the random inputs; models with few positions use the first of them."""
 
 AUDIO_SHAPES = tuple((batch, tokens * SAMPLES) for batch, tokens in RANDOM_SHAPES)
-"""The shapes for models that take none of those, because convolutions shorten a recording."""
+"""Shapes for audio models, which accept none of those: convolutions shorten a recording."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class OutputFidelity:
         return " = ".join([self.name, *self.same_outputs])
 
     def warnings(self) -> list[str]:
-        """What a user must know about rows that are not finite."""
+        """Warnings about rows that are not finite."""
         found: list[str] = []
         if self.not_finite_rows:
             found.append(
@@ -131,7 +131,7 @@ class Fidelity:
         return self.qualities[0] if self.qualities else None
 
     def warnings(self) -> list[str]:
-        """What a user must know about rows that are not finite, by output."""
+        """Warnings about rows that are not finite, by output."""
         return [warning for output in self.outputs for warning in output.warnings()]
 
     def to_json(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Fidelity:
 
     @property
     def cosines(self) -> FidelityRecord:
-        """The cosines alone."""
+        """Only the cosines, for records."""
         mean, least = self.mean_cosine, self.min_cosine
         return FidelityRecord(mean_cosine=mean, min_cosine=least, data=self.data)
 
@@ -225,7 +225,7 @@ def check_cosine_bound(bound: float | None) -> None:
 def random_batches(
     model: ir.Model, seed: int = 0, *, empty: Mapping[str, int] | None = None
 ) -> list[Batch]:
-    """Valid random inputs at those of ``RANDOM_SHAPES`` that the model runs; some have padding.
+    """Valid random inputs at each of ``RANDOM_SHAPES`` that the model accepts; some have padding.
 
     The number of positions is often not visible in the graph, so each shape is tried, and
     ``AUDIO_SHAPES`` if there is none. Axes of fixed size keep their size.
@@ -484,8 +484,8 @@ class Tally:
     """Running sums over batches for one output.
 
     Args:
-        by_token: Whether axis 1 counts tokens, of which padding is left out. Columns of (B, D) may
-            be as many as tokens.
+        by_token: Whether axis 1 counts tokens; padding is then excluded. The number of columns of
+            (B, D) may equal the number of tokens.
     """
 
     def __init__(self, *, by_token: bool = True) -> None:

@@ -36,7 +36,7 @@ class Inspection:
     sequence: int
     uncounted: tuple[str, ...]
     rewrites: Mapping[str, Mapping[str, str | Literal[True]]]
-    """By block and pass name: True, or the reason why the pass does not apply."""
+    """Applicability by block and pass name: True, or the reason why the pass does not apply."""
     skipped: tuple[Skipped, ...] = ()
 
     @property

@@ -38,19 +38,19 @@ __all__ = [
 ]
 
 MIN_ROWS = 30
-"""The number of texts from which on an interval is given."""
+"""Minimum number of texts for a confidence interval."""
 
 NEIGHBORS = 10
-"""Texts in the neighborhoods that ``overlap`` compares."""
+"""Number of nearest neighbors that ``overlap`` compares."""
 
 MOST_PAIRED = 3000
-"""Texts whose pairs are compared: time and memory grow with their square; 3,000 take 1 GB."""
+"""Maximum number of texts whose pairs are compared; the cost is quadratic (3,000 take 1 GB)."""
 
 LEAST_PROBABILITY = 1e-30
-"""Probabilities below it count as this, whose logarithm is finite in float32."""
+"""Lower bound of probabilities, whose logarithm is finite in float32."""
 
 MOST_NATS = 50.0
-"""The largest KL divergence of a token, so that one impossible token has a finite effect."""
+"""Upper bound of the KL divergence of a token, so that a single token has a finite effect."""
 
 CHUNK = 2**22
 """Elements of the temporary arrays for logits."""
@@ -65,8 +65,8 @@ def new_meter(
     """The meter of one output.
 
     Args:
-        pooling, dimensions: Of the embeddings.
-        window: Measure the last added batches, this many; None for all.
+        pooling, dimensions: Pooling and size of the embeddings.
+        window: Number of last batches to measure; None for all.
     """
     match measure:
         case "cosine":
@@ -173,10 +173,10 @@ class Meter(ABC):
 def not_finite_rows(
     a: np.ndarray, b: np.ndarray, batch: Batch
 ) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " M"]]:
-    """Indices of the first axis with NaN in the original a, and those that b alone makes wrong.
+    """Row indices with NaN in the original a, and row indices that are not finite in b alone.
 
-    The latter have NaN where a has none, or an infinity that is not that of a. Equal infinities
-    are legal: masks write them. Padding is ignored.
+    The latter have NaN where a has none, or an infinity that differs from that of a. Equal
+    infinities are legal, because masks produce them. Padding is ignored.
     """
     if a.dtype.kind != "f" or a.shape != b.shape or not a.size:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -395,7 +395,7 @@ def next_token_nats(
 
 
 def log_of(probabilities: np.ndarray) -> np.ndarray:
-    """Logits of probabilities; those below ``LEAST_PROBABILITY`` count as this."""
+    """Logits of probabilities, which are clipped to ``LEAST_PROBABILITY``."""
     return np.log(np.maximum(probabilities.astype(np.float32), LEAST_PROBABILITY))
 
 
@@ -408,7 +408,7 @@ def _log_softmax(logits: np.ndarray) -> Float[np.ndarray, "T C"]:
 class SimilarityMeter(Meter):
     """Rank correlation of pairwise similarities, overlap of neighbors, and R^2 of embeddings.
 
-    The first two are of at most ``MOST_PAIRED`` texts.
+    The first two use at most ``MOST_PAIRED`` texts.
     """
 
     def __init__(
@@ -446,7 +446,7 @@ class SimilarityMeter(Meter):
 
 
 def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:
-    """All rows, or ``MOST_PAIRED`` evenly spaced ones, of all lengths: batches are sorted by it."""
+    """All rows, or ``MOST_PAIRED`` evenly spaced ones; batches are sorted by length."""
     count = min(len(rows), MOST_PAIRED)
     return rows[np.linspace(0, max(len(rows) - 1, 0), count).round().astype(int)]
 

@@ -49,12 +49,13 @@ from graph_passes.errors import InvalidData
 __all__ = ["CHOICE", "TAIL", "Quality", "QualityMeter", "describe_rows"]
 
 CHOICE = 0.8
-"""The confidence with which a choice must keep enough. The result is the proof, not the choice:
-more confidence would leave speed behind, and less would let more proofs fail."""
+"""Confidence of the bounds that select a candidate. The reported result is the verification on
+held-out data: a higher confidence would cost speed, a lower one would make more verifications
+fail."""
 
 TAIL = 5
-"""The loss of the worst 5 % of texts may be this many times the allowed loss. It is three times the
-mean for exponential losses."""
+"""Maximum loss of the worst 5 % of texts, relative to the allowed loss. For exponential losses this
+percentile is three times the mean."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ class Quality:
         bound: The same with the confidence ``CHOICE``.
         ci95: The two-sided interval; None for less than ``MIN_ROWS`` texts.
         p5: The 5th percentile of the measure of single texts.
-        tail: What a promise limits in its place: for "top1" the percentile of kl, because the
-            agreement of a short text is coarse; None for ``p5``.
+        tail: The percentile that is limited instead of ``p5``: for "top1" the percentile of kl,
+            because the agreement of a short text is coarse. None limits ``p5``.
         constant: The value of a constant predictor.
         rows: The number of texts.
         also: Other measures of the same output.
-        second: A second loss that a promise limits: 1 - R^2 of the vectors for "similarity",
+        second: A second loss that is limited too: 1 - R^2 of the vectors for "similarity",
             because neighborhoods change before ranks of all pairs do, and 1 - kl for "top1",
             because one frequent token is easily predicted.
         second_bound: The same with the confidence ``CHOICE``.
@@ -111,19 +112,19 @@ class Quality:
 
     @property
     def subject(self) -> tuple[str, str, str]:
-        """What was measured: an output, and the file and the lengths of the texts."""
+        """The measured subset: an output, and the file and the lengths of the texts."""
         return self.output, self.file, self.lengths
 
     @property
     def loss(self) -> float:
-        """The loss that a choice is limited by: of both bounds and of the tail."""
+        """Largest of the two confidence-bound losses and the tail loss; used for selection."""
         if not self.is_finite:
             return 1.0
         return max(1 - self.bound, self._tail_loss, self.second_bound)
 
     @property
     def point_loss(self) -> float:
-        """The loss that a proof is limited by: ``loss`` with values in place of the bounds."""
+        """Largest loss without confidence bounds; used for verification."""
         if not self.is_finite:
             return 1.0
         return max(1 - self.value, self._tail_loss, self.second)
@@ -140,7 +141,7 @@ class Quality:
     @property
     def record(self) -> QualityRecord:
         names = ("file", "lengths", "same_outputs", "not_finite_rows", "excluded_rows")
-        told = {name: value for name in names if (value := getattr(self, name))}
+        stated = {name: value for name in names if (value := getattr(self, name))}
         return QualityRecord(
             measure=self.measure,
             value=self.value,
@@ -151,7 +152,7 @@ class Quality:
             rows=self.rows,
             split=self.split,
             output=self.output,
-        ).model_copy(update={**told, **self.also})
+        ).model_copy(update={**stated, **self.also})
 
     def describe(self) -> str:
         """One line for people."""
@@ -202,8 +203,8 @@ class QualityMeter:
     Args:
         model: The original.
         artifact: Its artifact, for the pooling of embeddings.
-        measure: Used for all outputs instead of that of their kind, where it applies.
-        data: The data of the batches. Its files are measured apart, and short and long texts.
+        measure: Overrides the measure of each kind of output, where it applies.
+        data: The data of the batches. Files, and short and long texts, are measured separately.
         split: See ``Quality``.
     """
 
@@ -262,7 +263,7 @@ class QualityMeter:
         self._rows += texts
 
     def additive_loss(self) -> float:
-        """A loss that nearly adds up over changes of different blocks; the mean over outputs."""
+        """A loss that is nearly additive over changes of blocks; the mean over outputs."""
         return float(np.mean([meter.additive_loss() for meter in self._meters.values()] or [0.0]))
 
     def results(self) -> list[Quality]:

@@ -39,7 +39,7 @@ BLOCKS = 120
 """Number of blocks of rows in the comparison of two models."""
 
 PARTS = (0, 1, 0, 2)
-"""The part of every four blocks: half of them to choose, the others for two proofs."""
+"""Part of each of four consecutive blocks: half of them to choose, two for verification."""
 
 INTERVAL = (2.5, 97.5)
 """Percentiles: a 95 % interval."""
@@ -79,7 +79,7 @@ class StsScore:
 
 @dataclass(frozen=True, eq=False)
 class ClassificationScore:
-    """The share of rows whose largest logit is that of the label, 0 to 1.
+    """The share of rows whose largest logit belongs to the label, 0 to 1.
 
     ``predictions`` are the predicted classes and ``gold`` the labels, one per row of the file.
     """
@@ -229,8 +229,8 @@ def share_kept(
     """The score of a rewritten model divided by the original's, on the same rows.
 
     Args:
-        part: Only the rows of one part: 0 to choose, 1 or 2 for a proof. All parts come from the
-            whole file; files of a few rows are not split.
+        part: Use the rows of one part only: 0 to choose, 1 or 2 for verification. All parts come
+            from the whole file; files of a few rows are not split.
 
     Raises:
         CheckFailed: The score of the original is not positive.

@@ -48,7 +48,7 @@ __all__ = ["TASKS", "OpenModel"]
 
 NDCG = 10
 RECALL = 100
-"""The numbers of documents that nDCG and recall look at, as in BEIR (Thakur et al. 2021)."""
+"""Cutoff ranks of nDCG and recall, as in BEIR (Thakur et al. 2021)."""
 
 QUERIES_AT_ONCE = 256
 
@@ -71,7 +71,7 @@ class OpenModel:
 
     @cached_property
     def output(self) -> str:
-        """The output of scores."""
+        """Name of the output with scores."""
         return output_name(self.session, self.artifact.output, scores=True)
 
     @cached_property
@@ -269,7 +269,7 @@ def _ndcg(ranked: Float[np.ndarray, " N"], relevance: Sequence[float]) -> float:
 
     Args:
         ranked: The relevance of the documents in the order of the model.
-        relevance: That of all judged documents.
+        relevance: The relevance of all judged documents.
     """
     discounts = 1 / np.log2(np.arange(NDCG) + 2)
     best = np.sort(np.maximum(relevance, 0))[::-1][:NDCG]

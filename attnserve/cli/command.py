@@ -53,7 +53,7 @@ def add_command(
     Args:
         left_out: Fields without an option.
         required: Fields whose option must be given.
-        options: Of ``typer.Typer.command``.
+        options: Options of ``typer.Typer.command``.
     """
 
     def add(function: Function) -> Function:
@@ -144,7 +144,7 @@ def _fields(
 
 
 def _default_text(default: Any) -> str:
-    """The default of an option that is left to its type; nothing for an empty one."""
+    """The default of an option as text; empty without a default."""
     if default is None or default == ():
         return ""
     shown = ("on" if default else "off") if isinstance(default, bool) else default
@@ -167,7 +167,7 @@ def _flags(name: str, about: OptionType, default: Any) -> tuple[str, ...]:
 
 
 def _shown_type(about: OptionType) -> Any:
-    """The type that Typer reads; the field reads the rest from text."""
+    """The type for Typer; the field parses other types from text."""
     members = get_args(about.kind)
     if about.cli.is_text:
         return str
@@ -191,7 +191,7 @@ def _bounds(about: OptionType) -> dict[str, Any]:
 
 
 def _made(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) -> Any:
-    """The group with the values of its options; those that are not given have the defaults."""
+    """Build the group from option values; missing options have the defaults."""
     given: dict[str, Any] = {}
     flags: dict[str, list[str]] = {}
     with_choices = {field.name for field in fields if field.choice is not None}

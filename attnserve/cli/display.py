@@ -45,7 +45,7 @@ __all__ = [
 
 
 class _Console(Console):
-    """A console on which names from files cannot control the terminal."""
+    """A console that escapes control characters in names from files."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(escape_control(text), **options)
@@ -58,8 +58,8 @@ RENAMED = {"sequence": "seq", "sequences": "seq", "batches": "batch"}
 """Parameters of the Python functions whose options have another name."""
 
 SPELLED = {"refit": ("refit", "--no-refit")}
-"""Text for parameters whose first option is the default: by parameter, an option of the commands
-that have it, and the text."""
+"""Replacement text for parameters whose first option is the default: by parameter, an option of the
+commands that have it, and the text."""
 
 
 def option_names(command: Any) -> dict[str, str]:

@@ -83,7 +83,7 @@ def optimize(
 
 
 NO_GAIN = 1.01
-"""Speed-ups below it are no gain."""
+"""Minimum speed-up that counts as a gain."""
 
 
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
@@ -133,7 +133,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     if report.found is not None:
         print_line(report.found.verdict)
     if (speed := report.speed) is not None:
-        if report.found is None or report.found.speed is None:  # the verdict has it
+        if report.found is None or report.found.speed is None:  # part of the verdict
             print_line(f"speed: {speed.describe(report.plan.precision)}")
         if steps or report.plan.precision != "float32":
             gains = speed.served.value >= NO_GAIN
@@ -221,7 +221,7 @@ def _show_plan(report: PlanReport) -> None:
         for decision, name in zip(report.decisions, names, strict=True):
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
     table = make_table(
-        "fastest choices by loss (Pareto front)",
+        "fastest candidates by loss (Pareto front)",
         (">predicted speed-up", ">predicted loss", ">measured loss", ">cosine"),
     )
     for point in _sample_front(report.front):
@@ -246,7 +246,7 @@ def _show_plan(report: PlanReport) -> None:
                 f"{speed.speedup:.2f}x",
             )
         out.print(table)
-    print_qualities("proof", report.fidelity)
+    print_qualities("verified quality", report.fidelity)
     print_line(report.verdict)
 
 

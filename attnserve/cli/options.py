@@ -30,7 +30,7 @@ def flag(*names: str, help: str, panel: str) -> Any:
 
 
 def output_option(metavar: str, help: str) -> Any:
-    """``--output``, which names a file or a folder."""
+    """The option ``--output``, a file or a folder."""
     return typer.Option("--output", "-o", metavar=metavar, help=help)
 
 
@@ -44,7 +44,7 @@ TrainingData = Annotated[
     list[Path],
     typer.Option(
         metavar="FILE",
-        help=f"Data like that to be served: {_INPUTS}; can be repeated.",
+        help=f"Data similar to the served data: {_INPUTS}; can be repeated.",
     ),
 ]
 CheckMeasure = Annotated[Measure, typer.Option(help=Train.model_fields["measure"].description)]
@@ -55,7 +55,7 @@ Force = Annotated[bool, flag("--force", help="Overwrite an existing output.", pa
 
 
 class Show(Options):
-    """What a command prints."""
+    """Output options of a command."""
 
     panel = OUTPUT
 

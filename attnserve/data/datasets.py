@@ -1,4 +1,4 @@
-"""Model inputs read from text or .npz files, split into parts to fit, to choose and to prove."""
+"""Read model inputs from text or .npz files, and split them into fitting and held-out parts."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ __all__ = [
 BATCH_SIZE = 16
 
 HELD_OUT = 7
-"""Each held-out part has one distinct row in this many."""
+"""Inverse share of the distinct rows in each held-out part."""
 
 MOST_HELD_OUT = 400
-"""The most rows of a held-out part."""
+"""Maximum number of rows of a held-out part."""
 
 WIDE = 4
-"""Lengths are not alike if the 95th percentile is this many times the 5th."""
+"""Ratio of the 95th to the 5th percentile of lengths from which both kinds are measured apart."""
 
 JOINED = 4
 """Texts are joined for lengths that are at least this many times their median length: MiniLM keeps
@@ -63,7 +63,7 @@ PATCHES = 64
 """The assumed number of tokens of an image."""
 
 HELD_OUT_PARTS = 3
-"""Choose, prove, and a second proof after the first one failed."""
+"""Parts to choose, to verify, and to verify again if the first verification fails."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +76,8 @@ class Dataset:
 
     Attributes:
         fit: Batches for statistics and fits.
-        choose: Batches that a search may look at as often as it likes.
-        prove: Parts that are looked at once, the second only if a proof on the first one fails.
+        choose: Batches that a search may evaluate repeatedly.
+        prove: Parts that are evaluated once; the second only if verification on the first fails.
         length: Median of the lengths at which the model runs: rows of arrays keep their padding.
         lengths: Number of real tokens (without a mask the size of axis 1) of each row, joined rows
             included; 128 for rows without axis 1.
@@ -95,7 +95,7 @@ class Dataset:
 
     @property
     def held_out(self) -> list[Batch]:
-        """All batches for a proof."""
+        """All batches for verification."""
         return [batch for part in self.prove for batch in part]
 
     def file_of(self, batch: Batch) -> Dataset:
@@ -188,7 +188,7 @@ class _File:
     Attributes:
         lengths: Number of real tokens of each row.
         sizes: The length at which the model runs each row.
-        parts: Indices of the rows to fit, to choose and to prove.
+        parts: Indices of the rows to fit, to choose and to verify.
         is_split: Whether the parts differ.
         join: Makes longer rows of the texts of a part.
         batches: Makes batches of rows.
@@ -301,7 +301,7 @@ def _pair(line: str) -> Text:
 
 
 def _drop_held_out(files: Sequence[_File]) -> None:
-    """Remove rows that another file has in a later part: to choose, or to prove."""
+    """Remove rows that another file has in a later part (to choose or to verify)."""
     contents = [
         [[(index, _content(file.rows[index])) for index in part] for part in file.parts]
         for file in files
@@ -412,7 +412,7 @@ def _checksum(path: Path) -> str:
 
 
 def content_digest(data: Dataset) -> str:
-    """A checksum of the inputs of all rows, which depend on the tokenizer and on prompts too."""
+    """Checksum of all model inputs, which also depend on the tokenizer and on prompts."""
     digest = hashlib.sha256()
     for batch in (*data.fit, *data.choose, *data.held_out):
         for name, array in batch.items():
@@ -457,7 +457,7 @@ def _content(row: Encoding | Batch) -> bytes:
 
 
 def _split(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices to fit, and those of each held-out part, stratified by length.
+    """Indices of the fitting part and of each held-out part, stratified by length.
 
     Rows are sorted by length and cut into strata; each held-out part has one random row of each
     stratum, so that all parts have like lengths and come from the whole file.

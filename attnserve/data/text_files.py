@@ -9,7 +9,7 @@ from graph_passes.errors import InvalidData
 __all__ = ["read_sentences", "read_table", "read_text"]
 
 TEXT_COLUMNS = ("text", "sentence", "sentence1", "sentence2")
-"""The columns of texts in the tables of ``evaluate``."""
+"""Text columns in the tables of ``evaluate``."""
 
 
 def read_text(path: Path) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 __all__ = ["MAX_BYTES", "TextSample"]
 
 MAX_BYTES = 10_000_000
-"""Size of the file above which nothing is added: about 100,000 sentences."""
+"""File size above which nothing is appended: about 100,000 sentences."""
 
 PRIVATE = re.compile(r"(?P<mail>(?<![\w.+-])[\w.+-]++@[\w-]++(?:\.[\w-]++)++)|\d+")
-"""Its time is linear: a name starts where no name is before, and nothing is tried twice."""
+"""Matching takes linear time: a name starts at a name boundary, and nothing is retried."""
 
 
 class TextSample:

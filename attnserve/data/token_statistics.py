@@ -1,4 +1,4 @@
-"""Token ids of calibration data, so that traffic with other tokens can be recognized."""
+"""Token ids of calibration data, to detect traffic that differs from it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = [
 INPUT = "input_ids"
 
 MOST_IDS = 1 << 24
-"""More ids than any vocabulary has: a file must not decide how much memory they take."""
+"""Maximum number of ids, above any vocabulary size: it bounds the memory a file can request."""
 
 MOST_UNSEEN = 0.25
-"""A row is outside of the calibration data if a larger share of its tokens is not seen there, and
-if this is more than twice the share of the held-out calibration rows."""
+"""A row is outside of the calibration data if its share of unseen tokens is larger than this, and
+larger than twice the share of the held-out calibration rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class CalibrationRange:
         return cls(records[-1].lengths[-1], seen, max(MOST_UNSEEN, 2 * share))
 
     def reasons(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> tuple[str, ...]:
-        """Why a row of token ids is outside: "length", "tokens", both or nothing.
+        """Reasons why a row is outside of the calibration data: "length", "tokens", both or none.
 
         It takes about 10 us for 16 ids, because the service calls it for every row.
         """
@@ -108,7 +108,7 @@ def token_statistics(data: Dataset) -> TokenIds | None:
 
 
 def calibration_of(data: Dataset) -> Calibration:
-    """What a record says of the data that a model was calibrated on."""
+    """The record of the data that a model was calibrated on."""
     tokens = token_statistics(data)
     return data.source if tokens is None else data.source.model_copy(update={"token_ids": tokens})
 
@@ -127,7 +127,7 @@ def seen_ids(statistics: TokenIds) -> Bool[np.ndarray, " V"]:
 
 
 def unseen_share(ids: Int[np.ndarray, " T"], seen: Bool[np.ndarray, " V"]) -> float:
-    """The share of token ids that are not seen; 0 of no ids."""
+    """The share of token ids that are not seen; 0 for an empty array."""
     known = seen[ids[ids < len(seen)]]
     return 1 - float(known.sum()) / len(ids) if len(ids) else 0.0
 

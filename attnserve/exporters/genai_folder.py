@@ -4,7 +4,7 @@
     DIR/model.onnx                  the decoder, with large weights in model.onnx.data
     DIR/tokenizer.json ...          for the tokenizer of onnxruntime-genai
 
-onnxruntime-genai reads the shape of a layer's cache from its keys; the values have the same.
+onnxruntime-genai reads the shape of a layer's cache from its keys; values must have equal shapes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["GenaiFolder", "write_genai_folder"]
 
 CONFIG = "genai_config.json"
 TOKENS = ("input_ids", "attention_mask", "position_ids")
-"""The inputs that onnxruntime-genai fills, besides caches."""
+"""Inputs that onnxruntime-genai provides, besides caches."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 """Keys of config.json with the number of positions."""
@@ -45,7 +45,7 @@ SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class GenaiFolder:
-    """What was written; ``context_length`` is in tokens."""
+    """The written folder; ``context_length`` is in tokens."""
 
     folder: Path
     layers: int
@@ -183,7 +183,7 @@ def _caches(artifact: Artifact, names: Iterable[str]) -> _Caches:
     """The caches among inputs or outputs: one of keys and one of values in each layer from 0.
 
     Raises:
-        InvalidModel: There are others.
+        InvalidModel: Other caches exist.
     """
     names = list(names)
     found: dict[str, dict[str, set[int]]] = {"key": {}, "value": {}}

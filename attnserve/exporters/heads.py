@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 LINEAR = 1e-3
-"""Maximum difference of a score by two rows of the language head, relative to all logits."""
+"""Maximum error of a score by two rows of the language head, relative to all logits."""
 
 PAIR_TEMPLATES = {
     "qwen3": (
@@ -38,7 +38,7 @@ PAIR_TEMPLATES = {
 
 
 def token_score(settings: FolderSettings, tokenizer: Any) -> LogitScore:
-    """The tokens of a reranker: those that it states, else "yes" against "no".
+    """The token ids of a reranker's score: those in its files, else "yes" and "no".
 
     Raises:
         InvalidModel: Both are not in the vocabulary.
@@ -63,7 +63,7 @@ def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> 
     prompt of the model is a system message.
 
     Raises:
-        InvalidModel: Neither has it.
+        InvalidModel: Neither defines a template.
     """
     prompt = settings.prompt
     variables = dict(settings.transformer.processing_kwargs.chat_template)
@@ -198,7 +198,7 @@ def _pooling(torch: Any, modes: Sequence[str]) -> Any:
 
 
 def _layer(torch: Any, apply: Callable[[Any], Any]) -> Any:
-    """A module that needs no mask."""
+    """A module of sentence-transformers that needs no mask."""
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:

@@ -86,7 +86,7 @@ SCORING = Task("AutoModelForCausalLM", ("logits",), per_token=False)
 
 EXAMPLE = (2, 7)
 CHECKED = ((3, 11), (1, 24))
-"""(batch, sequence) of the check; they differ from ``EXAMPLE`` to detect constant sizes."""
+"""(batch, sequence) of the check; different from ``EXAMPLE``, to detect constant sizes."""
 
 
 @dataclass(frozen=True)
@@ -466,7 +466,7 @@ def _wrapper(
 ) -> Any:
     """Wrap the network as a module with positional tensors as inputs and a tuple as output.
 
-    With a head, the output is that of the head for the hidden states.
+    With a head, the output is computed by the head from the hidden states.
     """
 
     class Wrapper(torch.nn.Module):
@@ -614,7 +614,7 @@ def _head_width(torch: Any, head: Any, width: int, source: Path) -> int:
 
 
 def _max_length(settings: FolderSettings, tokenizer: Any, limit: int | None) -> int | None:
-    """Maximum tokens of a text: the stated one, else that of the tokenizer, within the positions.
+    """Maximum tokens of a text: from the model's files, else the tokenizer, within the positions.
 
     Rotary and relative positions limit only texts of models that state no length, as in
     sentence-transformers.

@@ -273,7 +273,7 @@ def _check_arguments(
 
 
 def _check_place(folder: Path, artifact: Artifact, *, force: bool) -> None:
-    """Refuse to overwrite an existing model; with ``force``, a folder of other origin."""
+    """Refuse to overwrite an existing model; with ``force``, only folders of another kind."""
     source = artifact.folder.resolve()
     if source == folder.resolve() or folder.resolve() in source.parents:
         raise InvalidOutput(

@@ -77,9 +77,8 @@ class Artifact:
     def name(self) -> str:
         """The name of the folder for model.onnx, else the file name without its suffix.
 
-        Of a symbolic link it is the name of the link, so that it stays when the link moves to
-        another release. Hidden folders, such as ``..data`` of Kubernetes, and the folder ``onnx``
-        name no model.
+        For a symbolic link, the name of the link is used, which does not change with the target.
+        Hidden folders, such as ``..data`` of Kubernetes, and the folder ``onnx`` name no model.
         """
         if self.model.stem != "model":
             return self.model.stem
@@ -112,12 +111,12 @@ class Artifact:
 
     @property
     def output(self) -> str | None:
-        """The output that embeddings and scores are made of; None for the default one."""
+        """The output from which embeddings and scores are computed; None for the default."""
         return self.record.output
 
     @property
     def prompts(self) -> dict[str, str]:
-        """Texts before an input, by name, for example "query"."""
+        """Prompts that are put before a text, by name, for example "query"."""
         return self.record.prompts or {}
 
     @property
@@ -127,7 +126,7 @@ class Artifact:
 
     @property
     def padding(self) -> Padding:
-        """The side of padding; "left" is for graphs that pool the last position themselves."""
+        """The side of padding; "left" for graphs that pool the last position."""
         return self.record.padding or "right"
 
     @property
@@ -142,7 +141,7 @@ class Artifact:
 
     @property
     def activation(self) -> Activation | None:
-        """What turns logits into scores; None for softmax, or sigmoid of a single logit."""
+        """The activation of scores; None for softmax, or sigmoid of a single logit."""
         return self.record.activation
 
     @property
@@ -200,7 +199,7 @@ class Artifact:
 
     @property
     def source(self) -> str | None:
-        """The exported model; of a local folder only the last two parts, to not publish its path.
+        """The exported model; for a local folder only the last two path components, for privacy.
 
         None if the record does not name it.
         """
@@ -225,7 +224,7 @@ class Artifact:
 
     @cached_property
     def plan_id(self) -> str | None:
-        """A checksum of the plan that was applied last; None if there was none."""
+        """Checksum of the last applied plan; None without a plan."""
         plan = self.lineage[-1].plan if self.lineage else None
         if plan is None:
             return None
@@ -233,10 +232,10 @@ class Artifact:
 
     @property
     def labels(self) -> dict[int, str]:
-        """Names of the classes: ``id2label`` in the record, else those of config.json, or none.
+        """Names of the classes: ``id2label`` in the record, else in config.json, else none.
 
         Raises:
-            InvalidModel: They are not names by number, or config.json is not valid.
+            InvalidModel: The labels are not names by number, or config.json is not valid.
         """
         labels: Any = self.record.id2label
         if labels is None:
@@ -246,7 +245,7 @@ class Artifact:
         if not isinstance(labels, dict):
             return {}
         try:
-            # JSON text of Python may hold lone surrogates, which have no UTF-8 form.
+            # Python's JSON text may contain lone surrogates, which have no UTF-8 form.
             return {int(key): str(label).encode().decode() for key, label in labels.items()}
         except ValueError as error:
             raise InvalidModel(
@@ -272,7 +271,7 @@ def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
     record = read_record(model)
     if not record.stated and shared is not None and (shared / RECORD).is_file():
         found = parse_record(shared / RECORD)
-        if found.describes(shared) is None:  # else it is that of a model beside it
+        if found.describes(shared) is None:  # otherwise it describes another model in the folder
             record = found.without("files", "others")
     if "pooling" not in record.stated:
         record = record.over(read_settings(model.parent, *filter(None, [shared])).record())

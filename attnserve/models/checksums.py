@@ -76,7 +76,7 @@ def fingerprint(artifact: Artifact) -> str:
 
 
 def source_entry(artifact: Artifact, model: ir.Model) -> Source:
-    """How a record names the model that was rewritten: its file, and checksums of both.
+    """The record's entry for the rewritten model: its file, and checksums of file and weights.
 
     Args:
         model: The loaded model of the artifact. Loading it here would take its memory twice.
@@ -87,10 +87,11 @@ def source_entry(artifact: Artifact, model: ir.Model) -> Source:
 
 
 def last_rewrite_of(original: Artifact, lineage: Sequence[Rewrite]) -> int | None:
-    """The place of the last rewrite that names this model as its source.
+    """Index of the last rewrite that names this model as its source.
 
-    0 if no rewrite names any; None if all name others. A model may be stored in another way since,
-    for example with external data: its weights tell. Records of earlier versions name the file.
+    0 if no rewrite names a source; None if all name other models. The model is identified by its
+    weights, because it may be stored in another way since (for example with external data), or by
+    the file in records of earlier versions.
     """
     sources = [one.source for one in lineage]
     if not any(source.sha256 for source in sources):

@@ -34,7 +34,7 @@ VECTOR_OUTPUTS = ("sentence_embedding", "last_hidden_state", "token_embeddings")
 
 
 def default_output(names: Sequence[str], *, scores: bool = False) -> str:
-    """The output that embeddings or scores are made of, by its name; else the first one.
+    """The output from which embeddings or scores are computed, by its name; else the first one.
 
     A graph with an embedding and hidden states gives the embedding, which it pools itself.
     """
@@ -54,7 +54,7 @@ def run_texts(
     """Yield (indices into ``encodings``, a model output, mask of real tokens) of each batch.
 
     Args:
-        output: The name of the output; None for that of embeddings (``output_name``).
+        output: The name of the output; None selects the embedding (``output_name``).
 
     A model with a fixed number of rows gets batches of that many, of which the last one is filled.
 

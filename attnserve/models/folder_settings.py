@@ -1,7 +1,7 @@
-"""Read what a model folder says about its texts, vectors and scores.
+"""Read the settings of texts, vectors and scores from a model folder.
 
 Export, ONNX files of the hub and the service share this reader. The files and their keys are in
-``settings_files``. Whatever may change vectors or scores and is not known is refused by its name.
+``settings_files``. Unknown settings that may change vectors or scores are refused by name.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Module:
 
 @dataclass(frozen=True)
 class Embedding:
-    """How hidden states become an embedding, by the keys of attnserve.json.
+    """Conversion of hidden states to an embedding, by the keys of attnserve.json.
 
     ``dimensions`` is the number of dimensions to keep, None for all; ``prompts`` are texts before
     an input by name, and ``default_prompt`` the name of the one that is used without a name.
-    ``head`` are the modules after the network, in order, if ``pooling`` and ``normalize`` do not
-    say all; then ``pooling`` is "none": the graph has to compute them.
+    ``head`` lists the modules after the network, in order, if ``pooling`` and ``normalize`` cannot
+    express them. ``pooling`` is then "none", and the graph must compute the modules.
     """
 
     pooling: Pooling = "mean"
@@ -179,7 +179,7 @@ class FolderSettings:
         )
 
     def activation(self, classes: int, *, of_problem: bool = True) -> Activation | None:
-        """What turns logits into scores.
+        """The activation that turns logits into scores.
 
         Args:
             classes: The number of logits of a text.
@@ -214,7 +214,7 @@ class FolderSettings:
     def record(self) -> Record:
         """The record that an ONNX file in this folder needs; empty without any setting.
 
-        What the graph has to compute is its output sentence_embedding, which Optimum writes.
+        If the graph must compute the head, its output is sentence_embedding, as Optimum writes it.
 
         Raises:
             InvalidModel: A setting is not supported.
@@ -243,7 +243,7 @@ class FolderSettings:
         return stated | {key: value for key, value in scores.items() if value}
 
     def stated_of_text(self) -> dict[str, Any]:
-        """The fields of a record about the text itself."""
+        """The fields of a record that concern the text."""
         side = self.transformer.tokenizer_args.truncation_side
         lower = {"lower_case": True} if self.transformer.do_lower_case else {}
         return lower | ({"truncation_side": side} if side else {})
@@ -419,7 +419,7 @@ def _entries(path: Path) -> list[ModuleEntry]:
 
 
 def _invalid(path: Path, error: ValidationError) -> InvalidModel:
-    """The first fault of a file. Unknown keys have a code of their own."""
+    """The error for the first problem of a file. Unknown keys have a separate code."""
     first = error.errors()[0]
     parts = [str(part) for part in first["loc"] if not str(part).startswith("literal[")]
     key = ".".join(parts)

@@ -40,12 +40,12 @@ __all__ = [
 
 
 class Recorded(BaseModel):
-    """A part of a record: its JSON has the fields that were given."""
+    """Base class of record parts whose JSON contains only the given fields."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     def to_json(self, *left_out: str) -> dict[str, Any]:
-        """The fields as JSON values, without those that are named."""
+        """The fields as JSON values, without the named ones."""
         return self.model_dump(mode="json", exclude_unset=True, exclude=set(left_out))
 
     @property
@@ -55,14 +55,14 @@ class Recorded(BaseModel):
 
 
 class Whole(Recorded):
-    """A part of a record whose JSON has all its fields, null for those without a value."""
+    """Base class of record parts whose JSON contains all fields; null without a value."""
 
     def model_post_init(self, context: Any) -> None:
         self.__pydantic_fields_set__.update(type(self).model_fields)
 
 
 class Source(Recorded):
-    """A file, its checksum, and that of its weights by name, which survives another storage."""
+    """A file, its checksum, and a checksum of its weights that does not depend on their storage."""
 
     file: str = "the original"
     sha256: str | None = None
@@ -99,10 +99,10 @@ class Calibration(Recorded):
     """The data that a model was calibrated on.
 
     Attributes:
-        joined_rows, joined_to: Rows that were made of several texts, and their lengths.
-        held_out_rows: Of each part that is held out.
+        joined_rows, joined_to: Number of rows that join several texts, and their lengths.
+        held_out_rows: Number of rows of each held-out part.
         lengths: Percentiles (0, 5, 50, 95, 100) of the tokens of a row.
-        files: Each of several files.
+        files: The data of each file, if there are several.
     """
 
     file: str = ""
@@ -126,9 +126,9 @@ class Step(Whole):
 
     Attributes:
         rewrite: The name of the pass.
-        relative_error: Of collaborative factors, in the metric that was minimized. Of other lossy
-            rewrites, the distance of the block's output to the original's over its variation there,
-            on calibration data (random inputs without); None if it cannot be observed.
+        relative_error: For collaborative factors, the error in the minimized metric. For other
+            lossy rewrites, the distance between the block's output and the original's, relative to
+            its variation, on calibration data (else random inputs); None if it cannot be observed.
         macs_after: MACs of the whole model.
         fitted_error: The distance after the output projection was refitted, all rewrites of the
             block included; None if it was not refitted.
@@ -136,7 +136,7 @@ class Step(Whole):
         heads: The number of heads that compute their own probabilities.
         neurons: The number of neurons that a feed-forward has left.
         head_size: The mean number of dimensions that a head reads in sparse mixing.
-        cache_width: Numbers of a token in the cached keys, over all heads.
+        cache_width: Elements per token in the cached keys, over all heads.
     """
 
     rewrite: str
@@ -223,7 +223,7 @@ class Ratio(Whole):
 
 
 class Speedups(Recorded):
-    """Speed-ups as served, each over the form before it; ``served`` over the fused original."""
+    """Speed-ups as served: each step over the one before; ``served`` over the fused original."""
 
     shapes: tuple[tuple[int, int], ...] = ()
     phase: str = "sequence"
@@ -252,14 +252,14 @@ class MixingRecord(Whole):
 
 
 def _present_name(measure: object) -> object:
-    """The present name of a measure: 0.1 wrote "mean output cosine" or "share of the X score"."""
+    """Current name of a measure; 0.1 wrote "mean output cosine" or "share of the X score"."""
     if isinstance(measure, str) and " " in measure:
         return "score" if measure.endswith(" score") else "cosine"
     return measure
 
 
 class Asked(Recorded):
-    """What a search was asked for; see ``options.Goal``."""
+    """The request of a search; see ``options.Goal``."""
 
     keep: float | None = None
     target_speedup: float | None = None
@@ -280,20 +280,20 @@ class Asked(Recorded):
 
 
 class ProofRecord(Measured):
-    """The measurement of a built choice on data that no choice has seen."""
+    """Verification of a built candidate on held-out data that no selection used."""
 
     loss: FiniteFloat
     share: ShareRecord | None = None
 
 
 class Round(Whole):
-    """A choice that was built and trained.
+    """One candidate that was built and trained.
 
     Attributes:
         predicted_speedup, predicted_loss: As in ``Point``.
         built_loss, loss: The measured loss on the data to choose, before and after the training.
-        steps, seconds: Of the training.
-        keeps: Whether the loss is one that the goal allows.
+        steps, seconds: Steps and time of the training.
+        keeps: Whether the loss is within the goal.
     """
 
     predicted_speedup: float
@@ -306,7 +306,7 @@ class Round(Whole):
 
 
 class Recovered(Whole):
-    """What training added to a search.
+    """The training rounds of a search.
 
     Attributes:
         gain: Whether a trained model is returned.
@@ -324,9 +324,9 @@ class Search(Measured):
     """The part of plan.json that is recorded with an optimized model.
 
     Attributes:
-        fidelity, quality, qualities: The proof of the returned choice.
-        choose: The same quality on the data that the search looked at.
-        proofs: Of choices like the returned one, in order; those before the last kept too little.
+        fidelity, quality, qualities: Verification of the returned candidate.
+        choose: The same quality on the data to choose.
+        proofs: All verifications of candidates, in order; all but the last missed the target.
         speedup: The geometric mean over the requested lengths.
     """
 
@@ -370,9 +370,9 @@ class Rewrite(Measured):
     Attributes:
         rewrite: The names of the passes, of the training and of the precision, joined by "+".
         source: The model that the quality is measured against.
-        rewritten: Of a training, the model that was trained.
+        rewritten: For a training, the model that was trained.
         plan: The plan that was applied, as ``Plan.to_json`` gives it.
-        scores: Of a training with labels, as ``attnserve evaluate --json`` gives them.
+        scores: For a training with labels, the scores as in ``attnserve evaluate --json``.
     """
 
     rewrite: str

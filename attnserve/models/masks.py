@@ -1,4 +1,4 @@
-"""Which tokens are real: what the mask inputs of models say."""
+"""Read the mask inputs of models: which tokens are real."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 ADDED = -1.0
-"""Masks that are added to logits hold 0 for real tokens, and less than this for others."""
+"""Additive masks contain 0 for real tokens, and values below this for other tokens."""
 
 MUCH_LESS = -1e4
-"""What such a mask holds for padding if no row shows it; float16 can hold it."""
+"""Padding value of additive masks if no row contains padding; representable in float16."""
 
 
 def is_mask(name: str) -> bool:
@@ -43,14 +43,14 @@ def marks_padding(name: str, dtype: np.dtype[Any]) -> bool:
 
 
 def read_mask(name: str, array: np.ndarray) -> Bool[np.ndarray, ...]:
-    """Which tokens a mask keeps: integers and booleans, or floats to multiply or to add."""
+    """The tokens that a mask keeps; it is an integer, boolean, multiplied or added float mask."""
     if array.dtype.kind != "f":
         return array.astype(bool) != marks_padding(name, array.dtype)
     return array > ADDED if (array <= 0).all() else array > 0.5
 
 
 def padding_value(name: str, array: np.ndarray) -> Any:
-    """What an input holds where there is no token."""
+    """The value of an input at padding."""
     if not is_mask(name):
         return 0
     if array.dtype.kind == "f":

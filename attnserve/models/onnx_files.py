@@ -27,7 +27,7 @@ __all__ = ["data_file", "external_data_locations", "load_model", "save_model"]
 def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     """Read and validate a model; external data stays on disk and is memory-mapped on access.
 
-    Weights are no inputs of the result, although a graph may list them there. Axes of length -1
+    Weights that the graph lists as inputs are not inputs of the result. Axes of length -1
     are free.
 
     Args:
@@ -84,7 +84,7 @@ def _check_values(model: ir.Model) -> None:
 
 
 def _map_linked(model: ir.Model, path: Path) -> None:
-    """Map external data that links lead out of the model's folder, which onnx_ir refuses.
+    """Map external data behind links that leave the model's folder, which onnx_ir refuses.
 
     ``validated`` allows it beside the target of a link to the model.
     """

@@ -33,7 +33,7 @@ MAX_OPSET = 1 << 31
 REQUIRED = onnx.defs.OpSchema.FormalParameterOption.Single
 
 MAX_INPUT, MAX_VALUE = 1 << 28, 1 << 31
-"""Most elements of an input, and of a value between operators."""
+"""Maximum number of elements of an input, and of a value between operators."""
 
 TYPED_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
 COMPLEX = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
@@ -88,7 +88,7 @@ def validated(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_size(path: Path, value: onnx.ValueInfoProto, most: int) -> None:
-    """Refuse a declared shape that no tensor has: some bytes of a file would ask for gigabytes."""
+    """Refuse implausible declared shapes: a small file could otherwise request gigabytes."""
     axes = value.type.tensor_type.shape.dim
     size = math.prod(max(axis.dim_value, 1) for axis in axes)
     if size > most:

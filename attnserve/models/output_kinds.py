@@ -1,4 +1,4 @@
-"""What the outputs of a model hold, by their names, shapes and producers."""
+"""Classify the outputs of a model by their names, shapes and producers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 CACHE_NAME = re.compile(r"cache|(?<![a-z])(present(?!ation)|past)")
-"""Not for example "representation"."""
+"""Matches cache names, but not for example "representation"."""
 
 VECTOR_NAME = re.compile(r"embed|pooled|pooler|vecs|representation")
-"""In the names of outputs [batch, n] that are embeddings, however few columns they have."""
+"""Matches names of outputs [batch, n] that are embeddings, for any number of columns."""
 
 MIN_CLASSES = 64
 """An output [batch, n] is an embedding if it has this many columns, unless it is known to be of
@@ -37,7 +37,7 @@ classes: by its name, by a softmax, or by the names of as many classes."""
 
 
 def resized_outputs(model: ir.Model) -> set[int]:
-    """Indices of the outputs whose last axis has a length that depends on those of the inputs.
+    """Indices of the outputs whose last axis depends on the lengths of the inputs.
 
     Its elements are no features. Examples are the logits of the positions of an answer, and of
     texts by images. The result is kept, because a search makes many meters.
@@ -58,7 +58,7 @@ _RESIZED: WeakKeyDictionary[ir.Model, set[int]] = WeakKeyDictionary()
 
 
 def same_outputs(model: ir.Model) -> dict[int, int]:
-    """By the index of an output that is the same value as an earlier one, the index of that."""
+    """Map the index of each output that equals an earlier output to the index of that output."""
     first: dict[ir.Value, int] = {}
     found: dict[int, int] = {}
     for index, value in enumerate(model.graph.outputs):
@@ -99,7 +99,7 @@ def probability_outputs(model: ir.Model) -> set[int]:
 
 
 def vocabulary_size(model: ir.Model) -> int:
-    """The rows of the table of tokens; 0 if there is none.
+    """The number of rows of the token table; 0 without one.
 
     It is the one that ``input_ids`` chooses rows of, or else the largest. Tables of positions may
     have as many rows as the model has columns.

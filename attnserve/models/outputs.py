@@ -1,4 +1,4 @@
-"""Write results: nothing is overwritten without ``force``, and nothing is half-written."""
+"""Write results atomically; nothing is overwritten without ``force``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from graph_passes.errors import InvalidOutput
 __all__ = ["check_output", "check_target", "default_output", "staged", "write_rewritten"]
 
 PREFIX = ".attnserve-"
-"""Of the names of temporary folders beside an output."""
+"""Prefix of the names of temporary folders beside an output."""
 
 ABANDONED_S = 60.0
 """A temporary folder without a lock that is younger may belong to a process that is starting."""

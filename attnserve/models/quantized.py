@@ -104,7 +104,7 @@ def _is_divided_by_peak(value: ir.Value | None) -> bool:
 
 
 def int8_weight_bits(model: ir.Model) -> Bits | None:
-    """Bits of the signed 8-bit weights that are multiplied by 8-bit activations.
+    """Number of bits of the signed weights that are multiplied by 8-bit activations.
 
     7 if all are within -64..64 (other tools do not clamp 64 to 63), 8 if not, None without such
     weights. Unsigned weights are not counted: their kernels do not saturate.

@@ -42,12 +42,12 @@ class Record(Recorded):
     Attributes:
         source, task, exporter, opset, attention: What was exported, and how.
         max_abs_error: The largest difference to PyTorch.
-        versions: Of the packages that exported it.
+        versions: Versions of the packages that exported it.
         max_length: Maximum number of tokens of a text.
-        pooling, normalize, dimensions, prompts, default_prompt, similarity: Of embeddings.
-        output: The output that embeddings and scores are made of.
-        activation, template, id2label: Of scores.
-        padding, lower_case, truncation_side, first_position: Of texts.
+        pooling, normalize, dimensions, prompts, default_prompt, similarity: Settings of embeddings.
+        output: The output from which embeddings and scores are computed.
+        activation, template, id2label: Settings of scores.
+        padding, lower_case, truncation_side, first_position: Settings of texts.
         files: Checksums of the model's files, by name; exports have none.
         lineage: The rewrites of the model, oldest first.
         others: Records of other models in the folder, by file name.
@@ -88,8 +88,8 @@ class Record(Recorded):
             path: The file that it comes from, for messages.
 
         Raises:
-            InvalidModel: A value is invalid, or cannot be written as JSON: it holds lone
-                surrogates, or is a number of over 64 bits.
+            InvalidModel: A value is invalid, or cannot be written as JSON: text with lone
+                surrogates, or an integer of more than 64 bits.
         """
         # orjson writes the parts of the record that the service answers with. Not at the top of the
         # module: Ctrl-C during this import ends Python with a segmentation fault.
@@ -104,7 +104,7 @@ class Record(Recorded):
             raise InvalidModel(f"{path}: {what}", fix, code="artifact.record") from error
 
     def over(self, base: Self) -> Self:
-        """``base`` with the fields that are given here."""
+        """Return ``base`` updated with the fields that are given here."""
         return base.model_copy(update=self.stated)
 
     def describes(self, folder: Path) -> str | None:

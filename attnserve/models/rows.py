@@ -44,7 +44,7 @@ def split_rows(batch: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]] |
 
 
 def row_content(row: Mapping[str, np.ndarray]) -> bytes:
-    """What the inputs of a row hold, without padding: equal rows may be padded differently."""
+    """The content of a row without padding; equal rows may be padded differently."""
     mask = text_mask(row)
     if mask is None:
         return b"".join(str(array.shape).encode() + array.tobytes() for array in row.values())
@@ -60,10 +60,11 @@ def filled(rows: Sequence[T], size: int) -> list[T]:
 
 
 def fixed_axes(shapes: Iterable[Iterable[Any]]) -> tuple[int | None, int | None]:
-    """The numbers of rows and of tokens that inputs are fixed to; None where they are not.
+    """The fixed numbers of rows and of tokens of inputs; None if dynamic.
 
     Args:
-        shapes: Those of the inputs, with integers for fixed axes. Tokens are on axis 1 of a matrix.
+        shapes: The shapes of the inputs, with integers for fixed axes. Tokens are on axis 1 of a
+            matrix.
     """
     known = [shape for shape in map(tuple, shapes) if len(shape) > 1]
     rows = (shape[0] for shape in known)
@@ -132,7 +133,7 @@ def check_rows(inputs: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]) 
     """Check that every output has as many rows as the inputs.
 
     Raises:
-        InvalidData: An output has not.
+        InvalidData: An output has another number of rows.
     """
     rows = next(iter(inputs.values())).shape[:1]
     for output in outputs:

@@ -1,9 +1,9 @@
 """The configuration files of a model folder, as data models: which keys are read.
 
-A class is one JSON file of transformers or sentence-transformers, or a part of one. A key that
-is not a field is refused by its name, because it may change vectors or scores. ``ignored`` are
-the keys that do not change them, with the reason. Files of transformers hold many keys of the
-network, which the ONNX graph computes already: their classes read some keys and leave the rest.
+A class is one JSON file of transformers or sentence-transformers, or a part of one. A key that is
+not a field is refused by name, because it may change vectors or scores. ``ignored`` lists the keys
+that do not change them, with reasons. Files of transformers hold many keys of the network, which
+the ONNX graph computes already: their classes read some keys and leave the rest.
 
 The names are those that sentence-transformers 6.2 and transformers 5 read, with the older names
 that they still accept. Nothing of both libraries is imported.
@@ -105,7 +105,7 @@ class ModuleEntry(SettingsFile):
     type: str
     """The class of the module; only those of sentence-transformers are read."""
     path: Annotated[str, Field(pattern=r"^(\w[\w.-]{0,98})?$")]
-    """The folder of the module: one in that of the model, or this one if empty."""
+    """The folder of the module inside the model folder; empty for the model folder."""
 
 
 class Library(SettingsFile):
@@ -142,7 +142,7 @@ class CallArguments(SettingsFile):
     max_length: PositiveInt | None = None
     """Maximum number of tokens; precedes all other lengths."""
     truncation: Literal[True, "longest_first"] = True
-    """Of a pair, the longer text is truncated first. Others are refused."""
+    """Truncation of pairs: the longer text first. Other values are refused."""
     add_special_tokens: Literal[True] = True
     """Must be true."""
 
@@ -199,7 +199,7 @@ class ConfigArguments(SettingsFile):
 
 
 class Modality(SettingsFile):
-    """An entry of ``modality_config``: how one kind of input is run."""
+    """An entry of ``modality_config``: the forward method for one kind of input."""
 
     ignored = {"format": "how messages are written; see ``message``"}
 
@@ -222,9 +222,9 @@ class Transformer(SettingsFile):
                               "any-to-any"] | None = None  # fmt: skip
     """The head of the network. Others are refused."""
     modality_config: dict[str, Modality] | None = None
-    """How texts are run. ``message`` (texts in a chat template) is for rerankers only."""
+    """The method for texts. ``message`` (texts in a chat template) is for rerankers only."""
     module_output_name: str | None = None
-    """Where the output goes: token_embeddings, scores or causal_logits."""
+    """Name of the output: token_embeddings, scores or causal_logits."""
     processing_kwargs: ProcessingArguments = ProcessingArguments()
     """Arguments of the tokenizer's call."""
     tokenizer_args: TokenizerArguments = TokenizerArguments()
@@ -268,7 +268,7 @@ class Transformer(SettingsFile):
 
 
 class Pooling(SettingsFile):
-    """config.json of a module Pooling: one vector per text from those of its tokens."""
+    """config.json of a module Pooling: one vector per text from its token vectors."""
 
     ignored = {"embedding_dimension": WIDTH, "word_embedding_dimension": WIDTH}
 
@@ -296,12 +296,12 @@ class Pooling(SettingsFile):
 
 
 class Step(SettingsFile):
-    """Base class of modules that read one value and write another: of tokens, or of a text."""
+    """Base class of modules that map one value (of tokens or of a text) to another."""
 
     module_input_name: Literal["sentence_embedding", "token_embeddings"] = "sentence_embedding"
-    """What is read."""
+    """Name of the input value."""
     module_output_name: Literal["sentence_embedding", "token_embeddings"] | None = None
-    """What is written; by default what is read."""
+    """Name of the output value (default: the input value)."""
 
     @property
     def output(self) -> str:
@@ -334,7 +334,7 @@ class LayerNorm(Step):
 
 
 class Dropout(SettingsFile):
-    """config.json of a module Dropout, which does nothing after training."""
+    """config.json of a module Dropout, which has no effect at inference."""
 
     ignored = {"dropout": "for training"}
 
@@ -372,11 +372,11 @@ class ModelConfig(SettingsFile):
     model_config = ConfigDict(extra="ignore")
 
     model_type: Any = None
-    """Tells where position ids start, and the tokenizer's class if nothing states it."""
+    """Determines where position ids start, and the tokenizer's class if no file states it."""
     tokenizer_class: Any = None
     """The tokenizer's class, if tokenizer_config.json states none."""
     architectures: Any = None
-    """A name that ends in ForCausalLM or ForSequenceClassification tells the task."""
+    """A name that ends in ForCausalLM or ForSequenceClassification determines the task."""
     is_causal: Any = True
     """False for a language model whose tokens see all others: mean pooling by default."""
     max_position_embeddings: Any = None
@@ -388,17 +388,17 @@ class ModelConfig(SettingsFile):
     id2label: Any = None
     """Names of the classes, by number."""
     num_labels: Any = None
-    """The number of classes, if ``id2label`` does not tell it."""
+    """The number of classes, if ``id2label`` is absent."""
     problem_type: (
         Literal["regression", "single_label_classification", "multi_label_classification"] | None
     ) = None
-    """Of classifiers: the activation identity, softmax or sigmoid."""
+    """Problem type of classifiers, which selects the activation identity, softmax or sigmoid."""
     sentence_transformers: CrossEncoder | None = None
     """Settings of cross-encoders (sentence-transformers 4 and 5)."""
     sbert_ce_default_activation_function: str | None = None
     """The activation of cross-encoders (before sentence-transformers 4)."""
     relative: bool = Field(default=False, exclude=True)  # no key of the file
-    """Whether no table limits the positions: rotary or relative ones, by other keys."""
+    """Whether positions are rotary or relative, so that no table limits them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -421,7 +421,7 @@ class ModelConfig(SettingsFile):
 
     @property
     def positions(self) -> int | None:
-        """The number of tokens that the positions suffice for; None if unknown."""
+        """The maximum number of tokens of the positions; None if unknown."""
         stated = self.max_position_embeddings
         if stated is None and self.model_type in N_POSITIONS:
             stated = self.n_positions
@@ -430,7 +430,7 @@ class ModelConfig(SettingsFile):
 
     @property
     def table_size(self) -> int | None:
-        """``positions``, if they are a table, which longer texts exceed."""
+        """``positions``, if they are a table; longer texts would exceed it."""
         return None if self.relative else self.positions
 
     @property
@@ -442,7 +442,7 @@ class ModelConfig(SettingsFile):
 
     @property
     def labels(self) -> Any:
-        """``id2label``, which transformers leaves out for its default of two classes."""
+        """``id2label``; transformers omits it for its default of two classes."""
         if self.id2label is None and self.is_for("ForSequenceClassification"):
             return [f"LABEL_{at}" for at in range(self.classes)]
         return self.id2label
@@ -455,7 +455,7 @@ class ModelConfig(SettingsFile):
 
 
 class TokenizerConfig(SettingsFile):
-    """tokenizer_config.json of transformers: what tokenizer.json does not hold."""
+    """tokenizer_config.json of transformers: settings that tokenizer.json does not contain."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -466,7 +466,7 @@ class TokenizerConfig(SettingsFile):
     pad_token: Any = None
     """The token of padding, if tokenizer.json states none."""
     tokenizer_class: Any = None
-    """Of BERT's family, the next keys precede tokenizer.json, as in transformers."""
+    """For BERT's family, the following keys override tokenizer.json, as in transformers."""
     do_lower_case: bool | None = True
     """Whether words are written in lower case (BERT's family)."""
     strip_accents: bool | None = None

@@ -52,7 +52,7 @@ INTEGERS = {"tensor(int64)": np.dtype(np.int64), "tensor(int32)": np.dtype(np.in
 FLOATS = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 PAD_TOKENS = ("[PAD]", "<pad>")
 UNBOUNDED = 1_000_000
-"""Larger values of ``model_max_length`` mean no limit; Hugging Face writes 1e30."""
+"""Values of ``model_max_length`` from which there is no limit; Hugging Face writes 1e30."""
 
 
 BERT_TOKENIZERS = frozenset(
@@ -83,8 +83,8 @@ class TextInput:
 
     Attributes:
         dtype: Its data type.
-        cache: For a cache, the shape of an empty one after the batch axis. Texts do not continue
-            others, so that caches stay empty.
+        cache: For a cache, the shape of an empty one after the batch axis. Caches stay empty,
+            because texts are independent.
     """
 
     dtype: np.dtype[Any]
@@ -95,7 +95,7 @@ def text_input(name: str, dtype: np.dtype[Any], shape: Sequence[Any]) -> TextInp
     """The input of this name, type and shape, with integers for fixed axes.
 
     A cache has "past" in its name and four axes, of which the batch is the first, and one is the
-    length. Caches of an encoder's tokens are none: they are never empty.
+    length. Caches of an encoder's tokens are excluded, because they are never empty.
     """
     lengths = [size for size in shape[1:] if not isinstance(size, int)]
     is_cache = "past" in name.lower() and len(shape) == 4 and len(lengths) == 1
@@ -514,7 +514,7 @@ class _Template:
 def _kept(
     raw: Any, limit: int, side: Side, spans: Sequence[tuple[int, int]] | None = None
 ) -> list[int]:
-    """The tokens that stay if an encoding of ``tokenizers`` is truncated to ``limit``.
+    """The tokens that remain after an encoding of ``tokenizers`` is truncated to ``limit``.
 
     Special tokens stay. Of a pair, the longer text loses tokens until both are equally long. Of a
     template with these spans, the last one loses its tokens first, then the one before. An
@@ -564,7 +564,7 @@ def _select(raw: Any, kept: Sequence[int]) -> Encoding:
 
 
 def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: ModelConfig) -> None:
-    """Set what transformers sets after it reads tokenizer.json."""
+    """Apply the settings that transformers applies after reading tokenizer.json."""
     name = config.tokenizer_class or model.tokenizer_class
     if str(name).removesuffix("Fast") in BERT_TOKENIZERS or (
         name is None and model.model_type in BERT_MODELS

@@ -30,12 +30,12 @@ i + P/2; dimensions from P on stay (arXiv 2104.09864, in the layout of transform
 
 
 MASKED = -5000.0
-"""Masks that are added to logits hide tokens with less than this; some hold -10000 for them."""
+"""Additive masks hide tokens with values below this; some masks contain -10000."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureMaps:
-    """What the heads of a layer computed in one call (arXiv 2305.14380, section 3.1).
+    """Feature maps of the heads of a layer in one call (arXiv 2305.14380, section 3.1).
 
     Attributes:
         values: V^, (B, H, T, V).
@@ -55,8 +55,8 @@ class FeatureMaps:
 class Latest:
     """The feature maps of the latest call; None before it.
 
-    A copy of the model starts empty. As an object of its own it does not make ``torch.export``
-    treat the maps as state of the model.
+    A copy of the model starts empty. A separate object keeps ``torch.export`` from treating the
+    maps as state of the model.
     """
 
     def __init__(self) -> None:
@@ -69,10 +69,10 @@ class Latest:
         return {"maps": None}
 
     def put(self, maps: FeatureMaps) -> None:
-        """Keep the maps, unless a backward pass calls the layer again.
+        """Store the maps, unless a backward pass calls the layer again.
 
         Raises:
-            InvalidArgument: It does, and the maps of the first time have no gradients.
+            InvalidArgument: A backward pass calls the layer, and the stored maps have no gradients.
         """
         if not _is_repeated():
             self.maps = maps
@@ -94,13 +94,13 @@ class Latest:
 
 
 class PassedOn:
-    """Probabilities of a layer's latest call, for the layers that reuse them.
+    """Attention probabilities of a layer's latest call, for the layers that reuse them.
 
     Without gradients they are kept until all of these layers have read them, with gradients until
     the next call. Copies of the model start empty.
 
-    In the backward pass, gradient checkpointing calls layers again. A layer that reuses
-    probabilities then gets those it got before, or an error if later calls have replaced them.
+    In the backward pass, gradient checkpointing calls layers again. A reusing layer then gets the
+    same probabilities again, or an error if later calls have replaced them.
     """
 
     def __init__(self, readers: int = 0) -> None:
@@ -116,7 +116,7 @@ class PassedOn:
         return PassedOn(self._readers).__dict__
 
     def add_reader(self) -> int:
-        """The place of a new layer that reads in each call."""
+        """Register a layer that reads in each call; returns its index."""
         self._readers += 1
         return self._readers - 1
 
@@ -126,7 +126,7 @@ class PassedOn:
             self._tokens = [None] * self._readers
 
     def take(self, reader: int, tokens: Tensor) -> tuple[Tensor, ...]:
-        """The parts of the probabilities, for the reader at this place and its queries (B, S, D).
+        """Return the parts of the probabilities to the reader with this index, queries (B, S, D).
 
         Raises:
             InvalidArgument: There are none: the layer was not called before, or the backward pass
@@ -159,7 +159,7 @@ class PassedOn:
 
 
 class _NotFused:
-    """Stands for packed weights. Fused kernels of PyTorch refuse arguments with this method."""
+    """Placeholder for packed weights; PyTorch's fused kernels refuse arguments with this method."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -178,7 +178,7 @@ class AttentionLayer(nn.Module):
         num_heads: H. It need not divide D.
         value_head_size: V, the size of the values of a head.
         scale: The factor of the logits.
-        dropout: Of the probabilities, in training.
+        dropout: Dropout probability of attention probabilities, in training.
         bias: Whether projections have biases.
         kdim, vdim: E and F, the widths of keys and values (default: D).
         batch_first: Whether tokens are (B, S, D); the default of PyTorch is (S, B, D).
@@ -288,7 +288,7 @@ class AttentionLayer(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``torch.nn.MultiheadAttention.forward``, with the same shapes and masks.
+        """Same as ``torch.nn.MultiheadAttention.forward``, with the same shapes and masks.
 
         Differences: a query without any allowed key attends to all instead of returning NaN,
         ``is_causal`` without ``attn_mask`` masks later keys, and the returned probabilities are
@@ -324,7 +324,7 @@ class AttentionLayer(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             tokens = [part.transpose(0, 1) for part in tokens]
-        if key is query:  # still one object: feature maps tell self-attention by it
+        if key is query:  # still one object: feature maps recognize self-attention by its identity
             tokens[1] = tokens[0]
         if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             self._check(tokens[0], tokens[1], tokens[2], key_padding_mask, attn_mask)
@@ -509,7 +509,7 @@ def _is_repeated() -> bool:
     """Whether a backward pass calls layers again, for gradient checkpointing."""
     if torch.compiler.is_compiling():
         return False
-    # As torch.utils.checkpoint asks it.
+    # The same test as in torch.utils.checkpoint.
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 

@@ -22,7 +22,7 @@ __all__ = ["Compactness", "GroupedHeadAttention", "group_loss", "keep_pillars", 
 
 @dataclass(frozen=True)
 class Compactness:
-    """How compact the groups of heads are: larger is more compact (section 5.1, figure 2).
+    """Compactness of the groups of heads; larger is more compact (section 5.1, figure 2).
 
     Attributes:
         silhouette: Mean silhouette coefficient, from -1 to 1; heads alone in a group count 0.
@@ -305,7 +305,7 @@ def _flat(part: Tensor) -> Tensor:
 
 
 def _wide(part: Tensor) -> Tensor:
-    """In float32 at least: sums over all tokens overflow in half precision, or lose digits."""
+    """Convert to at least float32: sums over tokens overflow or lose digits in half precision."""
     return part if part.dtype == torch.float64 else part.float()
 
 

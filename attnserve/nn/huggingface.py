@@ -72,7 +72,7 @@ class HuggingFaceAttention(nn.Module):
 
     Attributes:
         layer: The attention, batch first.
-        config: Of the model; it names the implementation of attention.
+        config: Configuration of the model; it names the implementation of attention.
         is_causal: Mask later keys if no mask is passed, as transformers does.
         is_cross: Keys and values are the hidden states of the encoder.
         dropout, norm: Applied to the residual sum (ALBERT); else None.

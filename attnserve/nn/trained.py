@@ -26,7 +26,7 @@ class TrainedAttention:
         value_bias: (H, V).
         output_bias: (D,).
         scale: The factor of the logits.
-        dropout: Of the probabilities, in training.
+        dropout: Dropout probability of attention probabilities, in training.
         batch_first: Whether tokens are (B, S, D), not (S, B, D).
         rotary: Whether queries and keys turn with their positions before the product.
         has_bias: Whether any projection has a bias; otherwise all biases are zero.

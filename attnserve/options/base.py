@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Cli:
-    """How the command line shows a field.
+    """Presentation of a field on the command line.
 
     Attributes:
         metavar: The name of the value.
@@ -44,8 +44,8 @@ class Cli:
         flags: The names, if they are not made from that of the field.
         choices: Flags without a value, each with the value of the field that it stands for, and its
             help.
-        is_text: Whether the field reads the text itself.
-        is_argument: Whether the value stands without a name.
+        is_text: Whether the field parses the text of the option.
+        is_argument: Whether the value is a positional argument.
     """
 
     metavar: str | None = None
@@ -77,11 +77,11 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     panel: ClassVar[str] = ""
-    """That of the fields which name no other one."""
+    """Default help panel of the fields."""
     area: ClassVar[str] = "options"
-    """The first part of the codes of errors."""
+    """First part of error codes."""
     reads_environment: ClassVar[bool] = False
-    """Whether the environment sets what is not given."""
+    """Whether environment variables set fields that are not given."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -132,7 +132,7 @@ class Options(BaseModel):
         return {name: getattr(self, name) for name in self.model_fields_set}
 
     def changed(self, *but: str) -> Iterator[tuple[str, Any]]:
-        """The fields, except those named, whose values are not the defaults."""
+        """The fields whose values are not the defaults, except the named ones."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name not in but and value != field.default:
@@ -141,7 +141,7 @@ class Options(BaseModel):
 
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """The docstrings of the fields of each class of a module.
+    """Read the docstrings of the fields of each class of a module.
 
     ``use_attribute_docstrings`` of pydantic reads the module once for each class, which takes a
     tenth of the time of ``attnserve --help``.
@@ -149,7 +149,7 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
     file = getattr(sys.modules[module], "__file__", None)
     try:
         source = ast.parse(Path(file or "").read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):  # compiled, in an archive, or typed in
+    except (OSError, ValueError, SyntaxError):  # compiled, in an archive, or interactive
         return {}
     found: dict[str, dict[str, str]] = {}
     for kind in source.body:

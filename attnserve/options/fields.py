@@ -48,7 +48,7 @@ def read_weights(value: Any) -> Any:
 
 
 def read_lengths(value: Any) -> Any:
-    """A length, or a range of lengths; see ``data.lengths``."""
+    """Parse a length, or a range of lengths; see ``data.lengths``."""
     if isinstance(value, str):
         match = re.fullmatch(r"(-?\d{1,9})(?:-(\d{1,9}))?", value.strip())
         if match is None:

@@ -128,7 +128,7 @@ class Rewrites(Options):
         """Check that something is requested.
 
         Raises:
-            InvalidArgument: Nothing is.
+            InvalidArgument: Nothing is requested.
         """
         if not self.has_rewrites and self.precision == "float32":
             fail(
@@ -178,7 +178,7 @@ class Rewrites(Options):
 
 
 class Goal(Options):
-    """What a search must keep or reach, and which rewrites it may use."""
+    """Goal of a search, and the rewrites that it may use."""
 
     panel = SEARCH
     area = "goal"
@@ -186,10 +186,10 @@ class Goal(Options):
     keep: Annotated[
         float | None, Field(gt=0, le=1, examples=[0.99]), Cli(metavar="SHARE", panel="")
     ] = None
-    """Find the fastest model that keeps this share of the quality, for example 0.99. Quality is
-    `measure`, and with `eval_data` the task score as well.
+    """Find the fastest model that keeps this share of the quality, for example 0.99. The quality is
+    the value of `measure`; with `eval_data`, the task score must be kept as well.
 
-    It holds at the lower end of the 95 % interval on data that the fit did not see."""
+    Candidates are selected by a confidence bound and verified on held-out data."""
     target_speedup: Annotated[
         float | None, Field(ge=1, lt=1000, examples=[1.5]), Cli(metavar="FACTOR")
     ] = None
@@ -215,7 +215,7 @@ class Goal(Options):
     """Train faster candidates on the calibration data within the search, for example 20m (extra
     torch)."""
     training: Annotated[str, Cli(metavar="NAME")] = "distill"
-    """How `recover` trains; other packages may add kinds of training."""
+    """Training method of `recover` (distill; other packages may add methods)."""
     precision: Converted = "float32"
     """Precision of the weights, after all rewrites.
 
@@ -278,8 +278,8 @@ class Goal(Options):
 class Data(Options):
     """Data to calibrate on, and to compare with the original.
 
-    A part of each file is held out: the quality is measured there, and the lowest one counts.
-    Without data, factors are computed from the weights alone, at several times the error.
+    Part of each file is held out to measure the quality; the lowest value over the files counts.
+    Without data, factors are computed from the weights alone, with several times the error.
     """
 
     panel = CALIBRATION
@@ -289,7 +289,7 @@ class Data(Options):
     """Calibration data: text with one sentence per line, an .npz of input arrays, or a folder of
     .npz; can be repeated. The quality of each file is measured."""
     also_prove: Files = ()
-    """Also compare on these inputs, for example text of another kind; can be repeated."""
+    """Additional data for verification, for example text of another kind; can be repeated."""
     calib_weights: Annotated[
         tuple[float, ...],
         BeforeValidator(read_weights),
@@ -322,10 +322,10 @@ def check_files(
     """Check that files are given once, and that there is one positive weight for each, or none.
 
     Args:
-        name: That of the option with the files.
+        name: Name of the option with the files.
 
     Raises:
-        InvalidArgument: They are not.
+        InvalidArgument: A file is given twice, or the weights do not fit the files.
     """
     found = [path.resolve() for path in paths]
     if twice := next((str(p) for p, f in zip(paths, found, strict=True) if found.count(f) > 1), ""):
@@ -365,17 +365,17 @@ class Shape(Options):
 
 
 class Run(Options):
-    """How models run."""
+    """Runtime options: provider, threads, runtime and seed."""
 
     panel = RUN
     area = "run"
 
     threads: Annotated[NonNegativeInt, Cli(metavar="N")] = 0
-    """Threads of ONNX Runtime, numpy and PyTorch; 0: each of them chooses."""
+    """Number of threads of ONNX Runtime, numpy and PyTorch; 0 uses the default of each library."""
     provider: Provider = "cpu"
     """Execution provider."""
     runtime: Annotated[str, Cli(metavar="NAME")] = "onnxruntime"
-    """What runs the models; other packages may add runtimes."""
+    """Library that runs the models (onnxruntime; other packages may add runtimes)."""
     seed: Annotated[NonNegativeInt, Cli(metavar="N")] = 0
     """Seed of random choices."""
 
@@ -390,7 +390,7 @@ class Run(Options):
 
 
 class Write(Options):
-    """What is written, and when nothing is."""
+    """Output options: what is written, and when nothing is written."""
 
     panel = OUTPUT
     area = "write"
@@ -402,18 +402,18 @@ class Write(Options):
     external_data: bool = False
     """Write the weights to a file beside the model."""
     dry_run: bool = False
-    """Compute and report everything, and write nothing."""
+    """Compute and report everything, but write nothing."""
     force: bool = False
     """Overwrite an existing output."""
 
 
 class Train(Options):
-    """How ``recover`` trains."""
+    """Options of the training of ``recover``."""
 
     area = "recovery"
 
     minutes: Annotated[FiniteFloat, Field(ge=0, examples=[20]), Cli(metavar="N")] = 20.0
-    """Time of the training."""
+    """Training time in minutes."""
     int8: Annotated[bool, Cli(panel=PRECISION)] = False
     """Quantize to int8 with 7-bit weights (every CPU)."""
     task: LearnedTask | None = None

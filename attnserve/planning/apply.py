@@ -26,7 +26,7 @@ def apply_plan(plan: Plan, state: State) -> State:
 
 
 def prepare(plan: Plan, state: State) -> State:
-    """Tell the state what the plan needs: the opset of its operators, and its precision."""
+    """Set the opset and the precision that the plan needs in the state."""
     operators = plan.targets(FuseAttention).values()
     if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
         raise_opset(state.model, needed)

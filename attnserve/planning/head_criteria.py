@@ -1,4 +1,4 @@
-"""Criteria that choose the heads to remove."""
+"""Head-importance criteria that select the heads to remove."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from graph_passes.passes.decompose_attention import decompose_fused
 __all__ = ["CRITERIA", "PruningInput"]
 
 WEIGHING_ROWS = 16
-"""The number of texts on which layers are compared; sums over heads need few."""
+"""Number of texts for the comparison of layers; sums over heads need few."""
 
 
 @dataclass(frozen=True, eq=False)
 class PruningInput:
-    """What a criterion is given.
+    """Input of a criterion.
 
     Attributes:
         blocks: The layers of ``model`` whose heads may be removed. Those that share weights have
@@ -48,11 +48,11 @@ class PruningInput:
 
     @cached_property
     def groups(self) -> list[list[AttentionBlock]]:
-        """The layers that share weights: they lose the same heads, and count once."""
+        """Groups of layers that share weights; they lose the same heads and count once."""
         return sharing_groups(self.blocks)
 
     def of_groups(self, masks: Masks) -> Masks:
-        """The masks of all layers, given those of the first layer of each group."""
+        """Expand masks of the first layer of each group to all layers."""
         return {
             block.name: masks[group[0].name]
             for group in self.groups

@@ -1,4 +1,4 @@
-"""Head masks and reuse edges of a user: read from .json files or objects, and validated."""
+"""Read head masks and reuse edges from .json files or objects, and validate them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from graph_passes.passes.reuse_attention import check_edges
 __all__ = ["Masks", "MutableEdges", "layer_name", "parse_count", "read_edges", "read_masks"]
 
 Masks = dict[str, list[int]]
-"""By layer, 1 for each head that is kept and 0 for each that is removed."""
+"""Head masks by layer: 1 for each kept head, 0 for each removed one."""
 
 MutableEdges = dict[str, dict[int, tuple[str, int]]]
-"""As ``graph_passes.passes.reuse_attention.Edges``: by layer and head, (source layer, head)."""
+"""Mutable ``graph_passes.passes.reuse_attention.Edges``: layer, head -> (source layer, head)."""
 
 MASK_FORM = '{"layer": [1, 0, ...]}: 1 for each head to keep and 0 for each head to remove'
 EDGE_FORM = '{"layer": {"head": ["earlier layer", head]}}; count heads from 0'
@@ -77,7 +77,7 @@ def layer_name(layer: str, names: Sequence[str], parameter: str = "layers") -> s
 
 
 def parse_count(text: str) -> int | None:
-    """Parse a decimal number; None if the text is none, or is too long."""
+    """Parse a decimal number; None if the text is not a number, or is too long."""
     return int(text) if text.isdecimal() and len(text) < 100 else None
 
 

@@ -116,7 +116,7 @@ def edges_of(
         blocks: All attention blocks of the model, in order of execution.
         chosen: The names of the reusing layers.
         masks: Pruned heads are neither sources nor targets.
-        similarity: Of all heads; None aligns heads by index, as in the paper.
+        similarity: Similarity of all heads; None aligns heads by index, as in the paper.
 
     Raises:
         InvalidArgument: A layer has fewer heads than requested.
@@ -147,7 +147,7 @@ def edges_of(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """The heads that masks keep, their similarity, and the edges chosen so far."""
+    """State of the selection: kept heads, their similarity, and the edges chosen so far."""
 
     masks: Mapping[str, Sequence[int]]
     similarity: HeadSimilarity | None
@@ -296,7 +296,7 @@ def masks_by_loss(
     fraction: float,
     effects: Mapping[str, float],
 ) -> Masks:
-    """Remove a share of all heads, those first whose removal adds least loss.
+    """Remove a share of all heads in the order of least additional loss.
 
     Args:
         orders: By layer, the heads in the order of removal, and the share of the layer's output

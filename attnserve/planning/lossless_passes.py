@@ -1,4 +1,4 @@
-"""Choose what serving runs: a model as its file has it, or with fused operators.
+"""Choose the graph that serving runs: the original, or one with fused operators.
 
 ``fusion`` rewrites the graph. Its speed depends on the machine, and sums are computed in another
 order. The new model is therefore compared with the original and timed before it is used.
@@ -49,7 +49,7 @@ PRODUCTS = frozenset({"MatMul", "Gemm", "Attention", "MultiHeadAttention"})
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far the outputs of a fused model may be from the original's.
+    """Maximum difference between the outputs of a fused model and of the original.
 
     Attributes:
         cosine: The lowest cosine of an output vector to the original's.
@@ -65,11 +65,12 @@ TOLERANCES: Mapping[ir.DataType, Tolerance] = {
     ir.DataType.FLOAT16: Tolerance(1 - 3e-5, 1e-2),
     ir.DataType.BFLOAT16: Tolerance(1 - 2e-3, 6e-2),
 }
-"""By the type of most products. For all-MiniLM-L6-v2 with fused attention and norms on an H100,
-rounding gives 1 - cosine of 1e-12, 4e-6 and 4e-4, and errors of 6e-7, 1e-3 and 8e-3."""
+"""Tolerances by the element type of most products. For all-MiniLM-L6-v2 with fused attention and
+norms on an H100, rounding gives 1 - cosine of 1e-12, 4e-6 and 4e-4, and errors of 6e-7, 1e-3 and
+8e-3."""
 
 LEAST_EXACT = Tolerance(0.9, 0.2)
-"""The limit of the tolerance if activations are rounded to integers.
+"""Limit of the tolerance for models whose activations are rounded to integers.
 
 Rounding in floating point moves few activations to the next integer, which changes an output by
 much or not at all. The tolerance is therefore ``MARGIN`` times the difference of the original to
@@ -92,14 +93,14 @@ TIMED_S = 1.6
 """Approximate time of all measurements of two forms."""
 
 MANY_FORMS_BYTES = 300_000_000
-"""Weights above which only the form with all blocks fused is made: each form is a copy."""
+"""Weight size above which only the fully fused form is built, because each form is a copy."""
 
 MAX_FORMS = 4
-"""Fused forms that are timed beside the file's: each is a session with its own weights."""
+"""Maximum number of fused forms that are timed; each is a session with its own weights."""
 
 BETTER = 1.01
-"""The speed-up over the best form before it, at the lower end of its interval, from which on a form
-with blocks of the file is run."""
+"""Minimum speed-up (lower end of its interval) over the best form so far for which a partly fused
+form is selected."""
 
 TIMER = InterleavedTimer(sample_seconds=5e-4, min_rounds=8, max_rounds=80)
 """Large models run for seconds at the longest shape."""
@@ -117,8 +118,8 @@ class FusionReport:
         min_cosine: The lowest cosine of all compared vectors.
         max_error: The largest error, relative to the largest number of the output.
         speedup: The geometric mean over the timed shapes.
-        speedups: By shape.
-        kept: Attention blocks that could be fused, and are faster as the file has them.
+        speedups: Speed-up at each shape.
+        kept: Attention blocks that could be fused but are faster unfused.
     """
 
     attention: int
@@ -137,14 +138,14 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
     within ``TOLERANCES``. Inputs and outputs keep names, types and shapes. The mean speed-up over
     ``TIMED`` must be at least ``MIN_LOSSLESS_GAIN``. At each shape the upper end of its interval
     must be at least ``MIN_SPEEDUP``. If a form seems too slow, all are timed once more, and both
-    runs decide. Attention of a kind keeps the form of the file if that is faster by ``BETTER``
-    outside the interval. What is compared and timed is a written file.
+    runs decide. Attention of one kind stays unfused if that is faster by ``BETTER`` outside the
+    interval. The written file is what is compared and timed.
 
     Args:
         source: The model; it is not changed.
         path: An .onnx file to write or replace; its content is undefined if an error is raised.
             Weights over 2 GB are stored beside it.
-        device: Of the timed sessions.
+        device: Device of the timed sessions.
 
     Raises:
         CannotRewrite: Nothing can be fused, or the result differs or is not faster.
@@ -221,7 +222,7 @@ def _fuse_and_check(
 
 
 def _forms(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
-    """All blocks fused; then, for each kind of attention, all but the blocks of that kind.
+    """Candidate forms: all blocks fused; then, for each kind of attention, all but that kind.
 
     Attention of a kind has the same operator, heads and widths, and so the same speed.
     """
@@ -348,7 +349,7 @@ def _speedup(times: Times, row: int, over: int = 0) -> Speedup:
 
 
 def _by_shape(times: Times, row: int) -> dict[str, Speedup]:
-    """The speed-up of a form over that of the file, at each shape."""
+    """The speed-up of a form over the original, at each shape."""
     return {shape: _speedup({shape: each}, row) for shape, each in times.items()}
 
 
@@ -375,7 +376,7 @@ def _seems_slow(times: Times) -> bool:
 
 
 def _too_slow(times: Times, row: int) -> str | None:
-    """Why a form is not faster than that of the file; None if it is."""
+    """Why a form is not faster than the original; None if it is."""
     mean = _speedup(times, row).value
     if mean < MIN_LOSSLESS_GAIN:
         return f"the fused model runs {mean:.2f}x as fast, expected at least {MIN_LOSSLESS_GAIN}x"

@@ -1,9 +1,9 @@
 """Choose the form of shared query and key dimensions by measured time, at equal error.
 
-The dense form of the paper sets the error that R stands for. The other forms need at most that
-error: sparse mixing, or dimensions of their own for each head (truncation), as few as suffice. The
-fastest of them is taken, in the form that serving runs, if it is at no length slower than the fused
-original; shared dimensions rarely are on a CPU.
+The dense form of the paper defines the error bound of R. The other forms must not exceed it: sparse
+mixing, or separate dimensions of each head (truncation), as few as possible. The fastest form as
+served is selected, provided that it is at no length slower than the fused original. On a CPU, forms
+with shared dimensions usually are slower.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
 """(batch, length) at which a form must not be slower either, if the model takes them."""
 
 LARGEST_SHAPE, LARGEST_MACS = (8, 512), 20_000_000_000
-"""Another such shape, for models that need no more MACs there."""
+"""Another such shape, for models up to this number of MACs at it."""
 
 SAME_ERROR = 1.02
-"""The largest error, relative to that of the dense form, that counts as equal."""
+"""Maximum error relative to the dense form that counts as equal."""
 
 NO_SLOWER = 0.98
 """The lowest speed-up over the fused original at any shape."""
 
 SAME_SPEED = 1.01
-"""Of two forms whose speeds differ by less, the one with the smaller error is taken."""
+"""If the speeds of two forms differ by less, the one with the smaller error is selected."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class FormReport:
 
     Attributes:
         form: "dense", "sparse" or "own".
-        error: Of the outputs on calibration data, or of the weights without; None if the form was
-            too slow to be fitted.
-        speedup: Over the fused original, in the form that serving runs.
+        error: Error of the outputs on calibration data, or of the weights without data; None if the
+            form was too slow to be fitted.
+        speedup: Speed-up over the fused original, as served.
         slowest: The speed-up at the slowest shape, by the upper end of its interval.
     """
 
@@ -79,7 +79,7 @@ class FormReport:
 
     @property
     def is_steady(self) -> bool:
-        """Whether it is nowhere slower than the fused original, outside the interval."""
+        """Whether it is at no shape significantly slower than the fused original."""
         return self.slowest.high >= NO_SLOWER
 
     @property
@@ -129,7 +129,7 @@ class FormComparison:
         return max(output.relative_error for output in outputs)
 
     def sketch(self, plan: Plan) -> ir.Model:
-        """The graph of a plan with weights that are not fitted, to be timed."""
+        """Build the graph of a plan with unfitted weights, for timing."""
         model = self.timer.original.clone()
         with GraphContext.of(model) as context:
             for one in plan.passes:
@@ -137,7 +137,7 @@ class FormComparison:
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:
-        """Speed-ups over the fused original, as served: the mean, and that of the slowest shape.
+        """Speed-ups over the fused original, as served: the mean, and the slowest shape.
 
         Shapes at which a form seems to be slower are timed twice.
 
@@ -234,7 +234,7 @@ def choose_mixing(
 
 
 def _fastest(forms: Mapping[str, FormReport]) -> FormReport:
-    """The fastest form, if possible slower at no shape; of equal ones the most exact."""
+    """Select the fastest form, preferably slower at no shape; of equals, the smaller error."""
     steady = [one for one in forms.values() if one.is_steady]
     able = steady or list(forms.values())
     most = max(one.speedup.value for one in able)

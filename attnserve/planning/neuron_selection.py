@@ -1,4 +1,4 @@
-"""Choose the feed-forward neurons to remove by the loss that their removal is predicted to cost.
+"""Choose the feed-forward neurons to remove by the predicted loss of their removal.
 
 The neurons of a layer are removed in the order of its loss curve. The numbers of removals of all
 layers are chosen together, so that the sum of the losses at the model's output is least.
@@ -49,7 +49,7 @@ def choose_neurons(
 
 
 def _options(group: TiedBlocks, curve: LossCurve | None, is_measured: bool) -> list[Option]:
-    """The numbers of remaining neurons, which take the place of the time, and their losses."""
+    """Options of a group: numbers of remaining neurons (in place of times) and losses."""
     options = [Option((BlockConfig(group.count),), 0.0, group.count)]
     if curve is None:
         return options

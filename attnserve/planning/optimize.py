@@ -83,14 +83,14 @@ GPU_ONLY = (
 )
 
 NOT_COMPARED = (
-    "forms of shared dimensions could not be timed on inputs of this model: it gets dense mixing"
+    "forms of shared dimensions could not be timed on inputs of this model: dense mixing is used"
 )
 
 NO_REWRITES, NO_GOAL, NO_DATA = Rewrites(), Goal(), Data()
 ANY_SHAPE, DEFAULT_RUN, DEFAULT_WRITE = Shape(), Run(), Write()
 
 LOW_QUALITY = 0.9
-"""A warning is given below this value of the measure, which a constant predictor cannot reach."""
+"""Quality below which a warning is given; constant predictors are below it."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,10 @@ class OptimizeReport:
             "search": found and found.summary,
             "also_proved": tuple(fidelity.record for fidelity in self.also_proved),
         }
-        told: dict[str, Any] = {name: value for name, value in optional.items() if value}
+        given: dict[str, Any] = {name: value for name, value in optional.items() if value}
         if found is not None:
-            told["choose"] = found.summary.choose
-        return entry.model_copy(update={**self.fidelity.measured.stated, **told})
+            given["choose"] = found.summary.choose
+        return entry.model_copy(update={**self.fidelity.measured.stated, **given})
 
 
 @with_keywords
@@ -178,9 +178,9 @@ def optimize(
 ) -> OptimizeReport:
     """Rewrite a model, compare it with the original, and write it with attnserve.json beside it.
 
-    With a ``goal`` the rewrites are searched for (``attnserve.plan``), with ``plan`` they are read
-    from a file, and otherwise they are those of ``rewrites``. The fields of the groups are keywords
-    too: ``optimize(model, keep=0.99, calib="texts.txt")``.
+    With a ``goal``, a search selects the rewrites (``attnserve.plan``). With ``plan``, they are
+    read from a file. Otherwise ``rewrites`` lists them. The fields of the groups are keywords too:
+    ``optimize(model, keep=0.99, calib="texts.txt")``.
 
     Args:
         model: An .onnx file or an artifact folder; it is never changed. Its weights are read from
@@ -188,12 +188,12 @@ def optimize(
         output: An .onnx file, or a folder that receives model.onnx; the folder NAME-optimized
             beside the model by default.
         rewrites: Rewrites by hand.
-        goal: What a search keeps or reaches. The original is written if nothing is faster.
+        goal: Goal of a search. The original is written if no candidate is faster.
         data: Calibration data.
-        shape: Where the model should be fast. The sequence defaults to the calibration data's
-            median length, else 128.
+        shape: Shape at which the model should be fast. The sequence defaults to the calibration
+            data's median length, else 128.
         run: Provider and threads of calibration and comparison; certification runs on the CPU.
-        write: What is written. An existing output is replaced only by force, and never the input.
+        write: Output options. An existing output is replaced only with ``force``; the input never.
         plan: A file of ``attnserve.plan``; the same plan gives the same bytes on the same machine.
 
     Raises:
@@ -230,7 +230,7 @@ def optimize(
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """What a call is given, read and checked.
+    """Validated arguments of a call, and the loaded model and data.
 
     Attributes:
         target: The file that is written.
@@ -262,7 +262,7 @@ class _Given:
         return () if self.data is None else self.data.fit
 
     def meter(self, *, data: Dataset | None = None, split: str = "data") -> QualityMeter:
-        """Measures the distance of outputs to those of the original."""
+        """Create a meter that compares outputs with those of the original."""
         return QualityMeter(
             self.original, self.artifact, measure=self.measure, data=data, split=split
         )
@@ -278,7 +278,7 @@ def _check_mode(rewrites: Rewrites, goal: Goal, data: Data, plan: Path | None) -
         kind = "plan" if plan else "search"
         for name, _ in rewrites.changed("precision"):
             raise InvalidArgument(
-                f"`{name}` requests a rewrite, and a {kind} chooses its own",
+                f"`{name}` requests a rewrite, but a {kind} selects the rewrites",
                 f"leave `{name}` out, or `plan`, `keep` and `target_speedup`",
                 code="optimize.conflict",
             )
@@ -326,7 +326,7 @@ def _read(
     report = read_attention(original, seed=run.seed)
     data = None
     if options.calib:
-        # A task's score alone is kept on the task's own lengths.
+        # With `measure` score, the lengths are those of the task's data.
         joined = None if goal.measure == "score" else wished.sequence
         joined = joined if plan is None else plan.lengths
         data = load_inputs(
@@ -384,7 +384,7 @@ class _Rewritten:
 
     @property
     def model(self) -> ir.Model:
-        """In float32."""
+        """The rewritten model in float32."""
         return self.state.model
 
     @property
@@ -474,7 +474,7 @@ def _compared(given: _Given, rewritten: _Rewritten, converted: ir.Model) -> Opti
     speed = speed or given.timer.measure(rewritten.model, converted, rewritten.plan, given.timed)
     compared = partial(compare, original, converted, context=given.context)
     if found is not None and found.gain:
-        fidelity = found.fidelity  # the proof
+        fidelity = found.fidelity  # the verification
     elif data is not None:
         meter = given.meter(data=data, split="prove")
         fidelity = compared(data.held_out, f"held out of {data.source.file}", meter=meter)
@@ -540,14 +540,14 @@ def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
 def _require_promise(fidelity: Fidelity, promised: float | None) -> None:
     """Raises: CheckFailed: A plan certainly keeps less here than its search promised.
 
-    The held-out rows are not only those of the proof, so that a value may be lower by chance.
+    The interval is compared, because these rows differ from the verification rows of the search.
     """
     quality = fidelity.quality
     if promised is None or quality is None or quality.ci95 is None or quality.ci95[1] >= promised:
         return
     raise CheckFailed(
         f"the plan keeps {quality.value:.4f} ({quality.measure}, at most {quality.ci95[1]:.4f}) on"
-        f" {fidelity.data}, and promises {promised:g}: nothing was written",
+        f" {fidelity.data}, and its target is {promised:g}: nothing was written",
         "make a new plan on this machine",
         code="plan.promise",
     )
@@ -563,7 +563,7 @@ def _training_warnings(found: PlanReport | None) -> list[str]:
 
 
 def _shared_warnings(applied: ApplyReport) -> list[str]:
-    """A warning about blocks whose last weights stay shared, and are not refitted."""
+    """A warning about blocks that were not refitted, because they share their last weights."""
     if not applied.shared:
         return []
     names = ", ".join(applied.shared)
@@ -642,7 +642,7 @@ def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> 
     before, after = (sum(column) for column in zip(*sizes, strict=True))
     warnings = [
         f"cached keys changed from {before} to {after} numbers a token over {len(sizes)} layers: "
-        "this model reads only caches that it made itself"
+        "this model can read only caches that it wrote"
     ]
     if any(new >= old for old, new in sizes):
         warnings.append(

@@ -42,7 +42,7 @@ Kind = TypeVar("Kind", bound=RewritePass)
 class Plan:
     """Steps to apply, in order: rewrites, trainings, and the conversion to a precision.
 
-    Each pass refers to blocks and heads as its predecessors leave them.
+    Block and head numbers of a pass refer to the model after the preceding passes.
     """
 
     steps: tuple[PlanStep, ...] = ()
@@ -55,7 +55,7 @@ class Plan:
         float_blocks: Sequence[str] = (),
         trainings: Sequence[Train] = (),
     ) -> Plan:
-        """The plan of these passes in their order, then trainings, then the conversion.
+        """Build a plan from these passes in their order, then trainings, then the conversion.
 
         Args:
             float_blocks: Blocks that stay float32 in an int8 or int4 model.
@@ -70,10 +70,10 @@ class Plan:
         precision: Precision = "float32",
         float_blocks: Sequence[str] = (),
     ) -> Plan:
-        """A plan of passes in any order: those of a kind are merged, and all are put in ``ORDER``.
+        """Build a plan from passes in any order; they are merged by kind and sorted by ``ORDER``.
 
         Args:
-            passes: Those without targets are dropped.
+            passes: The passes; passes without targets are dropped.
         """
         merged: dict[type[RewritePass], RewritePass] = {}
         for rewrite in passes:
@@ -138,7 +138,7 @@ class Plan:
         return list(dict.fromkeys(names))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plan.json holds it."""
+        """The plan as in plan.json."""
         return {
             "passes": [rewrite.to_json() for rewrite in self.passes],
             **({"trainings": [one.to_json() for one in self.trainings]} if self.trainings else {}),

@@ -46,12 +46,13 @@ def plan(
     Args:
         model: An .onnx file or an artifact folder.
         output: The .json file; plan.json beside the model by default.
-        goal: What the plan keeps or reaches.
+        goal: Goal of the search.
         data: Calibration data. Three parts of a seventh of the distinct rows of each file are held
-            out: to choose, to prove, and for a second proof.
+            out: to choose, to verify, and for a second verification.
         shape: The shape at which the model should be fast; without a sequence, the quartiles of the
             calibration data's lengths.
-        run: The threads are those of the timed sessions; all others use every core.
+        run: Runtime options; ``threads`` applies to the timed sessions, all other work uses every
+            core.
 
     Raises:
         CheckFailed: The goal cannot be reached.
@@ -84,7 +85,7 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     graph = load_model(artifact)
-    joined = None if goal.measure == "score" else shape.sequence  # as in optimize
+    joined = None if goal.measure == "score" else shape.sequence  # the same order as in optimize
     rows = load_inputs(
         data.calib, graph, artifact, weights=data.calib_weights, tokenizer=data.tokenizer,
         sequence=joined,

@@ -33,21 +33,21 @@ __all__ = [
 ]
 
 FORMAT = 2
-"""Of plan.json. Format 1 (attnserve 0.1) described rewrites by other names and is refused."""
+"""Format version of plan.json. Format 1 (attnserve 0.1) uses other names and is refused."""
 
 
 class Decision(Whole):
-    """What becomes of one block, and why.
+    """The decision for one block, and the reason.
 
     Attributes:
         kept, count: The number of heads or neurons afterwards and before.
         head_size: The truncated size of queries and keys, if they are truncated.
         rank: The shared dimensions R, if heads share any.
         source: The attention whose probabilities are reused, if any.
-        written: The implementation.
-        ms_before, ms_after: Of the block alone, as mean over the requested lengths.
-        predicted_loss: The loss at the model's output by this block alone: 1 - R^2 of embeddings
-            and features, a share of the KL divergence of logits.
+        written: The selected implementation.
+        ms_before, ms_after: Latency of the block alone, mean over the requested lengths.
+        predicted_loss: The loss at the model's output caused by this block alone: 1 - R^2 of
+            embeddings and features, a share of the KL divergence of logits.
         in_float: Whether it stays float32 in an int8 or int4 model.
     """
 
@@ -85,7 +85,7 @@ class PlanFile(Search):
     """The content of plan.json: a plan, and the report of the search that made it.
 
     Attributes:
-        layers: What becomes of each block.
+        layers: The decision for each block.
         front: The choices on the Pareto front.
         latency_ms: The latencies of every distinct block.
     """
@@ -103,7 +103,7 @@ class PlanFile(Search):
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan.json that was read."""
+    """A validated plan.json."""
 
     path: Path
     file: PlanFile
@@ -115,22 +115,22 @@ class SavedPlan:
 
     @property
     def promised(self) -> float | None:
-        """The promised quality; None if its search promised a score, or found no plan."""
+        """The guaranteed quality; None if the search guaranteed a task score, or had no gain."""
         asked = self.file.asked
         return asked.keep if self.file.gain and asked.measure != "score" else None
 
     @property
     def key(self) -> str:
-        """What the plan was made of, in the name of the checkpoint of a training."""
+        """Key of the plan, its model and its data, for the checkpoint of a training."""
         return digest([self.file.model.sha256, self.file.calibration.sha256, self.file.plan])
 
     @property
     def lengths(self) -> Lengths | None:
-        """The lengths for which the search joined calibration texts; None if it did not."""
+        """The lengths to which the search joined calibration texts; None if it joined none."""
         return self.file.calibration.joined_to
 
     def measure(self, given: SearchMeasure) -> SearchMeasure:
-        """The measure of quality of the promise; the given one if the promise is a score.
+        """The measure of the guaranteed quality; the given one if the guarantee is a task score.
 
         Raises:
             InvalidArgument: Another measure is given.
@@ -141,7 +141,7 @@ class SavedPlan:
             return given
         if given != "auto":
             raise InvalidArgument(
-                f"`measure` is {given}, and {self.path} promises {planned}",
+                f"`measure` is {given}, and the target of {self.path} is in {planned}",
                 "leave `measure` out; `attnserve verify` measures in other ways",
                 code="optimize.conflict",
             )
@@ -157,7 +157,7 @@ class SavedPlan:
         return given.model_copy(update={"phase": phase})
 
     def context(self, context: RunContext) -> RunContext:
-        """The context on the device of the search, with its seed.
+        """The context with the device and the seed of the search.
 
         Raises:
             InvalidData: This version does not know the provider.
@@ -167,10 +167,10 @@ class SavedPlan:
         return replace(context, provider=provider, runtime=asked.runtime, seed=asked.seed)
 
     def plan_for(self, artifact: Artifact, data: Dataset) -> Plan:
-        """The plan, which was made for this model and data.
+        """Return the plan after checking that it was made for this model and data.
 
         Raises:
-            InvalidArgument: It was made for another model or other data.
+            InvalidArgument: The plan was made for another model or other data.
         """
         expected = {"model": fingerprint(artifact), "calibration": data.source.sha256}
         for what, checksum in expected.items():
@@ -193,7 +193,7 @@ class SavedPlan:
 
 
 def _known(path: Path, value: str, kind: Any) -> Any:
-    """The value, if it is one of a ``Literal``: a newer version may have written others.
+    """Check that a value is a member of a ``Literal``; newer versions may write other values.
 
     Raises:
         InvalidData: It is not.

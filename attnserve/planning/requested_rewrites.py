@@ -1,4 +1,4 @@
-"""Turn a request for rewrites into a plan, measuring on data what the request leaves open."""
+"""Turn a request for rewrites into a plan; open choices are made by measurements on data."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ KINDS = (":affine", ":constant")
 
 @dataclass(frozen=True, eq=False)
 class PlannedRequest:
-    """A plan, and warnings about what was requested and cannot be done.
+    """A plan, and warnings about requested rewrites that do not apply.
 
     Attributes:
-        forms: Plans of the same rewrites with other forms of shared dimensions, that of ``plan``
-            included; empty if the request leaves no choice.
+        forms: Plans of the same rewrites by form of shared dimensions, including ``plan``; empty if
+            the request determines the form.
     """
 
     plan: Plan
@@ -99,7 +99,7 @@ def plan_request(
 
     Raises:
         InvalidModel: The model has no attention.
-        InvalidArgument: The request does not fit the model, or needs data and there is none.
+        InvalidArgument: The request does not fit the model, or requires calibration data.
         CannotRewrite: A named layer cannot be rewritten, or no layer can.
     """
     if request.has_rewrites:
@@ -114,7 +114,7 @@ STRIP_FIRST = (
 
 @dataclass(eq=False)
 class _PlanBuilder:
-    """Chooses the targets of each rewrite of a request, one kind after the other."""
+    """Choose the targets of each rewrite of a request, one kind after the other."""
 
     request: Rewrites
     graph_context: GraphContext
@@ -223,7 +223,7 @@ class _PlanBuilder:
         return masks
 
     def _with_all_sharing(self, blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
-        """Leave blocks whose weights a layer shares that cannot lose the same heads."""
+        """Exclude blocks that share weights with a layer that cannot lose the same heads."""
         able = {block.name for block in blocks}
         complete: set[str] = set()
         for group in sharing_groups(self.blocks):
@@ -419,7 +419,7 @@ class _PlanBuilder:
     def _able(
         self, names: Sequence[str], rewrite: type[AttentionPass[Any]]
     ) -> list[AttentionBlock]:
-        """The blocks that a rewrite applies to; one that the user named and it refuses raises."""
+        """The blocks that a rewrite applies to; raise an error if it refuses a requested block."""
         able: list[AttentionBlock] = []
         for block in self.blocks:
             if block.name not in names:

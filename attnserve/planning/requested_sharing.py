@@ -2,7 +2,7 @@
 
 A layer has one of three forms. With dense mixing every head reads all R dimensions, as in the
 paper. With sparse mixing a head reads some of them. With own dimensions nothing is shared: each
-head is truncated by itself.
+head is truncated separately.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["SharingChooser", "SharingForm", "refused"]
 
 
 OWN_STEPS = 8
-"""The most head sizes of own dimensions that are tried: 64 dimensions in multiples of 8."""
+"""Maximum number of head sizes that are tried for own dimensions: 64 in multiples of 8."""
 
 
 class SharingForm(NamedTuple):
     """The form of the query and key dimensions of all layers.
 
     Attributes:
-        step: Of own dimensions: how many head sizes above the least one, whose heads have at least
-            R dimensions together.
+        step: For own dimensions, the index of the head size; size 0 is the smallest whose heads
+            have at least R dimensions in all.
     """
 
     kind: Literal["dense", "sparse", "own"]
@@ -54,7 +54,7 @@ class SharingChooser:
 
     @property
     def forms(self) -> tuple[SharingForm, ...]:
-        """The forms that the request allows; several have to be compared."""
+        """The forms that the request allows; several forms are compared later."""
         request = self.request
         if request.head_dk is not None:
             return (SharingForm("sparse" if request.collab_dk is not None else "own"),)
@@ -195,7 +195,7 @@ class SharingChooser:
 
 
 def _own_size(block: AttentionBlock, own: int, rank: int, form: SharingForm) -> int | None:
-    """The size of own dimensions; None if heads cannot be shorter."""
+    """The head size of own dimensions; None if heads cannot be shortened."""
     sizes = head_sizes(block)
     least = next((i for i, size in enumerate(sizes) if size * max(own, 1) >= rank), len(sizes))
     return sizes[min(least + form.step, len(sizes) - 1)] if sizes else None
@@ -217,5 +217,5 @@ def head_sizes(block: AttentionBlock) -> list[int]:
 
 
 def refused(name: str, refusal: Refusal, fix: str) -> CannotRewrite:
-    """The error of a requested rewrite that does not apply to a layer."""
+    """Create the error for a requested rewrite that does not apply to a layer."""
     return CannotRewrite(f"{name}: {refusal}", fix, code=f"rewrite.{refusal.code}")

@@ -1,7 +1,8 @@
-"""Measure what a rewritten model gains when it is served, beside the fused original.
+"""Measure the speed-up of a rewritten model as served, over the fused original.
 
-Serving fuses operators of any model, so that the fused original is the reference: what fusion gives
-is not a gain of a rewrite. All models run in turns, at the lengths that are served.
+Serving fuses the operators of every model. The reference is therefore the fused original: the
+speed-up of fusion is not a gain of a rewrite. Runs of all models are interleaved, at the served
+lengths.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ SECONDS_PER_MODEL = 2.7
 """Approximate time of all measurements of a model."""
 
 MOST_BYTES = 64_000_000
-"""Weights above which sessions are opened in another process, which returns their memory."""
+"""Weight size above which sessions are opened in a child process, which frees their memory."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,15 @@ class ServedSpeed:
     """The speed-ups of a model in the form that serving runs, each over the form before it.
 
     Attributes:
-        workloads: Of the runs; speed-ups are geometric means over them.
-        fusion: Of the fused original over the original as exported.
-        precision: Of the fused original in another precision over that in float32; None if the
+        workloads: The runs; speed-ups are geometric means over them.
+        fusion: Speed-up of the fused original over the exported one.
+        precision: Speed-up of the fused original in another precision over float32; None if the
             precision is float32.
-        removal: Of the rewritten model over the fused original in its precision; None if nothing
-            was removed or approximated.
-        served: Of the model over the fused original in float32.
-        by_workload: ``served`` at each of them.
-        device: What ran the models.
+        removal: Speed-up of the rewritten model over the fused original in its precision; None if
+            nothing was removed or approximated.
+        served: Speed-up of the model over the fused original in float32.
+        by_workload: ``served`` for each workload.
+        device: Device of the runs.
     """
 
     workloads: tuple[Workload, ...]
@@ -149,10 +150,10 @@ def served_workloads(
 
 @dataclass(frozen=True, eq=False)
 class ServedTimer:
-    """Times rewrites of a model in the form that serving runs, beside the fused original.
+    """Time rewrites of a model as served, interleaved with the fused original.
 
     Attributes:
-        data: Calibration of a precision.
+        data: Calibration data for conversions of the precision.
     """
 
     original: ir.Model
@@ -189,15 +190,16 @@ class ServedTimer:
         """``time_models`` on example inputs.
 
         Args:
-            models: Makes the models.
+            models: Creates the models.
 
         Returns:
-            None if they cannot be made or timed here; the log says why.
+            None if the models cannot be created or timed on this machine; the log contains the
+            reason.
         """
         feeds = example_feeds(self.original, workloads, self.context.seed)
         try:
             return time_models(models(), feeds, context=self.context)
-        except AttnserveError as error:  # for example no memory: the result is written all the same
+        except AttnserveError as error:  # for example, no memory; the result is written anyway
             log.warning("the speed was not measured: %s", error)
             return None
 
@@ -211,11 +213,12 @@ class ServedTimer:
         """Time the original, its fused form in both precisions, and the rewritten model.
 
         Args:
-            rewritten: In float32.
-            converted: In the precision of the plan, as it is written.
+            rewritten: The rewritten model in float32.
+            converted: The model in the precision of the plan, as it is written.
 
         Returns:
-            None if the models take different inputs, or cannot be timed here; the log says why.
+            None if the models take different inputs, or cannot be timed here; the log contains the
+            reason.
         """
         inputs = ([v.name for v in one.graph.inputs] for one in (self.original, converted))
         if len(set(map(tuple, inputs))) > 1:
@@ -252,7 +255,7 @@ def _speed(
     is_lossy: bool,
     device: Device,
 ) -> ServedSpeed:
-    """The speed-ups; of two forms of one model the faster one counts, which serving runs."""
+    """The speed-ups; of two forms of a model, the faster one counts, because serving selects it."""
 
     def faster(*names: str) -> str:
         able = [name for name in names if name in times]
@@ -300,7 +303,7 @@ def time_models(
         seconds: Approximate time of all measurements; None for one by the number of models.
 
     Returns:
-        None if a model takes none.
+        None if a model accepts none of the shapes.
     """
     total = SECONDS_PER_MODEL * len(models) if seconds is None else seconds
     progress = context.stage("time what is served")
@@ -333,7 +336,7 @@ def _time(
 
 
 class _Sessions:
-    """Sessions of several models, which are timed in turns."""
+    """Sessions of several models, for interleaved timing."""
 
     def __init__(self, models: Sequence[ir.Model | Path], device: Device) -> None:
         self.sessions = [open_session(model, device) for model in models]

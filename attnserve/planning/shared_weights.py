@@ -1,4 +1,4 @@
-"""Layers that share weights: they lose the same heads, so that they go on sharing."""
+"""Group layers that share weights; they lose the same heads and keep sharing."""
 
 from __future__ import annotations
 

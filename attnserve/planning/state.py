@@ -75,18 +75,18 @@ class State:
     """A model while the steps of a plan are applied to it.
 
     Attributes:
-        model: In float32, a copy of ``original`` that rewrites change in place.
+        model: A float32 copy of ``original`` that rewrites change in place.
         context: Device, seed and progress.
         original: The model before all steps.
         artifact: The folder of the original, with its pooling; training needs it.
-        data: Calibration data; without it factors are those of the weights alone.
+        data: Calibration data; without it, factors are computed from the weights alone.
         fit: Refit the outputs of changed blocks; needs ``data``. False only measures the distance
             to the original.
-        counted: Where MACs are counted.
-        precision, float_blocks: What the plan converts to, for steps before the conversion.
-        key: What identifies the original and the data, in names of checkpoints.
+        counted: The workload at which MACs are counted.
+        precision, float_blocks: Target of the later conversion, for steps before it.
+        key: Identifies the original and the data, in names of checkpoints.
         converted: The model in that precision, once it is converted.
-        rounding: How int8 weights are rounded, if a training kept it.
+        rounding: Rounding of int8 weights, if a training fixed it.
         training: The result of the last training.
     """
 
@@ -126,7 +126,7 @@ class State:
         return self.model if self.converted is None else self.converted
 
     def record(self, report: ApplyReport) -> None:
-        """Take over the rewrites of a model that was rewritten before."""
+        """Set the report of a model that was rewritten before."""
         self._report = report
 
     def rewrite(self, rewrite: RewritePass) -> None:
@@ -167,7 +167,7 @@ class State:
 
 @dataclass(eq=False)
 class _Rewriting:
-    """A model that passes are being run on."""
+    """Run passes on a model, and record their steps."""
 
     graph_context: GraphContext
     context: RunContext
@@ -176,7 +176,7 @@ class _Rewriting:
     fit: bool
     counted: Workload
     steps: list[Step] = field(default_factory=list[Step])
-    """Without errors, which ``finish`` adds."""
+    """The steps; ``finish`` adds the errors."""
     errors: dict[int, float] = field(default_factory=dict[int, float])
     """``Step.relative_error`` by the index of the step."""
     fitted_errors: dict[int, float] = field(default_factory=dict[int, float])
@@ -184,11 +184,11 @@ class _Rewriting:
     changed: list[str] = field(default_factory=list[str])
     """Blocks whose outputs differ from the original's."""
     is_measured: bool = True
-    """Whether the changed blocks were measured, and refitted, since the last of them changed."""
+    """Whether the changed blocks were measured (and refitted) since the last change."""
     shared: set[str] = field(default_factory=set[str])
     """Blocks that were not refitted, because other blocks share their weights."""
     uncertified: set[str] = field(default_factory=set[str])
-    """Rewritten attention blocks that were not certified since."""
+    """Rewritten attention blocks that are not certified yet."""
 
     @property
     def model(self) -> ir.Model:
@@ -333,7 +333,7 @@ class _Rewriting:
 
 
 def _facts(block: AttentionBlock | FeedForwardBlock | None, params: Any) -> dict[str, int | None]:
-    """The sizes of a rewritten block, as ``Step`` names them; None is a removed attention."""
+    """The sizes of a rewritten block by the names of ``Step``; None means removed attention."""
     if isinstance(block, FeedForwardBlock):
         return {"neurons": block.num_neurons}
     facts: dict[str, int | None] = {"heads": 0 if block is None else block.q.num_heads}

@@ -1,6 +1,6 @@
 """The steps of a plan: rewrites of blocks, trainings, and the conversion to another precision.
 
-A step is a value: it names what is done, and ``apply`` does it to a ``State``. Another package adds
+A step is an immutable value; ``apply`` changes a ``State``. Another package adds
 a kind of training with ``TRAININGS.add``, a precision with ``precision.schemes.SCHEMES.add``, and a
 rewrite by subclassing ``BlockPass`` (``attnserve.plugins``).
 """
@@ -109,7 +109,7 @@ class Train(PlanStep):
     """Train the weights to give the outputs and hidden states of the original (``recovery``).
 
     With an int8 precision, fake quantization is trained. The weights change only if the loss on the
-    data to choose falls. An interrupted training continues from its checkpoint.
+    data to choose decreases. An interrupted training continues from its checkpoint.
 
     Attributes:
         minutes: The time limit.
@@ -184,4 +184,4 @@ class Train(PlanStep):
 
 
 TRAININGS = Registry[Train]("training", Train())
-"""The kinds of training, by name: one step of each, whose values are replaced."""
+"""Training steps by name; requests copy them with other values."""

@@ -71,17 +71,18 @@ def convert(
 ) -> ir.Model:
     """Convert a copy of the model to another precision, with the same inputs and outputs (lossy).
 
-    "float32" returns ``model`` itself. Convert last: passes do not match quantized products. Those
-    of the model stay as they are. The result was loaded once by ONNX Runtime on the CPU.
+    "float32" returns ``model`` itself. Convert last: passes do not match quantized products.
+    Quantized products of the model stay unchanged. The result is loaded once by ONNX Runtime on the
+    CPU as a check.
 
     Args:
         calibration: Inputs for the static scales of int8 activations and for the rounding of int8
             and int4 weights. Without them, int8 scales are computed for each row at run time,
             which is less accurate and slower.
         float_blocks: Attention and feed-forward blocks that stay float32; for int8 and int4.
-        to_nearest: Round weights to the nearest all the same, which takes less time, for models
-            that are only timed or tried.
-        rounding: Round int8 weights as those that ``roundings_of`` was asked for.
+        to_nearest: Use round-to-nearest even with calibration data (faster), for models that are
+            only timed or tried.
+        rounding: Precomputed rounding of int8 weights, from ``roundings_of``.
 
     Raises:
         InvalidArgument: The precision is unknown, the model has no float32 weights that are left
@@ -115,7 +116,7 @@ def roundings_of(
     *,
     float_blocks: Collection[str] = (),
 ) -> dict[tuple[str, bool], Rounding]:
-    """How ``convert`` rounds int8 weights, for models with the same graph and trained weights.
+    """Compute the GPTQ rounding of int8 weights once, for reuse after training the weights.
 
     Raises:
         Those of ``convert``.
@@ -138,12 +139,12 @@ def convert_alone(
     calibration: Sequence[Batch],
     parts: Sequence[Collection[str]],
 ) -> Iterator[ir.Model]:
-    """For each part, a copy of the model in which only its blocks are converted.
+    """Yield, for each part, a copy of the model in which only its blocks are converted.
 
     Activations are observed once for all of them.
 
     Args:
-        precision: Of a scheme in which single blocks may stay float32.
+        precision: Name of a scheme in which single blocks may stay float32.
 
     Raises:
         Those of ``convert``.

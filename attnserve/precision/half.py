@@ -33,7 +33,7 @@ masks of -3.4e38 still mask. The sum of two masks and a score stays below 65504,
 is -inf and no row of probabilities is NaN."""
 
 SCALES = frozenset({"Cast", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators between a sum of integer products and its scale."""
+"""Operators between a sum of integer products and the multiplication by its scale."""
 
 CONTAINERS = frozenset({"ConcatFromSequence", "Optional", "OptionalGetElement",
                         "OptionalHasElement", "SequenceAt", "SequenceConstruct", "SequenceEmpty",
@@ -43,7 +43,7 @@ CONTAINERS = frozenset({"ConcatFromSequence", "Optional", "OptionalGetElement",
 
 
 def to_float16(model: ir.Model) -> ir.Model:
-    """The model in float16; it may be changed."""
+    """Convert a model to float16; the model may be changed."""
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     set_missing_types(model)  # the tool converts only values that are typed float32
@@ -145,7 +145,7 @@ def _join_casts(model: ir.Model) -> None:
 
 
 def to_bfloat16(model: ir.Model) -> ir.Model:
-    """The model in bfloat16, which is changed."""
+    """Convert a model to bfloat16 in place."""
     set_missing_types(model)
     ToBfloat16(frozenset(_positions(model) | _around_quantized(model)))(model)
     return model

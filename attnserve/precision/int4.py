@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["in_blocks", "quantize_to_int4"]
 
 BLOCK = 32
-"""Weights with a common scale. Larger blocks are faster and less accurate."""
+"""Number of weights with a common scale. Larger blocks are faster and less accurate."""
 
 INT8_PRODUCTS = 4
 """``accuracy_level`` of MatMulNBits: activations are rounded to 8 bits in blocks of each row."""
@@ -40,8 +40,8 @@ def quantize_to_int4(
     """Quantize the matrices of MatMul in place.
 
     Args:
-        moments: Second moments of activations; without them, weights are rounded to the nearest.
-            So are weights that several activations share.
+        moments: Second moments of activations, for GPTQ. Without them, and for weights that several
+            activations share, weights are rounded to the nearest.
         keep: Products that stay float.
 
     Raises:
@@ -93,7 +93,7 @@ def _replace(product: Product, packed: ir.Value, scales: ir.Value) -> None:
 def in_blocks(
     matrix: Float[np.ndarray, "D N"], rounder: Rounder | None = None, size: int = BLOCK
 ) -> tuple[UInt8[np.ndarray, "N blocks half"], Float[np.ndarray, "N blocks"]]:
-    """Weights as MatMulNBits reads them: two in a byte, the first in the low bits, plus 8.
+    """Pack weights for MatMulNBits: two per byte, the first in the low bits, with offset 8.
 
     Args:
         size: Rows with a common scale.

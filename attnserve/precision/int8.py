@@ -1,4 +1,4 @@
-"""Quantize the matrix products of a float32 model to 8 bits. Those that are quantized already stay.
+"""Quantize the matrix products of a float32 model to 8 bits; quantized products stay unchanged.
 
 Weights are signed bytes with one scale per column and no zero point. They are within -64..63 (7
 bits) or -127..127 (8 bits). ONNX Runtime adds pairs of products in 16-bit sums on x86 CPUs without
@@ -26,8 +26,8 @@ weights is added to the bias.
 
 Rounding: with calibration data, weights of static activations are rounded such that their errors
 cancel (``rounding``), and to the nearest byte otherwise. Weights that several activations share are
-rounded to the nearest. Weights that are trained for int8 are rounded as those before the training
-were (``Rounding``): rounded anew, their errors would no longer be those that were trained.
+rounded to the nearest. Weights that are trained for int8 keep the rounding from before the training
+(``Rounding``): a new rounding would have other errors than the trained ones.
 
 com.microsoft Attention contains its projections. With static scales it is written as QAttention.
 It stays float32 without calibration data, because QAttention takes no scale per row, and with
@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 LEVELS: Mapping[Bits, tuple[int, int]] = {7: (-64, 63), 8: (-127, 127)}
-"""The least and the largest byte of weights."""
+"""Minimum and maximum of quantized weights, by bits."""
 
 TABLE = 1 / 20
 """Minimum share of the weight bytes for which the table of a Gather is quantized. Smaller tables
@@ -109,7 +109,7 @@ def quantize(
     """Quantize matrix products and large embedding tables in place.
 
     Args:
-        bits: Of the weights of products; tables have 8.
+        bits: Number of bits of product weights; tables have 8.
         ranges: The static activations by name; all others get scales per row.
         keep: Products that stay float.
         tables: Quantize embedding tables too.
@@ -117,8 +117,7 @@ def quantize(
         correct: Correct biases after static activations.
         moments: Second moments of the static activations; without them, weights are rounded to the
             nearest.
-        rounding: The ``roundings`` of a model with the same graph. Its weights of these names are
-            rounded alike.
+        rounding: Precomputed ``roundings`` of a model with the same graph, by name.
 
     Raises:
         CannotRewrite: There are no products and tables to quantize, or weights are not finite.
@@ -148,7 +147,7 @@ def roundings(
     *,
     keep: Collection[ir.Node] = (),
 ) -> dict[tuple[str, bool], Rounding]:
-    """How ``quantize`` rounds the weights of static activations, by ``Product.name``.
+    """Compute the rounding of weights of static activations, by ``Product.name``.
 
     Raises:
         Those of ``quantize``.
@@ -165,10 +164,10 @@ def roundings(
 
 @dataclass(frozen=True, eq=False)
 class Rounding:
-    """The bytes of weights W (D, N) and of later ones: round((W * divisors + offset) / scales).
+    """Rounding of weights W (D, N) to bytes: round((W * divisors + offset) / scales).
 
     Attributes:
-        divisors: Of the activation, by smoothing; None if all are 1.
+        divisors: Smoothing divisors of the activation; None if all are 1.
         scales: One per column.
         offset: From W * divisors to the chosen bytes times the scales, for the first weights.
     """
@@ -183,8 +182,8 @@ class Grid:
     """The bytes of a static activation x: round(x / divisors / step) + zero_point.
 
     Attributes:
-        divisors: Of smoothing; None if all are 1.
-        mean: Of x on the calibration data, for the bias correction.
+        divisors: Smoothing divisors; None if all are 1.
+        mean: Mean of x on the calibration data, for the bias correction.
     """
 
     divisors: Float[np.ndarray, " D"] | None
@@ -200,7 +199,7 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Products of the same activation in the same graph.
+    """Products that share one activation in one graph.
 
     Attributes:
         grid: The static grid of the activation; None for scales per row.
@@ -409,14 +408,14 @@ class _Writer:
         replace_uses(product.result, y)
 
     def rounded(self, product: Product, grid: Grid) -> Rounding:
-        """How the weights of a static activation are rounded."""
+        """Compute the rounding of the weights of a static activation."""
         divided = _divided(product, grid.divisors)
         rounder = self._rounder(product.x, grid.scaled, float(grid.step))
         bytes_, scales = self._bytes(product, divided, rounder)
         return Rounding(grid.divisors, scales, (bytes_ * scales - divided).astype(np.float32))
 
     def _rounder(self, x: ir.Value, divisors: np.ndarray, step: float) -> Rounder | None:
-        """Rounds for the divided and quantized activation."""
+        """A rounder for the divided and quantized activation."""
         if self.moments is None:
             return None
         moment = self.moments.of(x.name or "", centered=self.correct)
@@ -428,7 +427,7 @@ class _Writer:
     def _weight(
         self, product: Product, divisors: np.ndarray | None, rounder: Rounder | None
     ) -> tuple[ir.Value, ir.Value]:
-        """Bytes (D N) and scales (N); only weights that are not divided are shared."""
+        """Bytes (D N) and scales (N); only undivided weights are shared between products."""
         found = self.weights.get(product.key)
         if found is None or divisors is not None:
             bytes_, scales = self._bytes(product, _divided(product, divisors), rounder)
@@ -480,7 +479,7 @@ def quantized_weights(
     """Bytes within -64..63 (7 bits) or -127..127 (8 bits), and one scale per column.
 
     Args:
-        scales: By default those that the largest weight of each column needs.
+        scales: Scales of the columns (default: from the largest weight of each column).
 
     Raises:
         CannotRewrite: Weights are not finite.
@@ -504,14 +503,14 @@ def quantized_weights(
 def smoothing(
     range_: Range, weights: Float[np.ndarray, "D N"], bits: Bits, least: float
 ) -> Float[np.ndarray, " D"] | None:
-    """Divisors of the channels of an activation; None if they lower the error too little.
+    """Compute smoothing divisors of an activation; None if they reduce the error too little.
 
     Channels above a limit are divided down to it. The limit with the least expected error of the
     product is taken. Rounding errors are independent and uniform: a step d has a variance of
     d^2 / 12.
 
     Args:
-        least: The least factor by which the squared error must fall.
+        least: Minimum factor by which the squared error must decrease.
     """
     peaks = np.maximum(np.abs(range_.low), np.abs(range_.high))
     typical, largest = float(np.median(peaks)), float(peaks.max(initial=0))

@@ -37,19 +37,19 @@ __all__ = [
 MICROSOFT = "com.microsoft"
 
 MOST_BATCHES = 64
-"""Calibration batches from which ranges are taken, evenly spaced."""
+"""Maximum number of calibration batches for ranges, evenly spaced."""
 
 MOMENT_TOKENS = 8192
-"""Calibration tokens from which second moments are taken, evenly spaced. On MiniLM, 3,000 serve
-nearly as well."""
+"""Number of calibration tokens for second moments, evenly spaced. On MiniLM, 3,000 are nearly as
+good."""
 
 MOMENT_BYTES = 2**29
-"""Second moments in memory: all of MiniLM, or a quarter of those of BERT-large."""
+"""Memory for second moments: enough for all of MiniLM, or a quarter of BERT-large."""
 
 
 @dataclass(frozen=True, eq=False)
 class Range:
-    """Values of an activation on calibration data, by channel.
+    """Range and moments of an activation on calibration data, by channel.
 
     Attributes:
         low, high: The smallest and the largest value.
@@ -85,7 +85,7 @@ class Product:
 
     @property
     def key(self) -> tuple[ir.Value, bool]:
-        """The weights as they are multiplied."""
+        """Key of the weights and their orientation."""
         is_transposed = self.node.op_type == "Gemm" and self.node.attributes.get_int("transB", 0)
         return self.weight, bool(is_transposed)
 
@@ -123,8 +123,8 @@ def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range
 class Moments:
     """Second moments of the activations of products, over tokens without padding.
 
-    They are computed when they are first asked for, together with those of as many later products
-    as ``MOMENT_BYTES`` holds, and replaced by the next ones: ask in the order of the graph.
+    They are computed on first request, together with those of later products up to
+    ``MOMENT_BYTES``, and then replaced by the next ones: request them in the order of the graph.
 
     Args:
         model: It may be changed afterwards.

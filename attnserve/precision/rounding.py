@@ -1,12 +1,12 @@
 """Round weights so that their errors cancel on the activations.
 
-To the nearest number, every weight has the least error; the product need not. GPTQ (arXiv
+Rounding to nearest minimizes the error of every weight, not of the product. GPTQ (arXiv
 2210.17323) rounds one row of the weights after the other and moves the error of each to the rows
 that are still to be rounded, such that E[|x (W - Wq)|^2] grows least. It depends on the activations
-by their second moments alone. Rows with large activations come first, while there are still many
-rows to correct them.
+by their second moments alone. Rows with large activations come first, because many rows remain to
+correct their errors.
 
-Rounding does not move scales: the model has the same operators and speed.
+Scales do not change, so the model has the same operators and speed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rounder:
         No column has more error on the activations than with the nearest integers.
 
         Args:
-            steps: Of this shape, or one row of them.
+            steps: Step sizes, in the shape of the matrix or as one row.
         """
         steps = np.broadcast_to(steps, matrix.shape)
         slices = [slice(start, start + COLUMNS) for start in range(0, matrix.shape[1], COLUMNS)]
@@ -88,6 +88,6 @@ def _inverse_root(moment: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"] 
     damped = moment + damping * np.eye(len(moment))
     try:
         lower = cho_factor(damped[::-1, ::-1], lower=True)[0]
-    except np.linalg.LinAlgError:  # a covariance of little but rounding errors
+    except np.linalg.LinAlgError:  # a covariance that consists of rounding errors
         return None
     return solve_triangular(np.tril(lower)[::-1, ::-1], np.eye(len(moment)))

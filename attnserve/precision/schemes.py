@@ -37,7 +37,7 @@ __all__ = ["SCHEMES", "Activations", "Conversion", "Scheme"]
 
 
 class Activations:
-    """The activations of products on calibration data, observed once they are asked for.
+    """Activations of products on calibration data, observed on first use.
 
     Args:
         model: It must not change before the first use.
@@ -48,7 +48,7 @@ class Activations:
 
     @cached_property
     def ranges(self) -> Mapping[str, Range]:
-        """By name; empty without data."""
+        """Ranges of activations by name; empty without data."""
         return collect_ranges(self._model, self._batches)
 
     @cached_property
@@ -58,7 +58,7 @@ class Activations:
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """What a scheme converts.
+    """Input of a conversion.
 
     Attributes:
         model: A copy of the model, which may be changed. All names are unique, and constants are
@@ -67,7 +67,7 @@ class Conversion:
         keep: Nodes that stay float32.
         to_nearest: Round weights to the nearest.
         tables: Whether large embeddings are converted too.
-        rounding: How int8 weights are rounded.
+        rounding: Precomputed rounding of int8 weights.
     """
 
     model: ir.Model
@@ -79,7 +79,7 @@ class Conversion:
 
     @property
     def moments(self) -> Moments | None:
-        """For the rounding of weights; None rounds to the nearest."""
+        """Second moments for GPTQ rounding; None rounds to the nearest."""
         return None if self.to_nearest or self.rounding else self.calibration.moments
 
 
@@ -102,10 +102,10 @@ class Scheme:
             that contain the projections are not used before the conversion.
         for_tokens: Whether it is for decoders that run one token at a time: models with a cache are
             then timed so.
-        bits: Of int8 weights; ``recovery`` trains fake quantization with them.
+        bits: Number of bits of int8 weights; ``recovery`` trains fake quantization with them.
         runs_on_cpu: Whether ONNX Runtime has kernels for CPUs.
-        oldest_opset: Of the model.
-        refusal: Why this machine does not compute it correctly.
+        oldest_opset: Minimum opset of the model.
+        refusal: Returns why this machine does not compute the precision correctly.
     """
 
     name: str

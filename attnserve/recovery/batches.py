@@ -17,7 +17,7 @@ TOKENS = 1000
 """Tokens of a training batch."""
 
 ROWS = 16
-"""Rows of a batch whose rows are no texts."""
+"""Number of rows of a batch of other rows than texts."""
 
 
 def regroup(
@@ -79,13 +79,13 @@ def _regrouped(batches: Sequence[Batch], seed: int, fixed_length: bool) -> list[
 
 
 def can_be_mixed(batch: Batch) -> bool:
-    """Whether the rows are texts, and more than one."""
+    """Whether the batch has several rows, and all are texts."""
     mask = text_mask(batch)
     return mask is not None and len(mask) > 1
 
 
 def mixed(batch: Batch, random: np.random.Generator) -> Batch:
-    """New texts: each row up to a random token, and another row from there on.
+    """Mix texts as augmentation: each row up to a random token, continued by another row.
 
     A batch that cannot be mixed is returned as it is.
     """
@@ -118,7 +118,7 @@ def _ids(batch: Batch) -> np.ndarray | None:
 
 
 def _row_tokens(row: Batch) -> int:
-    """The tokens of a row that is no text, such as an image, or ids behind a cache."""
+    """The token count of a row that is not a text, such as an image, or ids after a cache."""
     if is_sequence(row):
         return _length(row)
     ids = _ids(row)
@@ -126,7 +126,7 @@ def _row_tokens(row: Batch) -> int:
 
 
 def row_contents(batch: Batch) -> Iterator[bytes]:
-    """What each row holds, to find equal rows."""
+    """The content of each row, to find equal rows."""
     return map(row_content, split_rows(batch) or [batch])
 
 
@@ -135,7 +135,7 @@ def _length(batch: Batch) -> int:
 
 
 def _padding(batches: Sequence[Batch]) -> tuple[dict[str, Any], bool]:
-    """What inputs hold at padding, if there is any, and whether it is on the left."""
+    """Values of the inputs at padding, if there is any, and whether padding is on the left."""
     pads: dict[str, Any] = {}
     is_left = False
     for batch in batches:

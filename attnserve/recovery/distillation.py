@@ -1,4 +1,4 @@
-"""What a student learns from its teacher: outputs as they are served, and hidden states."""
+"""Distillation loss: outputs as they are served, and hidden states."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ by that of a constant predictor first, so that no weight depends on the model.""
 Kind = Literal["vectors", "pooled", "logits"]
 
 KEPT_BYTES = 2**30
-"""Memory for outputs of the teacher that each measurement needs again."""
+"""Memory for cached teacher outputs on held-out batches."""
 
 
 def matching_states(teacher: ir.Model, student: ir.Model) -> list[tuple[ir.Value, ir.Value]]:
     """Pairs of the same hidden state in both graphs: the inputs of each attention block.
 
     Behind the first layer this is the residual stream, or its normalization if that comes first.
-    Blocks are paired in order, or by name if a graph has fewer of them. Without pairs, the outputs
-    alone are learned.
+    Blocks are paired in order, or by name if a graph has fewer of them. Without pairs, only the
+    outputs are learned.
     """
     ours, theirs = (_blocks(model) for model in (student, teacher))
     if len(ours) == len(theirs):
@@ -176,14 +176,14 @@ class Objective:
         logits   KL(a, b)
 
     Args:
-        qualities: The measured outputs: a measure of similarity asks for pooled vectors, one of
-            logits for KL, any other for the vectors.
+        qualities: The measured outputs: pooled vectors are learned for measures of similarity, KL
+            for measures of logits, and plain vectors for all others.
         outputs: The names of the teacher's outputs, in order.
         pairs: The number of states behind the outputs.
         pooling: How tokens are pooled.
         examples: Some batches, for the units.
         teacher: Its outputs and states.
-        dimensions: Those of embeddings that are served; None for all.
+        dimensions: Number of embedding dimensions that are served; None for all.
         resized: Indices of outputs whose last axis counts tokens: their vectors are numbers.
         probabilities: Indices of outputs of a softmax: their logarithms are the logits.
         students: The names of the student's outputs, which may lack caches; None for the same.

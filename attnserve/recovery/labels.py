@@ -1,4 +1,4 @@
-"""Labels of a task, which are learned beside the outputs of the original.
+"""Loss of task labels, in addition to the distillation loss.
 
 - "sts": pairs of texts with a score. The loss of a batch is 1 - r, with Pearson's correlation r of
   the cosines of the served vectors and the scores, because scores have no fixed unit.
@@ -44,13 +44,13 @@ from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 __all__ = ["LabelReport", "Labels", "read_labeled"]
 
 WEIGHT = 3.0
-"""The weight of the loss of the task, as that of served outputs."""
+"""Weight of the task loss, equal to the weight of served outputs."""
 
 MIN_ROWS = 8
-"""The fewest labeled rows of each part."""
+"""Minimum number of labeled rows in each part."""
 
 MIN_PAIRS = 4
-"""The fewest pairs of a batch, whose correlation is taken; long texts may exceed its tokens."""
+"""Minimum number of pairs in a batch for a correlation; long texts may exceed its tokens."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Labeled:
 
 @dataclass(frozen=True)
 class LabelReport:
-    """Scores on rows to prove, whose labels the training never saw.
+    """Scores on verification rows, whose labels were not used in the training.
 
-    One of both texts of a pair may have been learned, or be part of a pair that was.
+    One text of a pair may have been used in the training, alone or in another pair.
 
     Attributes:
-        rows: The numbers of rows to fit, to choose and to prove.
+        rows: Numbers of rows to fit, to choose and to verify.
     """
 
     rows: tuple[int, int, int]
@@ -143,9 +143,9 @@ class Labels:
     held out.
 
     Args:
-        rows: Distinct texts of them are in ``data``.
-        teacher: Its inputs take the texts.
-        artifact: With the tokenizer, the pooling and the name of the output.
+        rows: Labeled rows, whose distinct texts are in ``data``.
+        teacher: The original, whose inputs take the texts.
+        artifact: Provides the tokenizer, the pooling and the name of the output.
 
     Raises:
         InvalidArgument: The model has fixed shapes or no attention mask.
@@ -216,7 +216,7 @@ class Labels:
         """The score of a held-out part, with its interval.
 
         Raises:
-            CheckFailed: The outputs are not finite, or those of pairs are all the same.
+            CheckFailed: The outputs are not finite, or equal for all pairs.
         """
         values, labels = self._joined(outputs)
         count = len(labels)
@@ -314,7 +314,7 @@ def _level(
     inputs: Callable[[Sequence[Encoding]], Batch],
     held_out: Sequence[set[bytes]],
 ) -> int:
-    """The part of a row: 0 to fit, 1 to choose, 2 to prove."""
+    """The part of a row: 0 to fit, 1 to choose, 2 to verify."""
     contents = {content for one in encodings for content in row_contents(inputs([one]))}
     return max((n for n, part in enumerate(held_out, start=1) if contents & part), default=0)
 

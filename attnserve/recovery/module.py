@@ -25,7 +25,7 @@ from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel
 __all__ = ["GraphModule", "memory_errors", "trainable_weights"]
 
 LARGEST_WEIGHT = 1000.0
-"""Constants with larger elements are masks."""
+"""Largest absolute weight; constants with larger elements are masks."""
 
 WEIGHTED = frozenset({
     "Add", "Attention", "BiasGelu", "Conv", "Div", "Einsum", "FastGelu",
@@ -37,14 +37,14 @@ WEIGHTED = frozenset({
 
 NO_ACTIVATION = frozenset({"Shape", "Size", "IsNaN", "IsInf", "ArgMax", "Cast", "Equal", "Less",
                            "Greater", "LessOrEqual", "GreaterOrEqual", "Not"})  # fmt: skip
-"""Operators whose output is no activation; Cast is one if its result is a float number."""
+"""Operators whose output is not an activation, except for Cast to a float type."""
 
 FLOATS = (*HALF, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One node: its function, its inputs and outputs, and the values that nothing reads later."""
+    """One node: function, inputs, outputs, and the values that can be freed after it."""
 
     call: Call
     function: Operator
@@ -57,8 +57,8 @@ class _Step:
 class GraphModule(torch.nn.Module):
     """Compute an ONNX graph, in float32, with gradients for its weights.
 
-    An initializer is one parameter wherever it is read, so that shared weights stay shared. What
-    depends on constants alone is computed once.
+    An initializer is one parameter wherever it is read, so that shared weights stay shared. Values
+    that depend only on constants are computed once.
 
     Args:
         model: It is read, and changed by ``write_weights`` only.
@@ -157,7 +157,7 @@ class GraphModule(torch.nn.Module):
             values.pop(value, None)
 
     def _planned(self, steps: Sequence[_Step]) -> list[_Step]:
-        """Compute what depends on constants alone, and plan the rest."""
+        """Compute values that depend only on constants, and plan the remaining nodes."""
         remaining: list[_Step] = []
         known = self._constants
         with torch.no_grad():
@@ -192,7 +192,7 @@ def memory_errors() -> Generator[None]:
 
 
 def _raise_lack_of_memory(error: Exception) -> None:
-    """Raise an error of its own if this one is a lack of memory."""
+    """Raise a separate error if this error is a lack of memory."""
     is_lack = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if is_lack or "allocate memory" in str(error):
         raise CannotRewrite(

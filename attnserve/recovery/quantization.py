@@ -1,12 +1,12 @@
-"""Fake quantization: a module computes what int8 kernels compute, with gradients.
+"""Fake quantization: compute the results of int8 kernels in PyTorch, with gradients.
 
 Activations and weights are rounded to the grids of ``precision.int8``. These are static bytes of
 activations with the same divisors, scales and zero points, weights with one scale per column and
-corrected biases, and bytes of large embedding tables. Weights are rounded as those before the
-training were. Under autocast, products of the rounded numbers are rounded once more, to bfloat16.
+corrected biases, and bytes of large embedding tables. Weights keep the rounding from before the
+training. Under autocast, products of the rounded numbers are rounded once more, to bfloat16.
 
-The gradient of rounding is 1, and that of clipping is that of a clamp (straight-through estimator,
-arXiv 1308.3432). Products without a static grid stay float: those of constants.
+The gradient of rounding is 1, and clipping has the gradient of a clamp (straight-through estimator,
+arXiv 1308.3432). Products without a static grid (of constants) stay float.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def fake_operators(
     keep: Collection[ir.Node] = (),
     rounding: Mapping[tuple[str, bool], Rounding] | None = None,
 ) -> dict[ir.Node, Operator]:
-    """Functions that replace those of ``OPERATORS`` for the nodes that ``int8.quantize`` converts.
+    """Create replacements of ``OPERATORS`` functions for the nodes that ``int8.quantize`` converts.
 
     Args:
-        bits: Of the weights.
-        ranges: Of the activations, by name.
+        bits: Number of bits of the weights.
+        ranges: Ranges of the activations, by name.
         keep: Products that stay float.
-        rounding: Of the weights, by name; those without are rounded to the nearest.
+        rounding: Rounding of the weights, by name; weights without one are rounded to the nearest.
 
     Raises:
         CannotRewrite: There are no products to quantize.

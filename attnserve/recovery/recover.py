@@ -83,15 +83,15 @@ if TYPE_CHECKING:
 __all__ = ["Recovery", "recover"]
 
 MIN_TEXTS = 4 * HELD_OUT
-"""The fewest distinct rows of a file: four in each held-out part, whose similarities are ranked."""
+"""Minimum number of distinct rows of a file: four in each held-out part, to rank similarities."""
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
-"""The largest relative error of PyTorch to ONNX Runtime, in float32 and in half precision."""
+"""Maximum relative difference of PyTorch and ONNX Runtime, in float32 and in half precision."""
 
 DEFAULT_TRAIN, DEFAULT_RUN = Train(), Run()
 
 EXAMPLES = 8
-"""Steps from whose batches the losses are scaled."""
+"""Number of steps whose batches determine the scales of the losses."""
 
 
 @with_keywords
@@ -111,8 +111,8 @@ def recover(
 
     The graph keeps its names, inputs and outputs, and without ``int8`` its nodes; weights that are
     nodes become initializers. The rows are
-    split into parts to fit, to choose the best weights, and to prove the result. A result that is
-    not better on the last part has the weights of ``model``.
+    split into parts to fit, to choose the best weights, and to verify the result. If the result is
+    not better on the last part, the weights of ``model`` are returned.
 
     The state is saved in the user's cache folder with each measurement, so that an interrupted
     training continues when it is called again; with ``minutes`` 0 its best weights are written.
@@ -203,21 +203,21 @@ def recover(
 
 
 def _read_texts(tables: Mapping[Path, Sequence[LabeledRow]], path: Path) -> list[str]:
-    """The texts of a file, those of the labeled rows of a table."""
+    """The texts of a file, or of the labeled rows of a table."""
     if path not in tables:
         return read_sentences(path)
     return [text for row in tables[path] for text in row.texts]
 
 
 def _require_rows(data: Dataset) -> None:
-    """Raises: InvalidData: A file has too few rows to fit, to choose and to prove."""
+    """Raises: InvalidData: A file has too few rows to fit, to choose and to verify."""
     sources = (one.source for one in data.files or [data])
     smallest = min(sources, key=lambda source: source.distinct_rows)
     if smallest.distinct_rows < MIN_TEXTS:
         raise InvalidData(
             f"{smallest.file} has {smallest.distinct_rows} distinct rows: expected at least "
             f"{MIN_TEXTS}, and thousands for a good result",
-            "give more unlabeled text like that to be served",
+            "give more unlabeled text similar to the served text",
             code="recovery.few_rows",
         )
     if not (data.fit and data.choose and data.held_out):
@@ -245,16 +245,17 @@ class Recovery:
 
     Attributes:
         trained: A copy of the rewritten model, whose weights are trained.
-        rounding: Of the int8 weights before the training, which is kept; None in other precisions.
+        rounding: Rounding of the int8 weights, computed before the training; None in other
+            precisions.
 
     Args:
-        rewritten: In float32 or half precision; it is not changed.
+        rewritten: The rewritten model in float32 or half precision; it is not changed.
         original: The teacher.
         texts: The artifact with the pooling of embeddings.
-        data: The rows to learn, and those to choose the best weights.
+        data: The training rows, and the rows to choose the best weights.
         measure: The measure of quality that chooses the weights.
-        context: Its provider is the device of PyTorch too.
-        precision: That of the served model. With "int8" and "int8-full", fake quantization is
+        context: Context of the run; its provider is the device of PyTorch too.
+        precision: Precision of the served model. With "int8" and "int8-full", fake quantization is
             trained and conversions are measured; another one is trained and measured in float.
         float_blocks: Blocks that stay float32 in int8.
         labels: Labeled rows to learn too.
@@ -323,7 +324,7 @@ class Recovery:
         self.states = [theirs for theirs, _ in pairs]
 
     def train(self, seconds: float, checkpoint: Checkpoint) -> Training:
-        """Train; if the course is better, the best weights are those of ``trained``."""
+        """Train; if the loss decreased, ``trained`` receives the best weights."""
         data, context = self.data, self.context
         teacher = Teacher(self.original, self.states, context)
         inputs = (*self.original.graph.inputs, *self.rewritten.graph.inputs)
@@ -353,7 +354,7 @@ class Recovery:
     def run(
         self, target: Path, seconds: float, checkpoint: Checkpoint
     ) -> tuple[RecoverReport, ir.Model]:
-        """Train, and prove; returns the report and the model to write."""
+        """Train and verify; returns the report and the model to write."""
         before = after = self._prove(self.plain)  # errors come before the training
         course = self.train(seconds, checkpoint)
         result, gain = self.plain, False
@@ -368,7 +369,7 @@ class Recovery:
                 gain = proved.is_better_than(before)
                 result, after = (served, proved) if gain else (result, before)
         if not gain:
-            warnings.append("no gain: give more text like that to be served, or more minutes")
+            warnings.append("no gain: use more text similar to the served text, or more minutes")
         if course.stopped == "not finite":
             warnings.append("the loss became infinite: the best weights before that are returned")
         if not self.states:
@@ -384,7 +385,7 @@ class Recovery:
         return report, result
 
     def _served(self, model: ir.Model, rows: Sequence[Batch] | None = None) -> ir.Model:
-        """The model as it is served: int8 models are converted like ``optimize`` converts them."""
+        """The model as it is served: int8 models are converted as by ``optimize``."""
         if self.bits is None:
             return model
         rows = rows or self.calibration
@@ -400,7 +401,7 @@ class Recovery:
             theirs[name].const_value = ours[name].const_value
 
     def _quantize(self, rows: Sequence[Batch]) -> None:
-        """Let the module compute what the int8 conversion of ``trained`` will."""
+        """Set up fake quantization in the module, equal to the int8 conversion of ``trained``."""
         if self.bits is not None:
             graph = self.module.model
             ranges = collect_ranges(graph, rows)
@@ -417,7 +418,7 @@ class Recovery:
     def _loss(self, expected: Answers, weights: Sequence[Tensor]) -> float:
         """The loss of weights on the rows to choose, computed by ONNX Runtime.
 
-        It is measured often, so that int8 models are converted with few rows.
+        int8 models are converted with few rows, because this runs often.
         """
         self._write_weights(weights)
         few = thinned(self.calibration, MOMENT_TOKENS)
@@ -528,10 +529,10 @@ def _with_fused_gelu(model: ir.Model) -> ir.Model:
 
 @dataclass(frozen=True)
 class _Proof:
-    """A model on rows that the training never saw.
+    """Verification of a model on rows that were not used in the training.
 
     Attributes:
-        labeled_loss, score: On labeled rows; 0 and None without labels.
+        labeled_loss, score: Loss and score on labeled rows; 0 and None without labels.
     """
 
     fidelity: Fidelity
@@ -546,7 +547,7 @@ class _Proof:
     def is_better_than(self, other: _Proof) -> bool:
         """Whether the loss is smaller, and the score no lower.
 
-        Without a score, no output, file or kind of length may be worse than its interval.
+        Without a score, no output, file or length class may be below its confidence interval.
         """
         if self.score is not None and other.score is not None:
             return self.loss < other.loss and self.score.value >= other.score.value

@@ -25,12 +25,12 @@ from graph_passes.analysis.parameters import parameter_bytes
 __all__ = ["RecoverReport", "write_recovered"]
 
 KEPT = ("plan", "before", "after", "batch", "sequence", "break_even_sequence")
-"""What the record of the rewrite says of the graph, and what training does not change."""
+"""Fields of the rewrite's record about the graph, which training does not change."""
 
 
 @dataclass(frozen=True)
 class RecoverReport:
-    """The quality before and after, on rows that the training never saw.
+    """The quality before and after training, on rows that were not used in the training.
 
     Attributes:
         before: The rewritten model against the original.
@@ -40,8 +40,8 @@ class RecoverReport:
         states: The number of hidden states that were learned, besides the outputs.
         weights: The number of trained elements.
         int8_weight_bits, int8_activations: As in ``OptimizeReport``; None without int8.
-        scores: The scores on labeled rows that the training never saw; None without labels.
-        warnings: What the user should know.
+        scores: The scores on labeled rows that were not used in the training; None without labels.
+        warnings: Warnings for the user.
     """
 
     output: Path
@@ -117,7 +117,7 @@ def write_recovered(
         artifact, rewritten: The rewritten model, whose files are kept.
         teacher, original: The model that it was made from.
         model: The result.
-        data: What was learned.
+        data: The training data.
         external: Whether the weights are in a file of their own.
     """
     last = artifact.lineage[-1].stated if artifact.lineage else {}
@@ -128,7 +128,7 @@ def write_recovered(
         if "after" in kept:
             kept["after"] = kept["after"].model_copy(update={"bytes": parameter_bytes(model)})
     inputs = {
-        # The quality is measured against the teacher, not against the model before.
+        # The quality is measured against the teacher, not against the rewritten model.
         "source": source_entry(teacher, original),
         "rewritten": source_entry(artifact, rewritten),
         "calibration": calibration_of(data),

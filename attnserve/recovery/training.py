@@ -46,28 +46,28 @@ __all__ = [
 ]
 
 LEARNING_RATE = 2.5e-4
-"""For a first loss of 1. It grows with the root of the first loss (``rate_for``)."""
+"""Learning rate for a first loss of 1; scaled by the root of the first loss (``rate_for``)."""
 
 LARGEST_ROOT = 1.2
-"""Of a first loss, for its learning rate."""
+"""Maximum root of the first loss in the learning-rate heuristic."""
 
 LABELED_SHARE = 0.05
-"""How much of the loss of labels counts for the learning rate: most of it cannot be gained. From a
-trained classifier, 3e-5 gains in minutes, and 1e-4 only loses."""
+"""Weight of the label loss in the learning-rate heuristic; most of that loss cannot be reduced. For
+a trained classifier, 3e-5 improves within minutes, and 1e-4 only degrades."""
 
 WARM_UP = 20
 """Steps with a growing learning rate."""
 
 TOO_FAST = 2
-"""A training whose first measurements, this many, are all worse than the initial weights starts
-again with a lower learning rate. Near an optimum, gradients are mostly noise: AdamW then moves
-every weight at random by the learning rate."""
+"""Number of first measurements; if all are worse than the initial weights, the training restarts
+with a lower learning rate. Near an optimum, gradients are mostly noise, and AdamW moves every
+weight randomly by the learning rate."""
 
 SLOWER = 3.0
-"""The learning rate is divided by this when the training starts again."""
+"""Divisor of the learning rate at a restart."""
 
 AVERAGE = 0.99
-"""The share of the averaged weights that a step keeps, once many steps are done."""
+"""Decay of the averaged weights per step, after the first steps."""
 
 MEASURED_EVERY_S = 60.0
 MEASUREMENTS = 8
@@ -77,10 +77,10 @@ PATIENCE = 6
 """Training ends if this many measurements in a row are no better (``is_stuck``)."""
 
 KEPT_DAYS = 30
-"""Checkpoints of trainings that nobody continued are deleted after this time."""
+"""Age in days after which abandoned checkpoints are deleted."""
 
 CACHE_BYTES = 2**30
-"""Memory for outputs of the teacher that each further epoch needs again, in half precision."""
+"""Memory for cached teacher outputs, which later epochs use again, in half precision."""
 
 
 @dataclass
@@ -91,10 +91,10 @@ class Training:
         steps: Optimizer steps.
         tokens: Real tokens of all steps.
         seconds: Time of the training, its measurements included.
-        stopped: Why it ended: "time", "no gain" or "not finite".
-        learning_rate: The largest one, of the schedule.
-        restarts: How often the training began again with a lower learning rate.
-        since: (step, measurement) of the last beginning.
+        stopped: Reason of the end: "time", "no gain" or "not finite".
+        learning_rate: Maximum of the schedule.
+        restarts: Number of restarts with a lower learning rate.
+        since: (step, measurement) of the last start.
         loss: The loss on the rows to choose, of the best weights (``Quality.loss``).
         first_loss: The same before the training.
         history: (seconds, training loss, loss on the rows to choose) of each measurement.
@@ -118,7 +118,7 @@ class Training:
         return self.loss < self.first_loss
 
     def record(self, states: int, weights: int) -> TrainingRecord:
-        """The fields, with null for numbers that are not finite, and what was trained."""
+        """The record of the training; numbers that are not finite are null."""
         fields = _finite(asdict(self)) | {"states": states, "weights": weights}
         return TrainingRecord.model_validate(fields)
 
@@ -126,8 +126,7 @@ class Training:
 class Checkpoint:
     """The state of a training in a private file, from which an interrupted one continues.
 
-    A file that cannot be read counts as missing. If it cannot be written, the first time gives a
-    warning.
+    A file that cannot be read counts as missing. The first failure to write gives a warning.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -163,7 +162,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """What a module learns, and how it is measured.
+    """Training task of a module: data, objective and measurement.
 
     Attributes:
         steps: The batches of each step, inputs of the teacher.
@@ -191,11 +190,11 @@ def train(
 ) -> tuple[Training, list[Tensor]]:
     """Train until the time is used up; returns the course and the best weights.
 
-    The best weights are those with the smallest loss on the held-out rows, the initial ones
-    included. Measured are averages of the last steps' weights.
+    The best weights have the smallest loss on the held-out rows; the initial weights are included.
+    Averages of the weights over the last steps are measured.
 
     Args:
-        seconds: The time of the training, that before an interruption included.
+        seconds: Time budget of the training, including the time before an interruption.
 
     Raises:
         CheckFailed: The loss is not finite, and no weights are better than the initial ones.
@@ -218,9 +217,9 @@ def half_type(device: str) -> torch.dtype | None:
 def rate_for(first_loss: float) -> float:
     """The largest learning rate of a training that starts with this loss.
 
-    A loss is about quadratic in the distance to the weights that are looked for, and AdamW moves
-    every weight by about the learning rate in a step. The distance is the root of the loss. With a
-    larger rate, the first steps raise a small loss.
+    The loss is about quadratic in the distance to the optimal weights, so the distance is about the
+    root of the loss. AdamW moves every weight by about the learning rate in a step. With a larger
+    rate, the first steps would increase a small loss.
     """
     root = math.sqrt(max(first_loss, 0.0))  # KL of equal logits may be rounded below 0
     return LEARNING_RATE * min(root, LARGEST_ROOT)
@@ -229,7 +228,7 @@ def rate_for(first_loss: float) -> float:
 def is_stuck(losses: Sequence[float], seconds: float, budget: float) -> bool:
     """Whether the last ``PATIENCE`` measurements are no better than those before, after half time.
 
-    The loss before the training does not count: the first steps may raise it.
+    The loss before the training is ignored, because the first steps may exceed it.
     """
     if seconds < budget / 2 or len(losses) <= PATIENCE:
         return False
@@ -287,7 +286,7 @@ class _Run:
             if self._is_too_fast():
                 self._restart()
             measured, losses = time.monotonic(), []
-            interval = max(interval, 5 * (measured - began))  # measuring takes a sixth at most
+            interval = max(interval, 5 * (measured - began))  # at most a sixth of the time
             if is_stuck([loss for _, _, loss in course.history], began - start, self.budget):
                 course.stopped = "no gain"
                 break
@@ -346,9 +345,9 @@ class _Run:
         return nullcontext() if self._half is None else torch.autocast(self._device, self._half)
 
     def _batches(self, step: int) -> tuple[Sequence[Batch], Sequence[list[np.ndarray]]]:
-        """The batches of a step, and what the teacher gives for them.
+        """The batches of a step, and the teacher's outputs for them.
 
-        Texts are mixed from the second epoch on: few texts would be learned by heart.
+        From the second epoch on, texts are mixed as augmentation against overfitting.
         """
         index = self._index(step)
         given = self.lesson.steps[index]
@@ -368,7 +367,7 @@ class _Run:
         return int(self._order[place])
 
     def _targets(self, index: int) -> list[list[np.ndarray]]:
-        """What the teacher gives for the batches of a step."""
+        """The teacher's outputs for the batches of a step."""
         if index in self._known:
             return self._known[index]
         targets = [self.lesson.teacher(batch) for batch in self.lesson.steps[index]]

@@ -1,4 +1,4 @@
-"""Measure attention on a text: layer similarity, used dimensions and head importance.
+"""Analyze attention on texts: layer similarity, used dimensions and head importance.
 
 For every layer: the similarity to earlier layers, the number of dimensions that projections and
 scores use (spectra), and the importance of each head.
@@ -284,7 +284,7 @@ def analyze_graph(
 def _measurable(
     model: ir.Model, seed: int
 ) -> tuple[list[AttentionBlock], dict[str, int], tuple[NotAnalyzed, ...]]:
-    """The blocks whose attention is observable, the index of every block, and the other blocks."""
+    """The blocks with observable attention, the index of every block, and the other blocks."""
     report = read_attention(model, seed=seed)
     indices = {block.name: index for index, block in enumerate(report.blocks)}
     fused = {b.name: decomposition_refusal(b) for b in report.blocks if b.logits is None}

@@ -36,8 +36,8 @@ SIMILAR = 0.7
 all-MiniLM-L6-v2 reused another layer's attention and kept 99.8 % of its score or more."""
 
 MARGIN = 0.05
-"""How much the similarity must exceed that to uniform attention. Two heads that differ from uniform
-attention independently are less alike than each of them is to it."""
+"""Minimum difference between the similarity and the similarity to uniform attention. Two heads that
+differ independently from uniform attention are less similar to each other than to it."""
 
 ROUND_TO = 8
 """Suggested shared dimensions are multiples of this, for efficient kernels."""
@@ -55,7 +55,7 @@ class Finding:
     """One result of the analysis.
 
     Attributes:
-        text: The result in words.
+        text: The result as text.
         parameters: Arguments of ``attnserve.optimize`` that apply it, as text; empty if none do.
     """
 
@@ -157,7 +157,7 @@ def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str
 
 
 def findings(analysis: Analysis, output: Path) -> list[Finding]:
-    """The results of an analysis in words, the most useful first.
+    """Describe the results of an analysis, the most useful first.
 
     Args:
         output: The folder of mask.json and of the models in ``Finding.parameters``.

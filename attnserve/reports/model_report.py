@@ -1,8 +1,8 @@
-"""Report what a model is and what was done to it, as one HTML page per artifact.
+"""Write one HTML page per artifact: its rewrites, cost, quality, latency and attention.
 
 The page shows the attention blocks of the graph, and from attnserve.json every rewrite with its
-cost, quality, latency and steps. It needs neither the original nor data: what it shows was measured
-when the model was written, except the attention blocks, which are read and certified now.
+cost, quality, latency and steps. It needs neither the original nor data: the values were measured
+when the model was written. Only the attention blocks are matched and certified now.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def report(
     """Write one HTML page for each model at a path.
 
     Args:
-        models: An .onnx file, an artifact folder, or a folder of models as ``serve`` takes it.
+        models: An .onnx file, an artifact folder, or a folder of models as for ``serve``.
         output: Folder for the pages, NAME.html; by default each page is report.html beside its
             model (NAME-report.html beside NAME.onnx).
         seed: Seed of the inputs that certify the attention blocks.
@@ -167,7 +167,7 @@ def render(report: ModelReport) -> str:
         unmatched=content["missed"],
         macs=content["macs"],
         parameters=content["parameters"],
-        # The newest rewrite is the one that people look for.
+        # The newest rewrite comes first.
         rewrites=[
             (number, rewrite, figures(rewrite))
             for number, rewrite in reversed(list(enumerate(report.rewrites, start=1)))

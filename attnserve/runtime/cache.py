@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 CACHE_FOLDERS = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}
-"""By platform: the variable with the user's cache folder, and the folder in the home directory."""
+"""The variable with the user's cache folder, and the folder in the home directory, by platform."""
 
 
 def cache_folder() -> Path:
@@ -52,7 +52,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def private_folder(path: Path) -> Path | None:
-    """``path``, created if missing; None if another user could write to it, or nobody can."""
+    """Return ``path``, created if missing; None if it is not writable, or writable for others."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -64,7 +64,7 @@ def private_folder(path: Path) -> Path | None:
 
 
 def read_private(path: Path) -> bytes | None:
-    """The content of a file that only this user could have written; None if there is none."""
+    """Read a file that no other user could have written; None without such a file."""
     try:
         with open(path, "rb", opener=_without_following) as file:
             info = os.fstat(file.fileno())
@@ -74,7 +74,7 @@ def read_private(path: Path) -> bytes | None:
 
 
 def remove_older(folder: Path, pattern: str, days: float) -> None:
-    """Delete files that were not written for so many days."""
+    """Delete files that were not written for this number of days."""
     oldest = time.time() - 86400 * days
     for path in folder.glob(pattern):
         with suppress(OSError):
@@ -94,7 +94,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def writing_atomically(path: Path) -> Generator[IO[bytes]]:
-    """A file that replaces ``path`` when the context succeeds; see ``write_atomically``."""
+    """Open a file that replaces ``path`` when the context succeeds; see ``write_atomically``."""
     written = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False, suffix=".new") as file:

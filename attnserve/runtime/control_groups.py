@@ -1,4 +1,4 @@
-"""The control groups of this process (Linux), whose limits containers and services have."""
+"""Control groups of this process (Linux), which hold the limits of containers and services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find out in a child process whether a GPU can be used."""
+"""Check in a child process whether a GPU can be used."""
 
 from __future__ import annotations
 

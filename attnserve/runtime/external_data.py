@@ -30,7 +30,7 @@ def external_files(model: ir.Model) -> tuple[Path, ...]:
 
 
 def external_folder(model: ir.Model) -> Path | None:
-    """The folder of the external data if all of it is of initializers of the main graph.
+    """The folder of the external data, if only initializers of the main graph have external data.
 
     ONNX Runtime then maps the files itself. None also if there is no external data.
     """
@@ -44,7 +44,7 @@ def external_folder(model: ir.Model) -> Path | None:
 def release_mapped_pages(model: ir.Model) -> None:
     """Give the pages of mapped initializers back to the system; the next access reads them again.
 
-    Pages that were read count as memory of the process.
+    Pages that were read count as resident memory of the process.
     """
     if not hasattr(mmap, "MADV_DONTNEED"):  # Windows
         return

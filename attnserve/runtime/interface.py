@@ -1,7 +1,7 @@
-"""What runs a model: the protocols of a runtime and of an open model.
+"""Protocols of a runtime and of an open model.
 
-ONNX Runtime is one implementation (``onnx_runtime.py``). Everything outside this package sees only
-these protocols. A package adds a runtime with an entry point (``plugins.py``).
+ONNX Runtime is one implementation (``onnx_runtime.py``). Code outside this package uses only these
+protocols. A package adds a runtime with an entry point (``plugins.py``).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Batch = dict[str, np.ndarray]
 """The inputs of one run, by name."""
 
 Feed = Mapping[str, np.ndarray]
-"""The inputs of one run, which are only read."""
+"""The read-only inputs of one run."""
 
 
 class RunFailed(InvalidData):
     """A run ended without a result.
 
     Attributes:
-        reason: What the runtime says, in one line.
+        reason: Message of the runtime, in one line.
         kind: "inputs" (the graph cannot take these sizes or values), "memory" (the run does not
             fit) or "device" (the device or the session is broken).
     """
@@ -66,12 +66,12 @@ class ValueInfo(Protocol):
 
     @property
     def type(self) -> str:
-        """As ONNX writes it: "tensor(float)"."""
+        """ONNX type string, for example "tensor(float)"."""
         ...
 
     @property
     def shape(self) -> Sequence[int | str | None]:
-        """Sizes; a name or None for those that are not fixed."""
+        """Sizes of the axes; a name or None for dynamic axes."""
         ...
 
 
@@ -89,7 +89,7 @@ class Session(Protocol):
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         """Run the model and return the named outputs (None: all).
 
-        They may lie in the memory of the session (``owned``). ``stop.STOP`` ends the run.
+        Outputs may be views of session memory (``owned``). ``stop.STOP`` ends the run.
 
         Raises:
             RunFailed: The model refuses the batch, or the run fails.
@@ -97,7 +97,7 @@ class Session(Protocol):
         ...
 
     def bind(self, feed: Feed) -> Callable[[], object]:
-        """A function that runs the model on ``feed`` and waits for the end, for timing.
+        """Return a function that runs the model on ``feed`` and waits for the end, for timing.
 
         Inputs and outputs stay on the device.
         """
@@ -106,12 +106,13 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """How a session runs its model.
+    """Options of a session.
 
     Attributes:
         optimize: False disables the graph optimizations of the runtime.
-        spinning: Let idle threads wait actively, which is fastest for a session alone. The threads
-            of sessions that take turns would occupy each other's cores: two or three times slower.
+        spinning: Busy-wait in idle threads, which is fastest for a single session. With several
+            sessions that run alternately, spinning threads block each other's cores: two or three
+            times slower.
         cuda: CUDA settings; by default exact float32 products.
         copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
             changing them changes the results, and truncating them ends the process.
@@ -153,12 +154,12 @@ class Runtime(Protocol):
         ...
 
     def peak_bytes(self, source: Path, feed: Feed, device: Device) -> int | None:
-        """Peak memory on the device while these inputs run; None if it is not known."""
+        """Peak device memory during a run of these inputs; None if unknown."""
         ...
 
 
 def owned(array: np.ndarray) -> np.ndarray:
-    """An output that may be kept: a copy if the array lies in the memory of a session.
+    """Return an output that is safe to keep: a copy, if the array is a view of session memory.
 
     An output of a closed session keeps all memory of that session, packed weights included: 59 MB
     for one output of 2 MB.

@@ -73,10 +73,10 @@ class InterleavedTimer:
 
 
 BENCHMARK = InterleavedTimer(sample_seconds=2e-3, min_rounds=20, max_rounds=200)
-"""For reported results."""
+"""Timer for reported results."""
 
 QUICK = InterleavedTimer(sample_seconds=5e-4, min_rounds=8, max_rounds=80)
-"""For many small comparisons, as the planner makes them."""
+"""Timer for many small comparisons, as in the search."""
 
 
 def sampler(function: Callable[[], object]) -> Sampler:

@@ -1,4 +1,4 @@
-"""Run functions in a child process, so that crashes and memory stay there.
+"""Run functions in a child process, to isolate crashes and memory.
 
 The child is a new interpreter, not a fork, and it does not import the caller's ``__main__`` (as
 multiprocessing would): scripts need no main guard, and the peak memory is that of the call alone.
@@ -41,10 +41,10 @@ EXIT_S = 5.0
 """Time for a child to exit after it has closed its output."""
 
 OUTPUT_BYTES = 300
-"""Length of the end of a child's output that the error of a crash quotes."""
+"""Number of last bytes of a child's output that the error of a crash quotes."""
 
 INSTALLATION = str(Path(__file__).absolute().parents[2])
-"""The folder that holds this package."""
+"""The folder that contains this package."""
 
 INHERITED = frozenset(
     {
@@ -92,7 +92,7 @@ class WorkerCrashed(AttnserveError):
 
 
 class Worker:
-    """A child process that holds one object and calls its methods.
+    """A child process that creates one object and calls its methods.
 
     Arguments are pickled; results are JSON values (numbers, strings, lists, dicts, None). Use it as
     a context manager; it serves one call at a time. On Linux the child is killed when the thread
@@ -236,7 +236,7 @@ class Worker:
 
 
 class _Call:
-    """The result of one function call, as the object of a worker."""
+    """Worker object with the result of one function call."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.value = function(*arguments)
@@ -263,13 +263,13 @@ def run_isolated(
 def limit_process(memory_bytes: int = 0, cpu_s: int = 0, nice: int = 0) -> None:
     """Limit the damage of an untrusted file to this process, for ``prepare`` of a ``Worker``.
 
-    Ctrl-C ends it, and so does the system if memory is short, before any other process.
+    Ctrl-C ends it. If memory is short, the system ends it before any other process.
 
     Args:
         memory_bytes: Maximum memory that it allocates (its heap, stacks and writable private maps;
             files that are mapped for reading do not count); 0 for no limit.
         cpu_s: Maximum processor time in seconds; 0 for no limit.
-        nice: How far to lower its priority (POSIX).
+        nice: Increment of the nice value (POSIX).
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if hasattr(os, "nice"):
@@ -298,7 +298,7 @@ def search_path() -> list[str]:
 
 
 def allowed_environment(*prefixes: str) -> dict[str, str]:
-    """The environment of a child process: an allow-list that holds no secrets.
+    """The environment of a child process: an allow-list without secrets.
 
     The child imports the same ``attnserve`` as this process. Search paths keep only absolute
     folders that exist. An empty or relative entry means the working folder, which may hold a
@@ -324,7 +324,7 @@ def _absolute(paths: str) -> list[str]:
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words; negative ones are signals."""
+    """Describe an exit status; negative values are signals."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -334,16 +334,16 @@ def describe_exit(status: int) -> str:
 
 
 def error_to_json(error: AttnserveError) -> dict[str, str]:
-    """``error`` as JSON for another process."""
+    """Serialize ``error`` as JSON for another process."""
     kind = type(error).__name__
     return {"kind": kind, "what": error.what, "fix": error.fix, "code": error.code}
 
 
-def error_from_json(told: Mapping[str, str], unknown: type[AttnserveError]) -> AttnserveError:
-    """The error of another process; ``unknown`` if ``graph_passes.errors`` has no such type."""
-    found: Any = getattr(errors, told["kind"], None)
+def error_from_json(content: Mapping[str, str], unknown: type[AttnserveError]) -> AttnserveError:
+    """Restore the error of another process; ``unknown`` if ``graph_passes.errors`` lacks it."""
+    found: Any = getattr(errors, content["kind"], None)
     is_known = isinstance(found, type) and issubclass(found, AttnserveError)
-    return (found if is_known else unknown)(told["what"], told["fix"], code=told["code"])
+    return (found if is_known else unknown)(content["what"], content["fix"], code=content["code"])
 
 
 def serve(parent: int) -> None:

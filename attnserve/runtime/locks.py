@@ -1,4 +1,4 @@
-"""Locks of folders, which the kernel releases with the process that holds them."""
+"""Folder locks, which the kernel releases when the process ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["open_folder", "try_lock"]
 
 @contextmanager
 def open_folder(folder: Path | None) -> Generator[int | None]:
-    """A descriptor of a folder to lock; None where that is not possible."""
+    """Open a folder for locking; None if the system does not support it."""
     descriptor = None
     if folder is not None and os.name == "posix":
         with suppress(OSError):
@@ -28,7 +28,7 @@ def try_lock(folder: int | None, *, without_locks: bool = True) -> bool:
     """Lock an open folder; False if another one holds the lock.
 
     Args:
-        without_locks: The answer where the system has no locks.
+        without_locks: Return value on systems without locks.
     """
     if folder is None:
         return without_locks

@@ -1,4 +1,4 @@
-"""The machine: names of its processors, usable cores, and whether its int8 kernels are exact.
+"""Describe the machine: processors, usable cores, and whether its int8 kernels are exact.
 
 ONNX Runtime multiplies unsigned 8-bit activations by signed 8-bit weights. On x86 CPUs without
 VNNI its kernels (``vpmaddubsw``) add two products in one signed 16-bit sum that saturates. The sum

@@ -9,7 +9,7 @@ __all__ = ["return_freed_memory"]
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the system, where the C library is glibc.
+    """Return freed memory to the system, if the C library is glibc.
 
     glibc keeps freed blocks of up to 32 MB for later use, and sessions free their weights in blocks
     of that size: of a session of 326 MB it kept 237 MB, which the next session did not reuse.

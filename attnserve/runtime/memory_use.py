@@ -1,4 +1,4 @@
-"""Memory in use by this process and by the GPU that it runs on, and memory that is left."""
+"""Memory use of this process and its GPU, and available memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP_FILES = (
 """Files of a control group with its limit and its use, and the prefix of its counters."""
 
 SAMPLE_S = 1.0
-"""How long a sample is reused: psutil takes 50 us, NVML more, and every answer asks."""
+"""Lifetime of a sample: psutil takes 50 us, NVML more, and every answer needs a value."""
 
 
 def rss_bytes() -> int:
@@ -37,9 +37,9 @@ def _sample(interval: int) -> int:
 
 
 def peak_bytes() -> int:
-    """The most memory that was resident in this process; what is now, where it is not known.
+    """Peak resident memory of this process; the current value if the peak is unknown.
 
-    ``getrusage`` tells that of the parent, if it was higher.
+    ``getrusage`` would return the peak of the parent, if it was higher.
     """
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -49,7 +49,7 @@ def peak_bytes() -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that new processes may use: of the machine, or of a control group if that has less.
+    """Memory available to new processes: of the machine, or of a control group if less.
 
     Files that are cached in memory count as available.
 
@@ -60,7 +60,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What each control group of this process with a limit has left."""
+    """Remaining memory of each control group of this process with a limit."""
     for folder in (*control_groups(root), root / "sys/fs/cgroup/memory"):
         for limit, used, prefix in GROUP_FILES:
             with suppress(OSError, ValueError):  # no such group, or "max": no limit

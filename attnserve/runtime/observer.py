@@ -20,12 +20,12 @@ State = Mapping[ir.Value, np.ndarray]
 class Observer:
     """Compute values of a model from its inputs, or from values that were computed before.
 
-    Nodes that the values do not depend on do not run. Several observers take turns.
+    Only nodes that the values depend on run. Sessions of several observers may alternate.
 
     Args:
         model: It is not changed, and may be changed afterwards.
         wanted: The values to compute.
-        known: An example of each value that is known; the first state, for example.
+        known: An example of each known value, for example the first state.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Observer:
             self._session = open_session(part, device, spinning=False)
 
     def __call__(self, state: State) -> dict[ir.Value, np.ndarray]:
-        """The wanted values that were not known, which lie in the memory of a session (``owned``).
+        """Compute the wanted values that are not known; arrays may be session memory (``owned``).
 
         Raises:
             InvalidData: The model refuses the state.
@@ -80,17 +80,17 @@ def observe(
 def state_of(
     values: Sequence[ir.Value], arrays: Mapping[str, np.ndarray]
 ) -> dict[ir.Value, np.ndarray]:
-    """The arrays by value; other names are ignored."""
+    """Map values to arrays by name; other names are ignored."""
     return {value: arrays[name] for value in values if (name := value.name or "") in arrays}
 
 
 def extract(
     model: ir.Model, known: State, wanted: Sequence[ir.Value]
 ) -> tuple[ir.Model, dict[ir.Value, str]]:
-    """The computation of values from known ones as a model, and the names of its inputs.
+    """Extract the computation of values from known ones as a model, with the names of its inputs.
 
     Args:
-        known: An example of each, which gives the type and the number of axes.
+        known: An example of each known value, for its type and number of axes.
     """
     weights = model.graph.initializers  # old graphs list them among the inputs
     inputs = [value for value in model.graph.inputs if value.name not in weights]
@@ -113,7 +113,7 @@ def extract(
 def behind(
     graph: ir.Graph, wanted: Collection[ir.Value], known: Collection[ir.Value]
 ) -> tuple[set[ir.Value], list[ir.Node]]:
-    """The known values that values are computed from, and the nodes in between, the last first."""
+    """The known values that values depend on, and the nodes in between, last first."""
     found, nodes = set(wanted), list[ir.Node]()
     for node in reversed(graph):
         if any(value in found and value not in known for value in node.outputs):

@@ -1,4 +1,4 @@
-"""ONNX Runtime, the only module that opens its sessions.
+"""ONNX Runtime backend; the only module that opens its sessions.
 
 It is an optional dependency (extra ``[cpu]`` or ``[gpu]``) and is imported on first use.
 """
@@ -56,7 +56,7 @@ Place = Literal["cpu", "cuda"]
 """The device of buffers; "cpu" is for tests without a GPU."""
 
 LINES, LINE = 3, 300
-"""Lines of an error of ONNX Runtime that are shown, and characters of each."""
+"""Maximum number of lines of an ONNX Runtime error, and of characters per line."""
 
 
 def require_runtime() -> Any:
@@ -115,7 +115,7 @@ class OnnxSession:
 
     Args:
         native: An ``onnxruntime.InferenceSession``.
-        weights: Arrays that it shares, which must live as long as it does.
+        weights: Arrays that the session shares; they must live as long as the session.
     """
 
     def __init__(self, native: Any, weights: Sequence[Any] = ()) -> None:
@@ -179,7 +179,7 @@ def placed(array: np.ndarray, place: Place) -> Any:
 
 
 def stoppable(options: Any) -> Any:
-    """Let ``STOP`` end the run with these ``onnxruntime.RunOptions``, which are returned."""
+    """Connect ``STOP`` with these ``onnxruntime.RunOptions``, and return them."""
     if (stop := STOP.get()) is not None:
         stop.connect(lambda: setattr(options, "terminate", True))
     return options
@@ -264,7 +264,7 @@ def _open(source: Path | ir.Model, device: Device, wanted: SessionOptions) -> On
 
 
 def _quota() -> int:
-    """Cores of this process if it may not use all, else 0. ONNX Runtime ignores CPU quotas."""
+    """Number of usable cores if the process is limited, else 0. ONNX Runtime ignores CPU quotas."""
     cores = available_cores()
     return cores if cores < (os.cpu_count() or 1) else 0
 
@@ -335,7 +335,7 @@ def _start(ort: Any, source: str | bytes, name: str, options: Any, providers: Se
 def _quiet(ort: Any) -> Generator[None]:
     """Suppress the warning of each session on CUDA that the provider is not a plugin.
 
-    It is logged by the process, whose level cannot be read: afterwards, it is the default.
+    The process logs it, and its log level cannot be read, so the default level is set afterwards.
     """
     ort.set_default_logger_severity(FATAL)
     try:
@@ -375,7 +375,7 @@ def _holds_bfloat16(source: str | bytes) -> bool:
 def _describe(error: BaseException) -> str:
     """The status, the node and the reason of an error of ONNX Runtime: at most three of its lines.
 
-    Left out are the number of the status and the place in the sources of ONNX Runtime.
+    The status number and source locations of ONNX Runtime are omitted.
     """
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : (\w+) : ", r"\1: ", str(error).strip())
     text = re.sub(

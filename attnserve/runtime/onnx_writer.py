@@ -23,7 +23,7 @@ Content = ir.Tensor[Any] | ir.PackedTensor[Any]
 """A tensor that can write its bytes to a file."""
 
 Part = bytes | Content
-"""A part of a message; of a tensor, its bytes."""
+"""A part of a message, or the bytes of a tensor."""
 
 
 def write_model(model: ir.Model, path: Path) -> None:

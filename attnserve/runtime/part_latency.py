@@ -1,7 +1,7 @@
 """Extract parts of a model, time them in interleaved order and cache their latencies in a file.
 
-The latency of a block is measured, because it is not proportional to its operations and depends on
-the machine. A block is extracted as a small graph with the inputs that the whole model gives it, so
+Latencies are measured, because they are not proportional to operation counts and depend on the
+machine. A block is extracted as a small graph with the inputs that the whole model gives it, so
 that masks and shapes are realistic.
 """
 
@@ -50,7 +50,7 @@ class Part:
     feeds: tuple[Batch, ...]
 
     def key(self, index: int) -> str:
-        """A key that is equal for parts with equal work at a shape; weights count by shape only."""
+        """A key that is equal for parts with equal work at a shape; weights only by their shape."""
         shapes = sorted((array.dtype.str, array.shape) for array in self.feeds[index].values())
         text = repr((_structure(self.model.graph, {}), shapes))
         return hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -109,7 +109,7 @@ def _part(
 
 
 def _along(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Each axis with its size at each shape."""
+    """Sizes of each axis over the shapes."""
     return enumerate(zip(*shapes, strict=True))
 
 
@@ -148,7 +148,7 @@ def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[i
 
 
 def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> set[ir.Value]:
-    """These values and the values that depend on their content (with ``shapes`` also shape)."""
+    """These values and all that depend on their content (with ``shapes``, or on their shape)."""
     found = set(values)
     for node in model.graph:
         reads_shape = node.op_type in ("Shape", "Size") and not node.domain

@@ -78,7 +78,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def read_runs(path: Path) -> tuple[Profile, ...]:
-    """Read each run of a profile file, in order; a peak is that of all runs so far.
+    """Read each run of a profile file, in order; peaks include all previous runs.
 
     Raises:
         InvalidData: See ``read_profile``.

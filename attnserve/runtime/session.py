@@ -16,7 +16,7 @@ from graph_passes.errors import AttnserveError, InvalidArgument
 __all__ = ["RUNTIMES", "Batch", "open_session", "why_no_cuda"]
 
 RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime())
-"""The runtimes that ``Device.runtime`` names."""
+"""Runtimes by name (``Device.runtime``)."""
 
 
 def open_session(

@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def signals_delayed() -> Generator[None]:
     """Delay Ctrl-C and SIGTERM until the end of the context, in the main thread.
 
-    Python calls handlers in the main thread only: others are never interrupted.
+    Python calls handlers in the main thread only; other threads are never interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""End a run of a session that nobody waits for any more."""
+"""Cancel a run of a session whose result is no longer needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Stop:
         self._end: Callable[[], None] | None = None
 
     def connect(self, end: Callable[[], None]) -> None:
-        """Let ``end`` end the run; it is called at once if ``set`` was called before."""
+        """Register ``end``, which ends the run; it is called at once if ``set`` was called."""
         self._end = end
         if self._is_set:
             end()
@@ -29,4 +29,4 @@ class Stop:
 
 
 STOP: ContextVar[Stop | None] = ContextVar("stop", default=None)
-"""Of the run in this thread."""
+"""The ``Stop`` of the run in this thread."""

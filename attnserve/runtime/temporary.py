@@ -1,4 +1,4 @@
-"""Temporary folders that outlive a killed process only until the next one starts."""
+"""Temporary folders; those of killed processes are deleted when the next process starts."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def keep_folder(folder: Path) -> None:
 def _lock(folder: Path, *, exclusive: bool) -> bool:
     """Lock a folder; False if this user or this system cannot, or another process holds it.
 
-    Not by a process id in its name: containers with a shared folder have their own ids. The kernel
-    ends a lock with its process. A shared lock stays until then; an exclusive one is a question.
+    A process id in the name would not suffice, because containers with a shared folder have
+    separate ids. The kernel releases a lock when the process ends. Owners hold a shared lock; an
+    exclusive lock tests for owners.
     """
     if os.name != "posix":
         return False

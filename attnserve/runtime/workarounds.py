@@ -1,4 +1,4 @@
-"""Change graphs at which ONNX Runtime 1.31 crashes on CPUs; a crash ends the process.
+"""Change graphs that crash ONNX Runtime 1.31 on CPUs; a crash ends the process.
 
 - ``com.microsoft.Attention`` without a bias: it gets a bias of zeros.
 - A transposed float16 operand of MatMul, such as Transpose <perm = [1, 0, 2]>, which

@@ -33,10 +33,10 @@ log = logging.getLogger("attnserve")
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """How a service runs a model.
+    """Options of a served model's session.
 
     Attributes:
-        device: What runs it.
+        device: Device of the model.
         cuda, spinning: See ``SessionOptions``; ``cuda.graphs`` follows ``cuda_graphs``.
         cuda_graphs: Maximum number of shapes that are captured as CUDA graphs; 0 for none.
         concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a

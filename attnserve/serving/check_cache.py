@@ -1,8 +1,7 @@
-"""Results of the isolation check, in a folder that several processes may share.
+"""Cache of isolation-check results, in a folder that several processes may share.
 
-A result is that of one content on one machine: the key covers the files, the versions of the
-packages that run them, and the processor. Only this user can write the folder, and an entry that
-does not fit its model counts as missing.
+The key of a result covers the files, the package versions and the processor. Only this user can
+write the folder, and an entry that does not fit its model counts as missing.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ __all__ = ["CheckCache"]
 PACKAGES = ("attnserve", "onnxruntime", "onnxruntime-gpu", "tokenizers", "onnx-ir")
 
 MOST_ENTRIES = 16
-"""Entries that are kept, the last used ones: each may hold a copy of the weights."""
+"""Maximum number of entries, by last use; each may contain a copy of the weights."""
 
 RETRY_S = 3600.0
-"""A result that a busy machine may have caused is valid for this time."""
+"""Validity of results that may depend on the load of the machine."""
 
 ABANDONED_S = 86_400
-"""Age of a file without an entry that no process writes any more."""
+"""Age from which a file without an entry counts as abandoned."""
 
 LOCK_POLL_S = 0.2
 
@@ -48,7 +47,7 @@ class CheckCache:
 
     Args:
         folder: The folder, created if missing; None for one in the user's cache folder.
-        settings: What else the results depend on, for example the provider.
+        settings: Other dependencies of the results, for example the provider.
     """
 
     def __init__(self, folder: Path | None = None, **settings: Any) -> None:
@@ -65,18 +64,18 @@ class CheckCache:
         )
 
     def file(self, content: str) -> Path | None:
-        """Where the fused model of a content is kept; None without a folder."""
+        """The path of the fused model of a content; None without a folder."""
         key = hashlib.sha256(self._setting + content.encode()).hexdigest()
         return self.folder and self.folder / f"{key}.onnx"
 
     @contextmanager
     def lock(self, is_given_up: Callable[[], bool]) -> Generator[bool]:
-        """Wait until no other thread or process with this folder holds the lock, and hold it.
+        """Acquire the lock of this folder, waiting for other threads and processes.
 
-        The kernel releases it with its process. Where there are no such locks, nothing is awaited.
+        The kernel releases the lock when the process ends. Systems without locks do not wait.
 
         Args:
-            is_given_up: Whether to stop waiting; the context is then False.
+            is_given_up: Returns whether to stop waiting; the context value is then False.
         """
         with open_folder(self.folder) as folder:
             while not is_given_up():
@@ -116,7 +115,7 @@ class CheckCache:
         return self.folder / new.name
 
     def read(self, content: str) -> Mapping[str, Any] | None:
-        """What ``write`` stored for a content, if it is valid and its fused model unchanged."""
+        """Read the stored result of a content, if it is valid and its fused model unchanged."""
         file = self.file(content)
         text = None if file is None else read_private(file.with_suffix(".json"))
         if file is None or text is None:

@@ -1,4 +1,4 @@
-"""Load a model that is not trusted, and whose files may be replaced meanwhile."""
+"""Load an untrusted model whose files may change during loading."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoadedModel:
 
     Attributes:
         identity: A checksum of all its files.
-        fusion: See ``CheckResult``: load it again when this has a result with fused operators.
+        fusion: See ``CheckResult``; load the model again when it completes with fused operators.
     """
 
     identity: str
@@ -44,11 +44,11 @@ def load_checked(
     Args:
         check: ``IsolationChecker.check``, or ``identify`` for a trusted model.
         open_model: ``Model`` with all options except ``graph``, ``operators`` and ``facts``.
-        served: The ``identity`` of the model that is loaded already.
+        served: The ``identity`` of the model that is already loaded.
         is_fused: Whether that model has fused operators, or will get them.
 
     Returns:
-        The model; None if its identity is ``served``, and nothing new is known of its fusion.
+        The model; None if its identity is ``served`` and its fusion has no new result.
 
     Raises:
         InvalidModel: It cannot be loaded, or changed during loading.

@@ -27,19 +27,19 @@ from graph_passes.errors import AttnserveError, InvalidModel
 __all__ = ["ComparisonProcess", "RowSampler", "ServedModel", "ServedRow"]
 
 FIRST_ROWS, FIRST_RATE = 64, 0.04
-"""The first rows are taken at no lower rate than this, so that 1,600 requests suffice to find a
-broken promise. It is a cost of 64 rows once."""
+"""Number of first rows with a minimum sampling rate, and that rate: 1,600 requests then suffice to
+detect a violated quality guarantee, at the one-time cost of 64 rows."""
 
 NICE = 10
-"""Priority of the child: a tenth of the processor time of a server that competes for it."""
+"""Nice value of the child: a tenth of the processor time of a competing server."""
 
 RUN_TIMEOUT_S = 60.0
 RESTART_S = 60.0
-"""A child that has failed is started again after this time."""
+"""Delay before a failed child is restarted."""
 
 
 class RowSampler:
-    """Chooses the requests of which a row is compared: one of each block, at random.
+    """Samples requests for comparison: one random request of each block.
 
     Args:
         rate: The share of the requests.
@@ -51,7 +51,7 @@ class RowSampler:
         self._size = self._at = self._chosen = 0
 
     def is_next(self) -> bool:
-        """Whether the next request is chosen."""
+        """Whether the next request is sampled."""
         if self._at == self._size:  # a new block
             is_first = self._first_rows > 0
             self._first_rows -= 1
@@ -62,7 +62,7 @@ class RowSampler:
 
 
 class ServedModel(Protocol):
-    """A version of a model that is served in place of the original."""
+    """A served version of a rewritten model."""
 
     version: str
     content: str
@@ -78,10 +78,10 @@ class ServedRow:
 
     Attributes:
         key: Name and version of the model that answered.
-        content: The checksum of its files: another model may be served under this name since.
+        content: The checksum of its files, because another model may have this name by now.
         task: None for a row of tensors.
         payload: The ``Encoding`` of a text, or the inputs.
-        outputs: The outputs that were served; of a text, its vector or its scores.
+        outputs: The served outputs; for a text, its vector or scores.
     """
 
     key: tuple[str, str]
@@ -92,13 +92,13 @@ class ServedRow:
 
 
 class ComparisonProcess:
-    """A ``LiveComparison`` in a child process, which is started again after a failure.
+    """A ``LiveComparison`` in a child process, which is restarted after a failure.
 
-    One thread makes all calls, and ends after the child.
+    A single thread makes all calls; it ends after the child.
 
     Args:
         original: An .onnx file or an artifact folder.
-        device: What runs the original.
+        device: Device of the original.
         served: Returns the models that are served now.
         on_refusal: Called with the reason if a served model cannot be compared.
         timeout_s: Time limit of loading the original and running it once.
@@ -144,14 +144,14 @@ class ComparisonProcess:
             self._on_refusal(error)
 
     def close(self) -> None:
-        """End the child, and start no other one."""
+        """End the child and do not restart it."""
         self._end_child(math.inf)
 
     def compare(self, row: ServedRow) -> dict[str, Any] | None:
         """Run the original on a row; see ``LiveComparison.compare``.
 
         Returns:
-            None also if the model is no longer served or does not fit, or without a child.
+            None also if the model is no longer served or does not fit, or if there is no child.
 
         Raises:
             AttnserveError: The comparison or the start of the child failed.
@@ -191,7 +191,7 @@ class ComparisonProcess:
             self._child = None
 
     def _watch(self, child: Worker, served: ServedModel) -> AttnserveError | None:
-        """Let the child compare a model; the error says why it cannot."""
+        """Register a model in the child; the error contains the reason if it cannot be compared."""
         model, error = served.model, None
         try:
             child.call(

@@ -71,7 +71,7 @@ class Layout:
         return found if min(found) > 0 else None
 
     def padded(self, name: str, bucket: Bucket) -> tuple[int, int | None]:
-        """The first two sizes of an input in a bucket; the second is None if it is not dynamic."""
+        """The first two sizes of an input in a bucket; the second is None for a fixed axis."""
         axes = self.inputs[name]
         return bucket[0], bucket[1] if len(axes) > 1 and axes[1] == self.tokens else None
 

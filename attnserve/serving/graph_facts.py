@@ -1,7 +1,7 @@
-"""What serving a model needs to know of its graph, as JSON for another process.
+"""Properties of a graph that serving needs, as JSON for another process.
 
-Reading a graph takes seconds, and the file may be untrusted: the service reads the facts in a child
-process.
+Reading a graph takes seconds, and the file may be untrusted, so the service computes them in a
+child process.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from graph_passes.errors import AttnserveError
 __all__ = ["WARM_UP_ROWS", "GraphFacts"]
 
 WARM_UP_ROWS, WARM_UP_LENGTHS = 3, (8, 2, 1)
-"""Shapes of the first run; lengths are tried until the model takes one."""
+"""Shapes of the first run; lengths are tried until the model accepts one."""
 
 
 @dataclass(frozen=True, eq=False)
 class GraphFacts:
-    """Facts of a graph without the graph itself.
+    """Properties of a graph, without a reference to it.
 
     Attributes:
-        cost: Its inputs are copies: a graph input would keep the graph and all weights in memory.
-        id_bounds: Number of ids that each input with token ids may hold.
+        cost: Cost of the graph; its inputs are copies, because graph inputs would keep the graph
+            and all weights in memory.
+        id_bounds: Number of valid ids of each input with token ids.
         examples: Inputs of the first run at several lengths; empty if none can be made.
         int8_warning, batch_invariant: See ``attnserve.models.quantized``.
         weight_bytes: Size of the weights.
@@ -76,7 +77,7 @@ class GraphFacts:
         )
 
     def cost_json(self) -> dict[str, Any]:
-        """The facts that differ in an equivalent graph, as JSON values."""
+        """The properties that differ in an equivalent graph, as JSON values."""
         macs = self.cost.macs
         return {
             "macs": None if macs is None else _polynomial_to_json(macs),
@@ -92,7 +93,7 @@ class GraphFacts:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The facts as JSON values; arrays are base64 of the npz format."""
+        """The properties as JSON values; arrays are base64 of the npz format."""
         return {
             **self.cost_json(),
             "id_bounds": dict(self.id_bounds),
@@ -103,27 +104,27 @@ class GraphFacts:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> GraphFacts:
+    def from_json(cls, content: Mapping[str, Any]) -> GraphFacts:
         """The inverse of ``to_json``."""
         inputs = {
             name: ir.Value(name=name, shape=None if dims is None else ir.Shape(dims))
-            for name, dims in told["inputs"].items()
+            for name, dims in content["inputs"].items()
         }
         return cls(
             Cost(
-                told["macs"] and _polynomial_from_json(told["macs"]),
-                told["parameters"],
-                told["bytes"],
-                tuple(told["uncounted"]),
+                content["macs"] and _polynomial_from_json(content["macs"]),
+                content["parameters"],
+                content["bytes"],
+                tuple(content["uncounted"]),
                 inputs,
-                tuple(map(_polynomial_from_json, told["node_bytes"])),
+                tuple(map(_polynomial_from_json, content["node_bytes"])),
             ),
-            told["id_bounds"],
-            [_decoded(text) for text in told["examples"]],
-            told["int8_warning"],
-            told["batch_invariant"],
-            told["weight_bytes"],
-            tuple(told["external"]),
+            content["id_bounds"],
+            [_decoded(text) for text in content["examples"]],
+            content["int8_warning"],
+            content["batch_invariant"],
+            content["weight_bytes"],
+            tuple(content["external"]),
         )
 
 
@@ -135,9 +136,9 @@ def _polynomial_to_json(polynomial: Polynomial) -> dict[str, Any]:
     }
 
 
-def _polynomial_from_json(told: Mapping[str, Any]) -> Polynomial:
-    terms = {tuple(powers): Fraction(n, d) for powers, n, d in told["terms"]}
-    return Polynomial(tuple(told["axes"]), terms)
+def _polynomial_from_json(content: Mapping[str, Any]) -> Polynomial:
+    terms = {tuple(powers): Fraction(n, d) for powers, n, d in content["terms"]}
+    return Polynomial(tuple(content["axes"]), terms)
 
 
 def _encoded(arrays: Mapping[str, np.ndarray]) -> str:

@@ -1,16 +1,15 @@
-"""Quality of served artifacts against their original, measured on live rows, and its promise.
+"""Measure the quality of served artifacts on live rows, and test the quality guarantee.
 
-The promise is checked at ever larger numbers of rows ("looks"): 16, then 1.5 times as many up to
-the window, then each ``LOOK_STEP`` rows. At look k the upper end of a one-sided interval of the
-quality is compared with the promise, with the error probability
+The guarantee is tested sequentially ("looks"): after 16 rows, then 1.5 times as many up to the
+window, then every ``LOOK_STEP`` rows. At look k the upper end of a one-sided interval of the
+quality is compared with the guaranteed value, with the error probability
 
     alpha_k = ALPHA / (k (k + 1)),    k = 1, 2, ...
 
-These sum to ALPHA. By the union bound, an artifact that keeps its promise raises a false alarm at
-any of infinitely many looks with a probability of at most ALPHA. The interval is that of
-``quality.lower_bound`` on the losses; it is asymptotic. The tests simulate it: at most 4 % of long
-runs have a false alarm, for exponential, gamma, log-normal, normal and uniform losses and for
-correlations of similarities.
+These sum to ALPHA. By the union bound, the probability of a false alarm at any of infinitely many
+looks is at most ALPHA. The interval is that of ``quality.lower_bound`` on the losses; it is
+asymptotic. The tests simulate it: at most 4 % of long runs have a false alarm, for exponential,
+gamma, log-normal, normal and uniform losses and for correlations of similarities.
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ __all__ = [
 ]
 
 WINDOW = 256
-"""The number of last rows that are measured."""
+"""Number of last rows that are measured."""
 
 FIRST_LOOK, LOOK_GROWTH, LOOK_STEP = 16, 1.5, 64
 
 ALPHA = 0.05
-"""The largest probability that an artifact that keeps its promise ever raises an alarm."""
+"""Maximum probability of a false alarm over all looks."""
 
 REFRESH = 8
-"""The estimate is computed again after a growth by one in this many rows, at most ``LOOK_STEP``."""
+"""The estimate is updated when the rows have grown by 1 / ``REFRESH``, or by ``LOOK_STEP``."""
 
 ROUNDING = 1e-4
-"""No promise is closer to 1: a loss below this comes from rounding."""
+"""Minimum loss of a guarantee; smaller losses are rounding errors."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What the record of an artifact says about its quality.
+    """The quality guarantee in the record of an artifact.
 
     Attributes:
         measure: The measure, "auto" if the record has none.
-        value: The quality; None if the record promises none.
+        value: The guaranteed quality; None without a guarantee.
         output: The name of the measured output; empty if the record has none.
     """
 
@@ -73,11 +72,11 @@ class Promise:
 
 
 def read_promise(artifact: Artifact, original: Artifact) -> Promise:
-    """Read the quality that an artifact promises against the model that it was made from.
+    """Read the quality that an artifact guarantees relative to the model that it was made from.
 
-    A rewrite promises the goal of its search, else the lower end of its interval (the value if it
-    has none). Several rewrites promise 1 minus the sum of their losses. Rewrites that were measured
-    on random inputs, or by different measures, promise nothing.
+    A rewrite guarantees the goal of its search, else the lower end of its confidence interval (the
+    value without one). Several rewrites guarantee 1 minus the sum of their losses. Rewrites that
+    were measured on random inputs, or by different measures, guarantee nothing.
 
     Raises:
         InvalidModel: The artifact was made from another model.
@@ -106,7 +105,7 @@ def read_promise(artifact: Artifact, original: Artifact) -> Promise:
 
 
 def _promised(entry: Rewrite) -> float | None:
-    """The promise of one rewrite; None if it has none."""
+    """The guarantee of one rewrite; None without one."""
     quality, search = entry.quality, entry.search
     if quality is None or quality.split == "random":
         return None
@@ -123,8 +122,8 @@ class LiveReport:
     Attributes:
         value: None before the first four rows.
         ci95: The two-sided interval; None for less than ``MIN_ROWS`` rows.
-        promise: What the artifact promises; None if nothing.
-        broken: Whether the promise was found broken, and not kept since.
+        promise: The guaranteed quality; None without a guarantee.
+        broken: Whether the quality guarantee is currently violated.
         rows: The number of measured rows, at most ``WINDOW``.
     """
 
@@ -137,12 +136,12 @@ class LiveReport:
 
 
 class LiveQuality:
-    """Measures the quality of the last ``WINDOW`` rows, and checks a promise.
+    """Measures the quality of the last ``WINDOW`` rows, and tests a guarantee.
 
     Args:
         measure: See ``checks.quality``; not "auto".
-        pooling, dimensions: Of embeddings.
-        promise: The promised quality; None checks nothing.
+        pooling, dimensions: Pooling and size of embeddings.
+        promise: The guaranteed quality; None tests nothing.
     """
 
     def __init__(
@@ -162,8 +161,8 @@ class LiveQuality:
         """Add the outputs (1, ...) of both models for one row.
 
         Returns:
-            Whether ``report.broken`` has changed: the promise is found broken, or is kept again by
-            the value of the window.
+            Whether ``report.broken`` has changed: a violation was detected, or the value of the
+            window meets the guarantee again.
         """
         self._meter.add(original, served, inputs)
         self._rows += 1
@@ -196,11 +195,11 @@ MEASURES: Mapping[TextTask, Sequence[Measure]] = {
     "classify": ["kl", "top1", "r2"],
     "rerank": ["r2"],
 }
-"""Measures of what is served for a text."""
+"""Measures by the kind of output that is served for a text."""
 
 
 class LiveComparison:
-    """An original model, and the quality of each artifact that is served in its place.
+    """Compare served artifacts with their original.
 
     Results are JSON values: it can be the object of an ``isolation.Worker``.
     """
@@ -213,14 +212,14 @@ class LiveComparison:
     def watch(
         self, key: str, artifact: Artifact, signature: list[list[Any]], measure: Measure
     ) -> None:
-        """Begin to compare a served model.
+        """Register a served model for comparison.
 
         Args:
             signature: ``Model.signature`` of the served model.
             measure: The measure if the record of the artifact has none.
 
         Raises:
-            InvalidModel: It has other inputs, or was made from another model.
+            InvalidModel: The model has other inputs, or was made from another model.
         """
         original = self._model.artifact
         if (found := self._model.signature) != signature:
@@ -233,7 +232,7 @@ class LiveComparison:
         measure = measure if promise.measure == "auto" else promise.measure
         pooling = None if artifact.tokenizer is None else artifact.pooling
         quality = LiveQuality(measure, pooling, promise.value, artifact.dimensions)
-        # One output, whatever clients ask for: that of texts, where there are any.
+        # One output, independent of the requests: the output for texts, if there is one.
         model = self._model
         output = promise.output or model.outputs[0].name
         if model.encoder is not None:
@@ -248,10 +247,10 @@ class LiveComparison:
         inputs: Mapping[str, np.ndarray],
         served: Mapping[str, np.ndarray],
     ) -> dict[str, Any] | None:
-        """Run the original on a row; None if what was served cannot be measured.
+        """Run the original on a row; None if the served outputs cannot be measured.
 
         Returns:
-            The ``LiveReport``, and "changed": whether the state of the promise has changed.
+            The ``LiveReport``, and "changed": whether the state of the guarantee has changed.
         """
         quality, name, artifact = self._watched[key]
         ours = served.get(name)

@@ -1,4 +1,4 @@
-"""A model that can run: session, tokenizer, cost, and validation of inputs.
+"""A loaded model: session, tokenizer, cost, and validation of inputs.
 
 A ``Model`` is synchronous and thread-safe. It refuses invalid inputs with ``InvalidData``. A
 failure of its session is a ``ModelFailed``.
@@ -61,8 +61,8 @@ SHAPES_CACHED = 1024
 
 ROW_TOLERANCE = 0.05
 """Largest relative difference between a row alone and the same row in a batch. Dynamic quantization
-over the whole batch gives some thousandths; graphs that mix rows give about 1. ``batch_invariant``
-finds the former by its operators."""
+over the whole batch gives about 1e-3; graphs that mix rows give about 1. ``batch_invariant`` finds
+the former by its operators."""
 
 
 class ModelFailed(AttnserveError):
@@ -100,11 +100,11 @@ class Model:
 
     Args:
         artifact: The model to load.
-        options: How it runs.
+        options: Options of the session.
         name: By default the name of the artifact.
-        graph: An equivalent file that is run instead of the artifact's; inputs and lineage are
-            still those of the artifact.
-        operators: Report of the operator fusion that made ``graph``, or why there was none.
+        graph: An equivalent file that is run instead of the artifact's; inputs and lineage come
+            from the artifact.
+        operators: Report of the operator fusion of ``graph``, or the reason without fusion.
         facts: Facts of the artifact's graph, with the costs of the one that runs; None reads those
             of the artifact here.
 
@@ -227,7 +227,7 @@ class Model:
         return inputs["input_ids"] if "input_ids" in inputs else inputs[self.inputs[0].name]
 
     def tokens(self, inputs: Mapping[str, np.ndarray]) -> int:
-        """Number of tokens that are not masked, without those of a cache."""
+        """Number of unmasked tokens, without tokens of a cache."""
         mask, shape = inputs.get("attention_mask"), self.ids(inputs).shape[:2]
         if mask is not None and mask.ndim == 2 and len(shape) == 2 and mask.shape[1] >= shape[1]:
             return int(np.count_nonzero(mask[:, mask.shape[1] - shape[1] :]))
@@ -251,7 +251,7 @@ class Model:
         )
 
     def run_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        """What the largest operator of a run reads and writes; None if it cannot be counted.
+        """Bytes that the largest operator of a run reads and writes; None if unknown.
 
         Attention scores grow with the square of the length.
         """
@@ -319,7 +319,7 @@ class Model:
 
     @property
     def fixed_tokens(self) -> int | None:
-        """The number of tokens that every text is padded to; None for that of the longest."""
+        """The fixed length that texts are padded to; None pads to the longest text of a batch."""
         return self.encoder and self.encoder.length
 
     def text_output(self, task: TextTask) -> str:
@@ -437,7 +437,7 @@ class Model:
         return bool(self.labels) and not is_vector and (counted or not isinstance(axes[1], int))
 
     def refusal(self, task: TextTask) -> tuple[str, str, str] | None:
-        """Why the model cannot do ``task``, how to get what it has, and a code; None if it can."""
+        """Why the model cannot do ``task``, an alternative, and a code; None if it can."""
         if task == "embed" and (instead := self._scores_instead) is not None:
             what, fix = instead
             return f"{self.name} has no embeddings, but {what}", fix, "model.no_embeddings"
@@ -458,9 +458,9 @@ class Model:
 
     @property
     def _scores_instead(self) -> tuple[str, str] | None:
-        """What the model gives instead of embeddings, and how to get it; None if it embeds texts.
+        """The output that exists instead of embeddings, and its route; None if the model embeds.
 
-        Logits are told by their name, by the classes, or by the size of the vocabulary.
+        Logits are recognized by their name, by the classes, or by the size of the vocabulary.
         """
         name = self.text_output("embed")
         axes = next(tensor.axes for tensor in self.outputs if tensor.name == name)
@@ -545,7 +545,7 @@ class Model:
         )
 
     def _ignores_padding(self, inputs: Mapping[str, np.ndarray]) -> bool:
-        """Whether padding (zeros in the tokens and in the mask) leaves the outputs unchanged."""
+        """Whether padding (zeros in tokens and mask) leaves the outputs unchanged."""
         length = inputs["attention_mask"].shape[-1] if self.takes_mask else 0
         if length < 2:
             return False
@@ -595,7 +595,7 @@ class Model:
 
 
 class _Closed:
-    """Replaces a session that was freed."""
+    """Placeholder for a freed session."""
 
     def __getattr__(self, name: str) -> Any:
         raise ModelFailed("the model is unloaded", "load it again")
@@ -640,7 +640,7 @@ def scores_of(logits: np.ndarray, activation: Activation | None) -> np.ndarray:
 
 
 def logits_of(scores: np.ndarray, activation: Activation | None) -> np.ndarray:
-    """The logits of scores; see ``scores_of``. Those of a softmax are known up to a constant."""
+    """The logits of scores; see ``scores_of``. Logits of a softmax are defined up to a constant."""
     tiny = np.finfo(np.float64).tiny
     if activation is None:
         activation = "sigmoid" if scores.shape[1] == 1 else "softmax"
@@ -662,7 +662,7 @@ def _tensor(value: ValueInfo) -> Tensor:
 
 
 def _run_failed(error: RunFailed, inputs: Mapping[str, np.ndarray]) -> Exception:
-    """The error of a request whose run failed."""
+    """Convert a failed run to the error of the request."""
     if error.kind == "memory":
         return OutOfMemory(
             "out of memory for this request", "send fewer or shorter texts at a time"

@@ -1,12 +1,12 @@
-"""Check a model in a child process, before this process loads it.
+"""Check a model in a child process before this process loads it.
 
 A model file is untrusted: it may crash ONNX Runtime or never finish a run. The child loads it and
 runs it once; a crash or a timeout becomes an ``InvalidModel``. Results are cached by content, so
 that another check of the same files, also in another process, only reads them.
 
-Another child then tries lossless operator fusion (``lossless_passes``). The fused model is to be
-run if it computes the same and is faster. That takes seconds for a small model and minutes for a
-large one: it goes on in the background, and the original is run until then.
+Another child then tries lossless operator fusion (``lossless_passes``). The fused model is served
+if it is equivalent and faster. Fusion takes seconds for a small model and minutes for a large one,
+so it runs in the background while the original is served.
 """
 
 from __future__ import annotations
@@ -70,30 +70,29 @@ MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
 the files in the model's folder (graph, sessions and fused model)."""
 
 LOADED_BYTES, LOADED_PER_BYTE = 1 << 30, 8
-"""The same for a model in its first run: the server takes about as much for it."""
+"""Memory limits of the first run; the server needs about the same."""
 
 RUN_PER_BYTE = 64
-"""Memory of a run for each byte of its inputs."""
+"""Memory of a run per byte of its inputs."""
 
 FUSION_TIMEOUT_S, MAX_FUSION_TIMEOUT_S = 300, 3600
 """Bounds of the time limit of operator fusion."""
 
 FUSION_TOKENS = 16384
-"""Tokens for which the models are run when they are compared, and two forms are timed once."""
+"""Number of tokens that the comparison and one timing of two forms process."""
 
 MACS_PER_S = 2e10
-"""Speed of an idle core."""
+"""Assumed multiply-accumulates per second of an idle core."""
 
 BUSY = 100
-"""How many times longer than on an idle core the fusion may take, beside the requests and programs
-of a busy machine."""
+"""Maximum slowdown of the fusion relative to an idle core, on a busy machine."""
 
 FOREGROUND_S = 10.0
-"""How long ``check`` waits for a fusion that takes no longer on an idle core. Others run in the
-background at once."""
+"""Maximum time that ``check`` waits for a fusion. Fusions that would take longer on an idle core
+run in the background."""
 
 FUSION_MEMORY_BYTES, FUSION_MEMORY_PER_BYTE = 1 << 29, 5
-"""Memory of operator fusion: that of the program, and several copies of the weights."""
+"""Memory of operator fusion: the program, and several copies of the weights."""
 
 PENDING: Mapping[str, Any] = {
     "rewritten": False,
@@ -103,10 +102,10 @@ PENDING: Mapping[str, Any] = {
 """The operator report of a model until the fusion has ended."""
 
 NICE = 5
-"""Priority of the fusion: requests come first."""
+"""Nice value of the fusion, so that requests have priority."""
 
 STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
-"""Signals that end a server and its child processes. They say nothing about the model."""
+"""Signals that end a server and its child processes; they are not faults of the model."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,10 @@ class CheckResult:
         identity: A checksum of all its files.
         external: Its external data files with their checksums.
         rewritten: The model with fused operators; None if the original is run.
-        operators: The fusion report, or why there was no fusion.
+        operators: The fusion report, or the reason without fusion.
         facts: ``GraphFacts`` as JSON.
-        running: Facts of the model with fused operators that replace those of ``facts``.
-        fusion: The result after the fusion that runs in the background; None if none does.
+        running: Properties of the fused model, which replace those in ``facts``.
+        fusion: Future result of the fusion in the background; None if none runs.
     """
 
     identity: str
@@ -140,10 +139,10 @@ class CheckResult:
 
 
 class IsolationChecker:
-    """Checks models in a child process, each content once.
+    """Checks models in a child process; each content is checked once.
 
     Args:
-        device: What runs the model later.
+        device: Device that runs the model later.
         timeout_s: Time limit of loading the model and running it once.
         rewrite: Whether to try operator fusion.
         folder: Folder for results and fused models, created if missing. None creates a temporary
@@ -201,7 +200,7 @@ class IsolationChecker:
         return replace(result, fusion=fusion)
 
     def close(self) -> None:
-        """End the checks and fusions that run: they fail, as any later ones do."""
+        """Cancel running checks and fusions; they and later ones fail."""
         self._is_closed = True
         for child in tuple(self._children):
             child.kill()
@@ -212,7 +211,7 @@ class IsolationChecker:
             child.kill()
 
     def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
-        """The result of an earlier check; None if there is none that fits the model."""
+        """Read the result of an earlier check; None if none fits the model."""
         stored = self._cache.read(content)
         if stored is None:
             return None
@@ -228,7 +227,7 @@ class IsolationChecker:
         return replace(result, rewritten=fused, running=running)
 
     def _try(self, artifact: Artifact, content: str) -> CheckResult:
-        """The result of a new check.
+        """Run a new check.
 
         Raises:
             InvalidModel, InvalidArgument: See ``check``.
@@ -284,7 +283,7 @@ class IsolationChecker:
     def _limits(self, artifact: Artifact, timeout_s: float) -> tuple[int, int]:
         """Limits of a child: bytes of memory (0 for none) and seconds of processor time.
 
-        Not with CUDA, which reserves memory for all of the machine.
+        There is no memory limit with CUDA, which reserves address space for the whole machine.
         """
         cores = os.cpu_count() or 1
         memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * _size(artifact)
@@ -316,9 +315,9 @@ class IsolationChecker:
     def _fuse_alone(
         self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
     ) -> CheckResult:
-        """The result after the fusion, while no other one runs in this cache folder.
+        """Fuse the model while no other fusion runs in this cache folder.
 
-        Fusions at the same time would distort their timings, and need the memory of all. Another
+        Concurrent fusions would distort each other's timings and add up their memory. Another
         process may have fused the same model meanwhile.
         """
         with self._cache.lock(lambda: self._is_closed) as is_locked:
@@ -336,9 +335,10 @@ class IsolationChecker:
     def _fuse(
         self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
     ) -> CheckResult:
-        """The result of a new fusion.
+        """Run a new fusion.
 
-        A result that depends on the state of the machine is kept for a limited time, or not at all.
+        Results that depend on the state of the machine are cached for a limited time, or not at
+        all.
         """
         with self._cache.new_file(content) as new:
             why = _lacks_resources(GraphFacts.from_json(result.facts).weight_bytes, new)
@@ -376,7 +376,7 @@ def _size(artifact: Artifact) -> int:
 
 
 def identify(artifact: Artifact) -> CheckResult:
-    """The result for a trusted model, without a check and without fusion.
+    """Create the result of a trusted model without check and fusion.
 
     Raises:
         InvalidModel: It cannot be read.
@@ -391,7 +391,7 @@ def _content(artifact: Artifact) -> str:
     for name in CONFIGURATION_FILES:
         path = artifact.companion(name)
         digest.update(f" {name} {path and sha256(path)}".encode())
-    # Other files state it too, for example those of sentence-transformers.
+    # The record also contains settings of other files, for example of sentence-transformers.
     digest.update(json.dumps(artifact.record.to_json(), sort_keys=True).encode())
     return digest.hexdigest()
 
@@ -413,7 +413,7 @@ def _result(
 
 
 class _Child:
-    """A model that is loaded and run once (in the child)."""
+    """Loads a model and runs it once (in the child)."""
 
     def __init__(self, artifact: Artifact, device: Device) -> None:
         self._artifact, self._device = artifact, device
@@ -430,7 +430,7 @@ class _Child:
         model.close()
 
     def _check_memory(self) -> None:
-        """Refuse a small file that computes large constants; images take more than texts."""
+        """Refuse a small file that computes large constants; images need more memory than texts."""
         size, taken = _size(self._artifact), peak_bytes()
         examples = self._facts.examples[:1]
         given = sum(array.nbytes for example in examples for array in example.values())
@@ -444,7 +444,7 @@ class _Child:
 
 
 def _fuse_in_child(artifact: Artifact, new: Path, device: Device) -> dict[str, Any]:
-    """Write the model with fused operators, and report on it; "running" are its costs."""
+    """Write the fused model and return its report; "running" contains its costs."""
     # Imported here: only this process needs the modules that rewrite graphs.
     from attnserve.planning.lossless_passes import fuse_lossless
 
@@ -454,7 +454,7 @@ def _fuse_in_child(artifact: Artifact, new: Path, device: Device) -> dict[str, A
 
 
 def _idle_fusion_s(facts: GraphFacts) -> float:
-    """The time of the fusion on an idle core, by the MACs that it computes."""
+    """Estimated time of the fusion on an idle core, from its MACs."""
     example = facts.examples[0] if facts.examples else {}
     macs = facts.cost.macs_of({name: array.shape for name, array in example.items()})
     texts = [array for array in example.values() if array.ndim == 2 and array.dtype.kind == "i"]
@@ -465,7 +465,7 @@ def _idle_fusion_s(facts: GraphFacts) -> float:
 
 
 def _lacks_resources(weights: int, new: Path | None) -> str | None:
-    """Why there is no memory or no space on the disk for the fusion of a model; None if there is.
+    """Why memory or disk space is insufficient for the fusion of a model; None if sufficient.
 
     Args:
         weights: Their size in bytes.
@@ -485,7 +485,7 @@ def _unfused(result: CheckResult, why: str) -> CheckResult:
 
 
 def _is_current(artifact: Artifact, result: CheckResult) -> bool:
-    """Whether the files are still those of the result."""
+    """Whether the files are unchanged since the result."""
     with suppress(InvalidModel, OSError):
         now = _result(artifact, _content(artifact), result.facts, result.operators)
         return now.identity == result.identity

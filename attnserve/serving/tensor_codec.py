@@ -76,7 +76,7 @@ def from_bytes(raw: memoryview, datatype: Datatype, shape: Sequence[int]) -> np.
 
 
 def to_bytes(array: np.ndarray) -> memoryview:
-    """The raw bytes of a tensor, without a copy if it has their order."""
+    """The raw bytes of a tensor, without a copy if it is contiguous and little-endian."""
     ordered = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     return ordered.reshape(-1).view(np.uint8).data
 

@@ -41,7 +41,7 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 @dataclass(frozen=True)
 class Setup:
-    """What all sections share.
+    """Settings shared by all sections.
 
     Attributes:
         seconds: Duration of one throughput measurement.

@@ -5,8 +5,8 @@
 The paper (arXiv 2305.14380, table 7) chooses them for every data set, for GHT and GHT-PS apart.
 Each choice trains GHT-PS for a third of the steps of ``translation``, with seed 0. The loss before
 the heads are removed, at half of the steps, counts for GHT, and that at the end for GHT-PS. The
-weight 0 is the control: groups of heads that nothing pulled together.
-Writes ``benchmarks/results/training/group-loss.json``.
+weight 0 is the control, without a group loss. Writes
+``benchmarks/results/training/group-loss.json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An encoder-decoder transformer whose attention layers are those of a variant."""
+"""An encoder-decoder transformer with the attention layers of a variant."""
 
 from __future__ import annotations
 

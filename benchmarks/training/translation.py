@@ -76,7 +76,7 @@ def measure(
     options: argparse.Namespace,
     deadline: float,
 ) -> bool:
-    """Train one model, score it and write its result; False if the time was over before."""
+    """Train one model, score it and write its result; False if the time ran out before."""
     checkpoint = options.cache / f"{variant.name}-{seed}.pt"
     training = Training(variant, settings, seed, corpus)
     if not training.run(checkpoint, resume=options.resume, deadline=deadline, say=_say):

@@ -21,10 +21,10 @@ MAPS: tuple[GroupMaps, ...] = get_args(GroupMaps)
 
 @dataclass(frozen=True)
 class Settings:
-    """What all variants share. Results of different settings cannot be compared.
+    """Settings shared by all variants. Results of different settings cannot be compared.
 
     Attributes:
-        layers: Of the encoder and of the decoder each.
+        layers: Number of layers of the encoder, and of the decoder.
         vocabulary: Tokens, shared by both languages.
         batch_tokens: Most tokens of a batch in either language, with padding.
         rate: Highest learning rate, after the warm-up.
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Variant:
-    """How the attention layers of one model are made and trained.
+    """Attention layers of one model, and their training.
 
     Attributes:
         kind: "standard" layers have D_k / H query and key dimensions per head and D / H of values;

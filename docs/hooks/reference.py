@@ -174,7 +174,7 @@ def _setting_default(value: Any) -> str:
 
 
 def model_folders() -> str:
-    """The keys of every file of a model folder: read, or known to change nothing."""
+    """The keys of every file of a model folder: used keys, and keys without effect."""
     return "\n\n".join(map(_settings_file, FILES))
 
 

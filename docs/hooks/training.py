@@ -34,7 +34,7 @@ def runs(name: str) -> list[Run]:
 
 
 def translation(experiment: str) -> str:
-    """BLEU, size and speed of the variants of one paper, and what the paper says."""
+    """BLEU, size and speed of the variants of one paper, and the claims of the paper."""
     rows = [
         [name, claim, *_measured(runs(name))] for name, claim in EXPERIMENTS[experiment].items()
     ]

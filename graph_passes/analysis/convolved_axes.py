@@ -96,7 +96,7 @@ def _strides(node: ir.Node) -> list[int]:
 
 
 def _length(value: ir.Value) -> int | None:
-    """The length by positions [T, D] or [1, T, D] after convolutions of width D; else None."""
+    """The length T of positions [T, D] or [1, T, D] after convolutions of width D; else None."""
     reached, seen, stride, width = [value], set[ir.Node](), 1, 0
     while reached:
         for node, index in reached.pop(0).uses():

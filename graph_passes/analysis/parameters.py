@@ -45,7 +45,7 @@ FLOATS: Mapping[str, tuple[int, ...]] = {
     "QMoE": (4, 7, 10),
     "QuantizeLinear": (0,),
 }
-"""Inputs of the same operators, and of QuantizeLinear, that are no scales: biases and the like."""
+"""Inputs of these operators and of QuantizeLinear that are not scales, for example biases."""
 
 MOVES = frozenset({"Concat", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split",
                    "Squeeze", "Transpose", "Unsqueeze"})  # fmt: skip
@@ -184,7 +184,7 @@ def _is_scale(node: ir.Node, place: int) -> bool:
 
 
 def _scales_product(node: ir.Node, place: int) -> bool:
-    """Whether a factor belongs to an integer product: of its result, or of another scale."""
+    """Whether a factor scales the result of an integer product, or another scale of one."""
     other = node.inputs[1 - place] if len(node.inputs) == 2 else None
     producer = None if other is None else other.producer()
     while producer is not None and producer.op_type in ("Cast", "Sub", *MOVES):

@@ -34,7 +34,7 @@ MERGE_ORDER = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
 """From (B, H, S, V) back to (B, S, H, V) or (S, B, H, V)."""
 
 KEY_TERM = Refusal(
-    "key_term", "its scores have a term of the keys' tokens alone, which is no product of both"
+    "key_term", "its scores include a content term of the keys alone, which is not a product"
 )
 
 ENTANGLED_BIAS = Refusal(

@@ -85,7 +85,7 @@ def has_separate_heads(part: Projection) -> bool:
 
 
 def _ends_in_scores(block: AttentionBlock, cache: Cache) -> bool:
-    """Whether cached keys are read by the scores only, except for their batch and length."""
+    """Whether only the scores read the cached keys; other nodes may read their batch and length."""
     cached = {*cache.past, cache.present}
     end = block.context if block.logits is None else block.logits
     pending, seen = list(cached), set[ir.Node]()
@@ -104,7 +104,7 @@ def _ends_in_scores(block: AttentionBlock, cache: Cache) -> bool:
 
 
 def _takes_no_width(shape: ir.Node) -> bool:
-    """Whether only batch and length of a shape (B, H, T, K) are used."""
+    """Whether readers of a shape (B, H, T, K) use batch and length only."""
     end = shape.attributes.get_int("end", 4)
     taken = list(range(4))[shape.attributes.get_int("start", 0) : end]
     if set(taken) <= {0, 2}:

@@ -192,7 +192,7 @@ def emit_columns(
     They are taken from the product in the graph if the weight is quantized.
 
     Args:
-        names: Of the new weight and of the new product.
+        names: Names of the new weight and of the new product.
     """
     if part.product is None:
         weight = make.constant(part.matrix()[:, columns] * gain, names[0], part.dtype)
@@ -219,7 +219,7 @@ def _emit_product(
     """Emit the distinct heads (B, G, T, K) of the product, normalized if there is a norm.
 
     Args:
-        scale: Of the heads; not applied if they are normalized.
+        scale: Factor of the heads; not applied if they are normalized.
         is_plain: Whether the bias belongs to the product, since no term has a factor.
     """
     dtype, columns, (count, size) = part.dtype, terms.base, terms.base.shape
@@ -295,7 +295,7 @@ def _apply_rotary_terms(
     """Emit the sum of factor * (gain * element + offset) over the terms.
 
     Args:
-        scale: Of the offsets, and of the gains if ``is_scaled`` is false.
+        scale: Factor of the offsets, and of the gains if ``is_scaled`` is false.
     """
     total: ir.Value | None = None
     for turn, order in terms.rotary_terms:
@@ -318,8 +318,7 @@ def _in_order(
 ) -> ir.Value:
     """Emit ``gain * value[..., order]``.
 
-    Halves that change places are sliced and joined: that copies rows of elements, where Gather
-    copies single ones.
+    Swapped halves are sliced and joined, because Gather copies single elements instead of rows.
     """
     runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
     if len(runs) in range(2, MOST_RUNS + 1):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["RotaryFactors", "RotaryHeads", "shared_keys", "truncated_planes"]
 
 FLOOR = 1e-6
-"""The least energy of a group's queries, relative to the largest: others cannot be divided by."""
+"""Lower bound of a group's query energy, relative to the largest; it keeps divisions stable."""
 
 
 @dataclass(frozen=True, eq=False)

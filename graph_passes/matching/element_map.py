@@ -39,7 +39,7 @@ class MatchFailure(Exception):
 
 
 class UnsupportedNode(MatchFailure):
-    """A node that is part of no projection and no positions."""
+    """A node that belongs neither to a projection nor to positions."""
 
     def __init__(self, node: ir.Node, role: str, advice: str = "") -> None:
         place = f"{describe(node)} is not supported between the {role} projection and the product"
@@ -53,7 +53,7 @@ def describe(node: ir.Node) -> str:
 
 
 class PositionFactor(NamedTuple):
-    """What multiplies a term: ``value``, or ``value[positions]`` (see BroadcastLayout).
+    """The factor of a term: ``value``, or ``value[positions]`` (see BroadcastLayout).
 
     ``past`` marks a cache of heads.
     """
@@ -97,7 +97,7 @@ class ElementMap:
 
     @property
     def used(self) -> np.ndarray:
-        """Where the term is not zero."""
+        """Mask of the elements where the term is not zero."""
         return (self.gain != 0) | (self.offset != 0)
 
 
@@ -212,10 +212,10 @@ def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> Lin
 def _common(
     pieces: Sequence[LinearTrace], failure: MatchFailure
 ) -> tuple[Linear | None, TracedNorm | None]:
-    """The product and norm that all traces except caches share.
+    """The common product and norm of all traces except caches.
 
     Raises:
-        MatchFailure: They share none; the given one.
+        MatchFailure: The traces have no common product and norm; this is the error to raise.
     """
     made = [piece for piece in pieces if piece.source is not None]
     if len({(p.source.node, p.norm and p.norm.norm.node) for p in made if p.source}) > 1:
@@ -307,7 +307,7 @@ def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.nd
     total = trace.source.rows.size
     if length == 0 or total % length:
         raise MatchFailure(
-            f"the {role} holds {total} tokens, which are no whole sequences of {length}"
+            f"the {role} holds {total} tokens, not a multiple of the length {length}"
         )
     try:
         return array.reshape(total // length, -1, length, size)

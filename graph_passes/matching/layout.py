@@ -518,7 +518,7 @@ class LayoutReader:
 
 
 def _is_of_tokens(failure: MatchFailure) -> bool:
-    """Whether a node is not supported that computes no angles of positions."""
+    """Whether tracing failed at a node other than Cos and Sin, which compute position angles."""
     return isinstance(failure, UnsupportedNode) and failure.node.op_type not in ("Cos", "Sin")
 
 

@@ -1,7 +1,7 @@
 """Match products of tokens with quantized weights.
 
-The bytes, scales and zero points of such a product are not read. Only its output in floating point
-is: the last value before the layout of the heads, or before an activation.
+Bytes, scales and zero points of such a product are not read. The match is its floating-point
+output: the last value before the layout of the heads, or before an activation.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _weight(node: ir.Node) -> ir.Value | None:
 
 
 def _product(value: ir.Value, info: ShapeInfo, reach: int) -> ir.Node | None:
-    """The product that ``value`` is the output of, up to scales, zero points and a bias."""
+    """Find the product that computes ``value``, ignoring scales, zero points and a bias."""
     node = value.producer()
     if node is None or reach == 0 or is_constant(value):
         return None
@@ -146,7 +146,7 @@ def _is_cast_from_integers(value: ir.Value | None, info: ShapeInfo) -> bool:
 
 
 def _above(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:
-    """The operand of a product, and the values that it is quantized from; the tokens are last."""
+    """The operand of a product, then the values it is quantized from, ending at the tokens."""
     value = product.inputs[OPERANDS[product.domain, product.op_type][0]]
     for _ in range(REACH):
         if value is None:

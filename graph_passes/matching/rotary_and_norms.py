@@ -384,7 +384,7 @@ def _before_centering(value: ir.Value | None, info: ShapeInfo) -> ir.Value | Non
 
 
 def _is_mean(node: ir.Node, info: ShapeInfo) -> bool:
-    """Whether a node is the mean over the last axis, which keeps it."""
+    """Whether a node is a mean over the last axis with keepdims."""
     return (node.op_type == "ReduceMean" and _last_axis_kept(node, info)) or _is_mean_product(node)
 
 
@@ -425,7 +425,7 @@ def _is_mean_product(node: ir.Node) -> bool:
 
 
 def _last_axis_kept(node: ir.Node, info: ShapeInfo) -> bool:
-    """Whether a reduction is over the last axis and keeps it."""
+    """Whether a reduction is over the last axis with keepdims."""
     if node.attributes.get_int("keepdims", 1) != 1:
         return False
     axes = reduction_axes(node)

@@ -136,7 +136,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
     Attributes:
         targets: The parameters for each block to rewrite, by the block's name.
         params: Validates the parameters of one block, and writes them as JSON.
-        noun: What a block is called in errors.
+        noun: The word for a block in error messages.
     """
 
     params: ClassVar[TypeAdapter[Any]] = TypeAdapter(NoParams)
@@ -180,7 +180,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """Why a block cannot be rewritten; None if it can.
 
         Args:
-            params: The parameters; None if any parameters are accepted.
+            params: The parameters; None checks only whether any parameters could apply.
         """
 
     @abstractmethod
@@ -313,7 +313,7 @@ def pass_named(name: str) -> type[RewritePass]:
     known = registered_passes()
     if name not in known:
         raise InvalidArgument(
-            f"no rewrite is called {name[:100]!r}, expected {', '.join(known)}",
+            f"unknown rewrite {name[:100]!r}: expected one of {', '.join(known)}",
             "use one of these names",
             code="pass.unknown",
         )

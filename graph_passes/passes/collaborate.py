@@ -63,7 +63,7 @@ class SharedDimensions(BaseModel):
             dense mixing, in which every head reads all R. Under rotary positions, the number of
             elements that each head keeps.
         cache: Rewrite cached keys too, which changes inputs and outputs of the graph.
-        factors: The matrices; by default computed from the weights. Not part of plan.json.
+        factors: The factor matrices (default: computed from the weights). Not stored in plan.json.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -122,7 +122,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         sparse: bool = False,
         cache: bool = False,
     ) -> Collaborate:
-        """The pass that installs factors which were computed before, by block name."""
+        """Return a pass that installs precomputed factors, by block name."""
         return cls({
             name: SharedDimensions(
                 rank=whole.rank, head_size=whole.rank if sparse else None, cache=cache,
@@ -147,8 +147,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
         Blocks with equal query and key weights share P, Q and M; their moments are pooled.
 
         Args:
-            moments: Of the tokens that blocks see, by block; weights alone are approximated
-                without.
+            moments: Token moments of each block's input, by block; without them only the weights
+                are approximated.
             progress: Called with (blocks done, blocks in total).
         """
         decompose_fused(context, self.targets.keys())
@@ -179,7 +179,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         })  # fmt: skip
 
     def unfitted(self, context: GraphContext) -> Collaborate:
-        """The same pass with factors of these sizes and no meaning, for models that are only timed.
+        """Return the same pass with placeholder factors, for models that are only timed.
 
         Rotary positions get their own factors, which are computed from the weights.
         """
@@ -213,7 +213,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
             return Refusal("cache_scope", "its cached keys stay inside the body of a node")
         if block.k.past is not None and params.is_sparse:
             return Refusal(
-                "cache_sparse", "its cache holds what all heads share: only dense mixing reads it"
+                "cache_sparse",
+                "its cache holds shared dimensions: only dense mixing reads them",
             )
         if params.factors is None and not (block.q.rotary_terms and params.is_sparse):
             _check_rank(block, params.rank)
@@ -269,12 +270,12 @@ def _equal_weights(targets: AttentionTargets[SharedDimensions]) -> list[list[Att
 def _factors(
     block: AttentionBlock, params: SharedDimensions
 ) -> CollaborativeFactors | RotaryFactors:
-    """The factors of the parameters, by default those of the weights alone."""
+    """The given factors; by default, factors computed from the weights alone."""
     return params.factors or factor(block, params.rank, head_size=params.head_size)
 
 
 def exact_rank(block: AttentionBlock) -> int:
-    """The least R at which nothing is lost: H*K, or G*K under rotary positions."""
+    """The smallest lossless R: H*K, or G*K under rotary positions."""
     heads = block.k.num_distinct_heads if block.q.rotary_terms else block.q.num_heads
     return heads * block.head_size
 
@@ -342,7 +343,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
     if refusal := quantized_weights(block):
         return refusal
     if not block.q.num_heads:
-        return Refusal("no_own_heads", "all its heads take the probabilities of another layer")
+        return Refusal("no_own_heads", "all its heads reuse the probabilities of another layer")
     if block.is_collaborative or block.is_sparse:
         return Refusal("collaborative", "its heads are collaborative already")
     if block.content is not None:
@@ -352,7 +353,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
     if block.k.weight is None:
         return Refusal(
             "external_keys",
-            "its keys are handed in by the caller: no projection in this graph makes them",
+            "its keys are inputs of the graph: no projection in the graph computes them",
         )
     if block.k.past is not None and not caches:
         return Refusal(
@@ -362,14 +363,14 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return ENTANGLED_BIAS
     if any(isinstance(step, Capped | Weighted) for step in block.steps):
         return Refusal(
-            "capped", "its logits are capped or weighted before the softmax, so the key bias counts"
+            "capped", "its logits are capped or weighted: the key bias cannot be dropped"
         )
     if block.k.num_distinct_heads != block.q.num_heads:
         return Refusal("grouped", "its key heads are grouped: they share their projections already")
     if any(_fill(step) > WEAK_FILL for step in block.steps):
         return Refusal(
             "weak_mask",
-            "its mask fills in scores that softmax does not ignore, so the key bias counts",
+            "its mask value is not ignored by softmax: the key bias cannot be dropped",
         )
     if not (block.q.by_sequence and block.k.by_sequence):
         return TOKEN_LAYOUT
@@ -384,7 +385,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
     if not _only_softmax_reads(block.logits):
         return Refusal(
             "scores_shared",
-            "its scores are read by more than the softmax, which alone ignores the key bias",
+            "its scores have other readers than the softmax: the key bias cannot be dropped",
         )
     return None
 
@@ -422,7 +423,7 @@ def factor(
         rank: R, from 1 to H*K (exact there).
         head_size: For sparse mixing, the dimensions that a head reads on average, from 1 to K. No
             head reads more than K, or than the padded size of the average allows.
-        moments: Of the tokens the block sees; without them the weights alone are approximated.
+        moments: Token moments of the block's input; without them only the weights are approximated.
         progress: See ``cp.collaborative_factors``.
 
     Raises:

@@ -52,7 +52,7 @@ def no_output_projection(block: AttentionBlock) -> Refusal | None:
     """Whether the context is read by anything but an output projection."""
     if block.output is None:
         return Refusal(
-            "no_output_projection", "its context does not go straight to an output projection"
+            "no_output_projection", "its context is not the direct input of an output projection"
         )
     return None
 
@@ -61,9 +61,11 @@ def rotary_or_norm(block: AttentionBlock) -> Refusal | None:
     """Whether rotary embeddings or q/k norm are applied to the projections."""
     parts = (block.q, block.k, block.v)
     if any(part.rotary_terms for part in parts):
-        return Refusal("rotary", "rotary positions stand between the projections and the scores")
+        return Refusal(
+            "rotary", "rotary positions are applied between the projections and the scores"
+        )
     if any(part.norm is not None for part in parts):
-        return Refusal("qk_norm", "q/k norm stands between the projections and the scores")
+        return Refusal("qk_norm", "q/k norm is applied between projections and scores")
     return None
 
 
@@ -72,7 +74,7 @@ def no_probabilities(block: AttentionBlock) -> Refusal | None:
     if block.own_probabilities is None:
         return Refusal(
             "probability_layout",
-            "its probabilities are nowhere laid out as (batch, heads, queries, keys)",
+            "no value holds its probabilities as (batch, heads, queries, keys)",
         )
     return None
 

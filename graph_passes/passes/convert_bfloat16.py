@@ -131,7 +131,7 @@ def _is_converted(node: ir.Node, half: set[ir.Value], opset: int) -> bool:
 
 
 def _computed(node: ir.Node) -> Iterator[ir.Value]:
-    """The outputs except omitted ones and those that are always float32."""
+    """The outputs, without omitted ones and outputs that are always float32."""
     fixed = STATISTICS.get(node.op_type, ())
     return (v for place, v in enumerate(node.outputs) if v.name and place not in fixed)
 
@@ -141,7 +141,7 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _is_read_only_by(constant: ir.Value, nodes: set[ir.Node]) -> bool:
-    """Whether a value is a constant without other readers."""
+    """Whether a value is a constant that only this node reads."""
     return (
         _is_constant(constant)
         and not constant.is_graph_output()

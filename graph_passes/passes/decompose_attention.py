@@ -66,7 +66,7 @@ def decomposition_refusal(block: AttentionBlock) -> Refusal | None:
     """Why a fused block cannot be decomposed; None if it can."""
     if not block.q.num_heads:
         return Refusal(
-            "no_own_heads", "it has no scores: its heads take the probabilities of another layer"
+            "no_own_heads", "it has no scores: its heads reuse the probabilities of another layer"
         )
     if block.logits is not None:
         return Refusal("decomposed", "its scores are in the graph already")

@@ -126,7 +126,7 @@ def fusion_refusal(
     if projects_inside and not is_plain(block):
         return Refusal(
             "grouped",
-            "its key/value heads are grouped, and the operator wants one for each query head",
+            "its key/value heads are grouped; the operator requires one for each query head",
         )
     if any(isinstance(step, Scaled | Capped | Floor | Weighted) for step in block.steps):
         return Refusal(
@@ -135,7 +135,7 @@ def fusion_refusal(
     if any(isinstance(step, Mask) and step.fill > WEAK_FILL for step in block.steps):
         return Refusal(
             "weak_mask",
-            "its mask fills in scores that softmax does not ignore, and the operator adds them",
+            "its mask value is not ignored by softmax, and the operator adds masks",
         )
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1 or not dtypes <= LOW.keys():

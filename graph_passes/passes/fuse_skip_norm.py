@@ -69,13 +69,13 @@ def _fusible(context: GraphContext) -> list[ir.Node]:
 
 
 def _with_axes_of_one(model: ir.Model) -> tuple[ShapeInfo, ...]:
-    """Shapes with each named axis of length 1 in turn, which tells axes of equal lengths apart."""
+    """Infer shapes with each named axis of length 1 in turn, to separate axes of equal length."""
     axes = infer_shapes_small(model, batch=2, sequence=5).axes
     return tuple(infer_shapes_at(model, {**axes, name: 1}) for name in axes)
 
 
 def _may_broadcast(norm: ir.Node, infos: Iterable[ShapeInfo]) -> bool:
-    """Whether the summands have different shapes at some lengths; the operator wants equal ones."""
+    """Whether the summands have different shapes at some lengths, which the operator refuses."""
     shapes = [[info.shape(value) for value in _sum_before(norm).inputs] for info in infos]
     return any(None not in pair and pair[0] != pair[1] for pair in shapes)
 

@@ -150,7 +150,7 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
 _Kept = np.ndarray
 _Place = tuple[ir.Node, int]
 _Cuts = Mapping[_Place, Mapping[int, _Kept]]
-"""Which elements stay, by the axis, wherever a node reads a constant that is cut."""
+"""For each reader of a constant to cut: the indices to keep, by axis."""
 
 
 def neurons_refusal(block: FeedForwardBlock) -> Refusal | None:
@@ -209,7 +209,7 @@ def _is_cut_alike(root: ir.Value, axes: Mapping[int, _Kept], cuts: _Cuts) -> boo
 
 
 def _read_elsewhere(block: FeedForwardBlock, cuts: _Cuts) -> ir.Node | None:
-    """A node that reads a weight of the block, and is not pruned by the same mask."""
+    """Find a node that reads a weight of the block and is not pruned by the same mask."""
     for operand in block.weights():
         masks = {kept.tobytes() for kept in cuts[operand[:2]].values()}
         for value in _behind(operand.value):

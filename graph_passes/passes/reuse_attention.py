@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 ReusedHeads = Mapping[int, tuple[str, int]]
-"""By head: the earlier layer and its head whose probabilities are reused."""
+"""For each reusing head, the earlier layer and the head whose probabilities it reuses."""
 
 Edges = Mapping[str, ReusedHeads]
 """``ReusedHeads`` by layer."""
@@ -137,11 +137,11 @@ def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> R
     if refusal is not None:
         return refusal
     if block.reused:
-        return Refusal("reuses_heads", "it takes the probabilities of an earlier attention already")
+        return Refusal("reuses_heads", "it already reuses the probabilities of an earlier block")
     sources = [other for other in earlier if other.graph is block.graph]
     if not sources:
         return Refusal(
-            "no_earlier", "no attention comes before it, whose probabilities it could take"
+            "no_earlier", "it is the first attention block: there are no probabilities to reuse"
         )
     equal = [other for other in sources if have_equal_masks(block, other)]
     if not equal:
@@ -152,7 +152,7 @@ def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> R
     if all(map(source_refusal, equal)):
         return Refusal(
             "no_source",
-            f"no earlier attention has probabilities it could take: {source_refusal(equal[-1])}",
+            f"no earlier attention has probabilities to reuse: {source_refusal(equal[-1])}",
         )
     return None
 
@@ -193,7 +193,7 @@ def _lengths_refusal(
         for info in runs:
             shapes = [None if (s := info.shape(v)) is None else s[:-1] for v in (mine, theirs)]
             if None not in shapes and shapes[0] != shapes[1]:
-                return Refusal("lengths_differ", f"its {role} are not as many as there")
+                return Refusal("lengths_differ", f"the number of {role} differs")
     return None
 
 
@@ -224,28 +224,28 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
             if place[source] >= place[name]:
                 raise InvalidArgument(
                     f"{edge}: the source must be an earlier layer than {name}",
-                    "probabilities are forwarded in depth, from a layer that ran before",
+                    "choose a source layer that is executed earlier",
                     code="reuse_attention.order",
                 )
             taken = {int(h) for reused in blocks[place[source]].reused for h in reused.heads}
             if source_head in edges.get(source, {}) or source_head in taken:
                 raise InvalidArgument(
                     f"{edge}: the source is reused itself, expected an exact head",
-                    f"take the head that {source}[{source_head}] takes",
+                    f"choose the source of {source}[{source_head}] instead",
                     code="reuse_attention.chain",
                 )
 
 
 @dataclass(frozen=True, eq=False)
 class _Available:
-    """The probabilities (B, h, S, T) that layers compute so far, and the place of each head."""
+    """Probabilities (B, h, S, T) of the layers emitted so far, and the heads that they hold."""
 
     info: ShapeInfo
     blocks: Mapping[str, AttentionBlock]
     values: dict[str, tuple[ir.Value, dict[int, int]]] = field(default_factory=dict)
 
     def of(self, name: str, before: ir.Node) -> tuple[ir.Value, dict[int, int]]:
-        """Those of a layer; ``before`` is the first node that reads them in another."""
+        """Return a layer's probabilities; nodes that emit them are inserted before ``before``."""
         if name not in self.values:
             block = self.blocks[name]
             make = Inserter(block.graph, before, f"{name}/shared")

@@ -47,7 +47,7 @@ MARK = "/skip/"
 
 @dataclass(frozen=True, eq=False)
 class AffineMap:
-    """x W + b; b alone where there is no weight."""
+    """The affine map x W + b; without a weight, the constant b."""
 
     weight: Float[np.ndarray, "D N"] | None
     bias: Float[np.ndarray, " N"]

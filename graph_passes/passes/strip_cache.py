@@ -26,8 +26,9 @@ class StripCache(RewritePass):
 
     Exact for an empty past: the model then computes whole sequences, as embeddings and scores need
     it. The mask has the length of the new tokens. An input is a cache if nodes only join it with
-    new keys or values, and read its shape. The keys of an encoder are none. Refused if there is no
-    cache, if another input has the length of one, or if all outputs are caches.
+    new keys or values, or read its shape; the keys of an encoder are not a cache. The pass is
+    refused if there is no cache, if another input has the length of a cache, or if all outputs are
+    caches.
     """
 
     name: ClassVar[str] = "strip_cache"
@@ -123,7 +124,7 @@ def _find_caches(graph: ir.Graph) -> list[_Cache]:
 
 
 def _cache(past: ir.Value, graph: ir.Graph) -> _Cache | None:
-    """The cache that an input is; None if it has other readers, or a fixed length."""
+    """Match an input as a cache; None if it has other readers, or a fixed length."""
     if past.shape is None or past.is_graph_output():
         return None
     joins, axes, copies = list[ir.Node](), set[int](), [past]
@@ -144,7 +145,7 @@ def _cache(past: ir.Value, graph: ir.Graph) -> _Cache | None:
 
 
 def _presents(caches: list[_Cache]) -> set[ir.Value]:
-    """The outputs of the graph that are joined keys or values."""
+    """Graph outputs that are joined past and new keys or values."""
     joined = [join.outputs[0] for cache in caches for join in cache.joins]
     copies = [
         node.outputs[0] for each in joined for node, _ in each.uses() if node.op_type == "Identity"

@@ -1,4 +1,4 @@
-"""Middleware around every request: its id, its span, its metrics and the access log."""
+"""Middleware of every request: request id, tracing span, metrics and access log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALID_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 class ObserveRequests:
     """ASGI middleware: adds x-request-id to answers, counts requests and writes the access log.
 
-    It releases what a request holds (``hold``) after the answer. A valid id of the
+    It releases the resources of a request (``hold``) after the answer. A valid id of the
     client is kept. An unexpected exception is logged with its traceback and answered with 500.
     """
 

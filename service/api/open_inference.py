@@ -54,7 +54,7 @@ EXTENSIONS = (
 """Supported extensions. Not supported: classification, sequences, shared memory."""
 
 MAX_TENSORS = 1024
-"""Inputs or outputs of a request."""
+"""Maximum number of inputs, and of outputs, of a request."""
 
 SEQUENCES = ("sequences are not supported", "send each request without sequence parameters")
 UNSUPPORTED = {
@@ -176,7 +176,7 @@ async def live() -> dict[str, bool]:
     "/health/ready", response_model=dict[str, bool], responses={503: {"model": dict[str, bool]}}
 )
 async def ready(request: Request) -> Response:
-    """Models are loaded, and all of them can run. A full queue does not matter."""
+    """Models are loaded, and all of them can run. A full queue does not affect readiness."""
     is_ready = request.app.state.repository.ready
     return json_response({"ready": is_ready}, 200 if is_ready else 503)
 

@@ -33,7 +33,7 @@ ERRORS: dict[int, tuple[str, str | None]] = {
 
 
 def _one_kind(value: Any) -> Any:
-    """Validate all forms of an input at once: a union would report an error for each form."""
+    """Validate all forms of an input at once, because a union reports one error per form."""
     items = value if type(value) is list else [value]
     if type(value) is list and set(map(type, value)) == {int}:
         items = [value]  # the ids of one text

@@ -1,4 +1,4 @@
-"""Routes that order texts by their relevance to a query, with a reranker.
+"""Routes of rerankers: order texts by their relevance to a query.
 
 ``/rerank`` has the form of text-embeddings-inference, ``/v1/rerank`` that of Cohere and Jina, and
 ``/v2/rerank`` that of Cohere's newer clients.
@@ -30,7 +30,7 @@ cohere = APIRouter(
 
 
 class RerankRequest(TextBody):
-    """A query, and texts to order."""
+    """Request with a query and texts to order."""
 
     query: str
     texts: TextList
@@ -39,7 +39,7 @@ class RerankRequest(TextBody):
     return_text: bool = False
     """Return the texts too."""
     truncation_direction: Literal["right", "Right"] = "right"
-    """Pairs that are too long lose the end of the longer text."""
+    """Direction of truncation; only the end of the longer text of a pair is supported."""
 
 
 class Rank(Body):

@@ -34,16 +34,16 @@ Name = Annotated[str, Field(max_length=1024)]
 
 
 SMALL_BYTES = 262_144
-"""Size of an answer up to which it does not wait for free memory."""
+"""Maximum size of an answer that does not wait for free memory."""
 
 MAX_FIELDS = 100
-"""The largest number of fields of an object: the error of each unknown one takes memory."""
+"""Maximum number of fields of an object, because each unknown field creates an error object."""
 
 
 class Body(BaseModel):
     """A JSON body. Types are strict: ``"3"`` is not a number and 1 is not a boolean.
 
-    Null stands for a field that is left out, as some clients write it.
+    Null is the same as an omitted field, as some clients send it.
     """
 
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
@@ -92,7 +92,7 @@ def _declare_version(version: str) -> None:
 
 
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
-    """The engine of a model, for reading its description; use ``acquire_engine`` to run it.
+    """Get the engine of a model to read its description; use ``acquire_engine`` to run it.
 
     Args, Raises: See ``acquire_engine``.
     """
@@ -101,13 +101,13 @@ def get_engine(request: Request, name: str | None = None, version: str | None = 
 
 
 def acquire_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
-    """The engine of a model, which stays open until this request is answered.
+    """Acquire the engine of a model until this request is answered.
 
     Call it after the body was read: a slow client must not keep an old version in memory.
 
     Args:
         name: None if there is only one model.
-        version: None for that of the path, else the highest.
+        version: None for the version in the path, else the highest.
 
     Raises:
         NotReady: The model is not loaded.
@@ -126,9 +126,9 @@ def hold(request: Request, release: Callable[[], object]) -> None:
 
 
 async def hold_answer(request: Request, size: int, deadline: float | None) -> None:
-    """Wait until ``size`` bytes are free for an answer, and hold them until it was sent.
+    """Wait for ``size`` free bytes for an answer, and reserve them until it was sent.
 
-    A small answer does not wait: the limit of waiting rows bounds them all.
+    Small answers do not wait, because the limit of waiting rows bounds their total.
 
     Raises:
         DeadlineExceeded: See ``Budget.wait``.
@@ -143,15 +143,14 @@ async def hold_answer(request: Request, size: int, deadline: float | None) -> No
 async def read_body(request: Request) -> bytes | bytearray:
     """Read and decompress the body of ``request``.
 
-    The clock of x-total-ms and of the deadline starts after the last byte, so that it does not
-    count a slow upload.
+    x-total-ms and the deadline start after the last byte, so that they exclude a slow upload.
 
     Raises:
         TooLarge: More than ``max_body_bytes``, compressed or decompressed.
         HTTPException: The content-encoding is unknown.
         MalformedRequest: The body does not match its content-encoding.
         ClientGone: The client disconnected.
-        Overloaded: The bodies of open requests are ``max_open_bytes`` long already.
+        Overloaded: The bodies of open requests have ``max_open_bytes`` in total.
     """
     settings: Settings = request.app.state.settings
     limit = settings.max_body_bytes
@@ -234,7 +233,7 @@ async def run(
     The time limit starts with the last byte of the body (``read_body``).
 
     Args:
-        timeout_us: A time limit beside that of the header or the setting; 0 or None for none.
+        timeout_us: Time limit in addition to the header or the setting; 0 or None for none.
 
     Raises:
         InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
@@ -277,7 +276,7 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
 
 
 class JsonRoute(APIRoute):
-    """A route whose JSON body is read here and not by FastAPI.
+    """A route that reads its JSON body itself, instead of FastAPI.
 
     The endpoint declares ``body: Schema``; FastAPI writes the schema into the OpenAPI document.
     FastAPI's own reader does not unpack gzip, requires a Content-Type and parses with ``json``.

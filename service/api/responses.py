@@ -20,14 +20,14 @@ from service.engine.engine import Answer, Engine
 JSON = orjson.OPT_SERIALIZE_NUMPY
 
 PLACE = b"\0"
-"""Where an array belongs. JSON holds no such byte: it is escaped in texts."""
+"""Placeholder of an array. JSON contains no such byte, because texts escape it."""
 
 SLICE_BYTES = 262_144
-"""Bytes that are sent at a time."""
+"""Number of bytes per chunk of an answer."""
 
 SLICE = 32_768
-"""Numbers that are serialized at a time, in about 2 ms. orjson does not release the GIL, so that a
-thread would block the event loop too."""
+"""Number of elements that are serialized at a time, in about 2 ms. orjson does not release the GIL,
+so a thread would block the event loop too."""
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -43,7 +43,7 @@ async def respond(
     raw: Sequence[memoryview] = (),
     cost_field: str = "",
 ) -> Response:
-    """Stop the clock, and return the answer with its cost in the headers and the metrics.
+    """Build the answer, with its cost in the headers and the metrics.
 
     Args:
         content: The JSON of the body. Its serialization counts as time of the request.
@@ -94,7 +94,7 @@ def _without_large(content: dict[str, Any]) -> tuple[bytes, list[np.ndarray]]:
 async def _parts(
     body: bytes, arrays: Sequence[np.ndarray], raw: Sequence[memoryview] = ()
 ) -> AsyncGenerator[bytes | memoryview]:
-    """``body`` with its arrays, then ``raw``, in parts that take little memory."""
+    """Yield ``body`` with its arrays, then ``raw``, in small parts."""
     first, *rest = body.split(PLACE) if arrays else [body]
     yield first
     for array, part in zip(arrays, rest, strict=True):
@@ -112,7 +112,7 @@ def _cost(answer: Answer, total_ms: float, provider: str) -> dict[str, int | flo
     """The cost of ``answer``, by the names of the v2 parameters.
 
     ``macs`` and ``flops`` are absent if the graph cannot be counted, ``gpu_bytes`` without a GPU,
-    and ``out_of_calibration`` (rows that are not like the calibration data) if there are none.
+    and ``out_of_calibration`` (rows outside of the calibration data) if there are none.
     ``rss_bytes`` covers this process, ``gpu_bytes`` the whole device.
     """
     cost: dict[str, int | float] = {

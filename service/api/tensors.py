@@ -22,7 +22,7 @@ from service.api.requests import Body, Extensible, Name
 from service.errors import MalformedRequest
 
 HEADER_LENGTH = "inference-header-content-length"
-"""The header with the length of the JSON in bytes, if raw tensors follow it."""
+"""Header with the length of the JSON in bytes, if raw tensors follow it."""
 
 
 def _no_bytes(value: Any) -> Any:
@@ -84,7 +84,7 @@ def split(body: bytes | bytearray, header_length: str | None) -> tuple[memoryvie
 
 
 def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.ndarray]:
-    """Decode ``tensors`` to arrays, by name; those of aligned bytes are views of ``raw``.
+    """Decode ``tensors`` to arrays, by name; aligned binary tensors are views of ``raw``.
 
     Args:
         raw: The bytes after the JSON: the binary tensors, in order.

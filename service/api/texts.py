@@ -20,7 +20,7 @@ from service.errors import InvalidField
 router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 
 MAX_PAIRS = 10_000
-"""Of a request for similarities: its distinct texts are limited apart."""
+"""Maximum number of pairs of a similarity request; distinct texts have a separate limit."""
 
 Pair = Annotated[list[str], FailFast(), Field(min_length=2, max_length=2)]
 SomeTexts = Annotated[list[str], Field(min_length=1)]
@@ -132,7 +132,7 @@ async def embed_texts(
     *,
     truncate: bool,
 ) -> tuple[Answer, np.ndarray]:
-    """Embed texts after the chosen prompt, and token ids, which have none.
+    """Embed texts with the chosen prompt, and token ids without a prompt.
 
     Vectors are cut to ``options.dimensions``, and normalized again if the model normalizes.
 
@@ -169,7 +169,7 @@ async def embed_texts(
 async def embed(request: Request, body: EmbedRequest) -> Response:
     """One vector per text, pooled and normalized as configured in the artifact.
 
-    An empty text is valid: its special tokens have a vector.
+    An empty text is valid: it is embedded as its special tokens.
     """
     engine = acquire_engine(request, body.model, body.version)
     answer, vectors = await embed_texts(request, engine, body.inputs, body, truncate=body.truncate)

@@ -108,7 +108,7 @@ async def index(request: Request, body: IndexRequest = NO_FILTER) -> Response:
 
 @router.post("/repository/models/{name}/load", response_class=Response)
 async def load(request: Request, name: str, body: RepositoryRequest = NO_PARAMETERS) -> Response:
-    """Load the model on disk, which replaces the loaded one; answer when it is ready.
+    """Load the model from disk and replace the loaded one; the answer is sent when it is ready.
 
     A configuration or files in the request are refused.
     """
@@ -123,7 +123,7 @@ async def load(request: Request, name: str, body: RepositoryRequest = NO_PARAMET
 
 @router.post("/repository/models/{name}/unload", response_class=Response)
 async def unload(request: Request, name: str, body: RepositoryRequest = NO_PARAMETERS) -> Response:
-    """Unload the model; accepted requests are answered.
+    """Unload the model; accepted requests are still answered.
 
     ``unload_dependents`` has no effect, because no model depends on another.
     """

@@ -23,7 +23,7 @@ def report(repository: Repository) -> dict[str, Any]:
         "models": [
             _model(engine, states[of], series[of], seconds.get(of, {}), quality.get(of))
             for engine, of in loaded
-            if of in states and of in series  # not loaded just now
+            if of in states and of in series  # not loaded at the moment
         ],
     }
 

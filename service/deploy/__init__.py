@@ -1,1 +1,1 @@
-"""Beyond one process: the same models under Triton, the same application under Ray Serve."""
+"""Deployment of models on Triton, and of the application on Ray Serve."""

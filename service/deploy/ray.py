@@ -64,8 +64,8 @@ def deployment_options(settings: Settings, ray: RaySettings) -> dict[str, Any]:
 def replica_settings(settings: Settings, ray: RaySettings) -> Settings:
     """The settings of each replica.
 
-    Without a number of threads, it has as many as cores. Models are loaded with the replicas: a
-    request to load one would reach a single replica.
+    The default number of threads is the number of cores. Loading by requests is off, because a
+    request would reach a single replica.
     """
     threads = settings.threads or max(1, int(ray.cpus))
     return settings.model_copy(update={"threads": threads, "model_control": False})
@@ -92,20 +92,20 @@ def application(settings: Settings, ray: RaySettings | None = None) -> Any:
 
 
 NO_SECRETS: Mapping[str, Any] = {"api_keys": (), "admin_keys": (), "ssl_keyfile_password": None}
-"""Ray stores what it sends to the replicas: they read the keys from their own environment."""
+"""Removes secrets from settings, which Ray stores; replicas read keys from the environment."""
 
 _repositories: list[Repository] = []
-"""Of this process, if it is a replica."""
+"""The repository of this process, if it is a replica."""
 
 
 def _build(settings: Settings, needed: Sequence[str]) -> FastAPI:
     """The application of a replica.
 
     Args:
-        needed: The settings of keys that the service has.
+        needed: Names of the settings of API keys that the service uses.
 
     Raises:
-        InvalidArgument: The service has keys, and this machine has none.
+        InvalidArgument: The service requires keys that this machine does not have.
     """
     own = read_settings(model=settings.model)
     if missing := [name for name in needed if not getattr(own, name)]:

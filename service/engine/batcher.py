@@ -25,10 +25,10 @@ from attnserve.serving.loaded_model import ModelFailed
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 STUCK_S = 30.0
-"""A run that does not end this long after its last request has ended counts as lost."""
+"""Time after the end of its last request from which a running run counts as stuck."""
 
 RECENT_RUNS = 32
-"""Past runs that tell the expected duration of a run."""
+"""Number of recent runs from which the duration of a run is estimated."""
 
 ANSWER_MARGIN = 0.12
 """Fraction of a request's time limit that is reserved for receiving it and sending its answer."""
@@ -54,20 +54,20 @@ class Row:
 class Queue:
     """Waiting rows, and the choice of rows that run together.
 
-    Requests take turns, so that a short one does not wait for all rows of a large one. A batch is
-    the oldest row of the request whose turn it is and its neighbors by length, closest first, up to
-    the budget. A row joins only if the padding that it adds costs no more than a run of its own.
+    Requests take turns, so that a short one does not wait for all rows of a large one. A batch
+    consists of the oldest row of the request whose turn it is and the rows of the closest lengths,
+    up to the budget. A row joins only if its added padding costs no more than a separate run.
 
     Args:
         budget: Padded tokens of a batch: rows x longest row. A longer row runs alone.
-        overhead: Cost of starting a run, in tokens: the most padding that a row may add.
+        overhead: Cost of starting a run, in tokens; maximum padding that a row may add.
         max_rows: Maximum rows of a batch; None for no limit.
     """
 
     def __init__(self, budget: int, overhead: int, max_rows: int | None = None) -> None:
         self.budget, self.overhead, self.max_rows = budget, overhead, max_rows
         self._waiting: OrderedDict[Any, OrderedDict[int, Row]] = OrderedDict()
-        """The rows of each request by number; the next turn comes first."""
+        """The rows of each request by number; the first request has the next turn."""
         self._sorted: dict[Hashable, list[tuple[int, int, Row]]] = {}
         self._next = 0
         self._rows = 0
@@ -82,7 +82,7 @@ class Queue:
 
     @property
     def requests(self) -> Iterable[Any]:
-        """Those with waiting rows."""
+        """The requests with waiting rows."""
         return self._waiting.keys()
 
     def add(self, row: Row) -> None:
@@ -168,7 +168,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """The rows of a request, one result for each, and where its time went.
+    """Results of the rows of a request, with the time of its stages.
 
     ``batches`` pairs each run that had rows of this request with their number. ``compute_ms`` is
     the time in which at least one of them ran, ``prepare_ms`` the time in which rows were prepared,
@@ -199,7 +199,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Run:
-    """A run in a slot, or the preparation of rows, and the requests that wait for it."""
+    """A run in a slot, or a preparation of rows, with the requests that wait for it."""
 
     requests: set[_Request]
     stop: Stop = field(default_factory=Stop)
@@ -219,7 +219,7 @@ class Batcher:
         max_queue: Maximum number of waiting rows.
         concurrency: Maximum number of concurrent runs ("slots").
         on_batch: Called on the event loop after every run.
-        on_failure: Called on the event loop with errors that no request caused.
+        on_failure: Called on the event loop with errors that are not caused by a request.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Batcher:
         self._open: set[_Request] = set()  # requests without an answer
         self._runs: set[_Run] = set()
         self._recent_runs: deque[tuple[int, float]] = deque(maxlen=RECENT_RUNS)
-        """Padded tokens and seconds."""
+        """Padded tokens and seconds of each recent run."""
         self._loop: asyncio.AbstractEventLoop  # that of the requests; set by the first one
         self._timer: asyncio.TimerHandle | None = None
 
@@ -262,7 +262,7 @@ class Batcher:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a run that nobody waits for, or its preparation, does not end."""
+        """Whether a run or preparation without waiting requests does not end."""
         with self._lock:
             since = [run.abandoned_at for run in self._runs if run.abandoned_at is not None]
         return bool(since) and perf_counter() - min(since) > STUCK_S
@@ -271,7 +271,7 @@ class Batcher:
         """Check that the queue has room for ``rows``; an idle batcher takes a request of any size.
 
         Raises:
-            Overloaded: It has not. Requests are accepted or refused as a whole.
+            Overloaded: The queue has no room. Requests are accepted or refused as a whole.
         """
         waiting = self.waiting
         if (waiting or not self._free_slots) and waiting + rows > self.max_queue:
@@ -288,11 +288,11 @@ class Batcher:
 
         Raises:
             Overloaded: See ``check_room``.
-            DeadlineExceeded: It passed, or would pass before the end of the run.
+            DeadlineExceeded: The deadline passed, or would pass before the end of the run.
             NotReady: The batcher is closed.
             asyncio.CancelledError: The task was cancelled; waiting rows are not computed.
             ValueError: ``rows`` is empty.
-            Exception: What ``run`` raised for one of these rows.
+            Exception: An error of ``run`` for one of these rows.
         """
         request = self._open_request(len(rows), deadline)
         with self._lock:
@@ -318,7 +318,7 @@ class Batcher:
                 the batch.
 
         Raises:
-            Exception: What ``prepare`` raised; for the rest see ``submit``.
+            Exception: An error of ``prepare``; see ``submit`` for others.
         """
         request = self._open_request(count, deadline)
         is_alone = len(self._open) < self._concurrency
@@ -398,7 +398,7 @@ class Batcher:
             request.future.set_exception(error)
 
     def _withdraw(self, request: _Request) -> None:
-        """Remove the rows of an answered request that still wait, and end runs for it alone."""
+        """Remove waiting rows of an answered request, and cancel runs that only it waits for."""
         with self._lock:
             if request.remaining:
                 for row in request.rows:
@@ -478,7 +478,7 @@ class Batcher:
             self._loop.call_soon_threadsafe(self._deliver, done)
 
     def _compute(self, rows: list[Row]) -> list[tuple[list[Row], Batch | Exception]]:
-        """Run a batch. If it fails, run each request alone: one fails for its own rows only."""
+        """Run a batch. If it fails, run each request separately: only faulty requests fail."""
         started = perf_counter()
         run = _Run({row.request for row in rows})
         with self._lock:
@@ -488,7 +488,7 @@ class Batcher:
             result = self._run(rows[0].key, [row.payload for row in rows])
         except BaseException as error:
             if run.abandoned_at is not None:
-                return [(rows, DeadlineExceeded("the run was ended: nobody waited for it"))]
+                return [(rows, DeadlineExceeded("the run was cancelled: no request waits for it"))]
             requests: dict[Any, list[Row]] = {}
             for row in rows:
                 requests.setdefault(row.request, []).append(row)
@@ -504,7 +504,7 @@ class Batcher:
         return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, result))]
 
     def _take_batch(self, freed: int = 0) -> list[Row] | None:
-        """Free slots, then take one and the batch that is due; None if either is missing."""
+        """Free finished slots, then take a slot and the due batch; None if either is missing."""
         with self._lock:
             self._free_slots += freed
             now = perf_counter()
@@ -534,7 +534,7 @@ class Batcher:
             self.queue.add(row)
 
     def _expected_s(self, padded_tokens: int) -> float:
-        """The longest recent run that was no larger, except those that one pause made long."""
+        """The longest recent run of at most this size, without outliers."""
         past = sorted(seconds for tokens, seconds in self._recent_runs if tokens <= padded_tokens)
         return past[-self._concurrency - 1] if len(past) > self._concurrency else 0.0
 

@@ -60,11 +60,11 @@ REASONS: Mapping[type[BaseException], str] = {
 """Labels of failed requests in the metrics."""
 
 SHORT_CHARACTERS = 2000
-"""Texts of a request with at most this many in all are tokenized in the thread that runs them, if
-it is free, else apart from longer ones (``Batcher.submit_from``). It takes about a millisecond."""
+"""Maximum number of characters of a request whose texts are tokenized in the thread of the run if
+it is free, else separately from longer texts (``Batcher.submit_from``). It takes about 1 ms."""
 
 COPIES = 2
-"""Of the output tensors of a request: those of its rows, and those of the answer."""
+"""Number of copies of the output tensors of a request: per row, and joined for the answer."""
 
 log = logging.getLogger("attnserve")
 
@@ -74,7 +74,7 @@ class Answer:
     """Outputs and cost of a request.
 
     ``tokens`` excludes padding, ``padded_tokens`` includes it. ``out_of_calibration`` counts the
-    rows that are not like the calibration data. ``follow_up`` is called after the answer was sent.
+    rows outside of the calibration data. ``follow_up`` is called after the answer was sent.
     """
 
     outputs: dict[str, np.ndarray]
@@ -86,7 +86,7 @@ class Answer:
 
     @property
     def macs(self) -> int | None:
-        """Share in the MACs of the padded batches; None if they cannot be counted."""
+        """The request's share of the MACs of the padded batches; None if they cannot be counted."""
         macs = 0
         for batch, count in self.result.batches:
             if batch.result.macs is None:
@@ -189,7 +189,7 @@ class Engine:
             inputs: Every input of the model, by name.
             outputs: Names of the outputs to return, in this order; all if empty.
             deadline: On the clock of ``perf_counter``; None for none.
-            hold: Waits until as many bytes are free for the answer, before the deadline.
+            hold: Waits until this number of bytes is free for the answer, before the deadline.
 
         Raises:
             InvalidData: The inputs do not fit the model, or an output is unknown.
@@ -417,7 +417,7 @@ class Engine:
         return BatchResult(results, macs, stage_ns)
 
     def _count_outside(self, rows: Iterable[Sequence[int] | np.ndarray]) -> int:
-        """Count the rows of token ids that are not like the calibration data."""
+        """Count the rows of token ids that are outside of the calibration data."""
         if self._range is None:
             return 0
         found = [reasons for ids in rows if (reasons := self._range.reasons(ids))]
@@ -431,7 +431,7 @@ class Engine:
         row: Mapping[str, tuple[int, ...]],
         outputs: Sequence[str],
     ) -> int:
-        """Refuse a request that needs too much memory, by its shapes and those of one row.
+        """Refuse a request that needs too much memory, by its shapes and the shapes of one row.
 
         Returns:
             The bytes of its output tensors.
@@ -469,8 +469,8 @@ class Engine:
     def _failed(self, error: ModelFailed) -> None:
         """Handle a failure of the session: pause until the model runs again.
 
-        A failed allocation may be that of one large request: the model stays ready if it still runs
-        the example of the warm-up.
+        A failed allocation may be caused by one large request: the model stays ready if it still
+        runs the warm-up example.
         """
         if self._recovering is None or self._recovering.done():
             if not isinstance(error, OutOfMemory):

@@ -39,12 +39,12 @@ NOT_BATCH_INVARIANT = (
 )
 
 MAX_LOADS = 8
-"""Loads that run or wait; more are refused. One runs at a time: each reads all files of its model,
-and holds its weights beside those that are served."""
+"""Maximum number of running and waiting loads. They run one at a time, because each reads all files
+of its model and needs memory for its weights beside the served ones."""
 
 log = logging.getLogger("attnserve")
 audit = logging.getLogger("attnserve.audit")
-"""Who loaded and unloaded what: lines of a request name its client and key."""
+"""Audit log of loads and unloads; lines of a request contain its client and key."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,7 @@ class Repository:
     def abandon(self) -> None:
         """Refuse all open requests."""
         for engine in self.engines():
-            engine.refuse_all(
-                NotReady("the server was told to stop at once", "try another server, or later")
-            )
+            engine.refuse_all(NotReady("the server is stopping", "try another server, or later"))
 
     def engines(self) -> list[Engine]:
         """All loaded engines, sorted by name and version."""
@@ -166,7 +164,7 @@ class Repository:
         )
 
     def runs(self, engine: Engine) -> bool:
-        """Whether ``engine`` runs in every process that may serve its requests."""
+        """Whether ``engine`` runs in every process that serves its requests."""
         return self._why_not_ready(engine) is None
 
     def _why_not_ready(self, engine: Engine) -> str | None:
@@ -205,15 +203,15 @@ class Repository:
         """Load every model.
 
         Raises:
-            AttnserveError: No model could be loaded; the error of the first one. Or the original
-                of ``settings.shadow`` could not, or fits none of the models.
+            AttnserveError: No model could be loaded; the error of the first one. Also raised if the
+                original of ``settings.shadow`` could not be loaded, or fits none of the models.
         """
         if self._started:
             return
         self.draining = False
         names = await asyncio.to_thread(self._find)
         if unknown := set(self.settings.model_limits) - names.keys():
-            log.warning("model_limits: no model is called %s", ", ".join(sorted(unknown)))
+            log.warning("model_limits: unknown model %s", ", ".join(sorted(unknown)))
         first: AttnserveError | None = None
         for name in sorted(names):
             try:
@@ -375,7 +373,7 @@ class Repository:
             )
         except AttnserveError:
             raise
-        except Exception as error:  # one model must not stop the others
+        except Exception as error:  # a failure of one model must not affect the others
             log.exception("%s version %s cannot be loaded", name, version)
             raise NotReady(
                 f"{name} cannot be loaded: {type(error).__name__}",
@@ -388,7 +386,7 @@ class Repository:
         return self._serve(name, version, place, loaded)
 
     def _serve(self, name: str, version: str, place: Place, loaded: LoadedModel) -> Engine:
-        """The engine of a loaded model, which is replaced when its operators are fused."""
+        """Create the engine of a loaded model; it is replaced after a fusion in the background."""
 
         def reload() -> Model:
             again = self._load(name, version, place)
@@ -414,7 +412,7 @@ class Repository:
         return engine
 
     async def _serve_fused(self, engine: Engine, place: Place, fusion: Future[CheckResult]) -> None:
-        """Replace an engine by that of the fused model, once there is one."""
+        """Replace an engine by the engine of the fused model, after the fusion."""
         name, version = engine.name, engine.version
         checked = await asyncio.wrap_future(fusion)
         async with self._alone(), self._changing:
@@ -434,7 +432,7 @@ class Repository:
             if loaded.identity != engine.content:  # the files were replaced
                 await asyncio.to_thread(loaded.model.close)
                 return
-            if loaded.fusion is not None:  # its result could not be stored: do not try for ever
+            if loaded.fusion is not None:  # its result could not be stored: do not retry forever
                 why = "the result of the load check could not be stored"
                 engine.model.operators = {"rewritten": False, "why": why}
                 await asyncio.to_thread(loaded.model.close)
@@ -444,7 +442,7 @@ class Repository:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncGenerator[None]:
-        """Wait until no other worker replaces models on its own."""
+        """Wait until no other worker replaces fused models."""
         yield
 
     def _load(
@@ -456,7 +454,7 @@ class Repository:
         *,
         is_fused: bool = False,
     ) -> LoadedModel | None:
-        """The model; None if it is served as it is, see ``load_checked``.
+        """Load the model; None if the served one is current, see ``load_checked``.
 
         Raises:
             InvalidModel: It cannot be loaded, or changed during loading.
@@ -485,7 +483,7 @@ class Repository:
         return loaded
 
     def _shown(self, operators: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A report of operators without the folders of this server: clients see it."""
+        """A report of operators without paths of this server, because clients see it."""
         why = operators.get("why")
         return {**operators, "why": hide_folders(why, self.settings.model)} if why else operators
 
@@ -507,7 +505,7 @@ class Repository:
 
         Raises:
             InvalidModel: The file or folder does not exist or cannot be read.
-            NotReady: It could be read when the server started.
+            NotReady: The path was readable when the server started, and is not now.
         """
         try:
             found = find_models(self.settings.model, must_exist=self._started)

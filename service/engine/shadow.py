@@ -1,9 +1,9 @@
-"""What happens with a share of the requests after their answers.
+"""Compare a sample of served requests with the original model, and collect sample texts.
 
-``Shadow`` compares one row of a share of the requests with the original model, in a child process
-(``attnserve.serving.comparison_process``). With several workers, only worker 0 has a child: the
-others hand their rows over as files. ``Shadow`` also writes the sample of texts. Nothing here
-affects an answer: failures are logged and counted.
+``Shadow`` compares one row of each sampled request with the original model, in a child process
+(``attnserve.serving.comparison_process``). With several workers, only worker 0 has a child; the
+others pass their rows to it as files. ``Shadow`` also writes the sample of texts. Failures are
+logged and counted; they never affect an answer.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from service.settings import Settings
 T = TypeVar("T")
 
 MAX_PENDING = 8
-"""Rows that wait for an empty queue or for the child; further ones are skipped."""
+"""Maximum number of rows that wait for an empty queue or for the child; others are skipped."""
 
 MAX_LINES = 1000
-"""Texts that wait to be written; further ones are dropped."""
+"""Maximum number of texts that wait to be written; others are dropped."""
 
 MAX_FILES = 64
-"""Rows of other workers that wait for worker 0."""
+"""Maximum number of rows of other workers that wait for worker 0."""
 
 IDLE_POLL_S = 0.1
 
 FollowUp = Callable[[], Awaitable[None]]
-"""Called after the answer was sent."""
+"""Callback after the answer was sent."""
 
 log = logging.getLogger("attnserve")
 
@@ -66,7 +66,7 @@ class Shadow:
     """The follow-up of answered requests.
 
     Args:
-        settings: ``shadow``, ``shadow_rate``, and those of the sample of texts.
+        settings: ``shadow``, ``shadow_rate``, and the settings of the sample of texts.
         metrics: Receives the counts; ``metrics.quality`` is set to the reports of this object.
         engines: The loaded engines.
         folder: The folder that several workers share.
@@ -105,7 +105,7 @@ class Shadow:
         metrics.quality = self.reports
 
     async def start(self) -> None:
-        """Load the original, and check that it is that of the served models.
+        """Load the original, and check that the served models were made from it.
 
         Raises:
             InvalidModel: The original cannot be loaded, or fits none of the models.
@@ -114,7 +114,7 @@ class Shadow:
             await self._in_thread(self._original.start)
 
     def close(self) -> None:
-        """End the child and drop what is pending."""
+        """End the child and drop pending rows and texts."""
         self._can_compare = False  # a comparison that ends here is no failure to log
         for task in self._pending:
             task.cancel()
@@ -146,11 +146,11 @@ class Shadow:
         result: RequestResult,
         texts: Sequence[object] = (),
     ) -> FollowUp | None:
-        """What to do after the answer; None for most requests.
+        """Create the callback after the answer; None for most requests.
 
         Args:
-            names: Of the outputs.
-            result: Of each row: its outputs, or the vector of a text.
+            names: Names of the outputs.
+            result: For each row its outputs, or the vector of a text.
             texts: The texts of the request.
         """
         chosen = [] if self._texts is None else self._texts.choose(texts)
@@ -186,7 +186,7 @@ class Shadow:
         return self._samplers[engine].is_next()
 
     def collect(self) -> None:
-        """Take over the rows of other workers; worker 0 calls this once a second."""
+        """Collect the rows of other workers; worker 0 calls this once a second."""
         if self._original is None or self._folder is None:
             return
         free = max(MAX_PENDING - len(self._pending), 0)
@@ -210,7 +210,7 @@ class Shadow:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
     async def _when_idle(self, sample: ServedRow) -> None:
-        """Hand over a row once no row waits in a queue."""
+        """Compare a row as soon as no row waits in a queue."""
         while any(engine.waiting for engine in self._engines()):
             await asyncio.sleep(IDLE_POLL_S)
         work = self._compare if self._is_first else self._send
@@ -271,9 +271,10 @@ def _warn(error: AttnserveError) -> None:
 def _log_change(key: Version, report: Mapping[str, Any]) -> None:
     if report["broken"]:
         log.warning(
-            "%s version %s breaks its promise: %s %.4f on the last %d compared rows, promised %.4f;"
-            " calibrate on texts like these (ATTNSERVE_SAMPLE_TEXTS), or serve the original",
+            "%s version %s violates its quality guarantee: %s %.4f on the last %d compared rows,"
+            " guaranteed %.4f; calibrate on texts like these (ATTNSERVE_SAMPLE_TEXTS), or serve the"
+            " original",
             *key, report["measure"], report["value"], report["rows"], report["promise"],
         )  # fmt: skip
     else:
-        log.info("%s version %s keeps its promise again", *key)
+        log.info("%s version %s meets its quality guarantee again", *key)

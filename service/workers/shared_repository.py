@@ -1,4 +1,4 @@
-"""The model repository of one worker, kept equal to those of the other workers.
+"""Model repository of one worker, synchronized with the other workers.
 
 The worker that receives a load or unload request applies it, writes the target state (checksums of
 the model files), and answers once all serving workers have reached it. The others follow within
@@ -67,7 +67,8 @@ class SharedRepository(Repository):
     def ready(self) -> bool:
         """Whether at least half of the workers are ready; until all have served once, False.
 
-        One that cannot follow a load, or is being replaced, must not take the others away.
+        A single worker that cannot follow a load, or is being replaced, must not make the server
+        not ready.
         """
         able = self._ready_here + sum(peer.ready for peer in self._peers())
         return self._state.complete and 2 * able >= self._state.workers
@@ -85,7 +86,7 @@ class SharedRepository(Repository):
     # -- load and unload --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the target state. Worker 0 defines it by loading what it finds on disk.
+        """Load the target state. Worker 0 defines it by loading the models on disk.
 
         The other workers wait for worker 0, so that an invalid model is reported once.
 
@@ -172,7 +173,7 @@ class SharedRepository(Repository):
     # -- internal ---------------------------------------------------------------------------------
 
     def _require_models(self) -> None:
-        """Raise the error of a model if none is loaded: one of several must not stop the others."""
+        """Raise the error of a model if none is loaded; otherwise the others are served."""
         if self._error is not None and not self._engines:
             raise self._error
 
@@ -204,7 +205,7 @@ class SharedRepository(Repository):
             await asyncio.sleep(TICK_S)
 
     def _collect(self) -> None:
-        """Take over the rows to compare; a failure must not end the loop that follows loads."""
+        """Collect the rows to compare; failures must not end the loop that follows loads."""
         try:
             self.shadow.collect()
         except Exception:
@@ -235,7 +236,7 @@ class SharedRepository(Repository):
     async def _apply(self, target: TargetState) -> None:
         """Load and unload models until they equal ``target``; store one error.
 
-        An error that a restart may mend comes before one of a file.
+        An error that a restart may fix has precedence over an error of a file.
         """
         first: AttnserveError | None = None
         for name, model in target.models.items():
@@ -272,7 +273,7 @@ class SharedRepository(Repository):
         self._failures[name] = dict(target.failures)
 
     def _set_target(self, *names: str) -> int:
-        """Make what is loaded here under ``names`` the target of all workers.
+        """Set the versions of ``names`` that are loaded here as the target of all workers.
 
         The caller holds the lock.
 

@@ -62,7 +62,7 @@ class Status:
     Attributes:
         serving: It accepts connections and has loaded the target state.
         ready: It has reached the target state, and all its models can run.
-        generation: Of the target state that it last tried to reach.
+        generation: Generation of the target state that it last tried to reach.
         error: Why it could not reach that state, or could not start.
         models: State of each loaded version.
     """
@@ -98,7 +98,7 @@ class SharedState:
 
     @property
     def complete(self) -> bool:
-        """Whether all workers have served: later, readiness needs only those that are alive."""
+        """Whether all workers have served; from then on, readiness requires only live workers."""
         return (self.path / "complete").exists()
 
     def touch(self) -> None:
@@ -150,7 +150,7 @@ class SharedState:
         self._write(f"worker-{status.worker}.json", status)
 
     def remove_status(self, worker: int) -> None:
-        """Forget a worker that has exited."""
+        """Remove the status of a worker that has exited."""
         (self.path / f"worker-{worker}.json").unlink(missing_ok=True)
 
     # -- the last minute --------------------------------------------------------------------------

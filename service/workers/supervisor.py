@@ -60,7 +60,7 @@ HANG_S = 60.0
 sleep of a suspended machine does not count."""
 
 IMPORT_S = 120.0
-"""So is one that sends no first heartbeat for this time: it imports the program."""
+"""Time limit of the first heartbeat of a worker, which imports the program before."""
 
 TOUCH_S = 3600.0
 """The files of the shared folder are touched this often: cleaners of temporary folders remove those
@@ -103,7 +103,7 @@ class _Worker:
         return f"worker {self.number} (process {self.process.pid})"
 
     def has_beaten(self) -> bool:
-        """Whether it has sent heartbeats since the last call."""
+        """Whether the worker has sent heartbeats since the last call."""
         try:
             return bool(self.pipe.recv(4096))
         except (BlockingIOError, ConnectionResetError):
@@ -220,7 +220,7 @@ class _Supervisor:
         return sum(worker.serving_since is not None for worker in self._workers.values())
 
     async def _wait(self, worker: _Worker) -> None:
-        """Wait until a worker exits, and kill it if it hangs or never comes to serve."""
+        """Wait until a worker exits, and kill it if it hangs or does not start to serve."""
         silent_s, starting_s, is_up = 0.0, 0.0, False
         while worker.process.poll() is None:
             await asyncio.sleep(POLL_S)
@@ -237,7 +237,7 @@ class _Supervisor:
                 if status is not None and status.serving:
                     worker.serving_since = monotonic()
                     self._on_serving(worker)
-                elif self._state.complete:  # what it must load was loaded before
+                elif self._state.complete:  # its models were loaded before
                     starting_s += POLL_S
                     if starting_s > self._settings.probe_timeout_s:
                         worker.kill("does not come to serve")

@@ -1,8 +1,8 @@
 """Entry point of one worker process, started by the supervisor.
 
-Standard input is a socket of the supervisor. The worker reads its task from it, a pickle, and
-sends heartbeats, which need no file, so that a full disk does not count as a hang. If they cannot
-be sent, the supervisor has exited, and the worker drains and exits too.
+Standard input is a socket of the supervisor. The worker reads its task (a pickle) from it and sends
+heartbeats, which need no file, so that a full disk does not count as a hang. If they cannot be
+sent, the supervisor has exited, and the worker drains and exits too.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def test_optimize_collab_cache_option_warns(
 ):
     new = tmp_path / "new.onnx"
     assert main(["optimize", str(gpt2), "-o", str(new), "--collab-dk", "24", "--collab-cache"]) == 0
-    assert "this model reads only caches that it made itself" in " ".join(
+    assert "this model can read only caches that it wrote" in " ".join(
         capsys.readouterr().err.split()
     )
     assert main(["verify", str(gpt2), str(new), "--min-cosine", "0.999"]) == 0

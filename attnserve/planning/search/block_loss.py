@@ -68,9 +68,9 @@ class Losses(NamedTuple):
     """Losses at the output of the model.
 
     Attributes:
-        curves: By the key of each group that can be reduced.
+        curves: Loss curves by the key of each group that can be reduced.
         pairs: Pairs with their losses.
-        conversion: By the key of each group, the loss if it alone is converted to int8 or int4.
+        conversion: Loss of converting only this group to int8 or int4, by the key of each group.
     """
 
     curves: dict[str, LossCurve]
@@ -92,7 +92,7 @@ def loss_curves(
 
     Args:
         changes: Other changes to measure, by the key of a group.
-        pairs: Pairs to measure; those that are not faster are left out.
+        pairs: Pairs to measure; pairs that are not faster are skipped.
         new_meter: See ``LossEstimator``.
 
     Raises:
@@ -172,7 +172,7 @@ class _ChangeLosses:
 
     @property
     def silent(self) -> RunContext:
-        """The context of a step whose own progress is not reported."""
+        """A context that reports no progress."""
         return replace(self.context, progress=ignore_progress)
 
     @cached_property
@@ -263,7 +263,7 @@ class _ChangeLosses:
 
 
 class _Prefix:
-    """Values in front of one attention block at a time, cheapest in the order of execution."""
+    """Cache of the values in front of one attention block; cheapest in the order of execution."""
 
     def __init__(self, model: ir.Model, batches: Sequence[Batch], context: RunContext) -> None:
         self.model, self.batches, self.context = model, batches, context
@@ -274,9 +274,9 @@ class _Prefix:
         self._place, self._runner = -1, self._start()
 
     def before(self, name: str) -> list[dict[str, np.ndarray]]:
-        """By batch, what the block and all behind it read, by name; empty if nothing is known."""
+        """By batch, the values that the block and later nodes read, by name; empty without any."""
         place = self.places.get(name, -1)
-        if place < 0:  # the input of the model, or the body of another node
+        if place < 0:  # an input of the model, or a value of a body
             return []
         if place < self._place:
             self._runner = self._start()
@@ -292,7 +292,7 @@ class _Prefix:
 def _by_group(
     groups: Sequence[TiedBlocks], moments: Iterable[tuple[str, Moments]]
 ) -> Iterator[tuple[TiedBlocks, Moments]]:
-    """Add up the moments of tied blocks; each group is yielded when its last block is there."""
+    """Sum the moments of tied blocks; a group is yielded after its last block."""
     group_of = {name: group for group in groups for name in group.names}
     missing = {group: len(group.names) for group in groups}
     sums: dict[TiedBlocks, Moments] = {}

@@ -61,7 +61,7 @@ class BlockTimer:
 
     Attributes:
         feeds: Inputs of the model at each shape; the model should be fast at the first ``target``.
-        precision: Of the model, after all rewrites.
+        precision: Precision of the model after all rewrites.
     """
 
     model: ir.Model
@@ -144,7 +144,7 @@ class BlockTimer:
         return best
 
     def _saved_by(self, form: RewritePass, cuts: Sequence[Cut]) -> np.ndarray:
-        """Milliseconds that one form of all residual additions saves, by shape."""
+        """Milliseconds saved by one form of all residual additions, by shape."""
         saved: list[np.ndarray] = []
         known: dict[str, np.ndarray] = {}
         for part in self._cut_out(self.model, cuts):
@@ -167,7 +167,7 @@ class BlockTimer:
         """Time the implementations of a block, then its configurations in the fastest one.
 
         Args:
-            whole: Leave out the configurations, because nothing can be removed.
+            whole: Skip the configurations, because nothing can be removed.
         """
         original = self._converted(part)
         written: dict[Implementation, Part] = {}
@@ -217,7 +217,7 @@ class BlockTimer:
     def _time_pair(
         self, source: TiedBlocks, reader: TiedBlocks, now: tuple[BlockLatency, BlockLatency]
     ) -> tuple[dict[int, tuple[float, ...]], float]:
-        """Times of both blocks by the number of kept heads, and what reuse saves with all heads.
+        """Times of both blocks by the number of kept heads, and the time saved with all heads.
 
         There are no times if reuse is impossible.
         """

@@ -32,12 +32,12 @@ __all__ = ["CandidateSet", "Picked"]
 
 @dataclass(frozen=True, eq=False)
 class Picked:
-    """The option of one unit in a choice.
+    """The selected option of one unit.
 
     Attributes:
-        pair: Set if the unit is a pair whose second attention may reuse the first one's heads.
+        pair: The pair, if the second attention of the unit may reuse heads of the first; else None.
         options: All options of the unit, by rising loss.
-        index: The picked one.
+        index: Index of the selected option.
     """
 
     unit: ChoiceUnit
@@ -51,7 +51,7 @@ class Picked:
 
     @property
     def reuses(self) -> bool:
-        """Whether the second attention takes the probabilities of the first."""
+        """Whether the second attention reuses the probabilities of the first."""
         return any(config.source is not None for config in self.configs)
 
     def is_float(self, group: TiedBlocks) -> bool:
@@ -72,7 +72,7 @@ class CandidateSet:
         units: The groups that are chosen together, with their pair if they are one.
         options: The options of each unit.
         front: The choices that no other choice beats in both loss and time, by rising loss.
-        nothing_removed: Those of them among choices that remove nothing: fused operators, and the
+        nothing_removed: The Pareto front of choices without removal: fused operators, and the
             precision of each block.
     """
 
@@ -86,7 +86,7 @@ class CandidateSet:
 
     @classmethod
     def of(cls, timing: ModelTiming, losses: Losses) -> CandidateSet:
-        """Combine latencies and losses."""
+        """Build the candidate set from latencies and losses."""
         units = units_of(timing.groups, losses.pairs)
         estimates = Estimates(
             timing.blocks, losses.curves, timing.target, timing.in_float, losses.conversion
@@ -122,7 +122,7 @@ class CandidateSet:
             yield Picked(unit, pair, options, index)
 
     def plan(self, choice: Choice, precision: Precision) -> Plan:
-        """The passes that turn the model into a choice."""
+        """Build the plan of a choice."""
         passes, in_float = list[RewritePass](), list[str]()
         masks: dict[str, list[int]] = {}
         edges: dict[str, dict[int, tuple[str, int]]] = {}

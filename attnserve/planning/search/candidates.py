@@ -1,4 +1,4 @@
-"""Candidates of each block: its configurations, their latencies, their losses and the options.
+"""Candidates of each block: configurations with latencies and losses.
 
 ``block_timing`` measures the latencies, ``block_loss`` the losses at the output of the model.
 """
@@ -60,7 +60,7 @@ MAX_CONFIGS = 24
 block, that are timed."""
 
 SHARED_FRACTION = 2 / 3
-"""The shared dimensions of collaborative heads, relative to those of separate heads."""
+"""Number of shared dimensions of collaborative heads, relative to separate heads."""
 
 SHARED_GAIN = 1.03
 """The least speed-up of shared over separate dimensions at which their loss is measured: less is
@@ -71,7 +71,7 @@ NOT_ALLOWED = Refusal("not_allowed", "neurons are kept unless `allow` names ffn"
 
 
 class BlockConfig(NamedTuple):
-    """What remains of a block.
+    """Configuration of a block after a rewrite.
 
     Attributes:
         kept: Heads or neurons; 0 replaces an attention by an affine map.
@@ -89,7 +89,7 @@ class BlockConfig(NamedTuple):
 
     @property
     def needs_plain_operators(self) -> bool:
-        """Whether no fused operator can implement it."""
+        """Whether only plain operators can implement the configuration."""
         return not self.kept or self.rank is not None or self.source is not None
 
     def of(self, kept: int) -> BlockConfig:
@@ -136,8 +136,8 @@ class BlockLatency:
     """Milliseconds of one block at each shape.
 
     Attributes:
-        original: As exported.
-        implementation: The fastest one.
+        original: Latency as exported.
+        implementation: The fastest implementation.
         configs: The latencies of each configuration in that implementation.
         implementations: The latencies of the whole block in each other implementation.
     """
@@ -154,8 +154,8 @@ class ReusePair:
 
     Attributes:
         times: Milliseconds of both together at each shape, by the number of kept heads.
-        saved_ms: What reuse saves over the fastest implementations of both with all heads, as mean
-            over the target shapes; negative if reuse is slower.
+        saved_ms: Time that reuse saves over the fastest implementations of both blocks with all
+            heads, mean over the target shapes; negative if reuse is slower.
         heads: The source head of each head of the reader.
         loss: The loss at the model's output if all heads of the reader reuse probabilities.
     """
@@ -210,8 +210,8 @@ class LossCurve:
     Attributes:
         order: Heads or neurons in the order of their removal.
         own_loss: The lost share of the block's own output after n removals, n = 0 .. count.
-        gone, loss: Numbers of removals that were measured, and the loss at the model's output.
-        changed: The losses of other changes: of all heads, or of the removed attention.
+        gone, loss: Measured numbers of removals, and the loss at the model's output for each.
+        changed: Losses of other changes: of all heads, or of the removed attention.
     """
 
     order: tuple[int, ...]
@@ -354,7 +354,7 @@ def apply_config(
     """Give one block of ``model`` a configuration, in place; its first heads or neurons are kept.
 
     Args:
-        moments: Of the tokens that the block sees, if queries and keys are truncated.
+        moments: Token moments of the block's input; needed if queries and keys are truncated.
 
     Raises:
         CannotRewrite: Some of its heads cannot be removed.
@@ -373,7 +373,7 @@ def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]
     """Let heads reuse the probabilities of others, in place, after pruning.
 
     Args:
-        edges: In the numbers of the kept heads.
+        edges: Reuse edges, in head numbers after pruning.
 
     Raises:
         CannotRewrite: See ``ReuseAttention``.
@@ -423,7 +423,7 @@ def units_of(
 
 @dataclass(frozen=True, eq=False)
 class Estimates:
-    """Everything that is known of the blocks of a model, from which options are made.
+    """Latencies and losses of the blocks of a model, from which options are built.
 
     Attributes:
         timed: Latencies in the precision of the goal, by block.
@@ -440,9 +440,9 @@ class Estimates:
     conversion: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def options(self, unit: ChoiceUnit, pair: ReusePair | None = None) -> list[Option]:
-        """The options of a unit that are at no shape slower than it is now, by rising loss.
+        """The options of a unit that are at no shape slower than the unit now, by increasing loss.
 
-        Those that remove nothing follow, where another option is faster and loses less.
+        Options without removal are included even if another option is faster and loses less.
         """
         found = self._fast(unit, pair)
         per_group = [[o for o in self._of_group(g) if o.removes_nothing((g,))] for g in unit]
@@ -507,7 +507,7 @@ def _joined(options: Sequence[Option]) -> Option:
 
 
 def _rising(options: Sequence[Option]) -> list[Option]:
-    """Sort options by loss, and drop those that are not faster than one with less loss."""
+    """Sort options by loss, and drop dominated ones."""
     ordered = sorted(options, key=lambda option: (option.loss, option.ms))
     rising = ordered[:1]
     for option in ordered[1:]:

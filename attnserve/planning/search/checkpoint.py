@@ -16,7 +16,7 @@ __all__ = ["Checkpoint"]
 
 
 class _Content(BaseModel):
-    """The file: losses (None until they are measured), and (loss, cosine) by digest of a plan."""
+    """File content: losses (None until measured), and (loss, cosine) by digest of a plan."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 

@@ -14,7 +14,7 @@ from attnserve.planning.search.pareto import Choice
 __all__ = ["explain", "front_points"]
 
 MAX_POINTS = 50
-"""The number of points of the front that plan.json lists, besides those that were built."""
+"""Number of points of the front that plan.json lists, besides built ones."""
 
 
 def front_points(
@@ -23,7 +23,7 @@ def front_points(
     """Points of the front, evenly by their index, and all that were built.
 
     Args:
-        measured: (loss, cosine) of the built choices, by their picks.
+        measured: (loss, cosine) of the built choices, by their option indices.
     """
     front = candidates.front
     indices = np.linspace(0, len(front) - 1, min(len(front), MAX_POINTS)).round().astype(int)
@@ -44,7 +44,7 @@ def front_points(
 
 
 def explain(candidates: CandidateSet, choice: Choice) -> list[Decision]:
-    """What each block becomes in a choice, and why, in order of execution."""
+    """The decision for each block in a choice, with the reason, in order of execution."""
     timing, found = candidates.timing, list[Decision]()
     for picked in candidates.picked(choice):
         for group, config in picked:

@@ -18,34 +18,34 @@ MAX_BUILDS = 6
 """The number of choices that are built besides the first and the last."""
 
 TIGHT = 0.9
-"""The share of the allowed loss from which on it counts as used up."""
+"""Share of the allowed loss from which the search stops refining."""
 
 NEAR = 1.01
-"""Choices whose predicted speeds differ by less are not both built."""
+"""Minimum relative difference of predicted speeds between two builds."""
 
 FIRST_GUESS = {"score": 4.0}
-"""A first guess of the ratio of the predicted loss, 1 - R^2 or a share of KL, to that of the
-measure; 1 for others. The first build replaces it."""
+"""Initial ratio of the predicted loss (1 - R^2 or a share of KL) to the loss of the measure; 1 for
+other measures. The first build replaces it."""
 
 SQUARED = frozenset({"top1"})
-"""Measures whose squared loss grows with the predicted loss: tokens change their rank when logits
-move, and independent moves add up in squares."""
+"""Measures whose squared loss is proportional to the predicted loss: token ranks change when logits
+change, and independent changes add up in squares."""
 
 SAME_MS = 1.02
-"""Choices whose predicted times differ by less may be as fast as one another."""
+"""Predicted time difference below which two choices may be equally fast."""
 
 CAREFUL = 0.8
-"""The share of the allowed loss that is aimed at after a proof failed."""
+"""Target share of the allowed loss after a failed verification."""
 
 INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
-"""Where the next choice is aimed at, relative to the estimate; below 1 to stay within bounds."""
+"""Target of the next choice relative to the estimate; below 1 to stay within bounds."""
 
 
 @dataclass(frozen=True, eq=False)
 class FrontSearch:
     """A bisection of the front that interpolates between measured choices.
 
-    The measured loss and speed rise along the front nearly as the predicted ones do.
+    Measured loss and speed are nearly monotonic along the predicted front.
     """
 
     goal: Goal
@@ -53,7 +53,7 @@ class FrontSearch:
     judge: Judge
 
     def run(self) -> Built | None:
-        """The built choice that meets the goal; None if even lossless rewrites lose too much.
+        """Search for a choice that meets the goal; None if even lossless rewrites lose too much.
 
         Raises:
             CheckFailed: The precision alone loses too much, or the speed-up is out of reach.
@@ -64,13 +64,13 @@ class FrontSearch:
         return self.fastest(self.goal.keep)
 
     def fastest(self, keep: float) -> Built | None:
-        """The fastest choice that keeps enough."""
+        """The fastest choice that meets the quality target."""
         front = self.candidates.front
         lossless = self.judge.build(front[0])  # fused operators, and the precision
         measure, allowed = self.measure(lossless), 1 - keep
         if (constant := self._constant(lossless)) >= keep:
             raise CheckFailed(
-                f"`keep` is {keep}, and a model that always returns the same keeps {constant:.3f} "
+                f"`keep` is {keep}, and a constant predictor keeps {constant:.3f} "
                 f"by the measure {measure}",
                 "choose another `measure`, or a higher `keep`",
                 code="search.constant",
@@ -89,7 +89,7 @@ class FrontSearch:
         power = 2 if measure in SQUARED else 1
         limit, start = allowed**power, lossless.loss**power
         measured = {0: start}
-        low, high = 0, len(front)  # the last that keeps enough, the first that does not
+        low, high = 0, len(front)  # the last within the limit, the first above it
         guess = (limit - start) * FIRST_GUESS.get(measure, 1.0)
         for _ in range(MAX_BUILDS):
             index = min(max(self.index_of(guess), low + 1), high - 1)
@@ -135,10 +135,10 @@ class FrontSearch:
         return front, front.least_loss(speedup) if reaches else None
 
     def more_careful(self, built: Built, loss: float, keep: float) -> Built:
-        """A choice with less predicted loss, after a proof measured too much for another one.
+        """A choice with less predicted loss, after the verification of another choice failed.
 
-        Its loss is estimated by the mean of what the proof and the choice measured: a failed proof
-        alone is too pessimistic, as it failed in part by chance.
+        Its loss is estimated from the mean of both measurements of the failed choice, because a
+        failed verification alone is biased: it failed partly by chance.
         """
         front, allowed = self.candidates.front, 1 - keep
         estimate = max((built.loss + loss) / 2, allowed)
@@ -146,7 +146,7 @@ class FrontSearch:
         return self.judge.build(front[max(index, 0)])
 
     def measure(self, built: Built) -> str:
-        """The measure of a built choice whose loss is the largest."""
+        """The measure with the largest loss of a built choice."""
         quality = built.fidelity.quality
         return "score" if self.goal.measure == "score" or quality is None else quality.measure
 
@@ -191,7 +191,7 @@ class FrontSearch:
         return self.candidates.predicted_ms(self.candidates.front[index])
 
     def _is_near(self, low: int, high: int) -> bool:
-        """Whether two choices are so close that nothing between them is worth a build."""
+        """Whether two choices are so close that no choice between them is worth a build."""
         if high == len(self.candidates.front):
             return False
         return self._predicted_ms(low) < NEAR * self._predicted_ms(high)

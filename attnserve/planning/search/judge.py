@@ -36,10 +36,10 @@ from graph_passes.errors import CannotRewrite
 __all__ = ["ROUNDING", "Built", "Judge", "new_state", "refusal", "score_model"]
 
 PAIR_SECONDS = 8.0
-"""Approximate time in which two models are compared, which decides whether one is written."""
+"""Approximate time of a comparison that decides whether a model is written."""
 
 ROUNDING = 1e-4
-"""A loss below this comes from rounding."""
+"""Losses below this are rounding errors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +48,8 @@ class Built:
 
     Attributes:
         state: The model after the steps of the plan.
-        fidelity, share, loss: On the data that the search looks at; ``loss`` is the largest of the
-            losses that the goal limits, at their lower bounds.
+        fidelity, share, loss: Results on the data to choose; ``loss`` is the largest of the losses
+            that the goal limits, at their confidence bounds.
     """
 
     choice: Choice
@@ -61,15 +61,15 @@ class Built:
 
     @property
     def model(self) -> ir.Model:
-        """In the precision of the plan."""
+        """The model in the precision of the plan."""
         return self.state.result
 
 
 class Judge:
     """Builds choices and measures them on data to choose.
 
-    The latest build, the latest that keeps enough, and the latest that removes nothing are held:
-    the search ends with one of them.
+    The latest build, the latest that meets the target, and the latest without removal are kept in
+    memory, because the search ends with one of them.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Judge:
         self._held: dict[str, Built] = {}
 
     def loss(self, choice: Choice) -> float:
-        """The measured loss of a choice; it is built unless the checkpoint knows its loss."""
+        """The measured loss of a choice, from the checkpoint or by building it."""
         known = self.checkpoint.build(digest(self._plan(choice).to_json()))
         if known is not None:
             self.measured[choice.picks] = known
@@ -139,7 +139,7 @@ class Judge:
         return Built(choice, plan, state, found.fidelity, found.share, loss)
 
     def prove(self, built: Built, part: int) -> Proof:
-        """Measure a built choice on the first or second part of the data for a proof."""
+        """Verify a built choice on the first or second verification part."""
         parts = [batches for batches in self.given.data.prove if batches]
         batches = parts[min(part, len(parts) - 1)]
         context = replace(self.given.context, threads=0).labeled("prove")
@@ -148,7 +148,7 @@ class Judge:
     def prove_on_all(self, built: Built) -> Proof:
         """Measure a built choice on all data that was held out, by its bounds.
 
-        All of it was looked at before, but by choices with more loss.
+        All of this data was used before, but only for choices with more loss.
         """
         data, context = self.given.data, replace(self.given.context, threads=0).labeled("prove")
         batches = [*data.choose, *(batch for part in data.prove for batch in part)]
@@ -192,10 +192,10 @@ class Judge:
         ]
 
     def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
-        """The speed-up of one built model over another one at the requested lengths, in turns.
+        """The speed-up of one built model over another at the requested lengths (interleaved runs).
 
         Raises:
-            CannotRewrite: They do not run beside each other, for example without memory.
+            CannotRewrite: The two models cannot run side by side, for example for lack of memory.
         """
         given = self.given
         feeds = example_feeds(given.model, given.workloads, given.context.seed)
@@ -246,7 +246,7 @@ class Judge:
         return Proof(fidelity, share, max(losses, default=0.0))
 
     def _bounded_loss(self, proof: Proof) -> float:
-        """The largest of the losses that the goal limits, at their lower bounds."""
+        """The largest of the losses that the goal limits, at their confidence bounds."""
         limited = self.given.goal.measure != "score"
         losses = [q.loss for q in proof.fidelity.qualities if limited]
         if proof.share is not None:
@@ -258,14 +258,14 @@ class Judge:
 
 
 def new_state(given: SearchInput, model: ir.Model, context: RunContext, key: str = "") -> State:
-    """The state before any step, for a copy of the original or a rewritten model."""
+    """Create the state of a plan for a copy of the original, or for a rewritten model."""
     return State(
         model, context, given.model, given.artifact, given.data, counted=given.counted, key=key
     )
 
 
 def refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
-    """Why a plan is not worth returning; empty if it is."""
+    """The reason against returning a plan; empty if there is none."""
     is_lossy = bool(plan.changed) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
         return "no candidate of any block is faster within the allowed loss"

@@ -1,4 +1,4 @@
-"""Limits that the planner and the lossless fusion share."""
+"""Limits shared by the search and lossless operator fusion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = [
 ]
 
 MULTIPLE = 8
-"""The number of remaining neurons is a multiple of this, the floats of a vector register."""
+"""Remaining neurons are a multiple of this, the number of floats in a vector register."""
 
 MIN_SPEEDUP = 0.97
 """The lowest accepted speed-up of a whole model at any timed length."""
@@ -22,11 +22,11 @@ MAX_BLOCK_SLOWDOWN = 1.03
 whole model above ``MIN_SPEEDUP``."""
 
 MIN_GAIN = 1.01
-"""The lowest mean speed-up for which a lossy model is worth its loss."""
+"""Minimum mean speed-up of a lossy model."""
 
 MIN_REMOVAL_GAIN = 1.03
-"""The lowest speed-up over the fused original in the same precision for which something is removed,
-at the lower end of its 95 % interval."""
+"""Minimum speed-up of a removal over the fused original in the same precision, at the lower end of
+its 95 % interval."""
 
 MIN_LOSSLESS_GAIN = 1.02
 """The lowest mean speed-up for which the service replaces a model by its fused form."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["LossEstimator", "Maps"]
 
 Maps = Mapping[str, tuple["Float[np.ndarray, 'N D']", "Float[np.ndarray, ' D']"]]
-"""By block, the weight and the bias of its last map."""
+"""Weight and bias of the last map of each block."""
 
 
 class LossEstimator:

@@ -34,14 +34,14 @@ class ModelTiming:
     """Measured latencies in milliseconds.
 
     Attributes:
-        workloads: Those that the model should be fast at, and two others.
-        target: How many of them the model should be fast at.
+        workloads: The timed workloads: the requested ones, and two others.
+        target: Number of requested workloads, which come first.
         blocks: The latencies of each block's implementations and configurations.
         in_float: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
         residual_fusion: The fastest form of residual additions; None for that of the model.
-        residual_fusion_ms: What it saves.
-        other_ms: The rest of the model, after residual fusion.
+        residual_fusion_ms: The time that it saves.
+        other_ms: Latency of the rest of the model, after residual fusion.
     """
 
     groups: Sequence[TiedBlocks]
@@ -65,7 +65,7 @@ class ModelTiming:
 
     @property
     def original_ms(self) -> float:
-        """The original model, as the sum of its parts."""
+        """Latency of the original model, as the sum of its parts."""
         blocks = sum(self.mean(latency.original) for latency in self._per_block())
         return self.other_ms + self.residual_fusion_ms + blocks
 
@@ -73,7 +73,7 @@ class ModelTiming:
         return [self.blocks[block] for group in self.groups for block in group.blocks]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The latencies of every block that differs from those before it."""
+        """The latencies of each distinct block."""
         rows: list[dict[str, Any]] = []
         seen: set[int] = set()
         for timed, group in product(filter(None, (self.blocks, self.in_float)), self.groups):

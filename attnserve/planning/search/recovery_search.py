@@ -1,10 +1,11 @@
-"""Search for faster choices whose loss training wins back (``attnserve.recovery``).
+"""Search for faster candidates that reach the target after training (``attnserve.recovery``).
 
 Each round builds a choice beyond the one that was found without training, trains it to give the
-outputs of the original, and measures it on the data to choose. The next round goes further along
-the front if enough was kept, and back if not. The fastest trained choice that keeps enough is
-proved on data that nothing has seen. The choice without training is the alternative; it was made
-before any proof, so that it may be proved on the same data.
+outputs of the original, and measures it on the data to choose. The next round moves to a faster
+choice if the target was reached, and to a slower one if not. The fastest trained choice that
+reaches the target is verified on unused held-out data. If it fails, the next one is verified on
+other data. The fallback is the choice without training, which was selected before any verification,
+so that the same data can be used for it.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ STEP = 2.0
 round takes this many times the loss of the choice without training."""
 
 PROOFS = 2
-"""The parts of the data for proofs."""
+"""Number of verification parts."""
 
 
 class Trained(NamedTuple):
     """The result of a search with training.
 
     Attributes:
-        best: The proved choice; None if the one without training is the better.
-        proofs: All proofs of trained choices, in order.
+        best: The verified choice; None if the choice without training is better.
+        proofs: All verifications of trained choices, in order.
     """
 
     best: Built | None
@@ -62,7 +63,7 @@ class Trained(NamedTuple):
 
 
 def training_of(goal: Goal, minutes: float = 0.0) -> Train:
-    """The training that a search asks for; the score of a task cannot choose weights."""
+    """The training step of a search; a task score cannot select weights."""
     measure: Measure = "auto" if goal.measure == "score" else goal.measure
     return replace(TRAININGS[goal.training], minutes=minutes, measure=measure)
 
@@ -75,7 +76,7 @@ class RecoverySearch:
         key: The name of the search's checkpoint.
         seconds: The time left for training.
         rounds: The rounds so far.
-        found: The trained choices that keep enough, the fastest first.
+        found: The trained choices that reach the target, the fastest first.
     """
 
     given: SearchInput
@@ -88,12 +89,12 @@ class RecoverySearch:
     _trained: list[tuple[Train, str]] = field(default_factory=list[tuple[Train, str]])
 
     def run(self, plain: Built | None) -> Trained:
-        """Train choices that are faster than ``plain``, the one without training, and prove one.
+        """Train choices that are faster than ``plain``, the untrained one, and verify the best.
 
         Without ``keep``, the choice itself is trained. An error in a round ends the rounds.
         """
         if plain is None:
-            return self._no_gain("even lossless rewrites keep too little")
+            return self._no_gain("even lossless rewrites miss the target")
         problem = ""
         try:
             self._train_choices(plain)
@@ -104,7 +105,7 @@ class RecoverySearch:
         return self._proved(plain)
 
     def remove_checkpoints(self) -> None:
-        """Delete the weights from which an interrupted search continues."""
+        """Delete the training checkpoints of the search."""
         for training, key in self._trained:
             training.forget(key)
 
@@ -118,7 +119,7 @@ class RecoverySearch:
             return
         measure = self.front.measure(plain)
         power = 2 if measure in SQUARED else 1
-        low, high = front.index(plain.choice), len(front)  # keeps enough, keeps too little
+        low, high = front.index(plain.choice), len(front)  # reaches the target, misses it
         target = STEP * plain.choice.loss or FIRST_GUESS.get(measure, 1.0) * allowed
         for number in range(1, ROUNDS + 1):
             index = min(max(self.front.index_of(target), low + 1), high - 1)
@@ -136,7 +137,7 @@ class RecoverySearch:
             target = front[index].loss * float(np.clip(share, 1 / STEP, STEP))
 
     def _train(self, choice: Choice, number: int, allowed: float, seconds: float) -> Built:
-        """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
+        """Build and train a choice; add it to ``found`` if its loss is allowed."""
         built = self.judge.build(choice)
         context = replace(self.given.context, threads=0).labeled(f"round {number}")
         training = training_of(self.given.goal, seconds / 60)
@@ -167,7 +168,7 @@ class RecoverySearch:
         return self.front.candidates.predicted_ms(choice)
 
     def _proved(self, plain: Built) -> Trained:
-        """Prove the fastest trained choice, or else the next one, if it is faster than ``plain``.
+        """Verify the fastest trained choice, or else the next one, if it is faster than ``plain``.
 
         Without ``keep``, it must lose less than ``plain``.
         """
@@ -191,7 +192,7 @@ class RecoverySearch:
             proofs.append(judge.prove(built, len(proofs)))
             if proofs[-1].loss <= allowed:
                 return Trained(built, proofs, self._report(True, self._verdict(gain, without)))
-            reason = "a trained model kept too little on unseen data"
+            reason = "a trained model missed the target on held-out data"
         return self._no_gain(reason, proofs)
 
     def _verdict(self, gain: float, without: float) -> str:

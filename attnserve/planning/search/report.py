@@ -41,10 +41,10 @@ def mean_speedup(speeds: Sequence[Speed], lengths: Collection[int]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """The measurement of a built choice on data that no choice has seen.
+    """Verification of a built choice on held-out data that no selection used.
 
     Attributes:
-        share: The kept share of the task's score, if the goal has a task.
+        share: The kept share of the task score, if the goal has a task.
         loss: The largest of the losses that the goal limits, by their values.
     """
 
@@ -65,13 +65,13 @@ class Outcome:
     Attributes:
         rewrites: The plan; empty if the original is returned.
         gain: Whether the plan is worth applying.
-        fidelity, share: The proof: measured once, on data that no choice has seen; ``share`` is
-            that of the task's score, if the goal has a task.
-        speeds: Of the whole model, at all checked lengths.
-        chosen: The same comparison on the data that the search looked at.
-        proofs: Of choices like the returned one, in order; those before the last kept too little.
+        fidelity, share: The verification on held-out data that no selection used; ``share`` is the
+            kept share of the task score, if the goal has a task.
+        speeds: Speed of the whole model, at all checked lengths.
+        chosen: The same comparison on the data to choose.
+        proofs: All verifications, in order; all but the last missed the target.
         recovered: The rounds of training; None without training.
-        speed: What fusion, precision and removal gave; None if the original is returned.
+        speed: Speed-ups by fusion, precision and removal; None if the original is returned.
     """
 
     rewrites: Plan

@@ -4,17 +4,16 @@
 2. Loss: the loss of the model's output for each of them, on calibration data (``block_loss``); the
    losses of different blocks nearly add up.
 3. Candidates: the Pareto front of predicted time and loss (``candidate_set``).
-4. Judge: choices of the front are built, refitted, and measured on data to choose until the allowed
-   loss is used up (``front_search``). The whole model is then timed beside the original.
-5. Prove: the choice is measured once on data that nothing has seen. If it keeps too little there, a
-   more careful choice is proved on other data.
+4. Select: choices of the front are built, refitted, and measured on the data to choose until the
+   allowed loss is used up (``front_search``). The whole model is then timed beside the original.
+5. Verify: the choice is measured once on unused held-out data. If it misses the target, a choice
+   with less loss is verified on other data.
 
-With ``Goal.recover``, choices beyond the one that was found are trained before the proof
-(``recovery_search``).
+With ``Goal.recover``, faster choices are trained before the verification (``recovery_search``).
 
-A removal is kept only if it is measurably faster than the fused original in the same precision,
-which is returned otherwise. A model that is slower than the original at some length is not
-returned: the plan is then empty.
+A removal is kept only if it is significantly faster than the fused original in the same precision,
+which is returned otherwise. If the model is slower than the original at some length, the plan is
+empty.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ must not be slower at the shortest and the longest one."""
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """A report, and the model that it describes after all steps of its plan."""
+    """The report of a search, and the model after all steps of the plan."""
 
     report: PlanReport
     state: State
@@ -142,7 +141,7 @@ def search(
 def _recovered(
     given: SearchInput, front: FrontSearch, plain: Built | None, seconds: float
 ) -> SearchResult:
-    """The result with training, or without it if that is no better."""
+    """The result with training, or the result without it if training brings no gain."""
     recovery = RecoverySearch(given, front, front.judge, _key(given), seconds)
     best, proofs, report = recovery.run(plain)
     if best is None:
@@ -236,7 +235,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _key(given: SearchInput) -> str:
-    """The name of the checkpoint: equal for equal requests."""
+    """Key of the checkpoint; equal for equal requests."""
     artifact = given.artifact
     served = [artifact.pooling, artifact.dimensions, artifact.output, content_digest(given.data)]
     return digest(
@@ -286,11 +285,11 @@ def _estimate_losses(
 def _proved(
     goal: Goal, judge: Judge, front: FrontSearch, best: Built | None
 ) -> tuple[Built | None, list[Proof]]:
-    """A choice that keeps its promise on data that no choice has seen, and all proofs, in order.
+    """A choice that reaches the target on held-out data, and all verifications, in order.
 
-    If two choices fail, no such data is left: a third one is measured on all held-out data, by its
-    bounds, and if that fails too, one that loses nothing is returned. None if that fails because of
-    its precision.
+    If two choices fail, no unused data is left: a third one is measured on all held-out data, by
+    its confidence bounds. If that fails too, a lossless choice is returned; None if that fails
+    because of its precision.
     """
     if best is None:
         return None, []
@@ -313,7 +312,7 @@ def _proved(
 def _worth_removing(
     given: SearchInput, front: FrontSearch, best: Built, proofs: Sequence[Proof]
 ) -> tuple[Built, Sequence[Proof], str]:
-    """The best choice, or the one that removes nothing if it is about as fast; and the reason."""
+    """The best choice, or the choice without removal if it is about as fast; and the reason."""
     if not best.plan.changed:
         return best, proofs, ""
     plain, whole = front.nothing_removed()
@@ -349,11 +348,10 @@ def _result(
     if best is None:
         best = judge.build(judge.candidates.front[0])
         reason = (
-            f"the fastest choice that seemed to keep enough keeps {1 - proofs[-1].loss:.4f} of "
-            "unseen data, less than asked"
+            f"the best candidate reaches {1 - proofs[-1].loss:.4f} on held-out data, "
+            f"target {given.goal.keep:g}"
             if proofs
-            else f"written in the fastest operators the model keeps {1 - best.loss:.4f}, less than "
-            "asked"
+            else f"the lossless candidate reaches {1 - best.loss:.4f}, target {given.goal.keep:g}"
         )
         return _no_gain(given, judge, best, reason, [], recovered)
     speeds = judge.compare_speed(best.model, given.checked)

@@ -20,7 +20,7 @@ __all__ = ["SearchInput"]
 
 @dataclass(frozen=True, eq=False)
 class SearchInput:
-    """Everything that a search is given; no step changes it.
+    """Immutable input of a search.
 
     Attributes:
         workloads: Where the model should be fast.

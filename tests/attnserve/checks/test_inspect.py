@@ -25,7 +25,7 @@ named = pytest.mark.parametrize("export", EXPORTS, ids=lambda export: "-".join(m
 
 PASSES = ("collaborate", "prune_heads", "reuse_attention", "skip_attention")
 EVERY = dict.fromkeys(PASSES, True)
-FIRST = "no attention comes before it, whose probabilities it could take"
+FIRST = "it is the first attention block: there are no probabilities to reuse"
 
 
 @named

@@ -295,7 +295,7 @@ def test_analyze_other_exports_give_same_numbers(
     )
 
 
-ROPE = "captured variance of the weights only: rotary positions stand between"
+ROPE = "captured variance of the weights only: rotary positions are applied between"
 NORM = "no captured variance: q/k normalization is between"
 
 

@@ -115,7 +115,7 @@ def test_match_projection_permuted_axes_match(perm: tuple[int, ...]) -> None:
 
 def test_match_projection_tokens_last_without_axes_raises() -> None:
     text = PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [0, 2, 3, 1]")
-    with pytest.raises(MatchFailure, match="no whole sequences of 4"):
+    with pytest.raises(MatchFailure, match="not a multiple of the length 4"):
         projection(text)
 
 

@@ -105,7 +105,7 @@ def test_lowered_quality_is_found_with_the_rows_of_2000_requests(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ):
-    """The artifact promises 0.99 and has 0.95."""
+    """The artifact guarantees 0.99 and has 0.95."""
     client = start(lowered(tmp_path / "served", original, NOISE), shadow=original, shadow_rate=1)
     assert report(client) is None
     send(client, ROWS_OF_2000_REQUESTS, waits=True)
@@ -115,7 +115,7 @@ def test_lowered_quality_is_found_with_the_rows_of_2000_requests(
     assert values[f"attnserve_quality_broken {OF}"] == 1
     assert values[f"attnserve_quality_value {OF}"] == found["value"]
     assert values[f"attnserve_quality_upper {OF}"] < 0.99
-    warnings = [one.message for one in caplog.records if "breaks its promise" in one.message]
+    warnings = [one.message for one in caplog.records if "violates its quality" in one.message]
     assert len(warnings) == 1
 
 

@@ -399,7 +399,7 @@ def test_second_interrupt_refuses_unanswered_requests(tmp_path: Path, workers: i
         assert not asked.done() and server.process.poll() is None
         server.process.send_signal(signal.SIGINT)
         status, body = asked.result(10)
-        assert status == 503 and b"the server was told to stop at once" in body
+        assert status == 503 and b"the server is stopping" in body
         assert server.process.wait(20) == 130
         assert server.left == []
         assert "Traceback" not in server.log

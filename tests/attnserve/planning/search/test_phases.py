@@ -58,7 +58,7 @@ def test_plan_of_a_decoder_times_the_phase(
     options: dict[str, Any], phase: str, tokens: int, llama: Path, rows: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    """int4 is for one token at a time: it is timed so. A replay measures in the phase of the plan."""
+    """int4 is timed one token at a time. A replay measures in the phase of the plan."""
     timed = set[int]()
     part = judge.Part
 
