@@ -62,7 +62,7 @@ def export(
     set_log_level(show)
     report = attnserve.export(
         model, output, task=task, exporter=exporter, opset=opset, attention=attention,
-        dimensions=dimensions, force=force,
+        dimensions=dimensions, seed=run.seed, force=force,
     )  # fmt: skip
     if show.json_:
         print_json(report.to_json())

@@ -21,6 +21,7 @@ from attnserve.models.lineage import Rewrite
 from attnserve.models.model_folder import find_models
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, staged
+from attnserve.options import Run
 from attnserve.paths import StrPath, as_path
 from attnserve.reports.drawing import require_extra
 from attnserve.reports.model_plots import figures
@@ -83,11 +84,12 @@ def report(
 
     Raises:
         InvalidModel: There is no model, or a model or its record cannot be read.
+        InvalidArgument: ``seed`` is negative.
         InvalidOutput: A page exists, or cannot be written.
         MissingExtra: jinja2, matplotlib or ONNX Runtime is not installed.
     """
     require_extra("jinja2", "matplotlib")
-    progress = progress or ignore_progress
+    progress, seed = progress or ignore_progress, Run(seed=seed).seed
     places = list(_places(Path(models), as_path(output)))
     for _, _, _, page in places:
         check_output(page, force=force)

@@ -159,7 +159,9 @@ def test_export_folder_and_record_are_complete_and_reproducible(
     assert {"torch", "transformers"} <= record["versions"].keys()
     assert load_tokenizer(folder).pad_id == 0
     assert json.loads(json.dumps(report.to_json()))["path"] == str(folder / "model.onnx")
-    assert fast(source, tmp_path / "again").path.read_bytes() == report.path.read_bytes()
+    again, other = (fast(source, tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    assert again.path.read_bytes() == other.path.read_bytes() == report.path.read_bytes()
+    assert again.relative_error == report.relative_error != other.relative_error
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
@@ -708,6 +710,7 @@ def test_export_max_length_is_stated_and_at_most_the_positions(
         ({"opset": 24, "exporter": "dynamo"}, "export.opset", 24),
         ({"opset": 21}, "export.opset", "14 to 20"),
         ({"opset": 0}, "export.opset", 0),
+        ({"seed": -1}, "run.range", "`seed` is -1"),
     ],
 )
 def test_export_invalid_option_is_refused(
