@@ -426,8 +426,6 @@ def test_invalid_sizes_are_refused(layer_of: Layers):
         CollaborativeAttention.from_trained(trained, rank=17)
     with raises(InvalidArgument, "nn.support", "4, 8"):
         CollaborativeAttention(16, 4, 8, support=torch.zeros(4, 8, dtype=torch.bool))
-    with raises(InvalidArgument, "nn.num_groups", "5"):
-        GroupedHeadAttention(16, 4, 4, num_groups=5)
     with raises(InvalidArgument, "nn.appended_keys"):
         read_attention(layer_of(add_zero_attn=True))
 

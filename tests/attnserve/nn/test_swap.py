@@ -435,7 +435,7 @@ def test_reuse_across_groups_of_albert_is_refused():
 def test_reuse_is_read_from_a_torchscript_export(configuration: str, tmp_path: Path):
     model = build("BERT", "eager")
     swap(model, lambda layers: reuse_transformer(layers, configuration))
-    model, inputs = Outputs(model).eval(), feeds("BERT")
+    model, inputs = Encoder(model).eval(), feeds("BERT")
     names = ["input_ids", "attention_mask"]
     with quiet(), torch.no_grad():
         torch.onnx.export(
@@ -456,12 +456,3 @@ def test_reuse_is_read_from_a_torchscript_export(configuration: str, tmp_path: P
     session = open_session(tmp_path / "m.onnx", ONE_THREAD)
     [ours] = session.run(None, {name: value.numpy() for name, value in shorter.items()})
     torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=1e-5, rtol=1e-4)
-
-
-class Outputs(torch.nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
