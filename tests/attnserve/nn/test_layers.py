@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
-
-from attnserve.nn import (  # noqa: E402
+from attnserve.nn import (
     CollaborativeAttention,
     FixedHeadAttention,
     GroupedHeadAttention,
@@ -22,9 +21,9 @@ from attnserve.nn import (  # noqa: E402
     TrainedAttention,
     read_attention,
 )
-from graph_passes.errors import InvalidArgument  # noqa: E402
-from graph_passes.factorize.moments import TokenMoments  # noqa: E402
-from tests.errors import raises  # noqa: E402
+from graph_passes.errors import InvalidArgument
+from graph_passes.factorize.moments import TokenMoments
+from tests.errors import raises
 
 Layers = Callable[..., Any]
 

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
-transformers = pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
-
-import attnserve  # noqa: E402
-from attnserve.checks.inspect import inspect  # noqa: E402
-from attnserve.context import ONE_THREAD  # noqa: E402
-from attnserve.nn import (  # noqa: E402
+import attnserve
+from attnserve.checks.inspect import inspect
+from attnserve.context import ONE_THREAD
+from attnserve.nn import (
     AttentionLayer,
     CollaborativeAttention,
     FixedHeadAttention,
@@ -28,11 +27,11 @@ from attnserve.nn import (  # noqa: E402
     swap,
     voting_to_stay,
 )
-from attnserve.runtime.session import open_session  # noqa: E402
-from graph_passes.analysis.shapes import infer_shapes_small  # noqa: E402
-from graph_passes.errors import InvalidArgument  # noqa: E402
-from tests.architectures import quiet  # noqa: E402
-from tests.errors import raises  # noqa: E402
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.shapes import infer_shapes_small
+from graph_passes.errors import InvalidArgument
+from tests.architectures import quiet
+from tests.errors import raises
 
 Convert = Callable[[Sequence[TrainedAttention]], Sequence[AttentionLayer]]
 

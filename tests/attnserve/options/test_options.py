@@ -50,8 +50,8 @@ def test_values_are_read_from_text(options: Options, expected: dict[str, Any]):
 @pytest.mark.parametrize(
     ("group", "name", "text"),
     [
-        (Rewrites, "collab_dk", "x"), (Rewrites, "collab_dk", "1,"), (Shape, "sequence", "5-"),
-        (Shape, "sequence", "9-2"), (Shape, "sequence", "0"), (Shape, "sequence", (512, 16)),
+        *((Rewrites, "collab_dk", text) for text in ("", "x", "1,", "1.5")),
+        *((Shape, "sequence", text) for text in ("abc", "5-", "9-2", "0", "-4", "0-16", (512, 16))),
         (Goal, "recover", "20x"), (Data, "calib_weights", "3;1"), (Rewrites, "layers", "0,,1"),
         (Rewrites, "skip", ""),
     ],
