@@ -385,7 +385,7 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
     ):
         own = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     config = parse_settings(file.with_name("tokenizer_config.json"), TokenizerConfig)
-    settings = artifact.settings
+    settings, record = artifact.settings, artifact.record
     limits = [artifact.max_length, settings.table_size]
     if artifact.max_length is None:
         stated = config.model_max_length
@@ -396,16 +396,16 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
     ):
         side = (own.truncation or {}).get("direction", "right")
         _configure(own, config, settings)
-        if artifact.lower_case:
+        if record.lower_case:
             lower_case(own)
         return TextEncoder(
             own,
             pad_id=_pad_id(own, config),
             max_length=min((limit for limit in limits if limit), default=None),
-            padding=artifact.padding,
-            template=artifact.template,
+            padding=record.padding or "right",
+            template=record.template,
             first_position=artifact.first_position,
-            truncation_side=artifact.truncation_side or config.truncation_side or side,
+            truncation_side=record.truncation_side or config.truncation_side or side,
         )
 
 

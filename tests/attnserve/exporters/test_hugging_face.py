@@ -306,7 +306,7 @@ def test_export_reads_a_network_in_a_folder_of_its_own(source: Path, tmp_path: P
     write_json(source / "1_Pooling" / "config.json", {"pooling_mode": "cls"})
     report = fast(source, tmp_path / "out")
     artifact = open_artifact(tmp_path / "out")
-    assert (report.pooling, report.max_length, artifact.lower_case) == ("cls", 11, True)
+    assert (report.pooling, report.max_length, artifact.record.lower_case) == ("cls", 11, True)
 
 
 def test_export_module_after_pooling_is_refused(source: Path, tmp_path: Path) -> None:
@@ -517,13 +517,14 @@ def test_export_language_model_reranker_scores_pairs_like_pytorch(
         write_json(source / "1_LogitScore" / "config.json", ids)
     report = fast(source, tmp_path / "out", task="rerank")
     artifact = open_artifact(report.path)
-    assert artifact.template is not None and template in artifact.template
+    made = artifact.record.template
+    assert made is not None and template in made
     assert artifact.activation == ("identity" if prompts else None)
     assert report.outputs == ("logits",)
     true, false = score or (len(tokenizer) - 2, len(tokenizer) - 1)
     expected: list[float] = []
     for text in TEXTS:
-        filled = artifact.template.replace("{query}", "red cat").replace("{document}", text)
+        filled = made.replace("{query}", "red cat").replace("{document}", text)
         inputs = tokenizer(filled, add_special_tokens=False, return_tensors="pt")
         with torch.no_grad():
             logits = network(inputs["input_ids"]).logits[0, -1]
