@@ -32,7 +32,7 @@ from attnserve.context import ONE_THREAD
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.models.tokenizer import load_tokenizer, model_inputs
+from attnserve.models.tokenizer import load_encoder, model_inputs
 from attnserve.runtime.machine import cpu_flags
 from attnserve.runtime.session import open_session
 
@@ -88,8 +88,7 @@ def labeled_sentences(path: Path) -> tuple[list[str], list[int]]:
 def classifier_accuracy(model: Path, rows: Path) -> float:
     """Return the accuracy of an artifact that classifies texts."""
     artifact = open_artifact(model)
-    assert artifact.tokenizer is not None
-    encoder = load_tokenizer(artifact.tokenizer, max_length=artifact.max_length)
+    encoder = load_encoder(artifact)
     session = open_session(artifact.model, ONE_THREAD)
     texts, labels = labeled_sentences(rows)
     found = [

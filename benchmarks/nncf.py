@@ -32,7 +32,7 @@ from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
-from attnserve.models.tokenizer import load_tokenizer, model_inputs
+from attnserve.models.tokenizer import load_encoder, model_inputs
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
 from attnserve.runtime.session import open_session
@@ -175,8 +175,7 @@ def _score(model: Run, original: Path, pairs: Path, folder: Path) -> float:
 
 def _embed(model: Run, original: Path, texts: Sequence[str]) -> np.ndarray:  # N D
     artifact = open_artifact(original)
-    assert artifact.tokenizer is not None
-    encoder = load_tokenizer(artifact.tokenizer, max_length=artifact.max_length)
+    encoder = load_encoder(artifact)
     inputs = model_inputs(open_session(artifact.model))
     found: dict[int, np.ndarray] = {}
     for places, feed in encoder.batches(encoder.encode(list(texts)), 32, inputs):

@@ -12,6 +12,7 @@ from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.artifact import model_file
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import with_fixed_sizes
+from attnserve.options import Run
 from attnserve.paths import StrPath
 from graph_passes.analysis.cost import infer_at, macs_at
 from graph_passes.analysis.parameters import parameters
@@ -109,11 +110,14 @@ def inspect(model: StrPath, *, batch: int = 1, sequence: int = 128, seed: int = 
     Args:
         model: An .onnx file or an artifact folder.
         batch, sequence: Shape for the MAC count; fixed axes keep their size.
+        seed: Seed of the inputs that certify the blocks.
 
     Raises:
         InvalidModel: The file cannot be read.
+        InvalidArgument: ``seed`` is negative.
         MissingExtra: ONNX Runtime, which certifies the blocks, is not installed.
     """
+    seed = Run(seed=seed).seed
     graph = load_model(model_file(model), in_place=True)
     return inspect_graph(graph, batch=batch, sequence=sequence, seed=seed)
 

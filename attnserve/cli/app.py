@@ -15,9 +15,8 @@ import typer
 from typer.main import get_command
 
 import attnserve
-from attnserve.cli import analyze, checks, deploy, export, optimize, recover, report, serve
+from attnserve.cli import checks, compress, deploy, reports
 from attnserve.cli.display import option_names, print_line, print_message, with_options
-from attnserve.cli.options import DEPLOY
 
 if TYPE_CHECKING:
     from graph_passes.errors import AttnserveError
@@ -36,9 +35,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for group in (optimize, recover, checks, analyze, report, export, serve):
+for group in (compress, checks, reports, deploy):
     app.add_typer(group.app)
-app.add_typer(deploy.app, name="deploy", rich_help_panel=DEPLOY)
 
 
 def _print_version(is_given: bool) -> None:

@@ -152,9 +152,8 @@ def verify(
     """Compare the outputs of a rewritten model with those of its original."""
     from attnserve.checks.compare import check_cosine_bound
 
-    set_log_level(show)
     check_cosine_bound(min_cosine)
-    with progress_bars(show.quiet) as progress:
+    with progress_bars(show) as progress:
         report = attnserve.verify(
             original, new, data=data, measure=measure, tokenizer=tokenizer, run=run,
             progress=progress,
@@ -227,8 +226,7 @@ def evaluate(
     run: Run = opt.ANY_RUN,
 ) -> None:
     """Compute a task score, such as a correlation, an accuracy, nDCG or perplexity."""
-    set_log_level(show)
-    with progress_bars(show.quiet) as progress:
+    with progress_bars(show) as progress:
         score = attnserve.evaluate(
             model,
             task=task,
@@ -278,8 +276,7 @@ def bench(
     run: Run = ONE_THREAD,
 ) -> None:
     """Measure the latency and memory of models in interleaved rounds."""
-    set_log_level(show)
-    with progress_bars(show.quiet) as progress:
+    with progress_bars(show) as progress:
         report = attnserve.bench(
             models,
             batches=opt.parse_integers("--batch", batch, minimum=1),

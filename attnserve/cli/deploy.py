@@ -1,4 +1,4 @@
-"""``attnserve deploy triton``, ``attnserve deploy genai`` and ``attnserve deploy ray``."""
+"""``attnserve export``, ``serve`` and ``deploy triton``, ``genai`` and ``ray``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+import attnserve
+from attnserve.choices import Attention, Exporter
 from attnserve.cli import options as opt
 from attnserve.cli.command import add_command
 from attnserve.cli.display import log_level, print_json, print_line, set_log_level
@@ -15,13 +17,87 @@ from service.settings import RaySettings, Settings
 
 __all__ = ["app"]
 
-app = typer.Typer(
+app = typer.Typer()
+targets = typer.Typer(
     help="Deploy a model to Triton, onnxruntime-genai or Ray Serve.", no_args_is_help=True
 )
+app.add_typer(targets, name="deploy", rich_help_panel=opt.DEPLOY)
 
 
 @add_command(
     app,
+    left_out=("threads", "provider", "runtime"),
+    epilog="Example: attnserve export sentence-transformers/all-MiniLM-L6-v2 -o minilm",
+    rich_help_panel=opt.DEPLOY,
+)
+def export(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A Hugging Face id or a local folder.")
+    ],
+    output: Annotated[Path, opt.output_option("DIR", "Output folder.")],
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Task head, for example sequence-classification (default: feature-extraction,"
+            " which returns last_hidden_state).",
+        ),
+    ] = None,
+    exporter: Annotated[Exporter, typer.Option(help="Exporter of PyTorch.")] = "dynamo",
+    opset: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="ONNX opset (default: 18 for dynamo, 17 for torchscript)."),
+    ] = None,
+    attention: Annotated[
+        Attention, typer.Option(help="Attention implementation to trace.")
+    ] = "sdpa",
+    dimensions: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Keep the first N dimensions of an embedding (Matryoshka models).",
+        ),
+    ] = None,
+    force: opt.Force = False,
+    show: opt.Show = opt.SHOW,
+    run: Run = opt.ANY_RUN,
+) -> None:
+    """Export a Hugging Face model to ONNX and compare it with PyTorch."""
+    set_log_level(show)
+    report = attnserve.export(
+        model, output, task=task, exporter=exporter, opset=opset, attention=attention,
+        dimensions=dimensions, seed=run.seed, force=force,
+    )  # fmt: skip
+    if show.json_:
+        print_json(report.to_json())
+        return
+    print_line(
+        f"wrote {report.path}: {report.exporter} exporter, opset {report.opset}, "
+        f"{report.attention} attention, relative difference to PyTorch "
+        f"{report.relative_error:.0e}, {report.seconds:.0f} s"
+    )
+
+
+@add_command(
+    app,
+    left_out=("json_",),
+    epilog="Example: attnserve serve model-optimized --port 8000",
+    rich_help_panel=opt.DEPLOY,
+)
+def serve(settings: Settings, show: opt.Show = opt.SHOW) -> None:
+    """Serve models over HTTP.
+
+    Environment variables set options that are not given (ATTNSERVE_PORT=9000),
+    and more settings, which the documentation lists.
+    """
+    from service.launch import serve as run
+
+    run(settings.logged_at(log_level(show)))
+
+
+@add_command(
+    targets,
     left_out=("seed", "runtime"),
     epilog="Example: attnserve deploy triton repository --model model-optimized",
 )
@@ -79,7 +155,7 @@ def triton(
 
 
 @add_command(
-    app,
+    targets,
     left_out=("seed", "threads", "runtime"),
     epilog="Example: attnserve deploy genai folder --model decoder-optimized",
 )
@@ -114,7 +190,7 @@ SHARED = {"model", "host", "port", "threads", "provider", "runtime"}
 
 
 @add_command(
-    app,
+    targets,
     left_out=Settings.model_fields.keys() - SHARED | {"json_"},
     epilog="Example: attnserve deploy ray model-optimized --replicas 2 --cpus 4",
 )

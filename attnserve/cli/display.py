@@ -198,8 +198,12 @@ def _common_length(rows: Sequence[Sequence[str]]) -> int:
 
 
 @contextmanager
-def progress_bars(quiet: bool) -> Generator[Progress]:
-    """Show one bar per stage on stderr, with the time left; none if stderr is not a terminal."""
+def progress_bars(show: Show) -> Generator[Progress]:
+    """Set the log level, and show one bar per stage on stderr, with the time left.
+
+    There are no bars with ``--quiet``, or if stderr is not a terminal.
+    """
+    set_log_level(show)
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -215,7 +219,7 @@ def progress_bars(quiet: bool) -> Generator[Progress]:
         TimeRemainingColumn(),
     )
     with Progress(
-        *columns, console=err, transient=True, disable=quiet or not err.is_terminal
+        *columns, console=err, transient=True, disable=show.quiet or not err.is_terminal
     ) as bars:
         tasks: dict[str, Any] = {}
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from attnserve.choices import Measure
-from attnserve.options import Cli, Options, Run, Train
+from attnserve.options import Cli, Data, Options, Run, Train, Write
 from attnserve.options.groups import OUTPUT
 from attnserve.runtime.machine import available_cores
 
@@ -20,13 +20,6 @@ from attnserve.runtime.machine import available_cores
 COMPRESS = "Compress"
 CHECK = "Inspect and check"
 DEPLOY = "Export and serve"
-
-# Panels of options in the help of a command
-
-
-def flag(*names: str, help: str, panel: str) -> Any:
-    """An option without a value."""
-    return typer.Option(*names, metavar="", help=help, rich_help_panel=panel)
 
 
 def output_option(metavar: str, help: str) -> Any:
@@ -37,21 +30,17 @@ def output_option(metavar: str, help: str) -> Any:
 Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="An .onnx file or an artifact folder.")
 ]
-_INPUTS = "text with one sentence per line, an .npz of input arrays, or a folder of .npz"
-_CALIB = typer.Option(metavar="FILE", help=f"Calibration data: {_INPUTS}.")
-Calib = Annotated[Path, _CALIB]
-TrainingData = Annotated[
-    list[Path],
+INPUTS = "text with one sentence per line, an .npz of input arrays, or a folder of .npz"
+CheckMeasure = Annotated[Measure, typer.Option(help=Train.model_fields["measure"].description)]
+DataTokenizer = Annotated[
+    Path | None, typer.Option(metavar="FILE", help=Data.model_fields["tokenizer"].description)
+]
+Force = Annotated[
+    bool,
     typer.Option(
-        metavar="FILE",
-        help=f"Data similar to the served data: {_INPUTS}; can be repeated.",
+        "--force", metavar="", help=Write.model_fields["force"].description, rich_help_panel=OUTPUT
     ),
 ]
-CheckMeasure = Annotated[Measure, typer.Option(help=Train.model_fields["measure"].description)]
-_TOKENIZER = "tokenizer.json (default: the file beside the model)."
-DataTokenizer = Annotated[Path | None, typer.Option(metavar="FILE", help=_TOKENIZER)]
-
-Force = Annotated[bool, flag("--force", help="Overwrite an existing output.", panel=OUTPUT)]
 
 
 class Show(Options):

@@ -213,6 +213,7 @@ class _File:
         ]
         more_lengths = [len(row) for more in made for row in more]
         all_lengths = [*self.lengths, *more_lengths]
+        joined: dict[str, Any] = {"joined_rows": len(more_lengths), "joined_to": self.sequence}
         source = Calibration(
             file=name,
             rows=len(self.rows),
@@ -223,10 +224,8 @@ class _File:
             held_out_rows=tuple(len(part) for part in parts[1:]),
             lengths=_percentiles(all_lengths),
             sha256=_checksum(self.path),
+            **(joined if more_lengths else {}),
         )
-        if more_lengths:
-            joined = {"joined_rows": len(more_lengths), "joined_to": self.sequence}
-            source = source.model_copy(update=joined)
         if self.is_split:
             fit, choose, *prove = map(self.batches, parts)
         else:
@@ -337,25 +336,22 @@ def _combined(
     """One dataset of several files."""
     sources = [dataset.source for dataset in datasets]
     lengths = [length for dataset in datasets for length in dataset.lengths]
-    joined = [source for source in sources if source.joined_rows]
     checksums = "".join(source.sha256 for source in sources)
+    counts = ("rows", "distinct_rows", "tokens", "fit_rows", "fit_tokens")
+    more: dict[str, Any] = {name: sum(getattr(one, name) for one in sources) for name in counts}
+    if joined := [source for source in sources if source.joined_rows]:
+        more["joined_rows"] = sum(source.joined_rows for source in joined)
+        more["joined_to"] = joined[0].joined_to
+    if weights:
+        more["weights"] = tuple(weights)
     source = Calibration(
         file=", ".join(source.file for source in sources),
-        rows=sum(source.rows for source in sources),
-        distinct_rows=sum(source.distinct_rows for source in sources),
-        tokens=sum(source.tokens for source in sources),
-        fit_rows=sum(source.fit_rows for source in sources),
-        fit_tokens=sum(source.fit_tokens for source in sources),
         held_out_rows=tuple(np.sum([source.held_out_rows for source in sources], 0).tolist()),
         lengths=_percentiles(lengths),
         sha256=hashlib.sha256(f"{checksums} {list(map(float, weights))}".encode()).hexdigest(),
         files=tuple(sources),
+        **more,
     )
-    if joined:
-        count = sum(source.joined_rows for source in joined)
-        source = source.model_copy(update={"joined_rows": count, "joined_to": joined[0].joined_to})
-    if weights:
-        source = source.model_copy(update={"weights": tuple(weights)})
     return Dataset(
         fit=[batch for dataset in datasets for batch in dataset.fit],
         choose=[batch for dataset in datasets for batch in dataset.choose],

@@ -40,6 +40,7 @@ from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.outputs import check_output, staged
 from attnserve.models.record import Record, write_record
 from attnserve.models.tokenizer import UNBOUNDED, lower_case
+from attnserve.options import Run
 from attnserve.paths import StrPath
 from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
@@ -135,6 +136,7 @@ def export(
     opset: int | None = None,
     attention: Attention = "sdpa",
     dimensions: int | None = None,
+    seed: int = 0,
     force: bool = False,
 ) -> ExportReport:
     """Export a Hugging Face model with dynamic axes "batch" and "sequence".
@@ -153,6 +155,7 @@ def export(
         attention: Attention implementation of transformers; each gives a different graph.
         dimensions: Keep only this many dimensions of an embedding, for models that were trained
             for it (Matryoshka); None for what the model's files state.
+        seed: Seed of the inputs that trace the model and compare it with PyTorch.
         force: Write into a folder that is not empty.
 
     Raises:
@@ -165,6 +168,7 @@ def export(
     started = time.perf_counter()
     name = task or "feature-extraction"
     opset = DEFAULT_OPSET.get(exporter, 0) if opset is None else opset
+    seed = Run(seed=seed).seed
     _check_options(name, exporter, opset, attention)
     if dimensions is not None and (dimensions < 1 or name != "feature-extraction"):
         raise InvalidArgument(
@@ -224,7 +228,7 @@ def export(
     inputs = _input_names(network, tokenizer)
     wrapper = _wrapper(torch, network, inputs, kind.outputs, head)
     example, *feeds = (
-        _example(network, tokenizer, inputs, batch, min(sequence, limit or sequence))
+        _example(network, tokenizer, inputs, batch, min(sequence, limit or sequence), seed)
         for batch, sequence in (EXAMPLE, *CHECKED)
     )
     with staged(folder) as stage:
@@ -487,10 +491,10 @@ def _wrapper(
 
 
 def _example(
-    network: Any, tokenizer: Any, names: tuple[str, ...], batch: int, sequence: int
+    network: Any, tokenizer: Any, names: tuple[str, ...], batch: int, sequence: int, seed: int
 ) -> dict[str, np.ndarray]:
     """Random inputs; with several rows, the last one has padding."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     ids = rng.integers(0, network.config.vocab_size, (batch, sequence))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     ids[ids == pad] = (pad + 1) % network.config.vocab_size

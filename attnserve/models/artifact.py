@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, cast
 
-from attnserve.choices import Activation, Padding, Pooling, Side, Similarity
+from attnserve.choices import Activation, Pooling, Similarity
 from attnserve.models.folder_settings import parse_settings, read_settings
 from attnserve.models.json_files import read_json
 from attnserve.models.lineage import Rewrite
@@ -125,29 +125,9 @@ class Artifact:
         return self.record.similarity or "cosine"
 
     @property
-    def padding(self) -> Padding:
-        """The side of padding; "left" for graphs that pool the last position."""
-        return self.record.padding or "right"
-
-    @property
-    def lower_case(self) -> bool:
-        """Whether texts are written in lower case before the tokenizer normalizes them."""
-        return bool(self.record.lower_case)
-
-    @property
-    def truncation_side(self) -> Side | None:
-        """The side at which long texts lose tokens; None for that of the tokenizer's files."""
-        return self.record.truncation_side
-
-    @property
     def activation(self) -> Activation | None:
         """The activation of scores; None for softmax, or sigmoid of a single logit."""
         return self.record.activation
-
-    @property
-    def template(self) -> str | None:
-        """The text of a pair, with {query} and {document}; None if the tokenizer joins pairs."""
-        return self.record.template
 
     @property
     def first_position(self) -> int:

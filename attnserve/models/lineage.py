@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 __all__ = [
+    "SIZES",
     "Asked",
     "BeforeRecovery",
     "Calibration",
@@ -121,6 +122,10 @@ class Calibration(Recorded):
     token_ids: TokenIds | None = None
 
 
+SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
+"""The fields of a step that are sizes, in the order of tables."""
+
+
 class Step(Whole):
     """One rewrite of one block.
 
@@ -153,8 +158,7 @@ class Step(Whole):
     @property
     def changed_sizes(self) -> list[str]:
         """The names of the sizes that the step changed."""
-        sizes = ("rank", "heads", "neurons", "head_size", "cache_width")
-        return [name for name in sizes if getattr(self, name) is not None]
+        return [name for name in SIZES if getattr(self, name) is not None]
 
 
 class QualityRecord(Recorded):

@@ -13,6 +13,8 @@ from attnserve.models.onnx_validation import external_file, external_locations, 
 from attnserve.runtime.external_data import (
     PROTOBUF_LIMIT_BYTES,
     external_files,
+    external_weights,
+    in_memory,
     map_external_data,
     weight_bytes,
 )
@@ -89,20 +91,14 @@ def _map_linked(model: ir.Model, path: Path) -> None:
     ``validated`` allows it beside the target of a link to the model.
     """
     folder = path.parent.resolve()
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if not isinstance(tensor, ir.ExternalTensor):
-                continue
-            file = Path(tensor.path).resolve()
-            if not file.is_relative_to(folder):
-                linked = ir.ExternalTensor(
-                    file, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape,
-                    name=tensor.name or "",
-                )  # fmt: skip
-                value.const_value = ir.Tensor(
-                    linked.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string
-                )
+    for value, tensor in external_weights(model):
+        file = Path(tensor.path).resolve()
+        if not file.is_relative_to(folder):
+            linked = ir.ExternalTensor(
+                file, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape,
+                name=tensor.name or "",
+            )  # fmt: skip
+            value.const_value = in_memory(tensor, linked.numpy())
 
 
 def external_data_locations(path: Path) -> list[str]:
@@ -135,14 +131,9 @@ def _free_negative_axes(model: ir.Model) -> None:
 
 def _read_own_weights(model: ir.Model, path: Path) -> None:
     """Copy the weights that are mapped from the .onnx file itself into memory."""
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor) and tensor.location == path.name:
-                array = np.array(tensor.numpy())
-                value.const_value = ir.Tensor(
-                    array, tensor.dtype, name=tensor.name, doc_string=tensor.doc_string
-                )
+    for value, tensor in external_weights(model):
+        if tensor.location == path.name:
+            value.const_value = in_memory(tensor, np.array(tensor.numpy()))
 
 
 def _in_place(path: Path) -> onnx.ModelProto | None:

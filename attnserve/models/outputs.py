@@ -33,7 +33,14 @@ from attnserve.runtime.locks import open_folder, try_lock
 from attnserve.runtime.signals import signals_delayed
 from graph_passes.errors import InvalidOutput
 
-__all__ = ["check_output", "check_target", "default_output", "staged", "write_rewritten"]
+__all__ = [
+    "check_folder",
+    "check_output",
+    "check_target",
+    "default_output",
+    "staged",
+    "write_rewritten",
+]
 
 PREFIX = ".attnserve-"
 """Prefix of the names of temporary folders beside an output."""
@@ -119,6 +126,20 @@ def check_output(path: Path, *, source: Path | None = None, force: bool = False)
             f"{path}: {parent} is not a writable folder",
             "choose another `output`",
             code="output.not_writable",
+        )
+
+
+def check_folder(output: Path) -> None:
+    """Check that an output is no file.
+
+    Raises:
+        InvalidOutput: It is one.
+    """
+    if output.exists() and not output.is_dir():
+        raise InvalidOutput(
+            f"{output}: expected a folder, it is a file",
+            "choose another `output`",
+            code="output.not_folder",
         )
 
 

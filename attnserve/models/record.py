@@ -46,8 +46,14 @@ class Record(Recorded):
         max_length: Maximum number of tokens of a text.
         pooling, normalize, dimensions, prompts, default_prompt, similarity: Settings of embeddings.
         output: The output from which embeddings and scores are computed.
-        activation, template, id2label: Settings of scores.
-        padding, lower_case, truncation_side, first_position: Settings of texts.
+        activation, id2label: Settings of scores.
+        template: The text of a pair, with {query} and {document}; else the tokenizer joins pairs.
+        padding: The side of padding, by default "right"; "left" is for graphs that pool the last
+            position themselves.
+        lower_case: Whether texts are written in lower case before the tokenizer normalizes them.
+        truncation_side: The side at which long texts lose tokens, instead of that of the
+            tokenizer's files.
+        first_position: See ``Artifact``.
         files: Checksums of the model's files, by name; exports have none.
         lineage: The rewrites of the model, oldest first.
         others: Records of other models in the folder, by file name.

@@ -46,6 +46,12 @@ WIDTH = "the weights have this size"
 PLACE = "where and how the library loads the files"
 SPEED = "how the library computes, not what"
 
+LOADING = dict.fromkeys(
+    ("cache_dir", "code_revision", "local_files_only", "revision", "token", "trust_remote_code"),
+    PLACE,
+)
+"""Arguments of every ``from_pretrained``, with the reason why they are ignored."""
+
 Mode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
 LEGACY_MODES: Mapping[str, Mode] = {
@@ -87,11 +93,16 @@ class SettingsFile(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_ignored(cls, content: Any) -> Any:
+    def _read(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
-        keys = cast(dict[str, Any], content)
+        keys = cls.renamed(cast(dict[str, Any], content))
         return {key: value for key, value in keys.items() if key not in cls.ignored}
+
+    @classmethod
+    def renamed(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """The keys as this class names them; other versions of the libraries have other names."""
+        return keys
 
 
 class ModuleEntry(SettingsFile):
@@ -165,9 +176,7 @@ class TokenizerArguments(SettingsFile):
     """``tokenizer_args`` or ``processor_kwargs``: they precede tokenizer_config.json."""
 
     ignored = {
-        **dict.fromkeys(("cache_dir", "code_revision", "local_files_only", "revision", "token",
-                         "trust_remote_code", "use_fast"), PLACE),
-        "padding_side": "padding is masked",
+        **LOADING, "use_fast": PLACE, "padding_side": "padding is masked",
     }  # fmt: skip
 
     model_max_length: PositiveInt | None = None
@@ -180,8 +189,7 @@ class ModelArguments(SettingsFile):
     """``model_args`` or ``model_kwargs``; none of them changes an ONNX graph."""
 
     ignored = {
-        **dict.fromkeys(("cache_dir", "code_revision", "local_files_only", "revision", "token",
-                         "trust_remote_code", "use_safetensors"), PLACE),
+        **LOADING, "use_safetensors": PLACE,
         **dict.fromkeys(("attn_implementation", "device_map", "dtype", "low_cpu_mem_usage",
                          "torch_dtype", "unpad_inputs", "use_memory_efficient_attention"), SPEED),
         "add_pooling_layer": "the pooler of transformers is not used",
@@ -192,8 +200,7 @@ class ConfigArguments(SettingsFile):
     """``config_args`` or ``config_kwargs``; those that change the network are refused."""
 
     ignored = {
-        **dict.fromkeys(("cache_dir", "code_revision", "local_files_only", "revision", "token",
-                         "trust_remote_code"), PLACE),
+        **LOADING,
         **dict.fromkeys(("unpad_inputs", "use_cache", "use_memory_efficient_attention"), SPEED),
     }  # fmt: skip
 
@@ -242,13 +249,10 @@ class Transformer(SettingsFile):
     query_expansion: None = None
     """Must be null."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_one_name(cls, content: Any) -> Any:
+    def renamed(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Newer names of arguments as the older ones, and null as no argument."""
-        if not isinstance(content, dict):
-            return content
-        keys = dict(cast(dict[str, Any], content))
+        keys = dict(keys)
         for old, new in (("tokenizer_args", "processor_kwargs"), ("model_args", "model_kwargs"),
                          ("config_args", "config_kwargs")):  # fmt: skip
             if new in keys:
@@ -278,13 +282,9 @@ class Pooling(SettingsFile):
     include_prompt: bool = True
     """Must be true if the model has prompts."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_mode(cls, content: Any) -> Any:
+    def renamed(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """The boolean keys before sentence-transformers 5 as ``pooling_mode``."""
-        if not isinstance(content, dict):
-            return content
-        keys = cast(dict[str, Any], content)
         active = [mode for key, mode in LEGACY_MODES.items() if keys.get(key)]
         rest = {key: value for key, value in keys.items() if key not in LEGACY_MODES}
         return rest if len(rest) == len(keys) else {"pooling_mode": active or "mean", **rest}
@@ -400,12 +400,9 @@ class ModelConfig(SettingsFile):
     relative: bool = Field(default=False, exclude=True)  # no key of the file
     """Whether positions are rotary or relative, so that no table limits them."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_positions(cls, content: Any) -> Any:
-        if not isinstance(content, dict):
-            return content
-        keys = cast(dict[str, Any], content)
+    def renamed(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """The keys, with ``relative``."""
         rotary = keys.get("model_type") not in ROTARY_TABLES and any(
             "rope" in key or "rotary" in key for key in keys
         )
@@ -476,12 +473,8 @@ class TokenizerConfig(SettingsFile):
     split_special_tokens: bool | None = False
     """Whether special tokens in a text are read as plain text."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_one_name(cls, content: Any) -> Any:
-        if not isinstance(content, dict):
-            return content
-        keys = cast(dict[str, Any], content)
+    def renamed(cls, keys: dict[str, Any]) -> dict[str, Any]:
         return {"model_max_length": keys.get("max_len"), **keys}
 
 

@@ -41,7 +41,6 @@ __all__ = [
     "TextEncoder",
     "TextInput",
     "load_encoder",
-    "load_tokenizer",
     "lower_case",
     "model_inputs",
     "text_input",
@@ -54,6 +53,11 @@ PAD_TOKENS = ("[PAD]", "<pad>")
 UNBOUNDED = 1_000_000
 """Values of ``model_max_length`` from which there is no limit; Hugging Face writes 1e30."""
 
+FAILS_ON_TEXT = (
+    InvalidData, "the tokenizer fails on a text", "use another text, or check the tokenizer",
+    "text.tokenizer_failed",
+)  # fmt: skip
+"""The error of a text that a tokenizer was not made for; see ``_errors_as``."""
 
 BERT_TOKENIZERS = frozenset(
     f"{name}Tokenizer"
@@ -199,12 +203,7 @@ class TextEncoder:
         """
         self._check_length(max_length)
         limit = max_length or self.max_length
-        with _errors_as(
-            InvalidData,
-            "the tokenizer fails on a text",
-            "use another text, or check the tokenizer",
-            "text.tokenizer_failed",
-        ):
+        with _errors_as(*FAILS_ON_TEXT):
             try:
                 made = iter(self._encode_batch([x for x in texts if not isinstance(x, Encoding)]))
             except TypeError as error:
@@ -256,12 +255,7 @@ class TextEncoder:
         Raises:
             InvalidData: The tokenizer fails on it.
         """
-        with _errors_as(
-            InvalidData,
-            "the tokenizer fails on a text",
-            "use another text, or check the tokenizer",
-            "text.tokenizer_failed",
-        ):
+        with _errors_as(*FAILS_ON_TEXT):
             raw = self._tokenizer.encode(list(words), is_pretokenized=True)
         kept = _kept(raw, self.max_length or len(raw), self.truncation_side)
         places: list[int | None] = [None] * len(words)
@@ -359,59 +353,23 @@ class TextEncoder:
 
 
 def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncoder:
-    """The text encoder of an artifact, with its maximum length, padding, template and positions.
+    """The text encoder of an artifact.
+
+    The maximum length of a text is that of the record within the table of positions, else that of
+    tokenizer_config.json within the positions. Texts lose tokens at the side that the record names,
+    else tokenizer_config.json, else tokenizer.json.
 
     Args:
         tokenizer: Another tokenizer.json, or its folder; None for that of the artifact.
-
-    Raises:
-        See ``load_tokenizer``.
-    """
-    settings, stated = artifact.settings, artifact.max_length
-    limits = [n for n in (stated, settings.table_size) if n is not None]
-    return load_tokenizer(
-        tokenizer or artifact.tokenizer or artifact.folder,
-        max_length=None if stated is None else min(limits),
-        positions=settings.positions,
-        padding=artifact.padding,
-        template=artifact.template,
-        first_position=artifact.first_position,
-        lowers=artifact.lower_case,
-        truncation_side=artifact.truncation_side,
-        settings=settings,
-    )
-
-
-def load_tokenizer(
-    path: Path,
-    *,
-    max_length: int | None = None,
-    positions: int | None = None,
-    padding: Padding = "right",
-    template: str | None = None,
-    first_position: int = 0,
-    lowers: bool = False,
-    truncation_side: Side | None = None,
-    settings: ModelConfig | None = None,
-) -> TextEncoder:
-    """Load a tokenizer.json.
-
-    Args:
-        path: The file or its folder. tokenizer_config.json is read in the same folder, if it
-            exists.
-        max_length: Maximum number of tokens, with special tokens; None for the value of
-            tokenizer_config.json, within ``positions``.
-        positions: The positions of the model.
-        lowers: Whether texts are written in lower case before anything else.
-        truncation_side: None for the side of tokenizer_config.json, else of tokenizer.json.
-        settings: config.json of the model, which may tell the tokenizer's class.
-        padding, template, first_position: See ``TextEncoder``.
+            tokenizer_config.json is read in the same folder, if it exists.
 
     Raises:
         InvalidData: The file does not exist.
-        InvalidModel: The file is not a valid tokenizer.json, or tokenizer_config.json is invalid.
-        InvalidArgument: ``max_length`` allows only special tokens.
+        InvalidModel: The file is not a valid tokenizer.json, or tokenizer_config.json or
+            config.json is invalid.
+        InvalidArgument: The maximum length allows only special tokens.
     """
+    path = tokenizer or artifact.tokenizer or artifact.folder
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise InvalidData(
@@ -425,27 +383,29 @@ def load_tokenizer(
         "copy it again; convert a vocab.txt or .model file first",
         "text.not_tokenizer",
     ):
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        own = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     config = parse_settings(file.with_name("tokenizer_config.json"), TokenizerConfig)
-    if max_length is None:
+    settings, record = artifact.settings, artifact.record
+    limits = [artifact.max_length, settings.table_size]
+    if artifact.max_length is None:
         stated = config.model_max_length
         known = isinstance(stated, int) and 0 < stated <= UNBOUNDED
-        max_length = min((n for n in (stated if known else None, positions) if n), default=None)
+        limits = [stated if known else None, settings.positions]
     with _errors_as(
         InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
     ):
-        side = (tokenizer.truncation or {}).get("direction", "right")
-        _configure(tokenizer, config, settings or ModelConfig())
-        if lowers:
-            lower_case(tokenizer)
+        side = (own.truncation or {}).get("direction", "right")
+        _configure(own, config, settings)
+        if record.lower_case:
+            lower_case(own)
         return TextEncoder(
-            tokenizer,
-            pad_id=_pad_id(tokenizer, config),
-            max_length=max_length,
-            padding=padding,
-            template=template,
-            first_position=first_position,
-            truncation_side=truncation_side or config.truncation_side or side,
+            own,
+            pad_id=_pad_id(own, config),
+            max_length=min((limit for limit in limits if limit), default=None),
+            padding=record.padding or "right",
+            template=record.template,
+            first_position=artifact.first_position,
+            truncation_side=record.truncation_side or config.truncation_side or side,
         )
 
 

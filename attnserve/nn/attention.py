@@ -220,6 +220,15 @@ class AttentionLayer(nn.Module):
         self.v_proj = input_projection(self.vdim, num_heads * value_head_size, bias=bias)
         self.out_proj = projection(num_heads * value_head_size, embed_dim, bias=bias)
 
+    @torch.no_grad()
+    def take_values(self, layer: TrainedAttention) -> None:
+        """Copy the values and the output projection of a layer with heads of the same size."""
+        self.v_proj.weight.copy_(layer.value.transpose(1, 2).flatten(0, 1))
+        self.out_proj.weight.copy_(layer.output.flatten(0, 1).T)
+        if layer.has_bias:
+            self.v_proj.bias.copy_(layer.value_bias.flatten())
+            self.out_proj.bias.copy_(layer.output_bias)
+
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E)."""
         raise NotImplementedError
@@ -463,12 +472,9 @@ class FixedHeadAttention(AttentionLayer):
                 "heads can only be widened; CollaborativeAttention narrows them",
                 code="nn.head_size",
             )
-        D, E, F = layer.sizes
         k, v = (K, V) if head_size is None else (size, size)
-        made = cls(
-            D, layer.num_heads, k, value_head_size=v, scale=layer.scale, dropout=layer.dropout,
-            kdim=E, vdim=F, batch_first=layer.batch_first, **options,
-        ).to(layer.query)  # fmt: skip
+        options = {**layer.options, "value_head_size": v, **options}
+        made = cls(layer.sizes[0], layer.num_heads, k, **options).to(layer.query)
         with torch.no_grad():
             for linear, weight, bias, new in (
                 (made.q_proj, layer.query, layer.query_bias, 0.0),

@@ -147,24 +147,17 @@ class CollaborativeAttention(AttentionLayer):
         Args:
             sparse: Learn the entries of M that are not zero only.
         """
-        D, E, F = layer.sizes
+        support = torch.from_numpy(factors.mixing != 0) if sparse else None
         made = cls(
-            D, layer.num_heads, factors.rank, value_head_size=layer.value_head_size,
-            support=torch.from_numpy(factors.mixing != 0) if sparse else None, scale=layer.scale,
-            dropout=layer.dropout, kdim=E, vdim=F, batch_first=layer.batch_first,
-            bias=layer.has_bias,
-        ).to(layer.query)  # fmt: skip
+            layer.sizes[0], layer.num_heads, factors.rank, support=support, **layer.options
+        ).to(layer.query)
+        made.take_values(layer)
         with torch.no_grad():
             made.q_proj.weight.copy_(torch.from_numpy(factors.query.T))
             made.k_proj.weight.copy_(torch.from_numpy(factors.key.T))
             made.mixing.copy_(torch.from_numpy(factors.mixing))
             if made.content is not None:
                 made.content.weight.copy_(torch.from_numpy(factors.content))
-            made.v_proj.weight.copy_(layer.value.transpose(1, 2).flatten(0, 1))
-            made.out_proj.weight.copy_(layer.output.flatten(0, 1).T)
-            if layer.has_bias:
-                made.v_proj.bias.copy_(layer.value_bias.flatten())
-                made.out_proj.bias.copy_(layer.output_bias)
         return made
 
     def _take_sizes(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

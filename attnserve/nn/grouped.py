@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -146,7 +146,7 @@ class GroupedHeadAttention(FixedHeadAttention):
         tests how far centers move (rho); as units here are means of maps, heads are counted.
         """
         if self._seen is None:
-            self._seen = np.stack([_gram(_flat(part)) for part in _maps(self.latest.required())])
+            self._seen = _grams(self)
         likeness = sum(
             (tau * cosines(gram) for tau, gram in zip(self.tau, self._seen, strict=True)),
             np.zeros((self.num_heads, self.num_heads)),
@@ -159,12 +159,12 @@ class GroupedHeadAttention(FixedHeadAttention):
 
     def compactness(self) -> Compactness:
         """Silhouette coefficient and Dunn index of the groups in the latest call."""
-        maps = _maps(self.latest.required())
+        grams = _grams(self)
         if self.groups[0] < 0:
             self.reassign()
         likeness = np.zeros((self.num_heads, self.num_heads))
-        for tau, part in zip(self.tau, maps, strict=True):
-            likeness += tau / sum(self.tau) * cosines(_gram(_flat(part)))
+        for tau, gram in zip(self.tau, grams, strict=True):
+            likeness += tau / sum(self.tau) * cosines(gram)
         return _compactness(np.sqrt(np.maximum(2 - 2 * likeness, 0)), self.groups.cpu().numpy())
 
     def pruned(self, mask: Iterable[int]) -> FixedHeadAttention:
@@ -181,13 +181,7 @@ class GroupedHeadAttention(FixedHeadAttention):
                 code="nn.mask",
             )
         kept = torch.tensor(bits, dtype=torch.bool, device=self.groups.device)
-        whole = self.trained()
-        fewer = replace(
-            whole, query=whole.query[kept], key=whole.key[kept], value=whole.value[kept],
-            output=whole.output[kept], query_bias=whole.query_bias[kept],
-            key_bias=whole.key_bias[kept], value_bias=whole.value_bias[kept],
-        )  # fmt: skip
-        made = FixedHeadAttention.from_trained(fewer).train(self.training)
+        made = FixedHeadAttention.from_trained(self.trained().of_heads(kept)).train(self.training)
         for name, weight in made.named_parameters():  # frozen weights stay frozen
             weight.requires_grad_(self.get_parameter(name).requires_grad)
         return made
@@ -233,8 +227,7 @@ def voting_to_stay(
         for batch in batches:
             run(batch)
             for name, layer in layers:
-                maps = _maps(layer.latest.required())
-                products = np.stack([_gram(_flat(part)) for part in maps])
+                products = _grams(layer)
                 if products.any():  # otherwise the batch is all padding
                     grams[name].append(products)
                     if layer.groups[0] < 0:
@@ -312,6 +305,11 @@ def _wide(part: Tensor) -> Tensor:
 def _gram(part: Tensor) -> np.ndarray:
     part = _wide(part.detach())
     return (part @ part.T).double().cpu().numpy()
+
+
+def _grams(layer: GroupedHeadAttention) -> np.ndarray:
+    """Products (3, H, H) of the heads' maps of the latest call."""
+    return np.stack([_gram(_flat(part)) for part in _maps(layer.latest.required())])
 
 
 def _compactness(distance: np.ndarray, groups: np.ndarray) -> Compactness:

@@ -207,9 +207,14 @@ def swap(
     return list(made)
 
 
+def _named(model: nn.Module, name: str) -> tuple[Any, _Names]:
+    """An attention module of transformers, and the names of its attributes."""
+    module = model.get_submodule(name)
+    return module, _CLASSES[type(module).__name__]
+
+
 def _read(model: nn.Module, name: str) -> TrainedAttention:
-    module: Any = model.get_submodule(name)
-    names = _CLASSES[type(module).__name__]
+    module, names = _named(model, name)
     linears = _linears(model, name)
     if not all(type(each) is nn.Linear and each.weight.is_floating_point() for each in linears):
         raise InvalidArgument(
@@ -228,8 +233,7 @@ def _read(model: nn.Module, name: str) -> TrainedAttention:
 
 def _check(model: nn.Module, name: str, layer: object) -> None:
     """Raise if what ``convert`` returned cannot replace a module."""
-    old: Any = model.get_submodule(name)
-    names = _CLASSES[type(old).__name__]
+    old, names = _named(model, name)
     widths = tuple(getattr(old, each).in_features for each in names.projections[:3])
     if not isinstance(layer, AttentionLayer) or (layer.embed_dim, layer.kdim, layer.vdim) != widths:
         raise InvalidArgument(
@@ -268,8 +272,7 @@ def _check_windows(model: nn.Module, layers: Mapping[str, AttentionLayer]) -> No
 
 
 def _install(model: nn.Module, name: str, layer: AttentionLayer) -> None:
-    old: Any = model.get_submodule(name)
-    names = _CLASSES[type(old).__name__]
+    old, names = _named(model, name)
     is_cross = "Cross" in type(old).__name__ or name.endswith("encoder_attn")
     extra = {"dropout": old.output_dropout, "norm": old.LayerNorm} if names.normalizes else {}
     _freeze(layer, *_linears(model, name))
@@ -297,8 +300,7 @@ def _freeze(
 
 def _linears(model: nn.Module, name: str) -> list[Any]:
     """The projections of queries, keys, values and outputs; None for one that is missing."""
-    module: Any = model.get_submodule(name)
-    names = _CLASSES[type(module).__name__]
+    module, names = _named(model, name)
     found: list[Any] = [getattr(module, each, None) for each in names.projections]
     return found if len(found) == 4 else [*found, _output_of(model, name).dense]
 

@@ -77,21 +77,14 @@ class ReuseAttention(AttentionLayer):
         cls, layer: TrainedAttention, *, reused_heads: int, source: AttentionLayer
     ) -> ReuseAttention:
         """The layer without queries and keys of its last ``reused_heads`` heads."""
-        D, E, F = layer.sizes
-        whole = FixedHeadAttention.from_trained(layer)
         made = cls(
-            D, layer.num_heads, layer.head_size, reused_heads=reused_heads, source=source,
-            value_head_size=layer.value_head_size, scale=layer.scale, dropout=layer.dropout,
-            kdim=E, vdim=F, batch_first=layer.batch_first, bias=layer.has_bias,
+            layer.sizes[0], layer.num_heads, layer.head_size, reused_heads=reused_heads,
+            source=source, **layer.options,
         ).to(layer.query)  # fmt: skip
-        made.v_proj, made.out_proj = whole.v_proj, whole.out_proj
+        made.take_values(layer)
         if made.own is not None:
-            rows = made.own.q_proj.out_features
-            with torch.no_grad():
-                for mine, old in ((made.own.q_proj, whole.q_proj), (made.own.k_proj, whole.k_proj)):
-                    mine.weight.copy_(old.weight[:rows])
-                    if layer.has_bias:
-                        mine.bias.copy_(old.bias[:rows])
+            own = FixedHeadAttention.from_trained(layer.of_heads(slice(made.own.num_heads)))
+            made.own.q_proj, made.own.k_proj = own.q_proj, own.k_proj
         return made
 
     @property

@@ -90,22 +90,15 @@ class SharedKeyAttention(AttentionLayer):
         heads = RotaryHeads(query, key[first], groups.reshape(-1), is_self=True)
         factors = shared_keys(heads, rank, moments)
         query, key = _real(factors.query), _real(factors.key)[0]  # H D+1 R and E+1 R
-        D, E, F = layer.sizes
-        made = cls(
-            D, layer.num_heads, torch.from_numpy(factors.planes[0]),
-            value_head_size=layer.value_head_size, scale=layer.scale, dropout=layer.dropout,
-            kdim=E, vdim=F, batch_first=layer.batch_first, bias=layer.has_bias,
-        ).to(layer.query)  # fmt: skip
+        planes = torch.from_numpy(factors.planes[0])
+        made = cls(layer.sizes[0], layer.num_heads, planes, **layer.options).to(layer.query)
+        made.take_values(layer)
         with torch.no_grad():
             made.q_proj.weight.copy_(query[:, :-1].transpose(1, 2).flatten(0, 1))
             made.k_proj.weight.copy_(key[:-1].T)
-            made.v_proj.weight.copy_(layer.value.transpose(1, 2).flatten(0, 1))
-            made.out_proj.weight.copy_(layer.output.flatten(0, 1).T)
             if layer.has_bias:
                 made.q_proj.bias.copy_(query[:, -1].flatten())
                 made.k_proj.bias.copy_(key[-1])
-                made.v_proj.bias.copy_(layer.value_bias.flatten())
-                made.out_proj.bias.copy_(layer.output_bias)
         return made
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:

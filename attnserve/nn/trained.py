@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,20 @@ class TrainedAttention:
     def sizes(self) -> tuple[int, int, int]:
         """D, E and F: the widths of queries, keys and values."""
         return self.query.shape[1], self.key.shape[1], self.value.shape[1]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of an ``AttentionLayer`` with the same values and scale."""
+        _, E, F = self.sizes
+        return {
+            "value_head_size": self.value_head_size, "scale": self.scale, "dropout": self.dropout,
+            "kdim": E, "vdim": F, "batch_first": self.batch_first, "bias": self.has_bias,
+        }  # fmt: skip
+
+    def of_heads(self, chosen: Any) -> TrainedAttention:
+        """The layer with the heads of an index, slice or mask alone."""
+        parts = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in parts})
 
     @staticmethod
     def of_linears(

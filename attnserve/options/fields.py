@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, cast
 
@@ -25,26 +26,31 @@ def fail(what: str, fix: str, code: str) -> NoReturn:
 
 
 def read_names(value: Any) -> Any:
-    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    names = tuple(name.strip() for name in value.split(","))
+    if "" in names:
+        raise ValueError("expected names separated by commas, found an empty entry")
+    return names
 
 
 def read_ranks(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        ranks = tuple(int(part) for part in value.split(","))
-    except ValueError as error:
-        raise ValueError("expected integers, separated by commas") from error
-    return ranks[0] if len(ranks) == 1 else ranks
+    ranks = _numbers(value, int, "integers")
+    return ranks[0] if isinstance(value, str) and len(ranks) == 1 else ranks
 
 
 def read_weights(value: Any) -> Any:
+    return _numbers(value, float, "numbers")
+
+
+def _numbers(value: Any, kind: Callable[[str], float], expected: str) -> Any:
+    """The numbers of a text; values of other types as they are."""
     if not isinstance(value, str):
         return value
     try:
-        return tuple(float(part) for part in value.split(","))
+        return tuple(kind(part) for part in value.split(","))
     except ValueError as error:
-        raise ValueError("expected numbers, separated by commas") from error
+        raise ValueError(f"expected {expected}, separated by commas") from error
 
 
 def read_lengths(value: Any) -> Any:
@@ -87,7 +93,12 @@ Lengths = int | tuple[int, int]
 Ranks = int | tuple[int, ...] | dict[str, int]
 """R of every layer, of each layer in order, or by layer name."""
 
-Names = Annotated[tuple[str, ...], BeforeValidator(read_names), Cli(metavar="LAYERS", is_text=True)]
+Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(read_names),
+    Field(examples=["0,2"]),
+    Cli(metavar="LAYERS", is_text=True),
+]
 Share = Annotated[float, Field(gt=0, lt=1, examples=[0.25]), Cli(metavar="SHARE")]
 Minutes = Annotated[float, Field(gt=0, allow_inf_nan=False, examples=["20m, 90s or 1h"])]
 File = Annotated[Path, BeforeValidator(read_path), Cli(metavar="FILE")]

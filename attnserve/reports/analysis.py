@@ -369,7 +369,8 @@ def _no_spectrum(block: AttentionBlock) -> str:
 
 
 def _layer_json(layer: LayerAnalysis) -> dict[str, Any]:
-    ranks = layer.ranks
+    ranks = ("sizes", "scores", "probabilities", "used", "spanned")
+    importance = ("energy", "energy_share", "leave_one_out", "sensitivity")
     return {
         "name": layer.name,
         "index": layer.index,
@@ -382,28 +383,17 @@ def _layer_json(layer: LayerAnalysis) -> dict[str, Any]:
             "calibrated": _variance_json(layer.calibrated),
         },
         "ranks": None
-        if ranks is None
-        else {
-            "tolerance": RANK_TOLERANCE,
-            "sizes": ranks.sizes.tolist(),
-            "scores": ranks.scores.tolist(),
-            "probabilities": ranks.probabilities.tolist(),
-            "used": _numbers(ranks.used),
-            "spanned": _numbers(ranks.spanned),
-        },
-        "importance": {
-            "energy": _numbers(layer.energy),
-            "energy_share": _numbers(layer.energy_share),
-            "leave_one_out": _numbers(layer.leave_one_out),
-            "sensitivity": _numbers(layer.sensitivity),
-        },
-        "votes": {
-            "groups": layer.votes.groups.tolist(),
-            "votes": layer.votes.votes.tolist(),
-            "mask": layer.votes.mask.tolist(),
-        },
+        if layer.ranks is None
+        else {"tolerance": RANK_TOLERANCE, **_arrays(layer.ranks, *ranks)},
+        "importance": _arrays(layer, *importance),
+        "votes": _arrays(layer.votes, "groups", "votes", "mask"),
         "notes": list(layer.notes),
     }
+
+
+def _arrays(measured: object, *names: str) -> dict[str, Any]:
+    """The arrays of these names as lists of rounded numbers."""
+    return {name: _numbers(getattr(measured, name)) for name in names}
 
 
 def _variance_json(variance: CapturedVariance | None) -> dict[str, Any] | None:

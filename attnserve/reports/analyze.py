@@ -20,14 +20,13 @@ from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_files import load_model
-from attnserve.models.outputs import check_output, default_output, staged
+from attnserve.models.outputs import check_folder, check_output, default_output, staged
 from attnserve.options import Run, with_keywords
 from attnserve.paths import StrPath, as_path
 from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
 from attnserve.reports.drawing import require_extra
 from attnserve.reports.pages import render_page
 from attnserve.reports.plots import FIGURES
-from graph_passes.errors import InvalidOutput
 
 __all__ = ["Finding", "analyze", "findings", "render"]
 
@@ -102,12 +101,7 @@ def analyze(
     model, calib = Path(model), Path(calib)
     artifact = open_artifact(model)
     output = as_path(output) or default_output(model, "analysis")
-    if output.exists() and not output.is_dir():
-        raise InvalidOutput(
-            f"{output}: expected a folder, it is a file",
-            "choose another `output`",
-            code="output.not_folder",
-        )
+    check_folder(output)
     check_output(output, force=force)
     graph = load_model(artifact)
     require_finite_weights(graph)

@@ -87,8 +87,7 @@ def _latency(rewrite: Rewrite) -> Figure | None:
                 textcoords="offset points", ha="center", color=INK, fontsize=8,
             )  # fmt: skip
         axes.set_xticks(places, [f"{each.batch} x {each.sequence}" for each in speeds])
-        axes.set_xlabel("batch x tokens")
-        axes.set_ylabel("median latency in ms")
+        axes.set(xlabel="batch x tokens", ylabel="median latency in ms")
         axes.grid(axis="y", color=GRID)
         axes.set_ylim(0, 1.12 * max(*old, *new))
         axes.legend(loc="upper left")
@@ -121,8 +120,7 @@ def _recovery(rewrite: Rewrite) -> Figure | None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")  # the default is mathematical text
         axes.yaxis.set_minor_formatter("")
-        axes.set_xlabel(name)
-        axes.set_ylabel("loss")
+        axes.set(xlabel=name, ylabel="loss")
         axes.grid(color=GRID)
         axes.legend(loc="best")
 

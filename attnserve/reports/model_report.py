@@ -17,16 +17,17 @@ from attnserve.checks.inspect import Inspection, inspect_graph
 from attnserve.context import Progress, ignore_progress
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import sha256
-from attnserve.models.lineage import Rewrite
+from attnserve.models.lineage import SIZES, Rewrite
 from attnserve.models.model_folder import find_models
 from attnserve.models.onnx_files import load_model
-from attnserve.models.outputs import check_output, staged
+from attnserve.models.outputs import check_folder, check_output, staged
+from attnserve.options import Run
 from attnserve.paths import StrPath, as_path
 from attnserve.reports.drawing import require_extra
 from attnserve.reports.model_plots import figures
 from attnserve.reports.pages import render_page
 from attnserve.runtime.external_data import external_files
-from graph_passes.errors import InvalidModel, InvalidOutput
+from graph_passes.errors import InvalidModel
 
 __all__ = ["ModelReport", "report"]
 
@@ -83,11 +84,12 @@ def report(
 
     Raises:
         InvalidModel: There is no model, or a model or its record cannot be read.
+        InvalidArgument: ``seed`` is negative.
         InvalidOutput: A page exists, or cannot be written.
         MissingExtra: jinja2, matplotlib or ONNX Runtime is not installed.
     """
     require_extra("jinja2", "matplotlib")
-    progress = progress or ignore_progress
+    progress, seed = progress or ignore_progress, Run(seed=seed).seed
     places = list(_places(Path(models), as_path(output)))
     for _, _, _, page in places:
         check_output(page, force=force)
@@ -110,12 +112,8 @@ def report(
 
 def _places(path: Path, output: Path | None) -> Iterator[tuple[str, str, Artifact, Path]]:
     """(name, version, model, page) of each model at ``path``."""
-    if output is not None and output.exists() and not output.is_dir():
-        raise InvalidOutput(
-            f"{output}: expected a folder, it is a file",
-            "choose another `output`",
-            code="output.not_folder",
-        )
+    if output is not None:
+        check_folder(output)
     found = find_models(path)
     if not found:
         raise InvalidModel(
@@ -172,11 +170,5 @@ def render(report: ModelReport) -> str:
             (number, rewrite, figures(rewrite))
             for number, rewrite in reversed(list(enumerate(report.rewrites, start=1)))
         ],
-        columns={
-            "rank": "rank",
-            "heads": "heads",
-            "neurons": "neurons",
-            "head_size": "head size",
-            "cache_width": "cache width",
-        },
+        columns={name: name.replace("_", " ") for name in SIZES},
     )

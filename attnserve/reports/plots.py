@@ -396,9 +396,7 @@ def pareto_front(
         axes.set_xlim(left, 1.002)
         axes.set_ylim(min([1.0, *speeds]) - 0.03, top * 1.05)
         axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")
-        axes.set_xlabel("quality kept: 1 - loss")
-        axes.set_ylabel("speed-up")
-        axes.set_title(title)
+        axes.set(xlabel="quality kept: 1 - loss", ylabel="speed-up", title=title)
         axes.legend(loc="best")
 
     return svg_file(draw, (7.0, 4.2))

@@ -7,12 +7,15 @@ from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 __all__ = [
     "PROTOBUF_LIMIT_BYTES",
     "external_files",
     "external_folder",
+    "external_weights",
+    "in_memory",
     "map_external_data",
     "release_mapped_pages",
     "weight_bytes",
@@ -65,14 +68,15 @@ def map_external_data(model: ir.Model) -> None:
     ``ir.save`` with ``external_data`` does the same to tensors of up to 256 bytes. Neither treats
     tensors in attributes. Here a map stays open as long as an array of it exists.
     """
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                value.const_value = _mapped(value.const_value)
+    for value, tensor in external_weights(model):
+        value.const_value = in_memory(tensor)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         for name, attribute in list(node.attributes.items()):
             if any(isinstance(tensor, ir.ExternalTensor) for tensor in _values(attribute)):
-                tensors = [_mapped(tensor) for tensor in _values(attribute)]
+                tensors = [
+                    in_memory(tensor) if isinstance(tensor, ir.ExternalTensor) else tensor
+                    for tensor in _values(attribute)
+                ]
                 single = attribute.type == ir.AttributeType.TENSOR
                 node.attributes[name] = (
                     ir.AttrTensor(name, tensors[0]) if single else ir.AttrTensors(name, tensors)
@@ -102,11 +106,18 @@ def without_content(model: ir.Model, names: Collection[str]) -> Generator[None]:
             model.graph.initializers[name].const_value = tensor
 
 
-def _mapped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    if not isinstance(tensor, ir.ExternalTensor):
-        return tensor
+def external_weights(model: ir.Model) -> Iterator[tuple[ir.Value, ir.ExternalTensor]]:
+    """The initializers of all graphs that are external tensors."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                yield value, value.const_value
+
+
+def in_memory(tensor: ir.ExternalTensor, array: np.ndarray | None = None) -> ir.TensorProtocol:
+    """The tensor with this array; by default one over the memory map of its file."""
     return ir.Tensor(
-        tensor.numpy(),
+        tensor.numpy() if array is None else array,
         dtype=tensor.dtype,
         name=tensor.name,
         doc_string=tensor.doc_string,

@@ -25,14 +25,13 @@ import numpy as np
 from attnserve.context import Device
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import pool
-from attnserve.models.tokenizer import load_tokenizer, model_inputs
+from attnserve.models.tokenizer import load_encoder, model_inputs
 from attnserve.runtime.session import open_session
 
 
 def main() -> None:
     artifact = open_artifact(Path(sys.argv[1]))
-    assert artifact.tokenizer is not None
-    encoder = load_tokenizer(artifact.tokenizer, max_length=artifact.max_length)
+    encoder = load_encoder(artifact)
     graph = Path(sys.argv[3]) if len(sys.argv) > 3 else artifact.model
     session = open_session(graph, Device(threads=int(sys.argv[2])))
     inputs, output = model_inputs(session), session.get_outputs()[0].name

@@ -28,6 +28,7 @@ from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidOutput
 from tests.attnserve.costs import count_instead_of_timing
+from tests.files import tree
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "by hand": {"collab_dk": 16},
@@ -97,14 +98,6 @@ def torch_files(
             onnx.save(proto, folder / name / "model.onnx")
 
     return made_once("torch-external-data", make)
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def test_torch_files_hold_their_weights_where_the_fixture_says(torch_files: Path):

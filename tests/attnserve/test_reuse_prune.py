@@ -33,17 +33,11 @@ from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
 from tests.attnserve.costs import count_instead_of_timing
 from tests.errors import raises
+from tests.files import tree
 from tests.graph_passes.graphs import FLOAT_MASK, D, layers
 
 Build = Callable[..., Path]
 ORDER = ["skip_attention", "prune_heads", "reuse_attention", "collaborate"]
-
-
-def tree(folder: Path) -> dict[str, bytes | None]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in sorted(folder.rglob("*"))
-    }
 
 
 def blocks_of(path: Path) -> tuple[AttentionBlock, ...]:

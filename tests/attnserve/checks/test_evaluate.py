@@ -24,7 +24,7 @@ from attnserve.checks.evaluate import (
 )
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import embed_texts
-from attnserve.models.tokenizer import load_tokenizer
+from attnserve.models.tokenizer import load_encoder
 from attnserve.runtime.session import open_session
 from attnserve.serving.loaded_model import Model
 from graph_passes.errors import (
@@ -369,7 +369,7 @@ def test_embed_texts_refused_batch_names_its_size(tokens: Path) -> None:
         for axis, size in zip(value.type.tensor_type.shape.dim, (1, 4), strict=True):
             axis.dim_value = size
     onnx.save(model, tokens / "model.onnx")
-    session, encoder = open_session(tokens / "model.onnx"), load_tokenizer(tokens)
+    session, encoder = open_session(tokens / "model.onnx"), load_encoder(open_artifact(tokens))
     with raises(InvalidData, "text.batch_refused", "1 texts x 1 tokens"):
         embed_texts(session, encoder, ["east", "west"], pooling="mean", normalize=False)
     with raises(InvalidData, "text.no_texts"):

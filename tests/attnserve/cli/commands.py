@@ -26,13 +26,6 @@ class Outcome(NamedTuple):
 Cli = Callable[..., Outcome]
 
 
-def tree(folder: Path) -> dict[str, bytes | None]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in sorted(folder.rglob("*"))
-    }
-
-
 def refused(outcome: Outcome, value: str) -> None:
     """Expect exit code 2, an empty stdout, and an error of 2 or 3 lines that matches ``value``."""
     assert outcome.code == 2, outcome

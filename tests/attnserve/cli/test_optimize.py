@@ -16,7 +16,8 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.attnserve.cli.commands import ROOT, Cli, process, refused, tree
+from tests.attnserve.cli.commands import ROOT, Cli, process, refused
+from tests.files import tree
 
 
 def test_optimize_verify_and_inspect_work_together(
@@ -212,37 +213,24 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {  # and a pattern with the value that 
     "unknown opset": (edited(lambda m: setattr(m.opset_import[0], "version", 999)), "."),
     "no opset": (edited(lambda m: m.ClearField("opset_import")), "opset"),
     "R of 0": (options("--collab-dk", 0), "--collab-dk.* 0.* 32"),
-    "negative R": (options("--collab-dk", -8), "--collab-dk.* 32"),
     "R above H*K": (options("--collab-dk", 33), "--collab-dk.* 33.* 32"),
     "huge R": (options("--collab-dk", 10**30), "--collab-dk.* 32"),
     "R no number": (options("--collab-dk", "many"), "--collab-dk.*'many'"),
-    "R of 1.5": (options("--collab-dk", "1.5"), r"--collab-dk.*'1\.5'"),
-    "no R": (options("--collab-dk", ""), "--collab-dk.*''"),
     "too many R": (options("--collab-dk", "8,8,8"), "--collab-dk.* 3 .* 2 "),
     "unknown layer": (options("--layers", 7), "'7'"),
-    "negative length": (options("--seq", -4), "--seq is '-4'"),
     "length of 0": (options("--seq", 0), "--seq is '0'"),
-    "reversed range of lengths": (options("--seq", "512-16"), "--seq is '512-16'"),
-    "range of lengths from 0": (options("--seq", "0-16"), "--seq is '0-16'"),
-    "length that is no number": (options("--seq", "abc"), "--seq is 'abc'"),
-    "range without an end": (options("--seq", "16-"), "--seq is '16-'"),
     "length of too many digits": (options("--seq", "9" * 5000), "--seq is '999"),
-    "bound that is no cosine": (options("--min-cosine", 7), "--min-cosine is 7"),
     "calibration missing": (options("--calib", "/nowhere.txt"), "/nowhere.txt"),
     "second calibration file missing": (
         lambda model: [*(text("a")(model) or ()), "--calib", "/nowhere.txt"], "/nowhere.txt"
     ),
     "weights without files": (options("--calib-weights", "1,2"), "--calib-weights is 1, 2.* 0 fi"),
-    "weights that are no numbers": (options("--calib-weights", "a"), "--calib-weights is 'a'"),
     "calibration empty": (text(""), r"calib\.txt"),
     "calibration blank": (text("\n \n"), r"calib\.txt"),
     "calibration binary": (text(bytes(range(256))), r"calib\.txt.*UTF-8"),
     "calibration longer than the model": (without_limits, "inputs"),
     "calibration of a path too long": (options("--calib", "/" + "x" * 5000), "name too long"),
     "arrays of other names": (arrays(a=ROW), "input_ids"),
-    "arrays of another type": (arrays(**(FEED | {"input_ids": ROW / 2})), "float64"),
-    "arrays of other rows": (arrays(**(FEED | {"input_ids": ROW[:2]})), "rows"),
-    "arrays without rows": (arrays(**{k: v[:0] for k, v in FEED.items()}), "rows"),
     "arrays without tokens": (arrays(**{k: v[:, :0] for k, v in FEED.items()}), "."),
     "ids outside the vocabulary": (arrays(**(FEED | {"input_ids": ROW * 9999})), "input_ids"),
     "arrays of padding": (arrays(**(FEED | {"attention_mask": ROW * 0})), "token"),

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from attnserve.models.artifact import open_artifact
-from tests.attnserve.cli.commands import Cli, refused, tree
+from tests.attnserve.cli.commands import Cli, refused
+from tests.files import tree
+
+DENSE = ["--collab-dk", "16", "--mixing", "dense"]
 
 
 @pytest.mark.parametrize("force", [[], ["--force"]])
@@ -18,9 +21,7 @@ def test_output_equal_to_input_is_refused(
 ):
     (tmp_path / "link").symlink_to(model)
     before = tree(tmp_path)
-    done = cli(
-        "optimize", model, "-o", tmp_path / output, "--collab-dk", 16, "--mixing", "dense", *force
-    )
+    done = cli("optimize", model, "-o", tmp_path / output, *DENSE, *force)
     refused(done, "output")
     assert tree(tmp_path) == before
 
@@ -31,30 +32,23 @@ def test_existing_output_needs_force(cli: Cli, model: Path, tmp_path: Path):
         if output.parent != model:
             output.write_text("precious")
         before = tree(tmp_path)
-        refused(
-            cli("optimize", model, "-o", output, "--collab-dk", 16, "--mixing", "dense"), "--force"
-        )
+        refused(cli("optimize", model, "-o", output, *DENSE), "--force")
         assert tree(tmp_path) == before
     new = tmp_path / "new"
-    assert (
-        cli("optimize", model, "-o", new, "--collab-dk", 16, "--mixing", "dense", "--force").code
-        == 0
-    )
+    assert cli("optimize", model, "-o", new, *DENSE, "--force").code == 0
 
 
 def test_output_below_a_file_is_refused(cli: Cli, tiny: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     for output in ("file/new.onnx", "file/a/b"):
-        done = cli(
-            "optimize", tiny, "-o", tmp_path / output, "--collab-dk", 16, "--mixing", "dense"
-        )
+        done = cli("optimize", tiny, "-o", tmp_path / output, *DENSE)
         refused(done, "file")
 
 
 DEFAULTS: dict[str, tuple[str, list[str], set[str]]] = {
     "optimize": (
         "{name}-optimized",
-        ["--collab-dk", "16", "--mixing", "dense"],
+        DENSE,
         {"model.onnx", "attnserve.json", "tokenizer.json", "tokenizer_config.json", "config.json"},
     ),
     "analyze": ("{name}-analysis", [], {"analysis.json", "mask.json", "report.html"}),
@@ -114,7 +108,7 @@ def test_default_output_is_named_after_the_resolved_folder(
     cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(model)
-    done = cli("optimize", ".", "--collab-dk", 16, "--mixing", "dense")
+    done = cli("optimize", ".", *DENSE)
     assert done.code == 0
     assert done.out.startswith(f"wrote {tmp_path.resolve() / 'model-optimized' / 'model.onnx'}\n")
     assert (tmp_path / "model-optimized" / "model.onnx").is_file()
@@ -122,22 +116,15 @@ def test_default_output_is_named_after_the_resolved_folder(
 
 def test_default_output_of_a_file_is_beside_the_file(cli: Cli, model: Path):
     (model / "model.onnx").rename(model / "encoder.onnx")
-    assert (
-        cli(
-            "optimize", model / "encoder.onnx", "--collab-dk", 16, "--mixing", "dense", "--dry-run"
-        ).code
-        == 0
-    )
+    assert cli("optimize", model / "encoder.onnx", *DENSE, "--dry-run").code == 0
     assert not (model / "encoder-optimized").exists()
-    done = cli(
-        "optimize", model / "encoder.onnx", "--collab-dk", 16, "--mixing", "dense", "--json"
-    ).json()
+    done = cli("optimize", model / "encoder.onnx", *DENSE, "--json").json()
     assert done["output"] == str(model / "encoder-optimized" / "model.onnx")
     assert (model / "encoder-optimized" / "attnserve.json").is_file()
 
 
 def test_output_path_is_not_recorded_in_the_artifact(cli: Cli, model: Path, tmp_path: Path):
-    assert cli("optimize", model, "--collab-dk", 16, "--mixing", "dense").code == 0
+    assert cli("optimize", model, *DENSE).code == 0
     record = (tmp_path / "model-optimized" / "attnserve.json").read_text()
     assert str(tmp_path) not in record
 

@@ -24,7 +24,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
-from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+from graph_passes.errors import InvalidArgument, InvalidData
 from tests.errors import raises
 
 HEADER = '<ir_version: 8, opset_import: ["" : 17]> g'
@@ -254,33 +254,6 @@ def test_weights_of_a_file_without_rows_to_fit_are_refused(tiny: Path, tmp_path:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (b"", "text.empty_file"),
-        (b"\n \n\t\n", "text.empty_file"),
-        (b"\xff\xfe\x00\x01" * 40, "text.not_utf8"),
-    ],
-)
-def test_load_inputs_text_without_sentences_is_refused(
-    tiny: Path, tmp_path: Path, content: bytes, code: str
-):
-    (tmp_path / "calib.txt").write_bytes(content)
-    with raises(InvalidData, code):
-        read(tmp_path / "calib.txt", open_artifact(tiny))
-
-
-def test_load_inputs_missing_file_is_refused(tiny: Path, tmp_path: Path):
-    with raises(InvalidData, "data.missing", "nothing.txt"):
-        read(tmp_path / "nothing.txt", open_artifact(tiny))
-
-
-def test_load_inputs_damaged_tokenizer_is_refused(model: Path, sentences: Path):
-    (model / "tokenizer.json").write_text("{}")
-    with raises(InvalidModel, "text.not_tokenizer"):
-        read(sentences, open_artifact(model))
-
-
 # Several files
 
 
@@ -370,9 +343,10 @@ def test_file_that_is_given_twice_is_refused(tiny: Path, sentences: Path):
         read_files([sentences, again], open_artifact(tiny))
 
 
-def test_missing_second_file_is_refused(tiny: Path, sentences: Path, tmp_path: Path):
+@pytest.mark.parametrize("count", [0, 1])
+def test_missing_file_is_refused(tiny: Path, sentences: Path, tmp_path: Path, count: int):
     with raises(InvalidData, "data.missing", "nothing.txt"):
-        read_files([sentences, tmp_path / "nothing.txt"], open_artifact(tiny))
+        read_files([sentences] * count + [tmp_path / "nothing.txt"], open_artifact(tiny))
 
 
 # Arrays

@@ -17,15 +17,12 @@ from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel, InvalidOutput
 from tests.architectures import Cell
 from tests.errors import raises
+from tests.files import write_json
 
 LAYERS, HEADS, HEAD_SIZE = 2, 3, 8
 VOCABULARY = 24  # the width of the states, which are the logits here
 CONFIG = {"eos_token_id": 23, "n_positions": 48, "vocab_size": VOCABULARY, "hidden_size": 24}
 PROMPT = [5, 6, 7]
-
-
-def write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 @pytest.fixture
@@ -154,24 +151,21 @@ def test_external_data_is_written(decoder: Path, tmp_path: Path) -> None:
     assert generated(tmp_path / "genai", 12) == greedy(path, 12)
 
 
-@pytest.mark.parametrize("missing", ["eos_token_id", "n_positions", "vocab_size"])
-def test_config_without_tokens_or_positions_is_refused(
-    missing: str, decoder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, ...) for key in ("eos_token_id", "n_positions", "vocab_size")),  # no such key
+        ("vocab_size", [24]), ("n_positions", [48]), ("n_positions", 0), ("eos_token_id", ["</s>"]),
+    ],
+)  # fmt: skip
+def test_config_without_valid_tokens_or_positions_is_refused(
+    key: str, value: Any, decoder: Path, tmp_path: Path
 ) -> None:
-    write_json(decoder / "config.json", {k: v for k, v in CONFIG.items() if k != missing})
-    with raises(InvalidModel, "genai.config", "config.json"):
+    config = CONFIG | {key: value}
+    write_json(decoder / "config.json", {k: v for k, v in config.items() if v is not ...})
+    with raises(InvalidModel, "genai.config", key if key != "n_positions" else "position"):
         write_genai_folder(decoder, tmp_path / "genai")
     assert not (tmp_path / "genai").exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"vocab_size": [24]}, {"n_positions": [48]}, {"n_positions": 0}, {"eos_token_id": ["</s>"]}],
-)
-def test_malformed_config_is_refused(change: dict[str, Any], decoder: Path, tmp_path: Path) -> None:
-    write_json(decoder / "config.json", CONFIG | change)
-    with raises(InvalidModel, "genai.config", "config.json"):
-        write_genai_folder(decoder, tmp_path / "genai")
 
 
 def test_settings_without_meaning_are_left_out(decoder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from attnserve.models.onnx_files import load_model, save_model
-from tests.attnserve.models.files import linear, write_json, write_modules
+from tests.attnserve.models.files import linear, write_modules
+from tests.files import write_json
 
 
 @pytest.fixture

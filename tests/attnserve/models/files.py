@@ -1,13 +1,18 @@
-"""Write files of models, and read folders."""
+"""Write models, and lists of modules."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import numpy_helper, parser
+
+from attnserve.models.artifact import Artifact
+from attnserve.models.record import Record
+from attnserve.models.tokenizer import TextEncoder, load_encoder
+from tests.files import write_json
 
 LINEAR = """<ir_version: 10, opset_import: ["" : 18]>
 linear (float[n, 64] x) => (float[n, 64] y) { y = MatMul(x, w) }"""
@@ -22,16 +27,10 @@ def linear(path: Path) -> Path:
     return path
 
 
-def tree(folder: Path) -> dict[str, bytes | None]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in sorted(folder.rglob("*"))
-    }
-
-
-def write_json(path: Path, content: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content), encoding="utf-8")
+def encoder_of(path: Path, **record: Any) -> TextEncoder:
+    """The encoder of a tokenizer.json, or of a folder with one, with these fields of a record."""
+    folder = path if path.is_dir() else path.parent
+    return load_encoder(Artifact(folder / "model.onnx", Record(**record)), path)
 
 
 def write_modules(folder: Path, *names: str) -> None:

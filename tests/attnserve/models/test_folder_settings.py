@@ -13,8 +13,9 @@ from attnserve.models.folder_settings import read_settings
 from attnserve.models.settings_files import MODULES, TRANSFORMER_FILES, Library, Transformer
 from attnserve.models.tokenizer import BERT_MODELS, BERT_TOKENIZERS, load_encoder
 from graph_passes.errors import InvalidModel
-from tests.attnserve.models.files import write_json, write_modules
+from tests.attnserve.models.files import write_modules
 from tests.errors import raises
+from tests.files import write_json
 
 SENTENCE, LIBRARY = "sentence_bert_config.json", "config_sentence_transformers.json"
 TOKENIZER, POOLING = "tokenizer_config.json", "1_Pooling/config.json"
@@ -50,7 +51,7 @@ def test_unknown_key_is_refused_by_its_name(hub: Path, file: str, content: Any, 
 @pytest.mark.parametrize(
     ("content", "key"),
     [
-        ({"max_seq_length": "12"}, "max_seq_length"),
+        *(({"max_seq_length": one}, "max_seq_length") for one in ("12", 0, -1, 1.5, [256])),
         ({"query_length": 32}, "query_length"),
         ({"tokenizer_name_or_path": "other"}, "tokenizer_name_or_path"),
         ({"processing_kwargs": {"text": {"truncation": "only_first"}}}, "truncation"),
@@ -184,13 +185,61 @@ def test_default_pooling_of_a_language_model_is_the_last_token(
     assert read_settings(hub).embedding.pooling == open_artifact(hub).pooling == pooling
 
 
-def test_pooling_keys_of_older_versions(hub: Path) -> None:
-    write_json(hub / POOLING, {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": False})
-    assert open_artifact(hub).pooling == "mean"  # the default of the library
-    write_json(hub / POOLING, {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True})
-    assert open_artifact(hub).output == "sentence_embedding"
-    write_json(hub / POOLING, {"pooling_mode": "lasttoken", "pooling_mode_cls_token": True})
-    assert open_artifact(hub).pooling == "last"
+@pytest.mark.parametrize(
+    ("content", "pooling"),
+    [
+        ({"word_embedding_dimension": 8, "pooling_mode_mean_tokens": False}, "mean"),  # the default
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}, "none"),
+        ({"pooling_mode": "lasttoken", "pooling_mode_cls_token": True}, "last"),
+        ({"pooling_mode": "mean"}, "mean"),
+        ({"pooling_mode": ["cls"]}, "cls"),
+    ],
+)
+def test_pooling_by_the_keys_of_all_versions(
+    hub: Path, content: dict[str, Any], pooling: str
+) -> None:
+    write_json(hub / POOLING, content)
+    artifact = open_artifact(hub)
+    assert artifact.pooling == pooling
+    assert artifact.output == ("sentence_embedding" if pooling == "none" else None)
+    write_modules(hub, "Transformer", "Pooling")
+    assert artifact.normalize and not open_artifact(hub).normalize
+
+
+def test_pooling_without_any_key_is_refused(hub: Path) -> None:
+    write_json(hub / POOLING, {})
+    with raises(InvalidModel, "export.pooling", "1_Pooling"):
+        open_artifact(hub)
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"prompts": ["query: "]}, "prompts"),
+        ({"prompts": {"query": 1}}, "prompts"),
+        ({"prompts": {}, "default_prompt_name": "query"}, "default_prompt_name"),
+        ({"truncate_dim": 0}, "truncate_dim"),
+        ({"similarity_fn_name": "euclidean"}, "similarity_fn_name"),
+        ([], "expected a JSON object"),
+    ],
+)
+def test_malformed_library_file_is_refused(hub: Path, content: object, key: str) -> None:
+    write_json(hub / LIBRARY, content)
+    with raises(InvalidModel, "export.config", key):
+        open_artifact(hub)
+
+
+def test_empty_prompts_are_left_out_and_the_default_prompt_is_kept(hub: Path) -> None:
+    content = {"prompts": {"query": "", "document": ""}, "default_prompt_name": "query"}
+    write_json(hub / LIBRARY, content)
+    assert not open_artifact(hub).record.stated.keys() & {"prompts", "default_prompt"}
+    write_json(hub / LIBRARY, {**content, "prompts": {"query": "the ", "document": ""}})
+    artifact = open_artifact(hub)
+    found = (artifact.prompt(), artifact.prompt("document"), artifact.prompt("passage"))
+    assert found == ("the ", "", "the ")
 
 
 # --- scores -------------------------------------------------------------------------------------
@@ -214,6 +263,9 @@ LABELS = {"id2label": {"0": "a", "1": "b", "2": "c"}}
         ({"sentence_transformers": {"activation_fn": IDENTITY, "version": "4.0.1"},
           "num_labels": 1}, {}, "identity"),
         ({"sbert_ce_default_activation_function": IDENTITY, "num_labels": 1}, {}, "identity"),
+        ({"sentence_transformers": {"activation_fn": SIGMOID}, **LABELS}, {}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": IDENTITY}, **LABELS}, {}, None),
+        ({"sentence_transformers": None, "num_labels": 1}, {}, None),
     ],
 )  # fmt: skip
 def test_activation_of_an_onnx_file_is_that_of_the_folder(
@@ -240,6 +292,10 @@ def test_activation_that_is_not_known_is_refused(
     (hub / "modules.json").unlink()
     write_json(hub / "config.json", config)
     with raises(InvalidModel, code, value):
+        open_artifact(hub)
+    write_json(hub / LIBRARY, {"activation_fn": "torch.nn.Tanh"})  # precedes config.json
+    write_json(hub / "config.json", {})
+    with raises(InvalidModel, "export.activation", "torch.nn.Tanh"):
         open_artifact(hub)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,14 +23,22 @@ from tests.attnserve.models.files import LINEAR
 from tests.errors import raises
 
 
+@contextmanager
+def edited(path: Path) -> Iterator[onnx.ModelProto]:
+    """The message of a model, which is written again after the context."""
+    proto = onnx.load(path, load_external_data=False)
+    yield proto
+    path.write_bytes(proto.SerializeToString())
+
+
 def relocate(path: Path, **entries: str) -> Path:
     """Change the external data entries of a model."""
-    proto = onnx.load(path, load_external_data=False)
-    changed = {e.key: e.value for e in proto.graph.initializer[0].external_data} | entries
-    del proto.graph.initializer[0].external_data[:]
-    for key, value in changed.items():
-        proto.graph.initializer[0].external_data.add(key=key, value=value)
-    path.write_bytes(proto.SerializeToString())
+    with edited(path) as proto:
+        external = proto.graph.initializer[0].external_data
+        changed = {e.key: e.value for e in external} | entries
+        del external[:]
+        for key, value in changed.items():
+            external.add(key=key, value=value)
     return path
 
 
@@ -80,9 +90,8 @@ def test_load_model_weights_listed_as_inputs_are_weights(plain: Path, version: i
 
 
 def test_load_model_without_opset_is_refused(plain: Path):
-    proto = onnx.load(plain)
-    del proto.opset_import[:]
-    onnx.save(proto, plain)
+    with edited(plain) as proto:
+        del proto.opset_import[:]
     with raises(InvalidModel, "artifact.no_opset"):
         load_model(plain)
 
@@ -99,15 +108,14 @@ def test_load_model_without_opset_is_refused(plain: Path):
 def test_load_model_inconsistent_weight_is_refused(
     plain: Path, change: dict, cause: str, shown: object
 ):
-    proto = onnx.load(plain)
-    weight = proto.graph.initializer[0]
-    for field, value in change.items():
-        weight.ClearField(field)
-        if isinstance(value, list):
-            weight.dims.extend(value)
-        else:
-            setattr(weight, field, value)
-    onnx.save(proto, plain)
+    with edited(plain) as proto:
+        weight = proto.graph.initializer[0]
+        for field, value in change.items():
+            weight.ClearField(field)
+            if isinstance(value, list):
+                weight.dims.extend(value)
+            else:
+                setattr(weight, field, value)
     with raises(InvalidModel, f"artifact.weight_{cause}", shown):
         load_model(plain)
 
@@ -128,11 +136,9 @@ def test_load_model_inconsistent_weight_is_refused(
 def test_load_model_typed_elements_match_type_and_shape(
     plain: Path, dtype: int, field: str, count: int, accepted: bool
 ):
-    proto = onnx.load(plain)
-    weight = TensorProto(name="typed", dims=[2, 3], data_type=dtype)
-    getattr(weight, field).extend([1] * count)
-    proto.graph.initializer.append(weight)
-    plain.write_bytes(proto.SerializeToString())
+    with edited(plain) as proto:
+        weight = proto.graph.initializer.add(name="typed", dims=[2, 3], data_type=dtype)
+        getattr(weight, field).extend([1] * count)
     if accepted:
         array = load_model(plain).graph.initializers["typed"].const_value
         assert array is not None and array.numpy().shape == (2, 3)
@@ -143,9 +149,8 @@ def test_load_model_typed_elements_match_type_and_shape(
 
 @pytest.mark.parametrize("version", [-1, 0, 2**31, 2**62])
 def test_load_model_opset_out_of_range_is_refused(plain: Path, version: int):
-    proto = onnx.load(plain)
-    proto.opset_import[0].version = version
-    plain.write_bytes(proto.SerializeToString())
+    with edited(plain) as proto:
+        proto.opset_import[0].version = version
     with raises(InvalidModel, "artifact.opset", version):
         load_model(plain)
 
@@ -160,9 +165,8 @@ def test_load_model_opset_out_of_range_is_refused(plain: Path, version: int):
     ],
 )
 def test_load_model_invalid_node_is_refused(plain: Path, node: onnx.NodeProto):
-    proto = onnx.load(plain)
-    proto.graph.node[0].CopyFrom(node)
-    plain.write_bytes(proto.SerializeToString())
+    with edited(plain) as proto:
+        proto.graph.node[0].CopyFrom(node)
     with raises(InvalidModel, "artifact.node", node.op_type):
         load_model(plain)
 
@@ -208,9 +212,8 @@ def test_load_model_hard_linked_external_data_is_refused(external: Path):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_load_model_reads_a_hard_linked_model(plain: Path, in_place: bool):
     weight = np.arange(2 * LARGE, dtype=np.float32)  # large enough to be mapped
-    proto = onnx.load(plain)
-    proto.graph.initializer.append(numpy_helper.from_array(weight, "large"))
-    onnx.save(proto, plain)
+    with edited(plain) as proto:
+        proto.graph.initializer.append(numpy_helper.from_array(weight, "large"))
     plain.with_name("other.onnx").hardlink_to(plain)
     found = load_model(plain, in_place=in_place).graph.initializers["large"].const_value
     assert found is not None
@@ -367,12 +370,11 @@ def test_load_model_name_that_is_no_text_is_refused(plain: Path):
 
 @pytest.mark.parametrize("place", ["input", "output"])
 def test_load_model_undefined_value_is_refused(plain: Path, place: str):
-    proto = onnx.load(plain)
-    if place == "input":
-        proto.graph.node[0].input[0] = "nowhere"
-    else:
-        proto.graph.output[0].name = "nowhere"
-    plain.write_bytes(proto.SerializeToString())
+    with edited(plain) as proto:
+        if place == "input":
+            proto.graph.node[0].input[0] = "nowhere"
+        else:
+            proto.graph.output[0].name = "nowhere"
     with raises(InvalidModel, "artifact.malformed", "'nowhere' is used and never defined"):
         load_model(plain)
 

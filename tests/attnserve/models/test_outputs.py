@@ -19,8 +19,8 @@ from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, staged
 from attnserve.models.record import Record, merged_record, write_record
 from graph_passes.errors import InvalidOutput
-from tests.attnserve.models.files import tree
 from tests.errors import raises
+from tests.files import tree
 
 
 def test_output_above_the_folder_onnx_is_refused(hub: Path):

@@ -22,10 +22,10 @@ from attnserve.models.tokenizer import (
     TextEncoder,
     TextInput,
     load_encoder,
-    load_tokenizer,
     text_input,
 )
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+from tests.attnserve.models.files import encoder_of
 from tests.errors import raises
 
 INPUTS = {
@@ -160,13 +160,13 @@ PANICS = {
 
 
 @pytest.mark.parametrize("when", PANICS)
-def test_load_tokenizer_that_panics_is_invalid_model(
+def test_load_encoder_that_panics_is_invalid_model(
     tokenizer: Tokenizer, tmp_path: Path, when: str
 ) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(tokenizer.to_str()) | PANICS[when]))
     with pytest.raises(InvalidModel, match=r"tokenizer\.json"):
-        load_tokenizer(path)
+        encoder_of(path)
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(3, 9))
@@ -275,7 +275,7 @@ def test_batches_size_below_one_is_refused(encoder: TextEncoder) -> None:
         list(encoder.batches(encoder.encode(["a"]), 0, INPUTS))
 
 
-# --- load_tokenizer -----------------------------------------------------------------------------
+# --- load_encoder -------------------------------------------------------------------------------
 
 
 def save(tokenizer: Tokenizer, folder: Path, **config: object) -> Path:
@@ -284,20 +284,20 @@ def save(tokenizer: Tokenizer, folder: Path, **config: object) -> Path:
     return folder
 
 
-def test_load_tokenizer_of_file_and_folder_are_equal(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_load_encoder_of_file_and_folder_are_equal(tokenizer: Tokenizer, tmp_path: Path) -> None:
     save(tokenizer, tmp_path, model_max_length=4)
     for path in (tmp_path, tmp_path / "tokenizer.json"):
-        encoder = load_tokenizer(path)
+        encoder = encoder_of(path)
         assert ids(encoder.encode(["a b c"])) == [[CLS, 5, 6, SEP]]
         assert encoder.max_length == 4
-    assert load_tokenizer(tmp_path, max_length=5).max_length == 5
+    assert encoder_of(tmp_path, max_length=5).max_length == 5
 
 
 @pytest.mark.parametrize("stated", [10**30, 1e30, None, "512", 0])
-def test_load_tokenizer_invalid_max_length_is_no_limit(
+def test_load_encoder_invalid_max_length_is_no_limit(
     stated: object, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    assert load_tokenizer(save(tokenizer, tmp_path, model_max_length=stated)).max_length is None
+    assert encoder_of(save(tokenizer, tmp_path, model_max_length=stated)).max_length is None
 
 
 def test_positions_of_the_model_limit_texts_if_nothing_else_does(
@@ -317,23 +317,23 @@ def test_positions_of_the_model_limit_texts_if_nothing_else_does(
 
 
 @pytest.mark.parametrize("pad", ["b", {"content": "b"}])
-def test_load_tokenizer_pad_token_of_config_and_tokenizer(
+def test_load_encoder_pad_token_of_config_and_tokenizer(
     pad: object, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    assert load_tokenizer(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 6
+    assert encoder_of(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 6
     tokenizer.enable_padding(pad_id=7, pad_token="c")
-    assert load_tokenizer(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 7
+    assert encoder_of(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 7
 
 
-def test_load_tokenizer_missing_or_damaged_is_refused(
+def test_load_encoder_missing_or_damaged_is_refused(
     tmp_path: Path,
 ) -> None:
     with raises(InvalidData, "text.no_tokenizer", "tokenizer.json"):
-        load_tokenizer(tmp_path)
+        encoder_of(tmp_path)
     for content in (b"", b"{}", b"not json", b"\xff\xfe"):
         (tmp_path / "tokenizer.json").write_bytes(content)
         with raises(InvalidModel, "text.not_tokenizer") as caught:
-            load_tokenizer(tmp_path)
+            encoder_of(tmp_path)
         assert len(str(caught.value).splitlines()) == 2
 
 
@@ -457,14 +457,6 @@ HIDDEN = np.array([[[1.0, 2.0], [3.0, 6.0], [1e9, np.pi]]], np.float32)  # B S D
 MASK = np.array([[1, 1, 0]])
 
 
-def test_pool_mean_ignores_padding() -> None:
-    assert pool(HIDDEN, MASK, "mean", False).tolist() == [[2.0, 4.0]]
-
-
-def test_pool_cls_is_the_first_token() -> None:
-    assert pool(HIDDEN, MASK, "cls", False).tolist() == [[1.0, 2.0]]
-
-
 def test_pool_padding_side_does_not_matter() -> None:
     flipped, mask = HIDDEN[:, [2, 0, 1]], MASK[:, [2, 0, 1]]
     for pooling, expected in (("mean", [2, 4]), ("cls", [1, 2]), ("last", [3, 6])):
@@ -521,6 +513,6 @@ def test_encode_equals_transformers(tiny_bert: Callable[..., Path]) -> None:
     folder = tiny_bert()
     texts = ["A man is playing a guitar.", "Dogs!", "zebra 42 xyz, the cat"]
     expected = transformers.AutoTokenizer.from_pretrained(folder)(texts)
-    encodings = load_tokenizer(folder).encode(texts)
+    encodings = encoder_of(folder).encode(texts)
     assert ids(encodings) == expected["input_ids"]
     assert [encoding.type_ids for encoding in encodings] == expected["token_type_ids"]

@@ -8,12 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
-
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from attnserve.nn import (  # noqa: E402
+from attnserve.nn import (
     FeatureMaps,
     FixedHeadAttention,
     GroupedHeadAttention,
@@ -23,8 +21,8 @@ from attnserve.nn import (  # noqa: E402
     reuse_transformer,
     voting_to_stay,
 )
-from graph_passes.errors import InvalidArgument  # noqa: E402
-from tests.errors import raises  # noqa: E402
+from graph_passes.errors import InvalidArgument
+from tests.errors import raises
 
 Layers = Callable[..., Any]
 VALUES, ATTENTION, OUTPUTS = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
-
-from attnserve.nn import (  # noqa: E402
+from attnserve.nn import (
     CollaborativeAttention,
     FixedHeadAttention,
     GroupedHeadAttention,
@@ -22,9 +21,9 @@ from attnserve.nn import (  # noqa: E402
     TrainedAttention,
     read_attention,
 )
-from graph_passes.errors import InvalidArgument  # noqa: E402
-from graph_passes.factorize.moments import TokenMoments  # noqa: E402
-from tests.errors import raises  # noqa: E402
+from graph_passes.errors import InvalidArgument
+from graph_passes.factorize.moments import TokenMoments
+from tests.errors import raises
 
 Layers = Callable[..., Any]
 
@@ -426,8 +425,6 @@ def test_invalid_sizes_are_refused(layer_of: Layers):
         CollaborativeAttention.from_trained(trained, rank=17)
     with raises(InvalidArgument, "nn.support", "4, 8"):
         CollaborativeAttention(16, 4, 8, support=torch.zeros(4, 8, dtype=torch.bool))
-    with raises(InvalidArgument, "nn.num_groups", "5"):
-        GroupedHeadAttention(16, 4, 4, num_groups=5)
     with raises(InvalidArgument, "nn.appended_keys"):
         read_attention(layer_of(add_zero_attn=True))
 

@@ -7,14 +7,12 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
-
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from attnserve.nn import FixedHeadAttention, TrainedAttention, reuse_transformer  # noqa: E402
-from graph_passes.errors import InvalidArgument  # noqa: E402
-from tests.errors import raises  # noqa: E402
+from attnserve.nn import FixedHeadAttention, TrainedAttention, reuse_transformer
+from graph_passes.errors import InvalidArgument
+from tests.errors import raises
 
 
 def trained(count: int) -> list[TrainedAttention]:

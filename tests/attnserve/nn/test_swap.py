@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
-transformers = pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
-
-import attnserve  # noqa: E402
-from attnserve.checks.inspect import inspect  # noqa: E402
-from attnserve.context import ONE_THREAD  # noqa: E402
-from attnserve.nn import (  # noqa: E402
+import attnserve
+from attnserve.checks.inspect import inspect
+from attnserve.context import ONE_THREAD
+from attnserve.nn import (
     AttentionLayer,
     CollaborativeAttention,
     FixedHeadAttention,
@@ -28,11 +27,11 @@ from attnserve.nn import (  # noqa: E402
     swap,
     voting_to_stay,
 )
-from attnserve.runtime.session import open_session  # noqa: E402
-from graph_passes.analysis.shapes import infer_shapes_small  # noqa: E402
-from graph_passes.errors import InvalidArgument  # noqa: E402
-from tests.architectures import quiet  # noqa: E402
-from tests.errors import raises  # noqa: E402
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.shapes import infer_shapes_small
+from graph_passes.errors import InvalidArgument
+from tests.architectures import quiet
+from tests.errors import raises
 
 Convert = Callable[[Sequence[TrainedAttention]], Sequence[AttentionLayer]]
 
@@ -435,7 +434,7 @@ def test_reuse_across_groups_of_albert_is_refused():
 def test_reuse_is_read_from_a_torchscript_export(configuration: str, tmp_path: Path):
     model = build("BERT", "eager")
     swap(model, lambda layers: reuse_transformer(layers, configuration))
-    model, inputs = Outputs(model).eval(), feeds("BERT")
+    model, inputs = Encoder(model).eval(), feeds("BERT")
     names = ["input_ids", "attention_mask"]
     with quiet(), torch.no_grad():
         torch.onnx.export(
@@ -456,12 +455,3 @@ def test_reuse_is_read_from_a_torchscript_export(configuration: str, tmp_path: P
     session = open_session(tmp_path / "m.onnx", ONE_THREAD)
     [ours] = session.run(None, {name: value.numpy() for name, value in shorter.items()})
     torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=1e-5, rtol=1e-4)
-
-
-class Outputs(torch.nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,10 @@ def test_values_are_read_from_text(options: Options, expected: dict[str, Any]):
 @pytest.mark.parametrize(
     ("group", "name", "text"),
     [
-        (Rewrites, "collab_dk", "x"), (Rewrites, "collab_dk", "1,"), (Shape, "sequence", "5-"),
-        (Shape, "sequence", "9-2"), (Shape, "sequence", "0"), (Shape, "sequence", (512, 16)),
-        (Goal, "recover", "20x"), (Data, "calib_weights", "3;1"),
+        *((Rewrites, "collab_dk", text) for text in ("", "x", "1,", "1.5")),
+        *((Shape, "sequence", text) for text in ("abc", "5-", "9-2", "0", "-4", "0-16", (512, 16))),
+        (Goal, "recover", "20x"), (Data, "calib_weights", "3;1"), (Rewrites, "layers", "0,,1"),
+        (Rewrites, "skip", ""),
     ],
 )  # fmt: skip
 def test_text_that_is_no_value_is_refused(group: type[Options], name: str, text: Any):
@@ -59,6 +61,12 @@ def test_text_that_is_no_value_is_refused(group: type[Options], name: str, text:
         group(**{name: text})
     assert f"`{name}`" in str(caught.value)
     assert caught.value.code == f"{group.area}.range"
+
+
+@pytest.mark.parametrize("function", [attnserve.inspect, attnserve.report])
+def test_seed_outside_of_a_group_is_checked_too(function: Callable[..., Any], tiny: Path):
+    with raises(InvalidArgument, "run.range", "`seed` is -1"):
+        function(tiny, seed=-1)
 
 
 @with_keywords

@@ -22,7 +22,7 @@ from attnserve.choices import Precision
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.models.tokenizer import load_tokenizer
+from attnserve.models.tokenizer import load_encoder
 from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.precision.convert import convert, on_cpu
 from attnserve.runtime.session import open_session
@@ -33,8 +33,8 @@ from graph_passes.errors import (
     InvalidModel,
 )
 from tests.architectures import Cell
-from tests.attnserve.cli.commands import tree
 from tests.errors import raises
+from tests.files import tree
 from tests.graph_passes.graphs import graph
 
 EXACT = 32  # 4 heads x 8
@@ -103,7 +103,7 @@ def test_optimize_short_calibration_texts_are_warned_of(
     tiny: Path, sentences: Path, tmp_path: Path
 ):
     """From four times the median length on, texts are joined; longer texts are still better."""
-    encoder = load_tokenizer(tiny / "tokenizer.json", max_length=64)
+    encoder = load_encoder(open_artifact(tiny))
     lengths = [len(one) for one in encoder.encode(read_sentences(sentences))]
     least = int(np.ceil(4 * np.median(lengths)))
 

@@ -40,14 +40,19 @@ Build = Callable[..., Path]
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
 
+def graph_and_data(folder: Path, calib: Path) -> tuple[ir.Model, Dataset]:
+    """A model, and all rows of the data in each part."""
+    artifact = open_artifact(folder)
+    graph = load_model(artifact)
+    return graph, load_inputs(calib, graph, artifact, split=False)
+
+
 def analysis_of(
     folder: Path, calib: Path, *, groups: int | None = None, **settings: Any
 ) -> Analysis:
-    artifact = open_artifact(folder)
-    graph = load_model(artifact)
-    data = load_inputs(calib, graph, artifact, split=False)
+    graph, data = graph_and_data(folder, calib)
     context = RunContext(threads=1, **settings)
-    source = {"file": artifact.model.name}
+    source = {"file": "model.onnx"}
     return analyze_graph(graph, data, source=source, groups=groups, context=context)
 
 
@@ -130,10 +135,8 @@ def test_captured_variance_rank_is_limited():
 def test_analyze_spectra_use_weights_and_moments_of_the_layer(
     analysis: Analysis, tiny: Path, sentences: Path
 ):
-    artifact = open_artifact(tiny)
-    graph = load_model(artifact)
+    graph, data = graph_and_data(tiny, sentences)
     blocks = read_attention(graph).blocks
-    data = load_inputs(sentences, graph, artifact, split=False)
     moments = collect_moments(graph, blocks, data.fit, context=RunContext(threads=1))
     for layer, block in zip(analysis.layers, blocks, strict=True):
         assert layer.weights is not None and layer.calibrated is not None
@@ -148,9 +151,7 @@ def test_analyze_spectra_use_weights_and_moments_of_the_layer(
 
 
 def test_analyze_lengths_count_unmasked_tokens(analysis: Analysis, tiny: Path, sentences: Path):
-    artifact = open_artifact(tiny)
-    graph = load_model(artifact)
-    data = load_inputs(sentences, graph, artifact, split=False)
+    graph, data = graph_and_data(tiny, sentences)
     expected = np.concatenate([batch["attention_mask"].sum(1) for batch in data.fit])
     assert analysis.lengths.tolist() == expected.tolist()
     assert analysis.lengths.sum() == data.source.tokens
@@ -161,9 +162,7 @@ def test_analyze_lengths_count_unmasked_tokens(analysis: Analysis, tiny: Path, s
 def test_measure_ranks_equals_matrix_rank_of_the_scores(tiny: Path, tmp_path: Path):
     """Text by text, with numpy's own rank at the tolerance that is documented."""
     (tmp_path / "two.txt").write_text("a man is playing with the dog and the ball .\nthe cat\n")
-    artifact = open_artifact(tiny)
-    graph = load_model(artifact)
-    data = load_inputs(tmp_path / "two.txt", graph, artifact, split=False)
+    graph, data = graph_and_data(tiny, tmp_path / "two.txt")
     (block, *_) = read_attention(graph).blocks
     found = measure_ranks(graph, [block], data.fit)[block.name]
     assert block.logits is not None and block.probabilities is not None
@@ -369,9 +368,7 @@ def test_analyze_without_attention_is_refused(tmp_path: Path):
 
 
 def test_analyze_activations_not_finite_are_refused(tiny: Path, sentences: Path):
-    artifact = open_artifact(tiny)
-    graph = load_model(artifact)
-    data = load_inputs(sentences, graph, artifact, split=False)
+    graph, data = graph_and_data(tiny, sentences)
     name = next(n for n in graph.graph.initializers if "word_embeddings" in n)
     value = graph.graph.initializers[name]
     assert value.const_value is not None

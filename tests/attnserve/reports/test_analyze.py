@@ -29,9 +29,9 @@ from graph_passes.errors import (
     InvalidOutput,
     MissingExtra,
 )
-from tests.attnserve.cli.commands import tree
 from tests.attnserve.reports.pages import HOSTILE, Page, hide, require_self_contained
 from tests.errors import raises
+from tests.files import tree
 
 pytest.importorskip("jinja2", reason="pip install 'attnserve[report]'")
 pytest.importorskip("matplotlib", reason="pip install 'attnserve[report]'")

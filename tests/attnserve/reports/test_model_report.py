@@ -13,9 +13,9 @@ from attnserve.models.record import Record
 from attnserve.planning.optimize import optimize
 from attnserve.reports.model_report import report
 from graph_passes.errors import InvalidModel, InvalidOutput, MissingExtra
-from tests.attnserve.cli.commands import tree
 from tests.attnserve.reports.pages import HOSTILE, Page, hide, require_self_contained
 from tests.errors import raises
+from tests.files import tree
 
 pytest.importorskip("jinja2", reason="pip install 'attnserve[report]'")
 pytest.importorskip("matplotlib", reason="pip install 'attnserve[report]'")

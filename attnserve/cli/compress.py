@@ -1,4 +1,4 @@
-"""``attnserve optimize`` and ``attnserve plan``."""
+"""``attnserve optimize``, ``plan`` and ``recover``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from attnserve.cli.display import (
     print_qualities,
     print_warnings,
     progress_bars,
-    set_log_level,
     shorten_names,
 )
-from attnserve.options import Data, Goal, Rewrites, Run, Shape, Write
+from attnserve.options import Data, Goal, Rewrites, Run, Shape, Train, Write
 
 if TYPE_CHECKING:
     from attnserve.planning.optimize import OptimizeReport
     from attnserve.planning.plan_file import Point
     from attnserve.planning.search.report import PlanReport
+    from attnserve.recovery.report import RecoverReport
 
 __all__ = ["app"]
 
@@ -69,8 +69,7 @@ def optimize(
     The result is compared with the original, and written with its record
     (attnserve.json) and the tokenizer files.
     """
-    set_log_level(show)
-    with progress_bars(show.quiet) as progress:
+    with progress_bars(show) as progress:
         report = attnserve.optimize(
             model, output, goal=goal, rewrites=rewrites, data=data, write=write, shape=shape,
             run=run, plan=plan, progress=progress,
@@ -173,8 +172,7 @@ def plan(
 
     `attnserve optimize --plan FILE` applies the plan.
     """
-    set_log_level(show)
-    with progress_bars(show.quiet) as progress:
+    with progress_bars(show) as progress:
         report = attnserve.plan(
             model,
             output,
@@ -255,3 +253,60 @@ def _sample_front(points: Sequence[Point], limit: int = 12) -> list[Point]:
     built = [point for point in points if point.measured_loss is not None]
     step = max(len(points) // max(limit - len(built), 1), 1)
     return [p for i, p in enumerate(points) if p.measured_loss is not None or i % step == 0]
+
+
+@add_command(
+    app,
+    epilog="Example: attnserve recover new --teacher model --data texts.txt -o out",
+    rich_help_panel=opt.COMPRESS,
+)
+def recover(
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="REWRITTEN", help="The rewritten .onnx file or artifact folder."),
+    ],
+    teacher: Annotated[
+        Path,
+        typer.Option(metavar="ORIGINAL", help="The model that it was made from."),
+    ],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="FILE", help=f"Data like that to be served: {opt.INPUTS}; can be repeated."
+        ),
+    ],
+    output: Annotated[Path, opt.output_option("PATH", "Output .onnx file or folder.")],
+    training: Train,
+    run: Run,
+    tokenizer: opt.DataTokenizer = None,
+    force: opt.Force = False,
+    show: opt.Show = opt.SHOW,
+) -> None:
+    """Train a rewritten model to give the outputs of its original again (distillation).
+
+    The graph stays as it is; only its weights change. With --int8 they are trained for the
+    rounding of int8 kernels, and the result is quantized. An interrupted training continues
+    when the command is repeated. Needs PyTorch (extra torch).
+    """
+    with progress_bars(show) as progress:
+        report = attnserve.recover(
+            model, output, teacher=teacher, data=data, tokenizer=tokenizer, training=training,
+            run=run, force=force, progress=progress,
+        )  # fmt: skip
+    warnings = print_warnings(report.warnings, show)
+    if show.json_:
+        print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
+    else:
+        _show_recovery(report)
+
+
+def _show_recovery(report: RecoverReport) -> None:
+    print_line(f"wrote {report.output}")
+    print_qualities("quality before", report.before)
+    print_qualities("quality", report.after)
+    print_line(
+        f"cosine to the original: mean {report.before.mean_cosine:.4f} -> "
+        f"{report.after.mean_cosine:.4f}, minimum {report.before.min_cosine:.4f} -> "
+        f"{report.after.min_cosine:.4f}"
+    )
+    print_line(report.verdict)

@@ -1,4 +1,4 @@
-"""``attnserve analyze``."""
+"""``attnserve analyze`` and ``report``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from attnserve.cli.display import (
     print_json,
     print_line,
     progress_bars,
-    set_log_level,
     shorten_names,
 )
 from attnserve.options import Run
@@ -33,7 +32,7 @@ app = typer.Typer()
 )
 def analyze(
     model: opt.Model,
-    calib: opt.Calib,
+    calib: Annotated[Path, typer.Option(metavar="FILE", help=f"Calibration data: {opt.INPUTS}.")],
     output: Annotated[
         Path | None,
         opt.output_option("DIR", "Output folder (default: NAME-analysis beside the model)."),
@@ -50,8 +49,7 @@ def analyze(
     run: Run = opt.ANY_RUN,
 ) -> None:
     """Report redundancy and head importance per layer (HTML and JSON)."""
-    set_log_level(show)
-    with progress_bars(show.quiet) as progress:
+    with progress_bars(show) as progress:
         analysis = attnserve.analyze(
             model,
             output,
@@ -97,3 +95,34 @@ def analyze(
         print_line(f"not analyzed: {block.name}: {block.reason}")
     assert analysis.output is not None
     print_line(f"wrote {analysis.output / 'report.html'}")
+
+
+@add_command(
+    app,
+    left_out=("threads", "provider", "runtime"),
+    epilog="Example: attnserve report minilm-optimized",
+    rich_help_panel=opt.CHECK,
+)
+def report(
+    models: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODELS", help="An .onnx file, an artifact folder or a folder of models."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        opt.output_option("DIR", "Folder for the pages (default: report.html beside each model)."),
+    ] = None,
+    force: opt.Force = False,
+    show: opt.Show = opt.SHOW,
+    run: Run = opt.ANY_RUN,
+) -> None:
+    """Write an HTML page per model: its rewrites, their cost and quality, and its attention."""
+    with progress_bars(show) as progress:
+        reports = attnserve.report(models, output, seed=run.seed, force=force, progress=progress)
+    if show.json_:
+        print_json({"reports": [each.to_json() for each in reports]})
+        return
+    for each in reports:
+        print_line(f"wrote {each.output}")
