@@ -1,7 +1,6 @@
-"""The measures of quality: sums over batches, values, and their intervals.
+"""The measures of quality: sums over batches, values, and the influence of each text.
 
-``quality`` names the measures. Bounds are one-sided intervals over texts, with Hall's correction
-for skewness (Hall 1992, "On the removal of skewness by transformation").
+``quality`` names the measures.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnserve.choices import Measure, Pooling
+from attnserve.intervals import mean_interval, mean_lower_bound
 from attnserve.models.embeddings import pool
 from attnserve.models.masks import flat_mask, token_mask, vector_mask
 from attnserve.runtime.interface import Batch
@@ -29,9 +29,7 @@ __all__ = [
     "LogitsMeter",
     "Meter",
     "Scores",
-    "interval",
     "log_of",
-    "lower_bound",
     "new_meter",
     "next_token_nats",
     "not_finite_rows",
@@ -79,37 +77,6 @@ def new_meter(
             return FeaturesMeter(window)
 
 
-def lower_bound(values: Float[np.ndarray, " N"], confidence: float = 0.95) -> float:
-    """The lower end of a one-sided interval of the mean of independent, skewed values.
-
-    Hall's transformation of Student's t. For exponential losses it covers 94 % to 95 % at 30, 100
-    and 1,000 values, where mean - 1.645 standard errors covers 92 % at 30.
-    """
-    from scipy.stats import t as student
-
-    n, mean = len(values), float(np.mean(values))
-    spread = float(np.std(values, ddof=1)) if n > 1 else 0.0
-    if spread <= 1e-12 * max(abs(mean), 1.0):
-        return mean
-    # The sample skewness, corrected for its bias (Joanes and Gill 1998, G1).
-    skew = float(np.mean((values - mean) ** 3)) / float(np.std(values)) ** 3
-    skew *= (n * (n - 1)) ** 0.5 / max(n - 2, 1)
-    quantile = float(student.ppf(confidence, n - 1)) / n**0.5
-    if abs(skew) > 1e-9:
-        inner = 1 + skew * (quantile - skew / (6 * n))
-        quantile = 3 / skew * (float(np.cbrt(inner)) - 1)
-    return mean - spread * quantile
-
-
-def interval(values: Float[np.ndarray, " N"], highest: float = np.inf) -> tuple[float, float]:
-    """The two-sided 95 % interval of the mean; see ``lower_bound``.
-
-    Args:
-        highest: The largest possible mean.
-    """
-    return lower_bound(values, 0.975), min(-lower_bound(-values, 0.975), highest)
-
-
 @dataclass(frozen=True, eq=False)
 class Scores:
     """A value, the influence of each text on it (their mean is the value), and single texts.
@@ -130,7 +97,18 @@ class Scores:
         """The lower end of a one-sided interval; the value for less than ``MIN_ROWS`` texts."""
         if len(self.influence) < MIN_ROWS:
             return self.value
-        return min(lower_bound(self.influence, confidence), self.value)
+        return min(mean_lower_bound(self.influence, confidence), self.value)
+
+    @property
+    def ci95(self) -> tuple[float, float] | None:
+        """The two-sided interval; None for less than ``MIN_ROWS`` texts."""
+        few = len(self.influence) < MIN_ROWS
+        return None if few else mean_interval(self.influence, highest=1.0)
+
+    @property
+    def p5(self) -> float:
+        """The 5th percentile of single texts; 1 without texts."""
+        return float(np.percentile(self.single, 5)) if len(self.single) else 1.0
 
 
 class Meter(ABC):

@@ -7,8 +7,7 @@
     cosine      any output: mean cosine of vectors; values of different models are not comparable
 
 1 means equal. A constant predictor, which returns the same for every input, scores 0 in the first
-three; ``Quality.constant`` holds its score. Bounds are one-sided 95 % intervals over texts, with
-Hall's correction for skewness (Hall 1992, "On the removal of skewness by transformation").
+three; ``Quality.constant`` holds its score. Intervals are over texts (``intervals.mean_interval``).
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.measures import (
-    MIN_ROWS,
     LogitsMeter,
     Meter,
-    interval,
     log_of,
     new_meter,
     not_finite_rows,
@@ -64,9 +61,10 @@ class Quality:
     Attributes:
         measure: The name of the measure.
         value: 1 if both models give the same.
-        lower: The lower end of the one-sided 95 % interval; ``value`` for less than ``MIN_ROWS``.
+        lower: The lower end of the one-sided 95 % interval; ``value`` for less than
+            ``measures.MIN_ROWS`` texts.
         bound: The same with the confidence ``CHOICE``.
-        ci95: The two-sided interval; None for less than ``MIN_ROWS`` texts.
+        ci95: The two-sided interval; None for as few texts.
         p5: The 5th percentile of the measure of single texts.
         tail: What a promise limits in its place: for "top1" the percentile of kl, because the
             agreement of a short text is coarse; None for ``p5``.
@@ -318,16 +316,16 @@ class QualityMeter:
 
 def _quality(meter: Meter, output: str, file: str, lengths: str, split: str) -> Quality:
     scores = meter.scores()
-    rows, second = len(scores.influence), scores.second
+    second = scores.second
     return Quality(
         scores.measure,
         scores.value,
         scores.bound(0.95),
         scores.bound(CHOICE),
-        None if rows < MIN_ROWS else interval(scores.influence, highest=1.0),
-        float(np.percentile(scores.single, 5)) if rows else 1.0,
+        scores.ci95,
+        scores.p5,
         scores.constant,
-        rows,
+        len(scores.influence),
         scores.also,
         0.0 if second is None else 1 - second.value,
         0.0 if second is None else 1 - second.bound(CHOICE),
@@ -336,5 +334,5 @@ def _quality(meter: Meter, output: str, file: str, lengths: str, split: str) -> 
         file,
         split,
         meter.is_finite,
-        float(np.percentile(second.single, 5)) if second and scores.measure == "top1" else None,
+        second.p5 if second and scores.measure == "top1" else None,
     )

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -76,9 +75,6 @@ from graph_passes.errors import (
     InvalidModel,
 )
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Recovery", "recover"]
 

@@ -9,8 +9,9 @@ from typing import Any
 import onnx_ir as ir
 
 from attnserve.checks.compare import Fidelity, compare
-from attnserve.checks.evaluate import Share, score_session, share_kept
+from attnserve.checks.evaluate import score_session
 from attnserve.checks.quality import CHOICE, QualityMeter
+from attnserve.checks.scores import Share, share_kept
 from attnserve.context import RunContext
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Speed

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from attnserve.checks.compare import Fidelity
-from attnserve.checks.evaluate import Share
+from attnserve.checks.scores import Share
 from attnserve.models.lineage import (
     Asked,
     Calibration,

@@ -22,8 +22,8 @@ import pytest
 
 import attnserve
 from attnserve.checks.compare import Fidelity, verify
-from attnserve.checks.evaluate import share_kept
 from attnserve.checks.quality import Quality
+from attnserve.checks.scores import share_kept
 from attnserve.cli.app import main
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
