@@ -124,8 +124,9 @@ class Meter(ABC):
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         """Add outputs whose first axis counts texts."""
 
-    @abstractmethod
-    def additive_loss(self) -> float: ...
+    def additive_loss(self) -> float:
+        """See ``QualityMeter.additive_loss``."""
+        return 1 - self.scores().value
 
     @abstractmethod
     def scores(self) -> Scores: ...
@@ -214,9 +215,6 @@ class FeaturesMeter(Meter):
         some = counts > 0
         self.sums.add(errors[some], squares[some], counts[some].astype(float), vectors[some])
 
-    def additive_loss(self) -> float:
-        return 1 - self._ratio()[0]
-
     def _ratio(self) -> tuple[float, np.ndarray, float]:
         errors, squares, counts, vectors = (self.sums.column(i) for i in range(4))
         mean = vectors.sum(0) / max(counts.sum(), 1)
@@ -255,9 +253,6 @@ class CosineMeter(Meter):
         counts = np.bincount(text, minlength=texts)
         losses = np.bincount(text, 1 - cosines, texts)
         self.sums.add(losses[counts > 0], counts[counts > 0].astype(float))
-
-    def additive_loss(self) -> float:
-        return 1 - self.scores().value
 
     def scores(self) -> Scores:
         losses, counts = self.sums.column(0), self.sums.column(1)

@@ -12,7 +12,8 @@ three; ``Quality.constant`` holds its score. Intervals are over texts (``interva
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -43,7 +44,16 @@ from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 
-__all__ = ["CHOICE", "TAIL", "Quality", "QualityMeter", "describe_rows"]
+__all__ = [
+    "CHOICE",
+    "ROUNDING",
+    "TAIL",
+    "Quality",
+    "QualityMeter",
+    "allowed_loss",
+    "describe_rows",
+    "largest_loss",
+]
 
 CHOICE = 0.8
 """The confidence with which a choice must keep enough. The result is the proof, not the choice:
@@ -52,6 +62,9 @@ more confidence would leave speed behind, and less would let more proofs fail.""
 TAIL = 5
 """The loss of the worst 5 % of texts may be this many times the allowed loss. It is three times the
 mean for exponential losses."""
+
+ROUNDING = 1e-4
+"""A loss below this comes from rounding."""
 
 
 @dataclass(frozen=True)
@@ -112,23 +125,21 @@ class Quality:
         """What was measured: an output, and the file and the lengths of the texts."""
         return self.output, self.file, self.lengths
 
-    @property
-    def loss(self) -> float:
-        """The loss that a choice is limited by: of both bounds and of the tail."""
+    def loss(self, *, bounded: bool) -> float:
+        """The loss that a goal limits: the largest of the measure's, the second one and the tail's.
+
+        Infinite if it is not a number.
+
+        Args:
+            bounded: Take the bounds with the confidence ``CHOICE``, which choose a model; the
+                measured values decide whether it is proved.
+        """
         if not self.is_finite:
             return 1.0
-        return max(1 - self.bound, self._tail_loss, self.second_bound)
-
-    @property
-    def point_loss(self) -> float:
-        """The loss that a proof is limited by: ``loss`` with values in place of the bounds."""
-        if not self.is_finite:
-            return 1.0
-        return max(1 - self.value, self._tail_loss, self.second)
-
-    @property
-    def _tail_loss(self) -> float:
-        return (1 - (self.p5 if self.tail is None else self.tail)) / TAIL
+        first, second = (self.bound, self.second_bound) if bounded else (self.value, self.second)
+        tail = (1 - (self.p5 if self.tail is None else self.tail)) / TAIL
+        losses = 1 - first, tail, second
+        return math.inf if any(map(math.isnan, losses)) else max(losses)
 
     @property
     def outputs(self) -> str:
@@ -177,6 +188,16 @@ class Quality:
     def _original_fault(self) -> str:
         rows = describe_rows(self.excluded_rows)
         return f"{rows} left out, because the original gives NaN"
+
+
+def largest_loss(qualities: Iterable[Quality], *, bounded: bool) -> float:
+    """The largest ``Quality.loss`` of the outputs, files and lengths of a comparison."""
+    return max((quality.loss(bounded=bounded) for quality in qualities), default=0.0)
+
+
+def allowed_loss(keep: float) -> float:
+    """The largest loss of a model that keeps this quality."""
+    return max(1 - keep, ROUNDING)
 
 
 def describe_rows(rows: Sequence[int], most: int = 5) -> str:
@@ -260,7 +281,11 @@ class QualityMeter:
         self._rows += texts
 
     def additive_loss(self) -> float:
-        """A loss that nearly adds up over changes of different blocks; the mean over outputs."""
+        """The loss that predicts: it nearly adds up over changes of different blocks.
+
+        It is 1 - R^2 of features and embeddings, the share of the KL divergence of logits, and the
+        mean over outputs; ``Quality.loss`` has maxima, which do not add up.
+        """
         return float(np.mean([meter.additive_loss() for meter in self._meters.values()] or [0.0]))
 
     def results(self) -> list[Quality]:
@@ -277,7 +302,7 @@ class QualityMeter:
             same = tuple(self.outputs[i] for i, first in self._same.items() if first == index)
             found.append(replace(quality, not_finite_rows=tuple(wrong),
                                  excluded_rows=tuple(excluded), same_outputs=same))  # fmt: skip
-        return sorted(found, key=lambda quality: -quality.loss)
+        return sorted(found, key=lambda quality: -quality.loss(bounded=True))
 
     def _kinds(self, batch: Batch, rows: int) -> list[tuple[str, str, np.ndarray]]:
         """The file of a batch, and its rows of short and of long texts."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attnserve.checks.quality import CHOICE
 from attnserve.choices import TaskName
 from attnserve.intervals import bootstrap, bootstrap_interval, ratio_lower_bound
 from attnserve.models.lineage import ShareRecord
@@ -234,6 +235,10 @@ class Share:
     def bound(self, confidence: float) -> float:
         """The lower end of a one-sided interval."""
         return ratio_lower_bound(self.value, self.standard_error, self.blocks, confidence)
+
+    def loss(self, *, bounded: bool) -> float:
+        """The lost share, as ``Quality.loss``."""
+        return 1 - (self.bound(CHOICE) if bounded else self.value)
 
     @property
     def record(self) -> ShareRecord:

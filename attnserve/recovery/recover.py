@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnserve.checks.compare import Fidelity, compare, empty_axes, shaped_for
-from attnserve.checks.quality import QualityMeter
+from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.checks.scores import Score
 from attnserve.choices import Measure, Precision
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
@@ -429,14 +429,11 @@ class Recovery:
             ours = _by_name(served, session.run(None, self._feed(batch)))
             pairs = zip(self.original.graph.outputs, theirs, strict=True)
             meter.add(theirs, [ours.get(value.name or "", array) for value, array in pairs], batch)
-        losses = [quality.loss for quality in meter.results()]
-        if not np.isfinite(losses).all():
-            return math.inf
         labeled = 0.0
         if self.labels is not None:
             outputs = self._labeled_outputs(served, self.labels.choose, session)
             labeled = self.labels.held_out_loss(outputs)
-        return max(losses) + labeled
+        return largest_loss(meter.results(), bounded=True) + labeled
 
     def _labeled_loss(self, labels: Labels, step: int) -> Tensor:
         """The loss of labeled rows in a training step."""
@@ -536,8 +533,7 @@ class _Proof:
 
     @property
     def loss(self) -> float:
-        losses = [quality.point_loss for quality in self.fidelity.qualities]
-        return max(losses) + self.labeled_loss if np.isfinite(losses).all() else math.inf
+        return largest_loss(self.fidelity.qualities, bounded=False) + self.labeled_loss
 
     def is_better_than(self, other: _Proof) -> bool:
         """Whether the loss is smaller, and the score no lower.

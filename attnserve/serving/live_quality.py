@@ -22,6 +22,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from attnserve.checks.measures import new_meter
+from attnserve.checks.quality import ROUNDING
 from attnserve.choices import Measure, Pooling
 from attnserve.context import Device
 from attnserve.intervals import mean_lower_bound
@@ -53,9 +54,6 @@ ALPHA = 0.05
 
 REFRESH = 8
 """The estimate is computed again after a growth by one in this many rows, at most ``LOOK_STEP``."""
-
-ROUNDING = 1e-4
-"""No promise is closer to 1: a loss below this comes from rounding."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def read_promise(artifact: Artifact, original: Artifact) -> Promise:
     losses = [1 - value for value in map(_promised, entries) if value is not None]
     measures = {one and one.measure for one in found}
     known = len(losses) == len(entries) and len(measures) == 1
-    value = min(1 - sum(losses), 1 - ROUNDING) if known else None
+    value = min(1 - sum(losses), 1 - ROUNDING) if known else None  # no promise is closer to 1
     return Promise(cast(Measure, last.measure), value, last.output)
 
 

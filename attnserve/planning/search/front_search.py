@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from attnserve.checks.quality import allowed_loss
 from attnserve.options import Goal
 from attnserve.planning.search.candidate_set import CandidateSet
-from attnserve.planning.search.judge import ROUNDING, Built, Judge
+from attnserve.planning.search.judge import Built, Judge
 from graph_passes.errors import CheckFailed
 
 __all__ = ["FIRST_GUESS", "INTERPOLATE", "NEAR", "SQUARED", "TIGHT", "FrontSearch"]
@@ -75,7 +76,7 @@ class FrontSearch:
                 "choose another `measure`, or a higher `keep`",
                 code="search.constant",
             )
-        if lossless.loss > max(allowed, ROUNDING):
+        if lossless.loss > allowed_loss(keep):
             if self.goal.precision == "float32":
                 return None
             raise CheckFailed(
@@ -128,7 +129,7 @@ class FrontSearch:
         fastest = self.judge.build(front.candidates.front[-1])
         keep, speedup = self.goal.keep, self.goal.target_speedup
         if keep is not None:
-            keeps = fastest.loss <= max(1 - keep, ROUNDING)
+            keeps = fastest.loss <= allowed_loss(keep)
             return front, fastest if keeps else front.fastest(keep)
         assert speedup is not None
         reaches = self.judge.speedup(fastest) >= speedup

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from attnserve.checks.compare import Fidelity, compare
 from attnserve.checks.evaluate import score_session
-from attnserve.checks.quality import CHOICE, QualityMeter
+from attnserve.checks.quality import ROUNDING, QualityMeter, allowed_loss, largest_loss
 from attnserve.checks.scores import Share, share_kept
 from attnserve.context import RunContext
 from attnserve.models.example_inputs import example_inputs
@@ -33,13 +33,10 @@ from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite
 
-__all__ = ["ROUNDING", "Built", "Judge", "new_state", "refusal", "score_model"]
+__all__ = ["Built", "Judge", "new_state", "refusal", "score_model"]
 
 PAIR_SECONDS = 8.0
 """Approximate time in which two models are compared, which decides whether one is written."""
-
-ROUNDING = 1e-4
-"""A loss below this comes from rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +46,7 @@ class Built:
     Attributes:
         state: The model after the steps of the plan.
         fidelity, share, loss: On the data that the search looks at; ``loss`` is the largest of the
-            losses that the goal limits, at their lower bounds.
+            losses that the goal limits, at their bounds.
     """
 
     choice: Choice
@@ -110,7 +107,7 @@ class Judge:
         context = replace(given.context, threads=0).labeled(f"build {number}")
         state = apply_plan(plan, new_state(given, given.model.clone(), context))
         self._held["latest"] = built = self._measured(choice, plan, state)
-        if given.goal.keep is not None and built.loss <= 1 - given.goal.keep:
+        if given.goal.keep is not None and built.loss <= allowed_loss(given.goal.keep):
             self._held["enough"] = built
         if not plan.changed:  # every result is compared with one that removes nothing
             self._held["whole"] = built
@@ -134,9 +131,8 @@ class Judge:
     def _measured(self, choice: Choice, plan: Plan, state: State) -> Built:
         """Measure a model on the data to choose."""
         data = self.given.data
-        found = self._measure(state.result, data.choose, "choose", 0, state.context)
-        loss = self._bounded_loss(found)
-        return Built(choice, plan, state, found.fidelity, found.share, loss)
+        found = self._measure(state.result, data.choose, "choose", 0, state.context, bounded=True)
+        return Built(choice, plan, state, found.fidelity, found.share, found.loss)
 
     def prove(self, built: Built, part: int) -> Proof:
         """Measure a built choice on the first or second part of the data for a proof."""
@@ -152,8 +148,7 @@ class Judge:
         """
         data, context = self.given.data, replace(self.given.context, threads=0).labeled("prove")
         batches = [*data.choose, *(batch for part in data.prove for batch in part)]
-        proof = self._measure(built.model, batches, "held out", None, context)
-        return replace(proof, loss=self._bounded_loss(proof))
+        return self._measure(built.model, batches, "held out", None, context, bounded=True)
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
@@ -218,11 +213,14 @@ class Judge:
         split: str,
         rows: int | None,
         context: RunContext,
+        *,
+        bounded: bool = False,
     ) -> Proof:
         """Compare a model with the original on batches, and on a part of the rows of the task.
 
         Args:
             rows: The part, see ``share_kept``; None for all rows.
+            bounded: See ``Quality.loss``.
         """
         given = self.given
         meter = QualityMeter(
@@ -233,8 +231,9 @@ class Judge:
             given.model, model, batches, f"held out of {given.data.source.file}", meter=meter,
             context=context,
         )  # fmt: skip
-        losses = [q.point_loss for q in fidelity.qualities if given.goal.measure != "score"]
-        share = None
+        losses, share = list[float](), None
+        if given.goal.measure != "score":
+            losses.append(largest_loss(fidelity.qualities, bounded=bounded))
         if given.goal.task is not None:
             # Cosines of single numbers, as a reranker returns, are those of their signs.
             outputs = fidelity.outputs
@@ -243,16 +242,8 @@ class Judge:
             )
             score = self.original_score if is_same else score_model(given, model, context)
             share = share_kept(self.original_score, score, part=rows, seed=given.context.seed)
-            losses.append(1 - share.value)
+            losses.append(share.loss(bounded=bounded))
         return Proof(fidelity, share, max(losses, default=0.0))
-
-    def _bounded_loss(self, proof: Proof) -> float:
-        """The largest of the losses that the goal limits, at their lower bounds."""
-        limited = self.given.goal.measure != "score"
-        losses = [q.loss for q in proof.fidelity.qualities if limited]
-        if proof.share is not None:
-            losses.append(1 - proof.share.bound(CHOICE))
-        return max(losses, default=0.0)
 
     def _plan(self, choice: Choice) -> Plan:
         return self.candidates.plan(choice, self.given.goal.precision)

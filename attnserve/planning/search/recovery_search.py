@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnserve.checks.quality import ROUNDING, allowed_loss
 from attnserve.choices import Measure
 from attnserve.models.lineage import Recovered, Round
 from attnserve.options import Goal
@@ -26,7 +27,7 @@ from attnserve.planning.search.front_search import (
     TIGHT,
     FrontSearch,
 )
-from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal
+from attnserve.planning.search.judge import Built, Judge, refusal
 from attnserve.planning.search.limits import MIN_GAIN
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, mean_speedup
@@ -187,7 +188,7 @@ class RecoverySearch:
                 continue
             if len(proofs) == PROOFS:
                 break
-            allowed = judge.prove(plain, 0).loss if keep is None else max(1 - keep, ROUNDING)
+            allowed = judge.prove(plain, 0).loss if keep is None else allowed_loss(keep)
             proofs.append(judge.prove(built, len(proofs)))
             if proofs[-1].loss <= allowed:
                 return Trained(built, proofs, self._report(True, self._verdict(gain, without)))

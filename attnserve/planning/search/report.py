@@ -45,7 +45,7 @@ class Proof:
 
     Attributes:
         share: The kept share of the task's score, if the goal has a task.
-        loss: The largest of the losses that the goal limits, by their values.
+        loss: The largest of the losses that the goal limits; see ``Quality.loss``.
     """
 
     fidelity: Fidelity

@@ -29,7 +29,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity
-from attnserve.checks.quality import QualityMeter
+from attnserve.checks.quality import QualityMeter, allowed_loss
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, content_digest
 from attnserve.data.lengths import middle_length
@@ -48,7 +48,7 @@ from attnserve.planning.search.candidates import changes_to_measure, group_block
 from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import ROUNDING, Built, Judge, new_state, refusal, score_model
+from attnserve.planning.search.judge import Built, Judge, new_state, refusal, score_model
 from attnserve.planning.search.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
@@ -289,7 +289,7 @@ def _proved(
         return None, []
     proofs = [judge.prove(best, 0)]
     for attempt in (1, 2, 3):
-        if goal.keep is None or proofs[-1].loss <= max(1 - goal.keep, ROUNDING):
+        if goal.keep is None or proofs[-1].loss <= allowed_loss(goal.keep):
             break
         if not best.choice.loss:
             break
@@ -299,7 +299,7 @@ def _proved(
             best = judge.build(judge.candidates.front[0])
         proofs.append(judge.prove_on_all(best) if attempt == 2 else judge.prove(best, attempt))
     if goal.keep is not None and (best.choice.loss or goal.precision != "float32"):
-        best = best if proofs[-1].loss <= max(1 - goal.keep, ROUNDING) else None
+        best = best if proofs[-1].loss <= allowed_loss(goal.keep) else None
     return best, proofs
 
 

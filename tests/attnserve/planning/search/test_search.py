@@ -183,8 +183,11 @@ def test_search_keeps_the_requested_quality_and_uses_the_allowance(planned: Plan
         assert report.gain and quality is not None
         # The third choice, if proofs fail by chance, is measured on all rows that were held out.
         assert quality.measure == "similarity" and quality.split in ("prove", "held out")
-        assert quality.point_loss <= 1 - keep and report.chosen is not None
-        assert report.chosen.quality is not None and report.chosen.quality.loss <= 1 - keep
+        assert quality.loss(bounded=False) <= 1 - keep and report.chosen is not None
+        assert (
+            report.chosen.quality is not None
+            and report.chosen.quality.loss(bounded=True) <= 1 - keep
+        )
     speeds = [report.speedup for report in found.values()]
     assert speeds == sorted(speeds) and speeds[-1] > 1.2 * speeds[0]
     assert found[0.4].proofs[-1].loss > 0.1  # a larger allowance is used
@@ -665,8 +668,9 @@ def test_search_of_several_files_proves_each_of_them(
     for fidelity in (report.fidelity, report.chosen):
         assert fidelity is not None and fidelity.quality is not None
         assert {quality.file for quality in fidelity.qualities} == {"sentences.txt", "other.txt"}
-        assert fidelity.quality.loss == max(quality.loss for quality in fidelity.qualities)
-    losses = [quality.point_loss for quality in report.fidelity.qualities]
+        losses = [quality.loss(bounded=True) for quality in fidelity.qualities]
+        assert fidelity.quality.loss(bounded=True) == max(losses)
+    losses = [quality.loss(bounded=False) for quality in report.fidelity.qualities]
     assert report.proofs[-1].loss == max(losses) <= 0.03
     content = json.loads((tmp_path / "p.json").read_text())["calibration"]
     assert [file["file"] for file in content["files"]] == ["sentences.txt", "other.txt"]
