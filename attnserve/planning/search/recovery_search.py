@@ -22,10 +22,10 @@ from attnserve.options import Goal
 from attnserve.planning.search.front_search import (
     FIRST_GUESS,
     INTERPOLATE,
-    NEAR,
     SQUARED,
     TIGHT,
     FrontSearch,
+    bisect,
 )
 from attnserve.planning.search.judge import Built, Judge, refusal
 from attnserve.planning.search.limits import MIN_GAIN
@@ -112,33 +112,38 @@ class RecoverySearch:
     def _train_choices(self, plain: Built) -> None:
         keep = self.given.goal.keep
         if keep is None:
-            self._train(plain.choice, 1, plain.loss * (1 - ROUNDING), self.seconds)
+            self._train(plain.choice, plain.loss * (1 - ROUNDING), self.seconds)
             return
         allowed, front = 1 - keep, self.front.candidates.front
         if allowed <= ROUNDING:
             return
         measure = self.front.measure(plain)
         power = 2 if measure in SQUARED else 1
-        low, high = front.index(plain.choice), len(front)  # keeps enough, keeps too little
-        target = STEP * plain.choice.loss or FIRST_GUESS.get(measure, 1.0) * allowed
-        for number in range(1, ROUNDS + 1):
-            index = min(max(self.front.index_of(target), low + 1), high - 1)
-            if index <= low or self._ms(front[low]) < NEAR * self._ms(front[index]):
-                break
-            seconds = self.seconds / (ROUNDS + 1 - number)
-            built = self._train(front[index], number, allowed, seconds)
-            if built.loss > allowed:
-                high = index
-            elif built.loss >= TIGHT * allowed:
-                break
-            else:
-                low = index
-            share = INTERPOLATE * (allowed / max(built.loss, 1e-9)) ** power
-            target = front[index].loss * float(np.clip(share, 1 / STEP, STEP))
+        trained: list[Built] = []
 
-    def _train(self, choice: Choice, number: int, allowed: float, seconds: float) -> Built:
+        def aim(low: int, high: int) -> int:
+            if not trained:
+                first = STEP * plain.choice.loss or FIRST_GUESS.get(measure, 1.0) * allowed
+                return self.front.index_of(first)
+            last = trained[-1]
+            share = INTERPOLATE * (allowed / max(last.loss, 1e-9)) ** power
+            return self.front.index_of(last.choice.loss * float(np.clip(share, 1 / STEP, STEP)))
+
+        def keeps(index: int) -> tuple[bool, bool]:
+            seconds = self.seconds / (ROUNDS - len(trained))
+            trained.append(self._train(front[index], allowed, seconds))
+            loss = trained[-1].loss
+            return loss <= allowed, TIGHT * allowed <= loss <= allowed
+
+        bisect(
+            front.index(plain.choice), len(front), ROUNDS,
+            aim=aim, is_near=lambda low, index, _: self.front.is_near(low, index), measure=keeps,
+        )  # fmt: skip
+
+    def _train(self, choice: Choice, allowed: float, seconds: float) -> Built:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
         built = self.judge.build(choice)
+        number = len(self.rounds) + 1
         context = replace(self.given.context, threads=0).labeled(f"round {number}")
         training = training_of(self.given.goal, seconds / 60)
         key = digest((self.key, built.plan.to_json()))
@@ -163,9 +168,6 @@ class RecoverySearch:
         if keeps:
             self.found.insert(0, best)
         return best
-
-    def _ms(self, choice: Choice) -> float:
-        return self.front.candidates.predicted_ms(choice)
 
     def _proved(self, plain: Built) -> Trained:
         """Prove the fastest trained choice, or else the next one, if it is faster than ``plain``.
