@@ -61,8 +61,8 @@ from attnserve.recovery.module import GraphModule, trainable_weights
 from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
 from attnserve.recovery.report import RecoverReport, write_recovered
-from attnserve.recovery.training import Checkpoint, Lesson, Training, train
-from attnserve.runtime.cache import cache_folder, digest
+from attnserve.recovery.training import Lesson, Training, train
+from attnserve.runtime.checkpoint import Checkpoint
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.session import open_session
@@ -185,7 +185,7 @@ def recover(
             "served": [texts.pooling, texts.dimensions, texts.output],
             "versions": {**versions(), "torch": torch.__version__},
         }
-        checkpoint = Checkpoint(cache_folder() / "recover", digest(key))
+        checkpoint = Checkpoint("recover", key)
         report, trained = recovery.run(target, 60 * training.minutes, checkpoint)
     finally:
         torch.set_num_threads(before_threads)

@@ -18,7 +18,7 @@ from attnserve.models.lineage import Speed
 from attnserve.planning.apply import apply_plan, apply_steps, prepare
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.candidate_set import CandidateSet
-from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, mean_speedup
@@ -73,7 +73,7 @@ class Judge:
         self,
         given: SearchInput,
         candidates: CandidateSet,
-        checkpoint: Checkpoint,
+        checkpoint: SearchCheckpoint,
         original_score: Any = None,
     ) -> None:
         """Prepare to build choices of ``candidates``.

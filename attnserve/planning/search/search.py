@@ -45,7 +45,7 @@ from attnserve.planning.plan import Plan
 from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.candidates import changes_to_measure, group_blocks
-from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Built, Judge, new_state, refusal, score_model
@@ -118,7 +118,7 @@ def search(
     original_score = None
     if goal.task is not None:
         original_score = score_model(given, graph, context.labeled("original"))
-    checkpoint = Checkpoint(_key(given))
+    checkpoint = SearchCheckpoint(_key(given))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     timing = time_model(given, newest, groups)
     losses = _estimate_losses(given, newest, timing, checkpoint)
@@ -247,7 +247,7 @@ def _key(given: SearchInput) -> str:
 
 
 def _estimate_losses(
-    given: SearchInput, model: ir.Model, timing: ModelTiming, checkpoint: Checkpoint
+    given: SearchInput, model: ir.Model, timing: ModelTiming, checkpoint: SearchCheckpoint
 ) -> Losses:
     """The losses of all candidates, from the checkpoint if it has them."""
     known = checkpoint.losses(timing.pairs)

@@ -436,21 +436,6 @@ def test_a_gain_in_one_output_at_the_cost_of_another_is_none():
     assert not before.is_better_than(before)
 
 
-def test_checkpoint_that_cannot_be_written_gives_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    blocked = write(tmp_path / "file", "no folder")
-    checkpoint = training.Checkpoint(blocked, "a")
-    with caplog.at_level("WARNING", logger="attnserve"):
-        for _ in range(2):
-            checkpoint.save({"weights": []})
-    assert len(caplog.records) == 1 and "could not continue" in caplog.text
-    checkpoint = training.Checkpoint(tmp_path / "kept", "a")
-    checkpoint.save({"weights": [torch.ones(2)]})
-    state = checkpoint.load()
-    assert state is not None and state["weights"][0].tolist() == [1, 1]
-
-
 def test_command_prints_one_json_object(
     pruned: Path, tiny: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

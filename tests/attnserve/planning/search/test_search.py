@@ -35,11 +35,12 @@ from attnserve.planning import apply
 from attnserve.planning.optimize import _require_promise
 from attnserve.planning.plan_file import SavedPlan
 from attnserve.planning.search import judge, search
-from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
 from attnserve.planning.search.judge import Judge
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import PlanReport
+from attnserve.runtime.checkpoint import Checkpoint
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -707,7 +708,7 @@ def test_search_continues_after_interruption(
     monkeypatch.setattr(judge, "compare", interrupted)
     with pytest.raises(KeyboardInterrupt):
         planned(keep=0.95)
-    assert len(list((cache / "plans").glob("*.json"))) == 1
+    assert len(list((cache / "plans").iterdir())) == 1
     assert not (tmp_path / "p.json").exists()
 
     def measured_again(*args: Any, **kwargs: Any) -> Any:
@@ -716,21 +717,19 @@ def test_search_continues_after_interruption(
     monkeypatch.setattr(search, "loss_curves", measured_again)
     report = planned(keep=0.95)
     assert report.to_json()["plan"] == whole.to_json()["plan"]
-    assert not list((cache / "plans").glob("*.json"))  # done: nothing is left behind
+    assert not list((cache / "plans").iterdir())  # done: nothing is left behind
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize("content", ["", '{"curves": {"a": 1}, "builds": []}'])
 def test_search_ignores_damaged_checkpoint(
-    planned: Planner, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: Planner, content: str, monkeypatch: pytest.MonkeyPatch
 ):
-    def damaged(name: str) -> Checkpoint:
-        path = tmp_path / "cache" / "plans" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-        return Checkpoint(name)
+    def damaged(key: str) -> SearchCheckpoint:
+        Checkpoint("plans", key).write(lambda file: file.write(content.encode()))
+        return SearchCheckpoint(key)
 
-    monkeypatch.setattr(search, "Checkpoint", damaged)
+    monkeypatch.setattr(search, "SearchCheckpoint", damaged)
     assert planned(keep=0.97).gain
 
 
