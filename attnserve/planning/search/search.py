@@ -34,7 +34,7 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, content_digest
 from attnserve.data.lengths import middle_length
 from attnserve.models.artifact import Artifact
-from attnserve.models.checksums import fingerprint, sha256
+from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Asked, Recovered, Source, Speed
 from attnserve.models.opset import raise_opset
@@ -185,7 +185,7 @@ def _search_input(
         measure=goal.measure,
         task=goal.task,
         eval_data=goal.eval_data and goal.eval_data.name,
-        eval_data_sha256=goal.eval_data and _file_digest(goal.eval_data),
+        eval_data_sha256=goal.eval_data and _checksum(goal.eval_data),
         allow=goal.allow,
         precision=goal.precision,
         batch=batch,
@@ -218,14 +218,10 @@ def _accepted_lengths(
     return accepted, reason
 
 
-def _file_digest(path: Path) -> str:
-    """A checksum of a file, or of all files of a folder."""
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        return digest([(str(file.relative_to(path)), sha256(file)) for file in files])
-    if not path.is_file():
+def _checksum(path: Path) -> str:
+    if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path", code="search.no_file")
-    return sha256(path)
+    return path_sha256(path)
 
 
 def _key(given: SearchInput) -> str:
