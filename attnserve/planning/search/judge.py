@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
@@ -33,7 +33,7 @@ from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite
 
-__all__ = ["Built", "Judge", "new_state", "refusal", "score_model"]
+__all__ = ["Built", "Judge", "Timed", "new_state", "score_model"]
 
 PAIR_SECONDS = 8.0
 """Approximate time in which two models are compared, which decides whether one is written."""
@@ -60,6 +60,20 @@ class Built:
     def model(self) -> ir.Model:
         """In the precision of the plan."""
         return self.state.result
+
+
+class Timed(NamedTuple):
+    """The speed of a built model beside the original.
+
+    Attributes:
+        speeds: At all checked lengths.
+        gain: Their geometric mean over the requested ones.
+        refusal: Why the model is not worth returning; empty if it is.
+    """
+
+    speeds: Sequence[Speed]
+    gain: float
+    refusal: str
 
 
 class Judge:
@@ -104,7 +118,7 @@ class Judge:
                 return held
         given, plan = self.given, self._plan(choice)
         number = len(self.measured) + (choice.picks not in self.measured)
-        context = replace(given.context, threads=0).labeled(f"build {number}")
+        context = given.all_threads.labeled(f"build {number}")
         state = apply_plan(plan, new_state(given, given.model.clone(), context))
         self._held["latest"] = built = self._measured(choice, plan, state)
         if given.goal.keep is not None and built.loss <= allowed_loss(given.goal.keep):
@@ -138,7 +152,7 @@ class Judge:
         """Measure a built choice on the first or second part of the data for a proof."""
         parts = [batches for batches in self.given.data.prove if batches]
         batches = parts[min(part, len(parts) - 1)]
-        context = replace(self.given.context, threads=0).labeled("prove")
+        context = self.given.all_threads.labeled("prove")
         return self._measure(built.model, batches, "prove", 1 + part, context)
 
     def prove_on_all(self, built: Built) -> Proof:
@@ -146,9 +160,16 @@ class Judge:
 
         All of it was looked at before, but by choices with more loss.
         """
-        data, context = self.given.data, replace(self.given.context, threads=0).labeled("prove")
+        data, context = self.given.data, self.given.all_threads.labeled("prove")
         batches = [*data.choose, *(batch for part in data.prove for batch in part)]
         return self._measure(built.model, batches, "held out", None, context, bounded=True)
+
+    def time(self, built: Built) -> Timed:
+        """Time a built model at all checked lengths."""
+        given = self.given
+        speeds = self.compare_speed(built.model, given.checked_lengths)
+        gain = mean_speedup(speeds, given.lengths)
+        return Timed(speeds, gain, _refusal(built.plan, gain, speeds))
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
@@ -256,7 +277,7 @@ def new_state(given: SearchInput, model: ir.Model, context: RunContext, key: str
     )
 
 
-def refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
+def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
     """Why a plan is not worth returning; empty if it is."""
     is_lossy = bool(plan.changed) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
@@ -277,6 +298,6 @@ def score_model(given: SearchInput, model: ir.Model, context: RunContext) -> Any
     goal = given.goal
     assert goal.task is not None and goal.eval_data is not None
     return score_session(
-        open_session(model, replace(context, threads=0)), given.artifact, task=goal.task,
-        data=goal.eval_data, tokenizer=given.tokenizer, context=replace(context, threads=0),
+        open_session(model, context), given.artifact, task=goal.task, data=goal.eval_data,
+        tokenizer=given.tokenizer, context=context,
     )  # fmt: skip

@@ -27,11 +27,10 @@ from attnserve.planning.search.front_search import (
     FrontSearch,
     bisect,
 )
-from attnserve.planning.search.judge import Built, Judge, refusal
+from attnserve.planning.search.judge import Built, Judge
 from attnserve.planning.search.limits import MIN_GAIN
 from attnserve.planning.search.pareto import Choice
-from attnserve.planning.search.report import Proof, mean_speedup
-from attnserve.planning.search.search_input import SearchInput
+from attnserve.planning.search.report import Proof
 from attnserve.planning.steps import TRAININGS, Train
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
@@ -79,14 +78,16 @@ class RecoverySearch:
         found: The trained choices that keep enough, the fastest first.
     """
 
-    given: SearchInput
     front: FrontSearch
-    judge: Judge
     key: str
     seconds: float
     rounds: list[Round] = field(default_factory=list[Round])
     found: list[Built] = field(default_factory=list[Built])
     _trained: list[tuple[Train, str]] = field(default_factory=list[tuple[Train, str]])
+
+    @property
+    def judge(self) -> Judge:
+        return self.front.judge
 
     def run(self, plain: Built | None) -> Trained:
         """Train choices that are faster than ``plain``, the one without training, and prove one.
@@ -110,7 +111,7 @@ class RecoverySearch:
             training.forget(key)
 
     def _train_choices(self, plain: Built) -> None:
-        keep = self.given.goal.keep
+        keep = self.front.goal.keep
         if keep is None:
             self._train(plain.choice, plain.loss * (1 - ROUNDING), self.seconds)
             return
@@ -144,8 +145,8 @@ class RecoverySearch:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
         built = self.judge.build(choice)
         number = len(self.rounds) + 1
-        context = replace(self.given.context, threads=0).labeled(f"round {number}")
-        training = training_of(self.given.goal, seconds / 60)
+        context = self.judge.given.all_threads.labeled(f"round {number}")
+        training = training_of(self.front.goal, seconds / 60)
         key = digest((self.key, built.plan.to_json()))
         trained = self.judge.train(built, training, key, context)
         course = trained.state.training
@@ -174,19 +175,14 @@ class RecoverySearch:
 
         Without ``keep``, it must lose less than ``plain``.
         """
-        given, judge = self.given, self.judge
-        keep, proofs = given.goal.keep, list[Proof]()
-        without = mean_speedup(judge.compare_speed(plain.model, given.checked_lengths),
-                               given.lengths)  # fmt: skip
-        reason = ""
+        judge, keep, proofs = self.judge, self.front.goal.keep, list[Proof]()
+        without, reason = judge.time(plain).gain, ""
         for built in self.found:
-            speeds = judge.compare_speed(built.model, given.checked_lengths)
-            gain = mean_speedup(speeds, given.lengths)
+            _, gain, refusal = judge.time(built)
             if keep is not None and gain < MIN_GAIN * without:
-                reason = reason or f"{gain:.2f}x with it, {without:.2f}x without"
-                continue
-            if refused := refusal(built.plan, gain, speeds):
-                reason = reason or refused
+                refusal = f"{gain:.2f}x with it, {without:.2f}x without"
+            if refusal:
+                reason = reason or refusal
                 continue
             if len(proofs) == PROOFS:
                 break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ from attnserve.planning.served_speed import ServedSpeed
 from attnserve.reports.plots import pareto_front
 
 __all__ = [
-    "Outcome",
     "PlanReport",
     "draw_front",
     "mean_speedup",
 ]
+
+
+ITSELF = Fidelity((), 1.0, 1.0, "the original itself")
+"""The comparison of the original with itself, which needs no run."""
 
 
 def mean_speedup(speeds: Sequence[Speed], lengths: Collection[int]) -> float:
@@ -59,10 +62,13 @@ class Proof:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """A plan and its measured effect.
+class PlanReport:
+    """The plan that a search returns, and the reasons for it: the content of plan.json.
 
     Attributes:
+        asked: The request.
+        decisions: One per block.
+        timed: The latencies of every distinct block.
         rewrites: The plan; empty if the original is returned.
         gain: Whether the plan is worth applying.
         fidelity, share: The proof: measured once, on data that no choice has seen; ``share`` is
@@ -72,39 +78,27 @@ class Outcome:
         proofs: Of choices like the returned one, in order; those before the last kept too little.
         recovered: The rounds of training; None without training.
         speed: What fusion, precision and removal gave; None if the original is returned.
-    """
-
-    rewrites: Plan
-    gain: bool
-    verdict: str
-    fidelity: Fidelity
-    share: Share | None
-    speeds: Sequence[Speed]
-    chosen: Fidelity | None
-    proofs: Sequence[Proof]
-    recovered: Recovered | None
-    speed: ServedSpeed | None
-
-
-@dataclass(frozen=True, eq=False)
-class PlanReport(Outcome):
-    """The outcome of a search and the reasons for it: the content of plan.json.
-
-    Attributes:
-        asked: The request.
-        decisions: One per block.
-        timed: The latencies of every distinct block.
         output: The file that the report was written to, if any; not part of the content.
     """
 
     model: Source
     calibration: Calibration
     asked: Asked
+    verdict: str
     decisions: Sequence[Decision]
     front: Sequence[Point]
     timed: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
     machine: str
+    rewrites: Plan = field(default_factory=Plan)
+    gain: bool = False
+    fidelity: Fidelity = ITSELF
+    share: Share | None = None
+    speeds: Sequence[Speed] = ()
+    chosen: Fidelity | None = None
+    proofs: Sequence[Proof] = ()
+    recovered: Recovered | None = None
+    speed: ServedSpeed | None = None
     output: Path | None = None
 
     @property

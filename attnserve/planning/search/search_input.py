@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -39,3 +39,8 @@ class SearchInput:
     shape: tuple[int, int]
     context: RunContext
     asked: Asked
+
+    @property
+    def all_threads(self) -> RunContext:
+        """The context of what is not timed."""
+        return replace(self.context, threads=0)

@@ -105,6 +105,7 @@ class Settling:
             return self.careful if slow is careful else self.gain
 
         front: Any = SimpleNamespace(
+            goal=Goal(keep=0.99, precision="int8"),
             judge=SimpleNamespace(paired_speedup=paired_speedup),
             nothing_removed=lambda: ("front", whole),
         )
@@ -114,8 +115,7 @@ class Settling:
             return (found if self.keeps else None), ["proof of the whole"]
 
         monkeypatch.setattr(search_module, "_proved", proved)
-        given: Any = SimpleNamespace(goal=SimpleNamespace(precision="int8"))
-        found, self.proved, note = search_module._worth_removing(given, front, best, ["proof"])
+        found, self.proved, note = search_module._worth_removing(front, best, ["proof"])
         return found, note
 
 
@@ -154,5 +154,4 @@ def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
 def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     front: Any = SimpleNamespace(nothing_removed=None)
     plain: Any = SimpleNamespace(plan=SimpleNamespace(changed=[]))
-    given: Any = None
-    assert search_module._worth_removing(given, front, plain, ["proof"]) == (plain, ["proof"], "")
+    assert search_module._worth_removing(front, plain, ["proof"]) == (plain, ["proof"], "")

@@ -812,8 +812,10 @@ def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: f
         prove_on_all=lambda built: SimpleNamespace(loss=next(measured), on="all"),
         candidates=SimpleNamespace(front=[None]), build=lambda _: choices[-1],
     )  # fmt: skip
-    front: Any = SimpleNamespace(more_careful=lambda built, loss, keep: next(careful))
-    best, found = search._proved(Goal(keep=0.99), judged, front, choices[0])  # type: ignore[arg-type]
+    front: Any = SimpleNamespace(
+        goal=Goal(keep=0.99), judge=judged, more_careful=lambda built, loss, keep: next(careful)
+    )
+    best, found = search._proved(front, choices[0])  # type: ignore[arg-type]
     assert best is not None and best.choice.loss == kept
     assert len(found) == proofs
     assert [proof.on for proof in found][:3] == [0, 1, "all"][:proofs]
