@@ -455,12 +455,12 @@ class Recovery:
         feeds = (one.batch if model is self.original else self._feed(one.batch) for one in rows)
         return [(one, opened.run(None, feed)[place]) for one, feed in zip(rows, feeds, strict=True)]
 
-    def _prove(self, model: ir.Model) -> _Proof:
+    def _prove(self, model: ir.Model) -> _HeldOut:
         fidelity = self._compare(model, self.data.held_out, "prove")
         if self.labels is None:
-            return _Proof(fidelity)
+            return _HeldOut(fidelity)
         outputs = self._labeled_outputs(model, self.labels.prove)
-        return _Proof(fidelity, self.labels.held_out_loss(outputs), self.labels.score(outputs))
+        return _HeldOut(fidelity, self.labels.held_out_loss(outputs), self.labels.score(outputs))
 
     def _compare(self, model: ir.Model, batches: Sequence[Batch], split: str) -> Fidelity:
         source = f"held out of {self.data.source.file}"
@@ -520,7 +520,7 @@ def _with_fused_gelu(model: ir.Model) -> ir.Model:
 
 
 @dataclass(frozen=True)
-class _Proof:
+class _HeldOut:
     """A model on rows that the training never saw.
 
     Attributes:
@@ -535,7 +535,7 @@ class _Proof:
     def loss(self) -> float:
         return largest_loss(self.fidelity.qualities, bounded=False) + self.labeled_loss
 
-    def is_better_than(self, other: _Proof) -> bool:
+    def is_better_than(self, other: _HeldOut) -> bool:
         """Whether the loss is smaller, and the score no lower.
 
         Without a score, no output, file or kind of length may be worse than its interval.

@@ -82,7 +82,8 @@ class Training:
         learning_rate: The largest one, of the schedule.
         restarts: How often the training began again with a lower learning rate.
         since: (step, measurement) of the last beginning.
-        loss: The loss on the rows to choose, of the best weights (``Quality.loss``).
+        loss: The loss on the rows to choose, of the best weights: the bounded ``Quality.loss``, and
+            that of labels.
         first_loss: The same before the training.
         history: (seconds, training loss, loss on the rows to choose) of each measurement.
     """

@@ -13,7 +13,7 @@ from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.judge import Built, Judge
 from graph_passes.errors import CheckFailed
 
-__all__ = ["FIRST_GUESS", "INTERPOLATE", "SQUARED", "TIGHT", "FrontSearch", "bisect"]
+__all__ = ["INTERPOLATE", "TIGHT", "FrontSearch", "bisect", "first_guess", "power_of"]
 
 MAX_BUILDS = 6
 """The number of choices that are built besides the first and the last."""
@@ -40,6 +40,16 @@ CAREFUL = 0.8
 
 INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
 """Where the next choice is aimed at, relative to the estimate; below 1 to stay within bounds."""
+
+
+def first_guess(measure: str, loss: float) -> float:
+    """The predicted loss at which a loss by a measure is expected, before any is measured."""
+    return loss * FIRST_GUESS.get(measure, 1.0)
+
+
+def power_of(measure: str) -> int:
+    """The power of a loss by a measure that grows as the predicted loss."""
+    return 2 if measure in SQUARED else 1
 
 
 def bisect(
@@ -121,13 +131,13 @@ class FrontSearch:
             )
         if lossless.loss >= allowed:
             return lossless
-        power = 2 if measure in SQUARED else 1
+        power = power_of(measure)
         limit, start = allowed**power, lossless.loss**power
         measured = {0: start}
 
         def aim(low: int, high: int) -> int:
             if len(measured) == 1:
-                return self.index_of((limit - start) * FIRST_GUESS.get(measure, 1.0))
+                return self.index_of(first_guess(measure, limit - start))
             return self.index_of(self._next_guess(low, high, limit, measured))
 
         def keeps(index: int) -> tuple[bool, bool]:

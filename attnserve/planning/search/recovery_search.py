@@ -20,12 +20,12 @@ from attnserve.choices import Measure
 from attnserve.models.lineage import Recovered, Round
 from attnserve.options import Goal
 from attnserve.planning.search.front_search import (
-    FIRST_GUESS,
     INTERPOLATE,
-    SQUARED,
     TIGHT,
     FrontSearch,
     bisect,
+    first_guess,
+    power_of,
 )
 from attnserve.planning.search.judge import Built, Judge
 from attnserve.planning.search.limits import MIN_GAIN
@@ -119,12 +119,12 @@ class RecoverySearch:
         if allowed <= ROUNDING:
             return
         measure = self.front.measure(plain)
-        power = 2 if measure in SQUARED else 1
+        power = power_of(measure)
         trained: list[Built] = []
 
         def aim(low: int, high: int) -> int:
             if not trained:
-                first = STEP * plain.choice.loss or FIRST_GUESS.get(measure, 1.0) * allowed
+                first = STEP * plain.choice.loss or first_guess(measure, allowed)
                 return self.front.index_of(first)
             last = trained[-1]
             share = INTERPOLATE * (allowed / max(last.loss, 1e-9)) ** power
