@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -76,32 +76,27 @@ class Timed(NamedTuple):
     refusal: str
 
 
+@dataclass(eq=False)
 class Judge:
     """Builds choices and measures them on data to choose.
 
     The latest build, the latest that keeps enough, and the latest that removes nothing are held:
     the search ends with one of them.
+
+    Attributes:
+        candidates: The choices.
+        original_score: The original's score, if the goal has a task.
+        measured: (loss, cosine) of each built choice, those before an interruption included.
     """
 
-    def __init__(
-        self,
-        given: SearchInput,
-        candidates: CandidateSet,
-        checkpoint: SearchCheckpoint,
-        original_score: Any = None,
-    ) -> None:
-        """Prepare to build choices of ``candidates``.
-
-        Args:
-            original_score: The original's score, if the goal has a task.
-        """
-        self.given = given
-        self.candidates = candidates
-        self.checkpoint = checkpoint
-        self.original_score = original_score
-        self.measured: dict[tuple[int, ...], tuple[float, float]] = {}
-        """(loss, cosine) of each built choice, those before an interruption included."""
-        self._held: dict[str, Built] = {}
+    given: SearchInput
+    candidates: CandidateSet
+    checkpoint: SearchCheckpoint
+    original_score: Any = None
+    measured: dict[tuple[int, ...], tuple[float, float]] = field(
+        default_factory=dict[tuple[int, ...], tuple[float, float]]
+    )
+    _held: dict[str, Built] = field(default_factory=dict[str, Built])
 
     def loss(self, choice: Choice) -> float:
         """The measured loss of a choice; it is built unless the checkpoint knows its loss."""
