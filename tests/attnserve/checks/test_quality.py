@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve.checks.measures import MIN_ROWS, MOST_PAIRED
-from attnserve.checks.quality import Quality, QualityMeter
+from attnserve.checks.quality import (
+    ROUNDING,
+    Quality,
+    QualityMeter,
+    allowed_loss,
+    largest_loss,
+)
 from attnserve.data.datasets import Dataset
 from attnserve.intervals import mean_lower_bound
 from attnserve.models.artifact import Artifact
@@ -358,6 +365,16 @@ def test_second_condition_has_a_bound(text_folder: Path):
     assert found.measure == "similarity" and found.second == pytest.approx(1 - found.also["r2"])
     assert found.second < found.second_bound < 2 * found.second
     assert found.loss(bounded=False) < found.second_bound <= found.loss(bounded=True)
+
+
+def test_loss_that_is_no_number_is_infinite_and_the_largest():
+    good = Quality("r2", 0.99, 0.97, 0.98, None, 0.9, 0.0, 60, second=0.03, second_bound=0.04)
+    assert good.loss(bounded=False) == 0.03 and good.loss(bounded=True) == 0.04
+    bad = replace(good, bound=float("nan"))
+    assert largest_loss([good, bad], bounded=True) == float("inf")
+    assert largest_loss([bad, good], bounded=False) == 0.03
+    assert largest_loss([], bounded=True) == 0
+    assert allowed_loss(0.9) == pytest.approx(0.1) and allowed_loss(1.0) == ROUNDING
 
 
 def test_few_texts_have_no_interval():
