@@ -243,8 +243,8 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
         "seconds": seconds, "cpu_seconds": cpu_seconds,
         "sequences": search.asked.sequences, "speedup": search.speedup,
         "proofs": [proof.record.to_json() for proof in search.proofs],
-        "unseen": {**unseen.record.to_json(), "loss": unseen.point_loss},
-        "other": other and {**other.record.to_json(), "loss": other.point_loss},
+        "unseen": {**unseen.record.to_json(), "loss": unseen.loss(bounded=False)},
+        "other": other and {**other.record.to_json(), "loss": other.loss(bounded=False)},
         "task": {"name": case.task, "original": case.score(case.model), "new": case.score(output)},
         "disagree": disagreements(keep, proved, unseen) if search.gain else [],
         "layers": [[d.block, d.kept, d.count, d.written] for d in search.decisions],
@@ -261,7 +261,7 @@ def disagreements(keep: float, proved: Quality, unseen: Quality) -> list[str]:
     found: list[str] = []
     if unseen.ci95 and unseen.ci95[1] < keep:
         found.append("promise")
-    elif 1 - unseen.point_loss < keep <= unseen.value:
+    elif 1 - unseen.loss(bounded=False) < keep <= unseen.value:
         found.append("condition")
     if proved.ci95 and unseen.ci95:
         halves = [(high - low) / 2 for low, high in (proved.ci95, unseen.ci95)]

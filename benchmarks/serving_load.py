@@ -56,6 +56,7 @@ import attnserve
 from attnserve.checks.benchmark import describe_machine
 from attnserve.choices import Precision
 from attnserve.context import Device
+from attnserve.intervals import bootstrap_interval
 from benchmarks._common import RESULTS, command_of, description, minilm, write_json, write_lines
 from benchmarks.serving.client import (
     Phase,
@@ -506,8 +507,9 @@ def shadow(setup: Setup) -> dict[str, Any]:
             rate = {name: short_rate(setup, ports[name]) for name in order}
             pairs.append(rate["with"] / rate["without"])
     ratio = statistics.median(pairs)
-    means = np.random.default_rng(0).choice(pairs, (2000, TURNS)).mean(axis=1)
-    low, high = (float(bound) for bound in np.percentile(means, [2.5, 97.5]))
+    low, high = bootstrap_interval(
+        lambda rows: np.array(pairs)[rows].mean(axis=1), TURNS, seed=0, resamples=2000
+    )
     console.print(f"with --shadow: {ratio:.4f} of the throughput [{low:.4f}, {high:.4f}]")
     return {
         "in_flight": IN_FLIGHT,

@@ -8,17 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from attnserve.checks.scores import (
-    ClassificationScore,
-    Score,
-    Share,
-    StsScore,
-    pearson,
-    share_kept,
-    spearman,
-)
+from attnserve.checks.scores import Score
 from attnserve.checks.tasks import TASKS, OpenModel
 from attnserve.choices import Pooling, TaskName
 from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_progress
@@ -30,23 +21,7 @@ from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = [
-    "TASKS",
-    "ClassificationScore",
-    "Score",
-    "Share",
-    "StsScore",
-    "TaskName",
-    "evaluate",
-    "pearson",
-    "score_session",
-    "share_kept",
-    "spearman",
-]
-
+__all__ = ["evaluate", "score_session"]
 
 RUN = Run()
 

@@ -1,7 +1,6 @@
-"""The measures of quality: sums over batches, values, and their intervals.
+"""The measures of quality: sums over batches, values, and the influence of each text.
 
-``quality`` names the measures. Bounds are one-sided intervals over texts, with Hall's correction
-for skewness (Hall 1992, "On the removal of skewness by transformation").
+``quality`` names the measures.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnserve.choices import Measure, Pooling
+from attnserve.intervals import mean_interval, mean_lower_bound
 from attnserve.models.embeddings import pool
 from attnserve.models.masks import flat_mask, token_mask, vector_mask
 from attnserve.runtime.interface import Batch
@@ -29,9 +29,7 @@ __all__ = [
     "LogitsMeter",
     "Meter",
     "Scores",
-    "interval",
     "log_of",
-    "lower_bound",
     "new_meter",
     "next_token_nats",
     "not_finite_rows",
@@ -79,37 +77,6 @@ def new_meter(
             return FeaturesMeter(window)
 
 
-def lower_bound(values: Float[np.ndarray, " N"], confidence: float = 0.95) -> float:
-    """The lower end of a one-sided interval of the mean of independent, skewed values.
-
-    Hall's transformation of Student's t. For exponential losses it covers 94 % to 95 % at 30, 100
-    and 1,000 values, where mean - 1.645 standard errors covers 92 % at 30.
-    """
-    from scipy.stats import t as student
-
-    n, mean = len(values), float(np.mean(values))
-    spread = float(np.std(values, ddof=1)) if n > 1 else 0.0
-    if spread <= 1e-12 * max(abs(mean), 1.0):
-        return mean
-    # The sample skewness, corrected for its bias (Joanes and Gill 1998, G1).
-    skew = float(np.mean((values - mean) ** 3)) / float(np.std(values)) ** 3
-    skew *= (n * (n - 1)) ** 0.5 / max(n - 2, 1)
-    quantile = float(student.ppf(confidence, n - 1)) / n**0.5
-    if abs(skew) > 1e-9:
-        inner = 1 + skew * (quantile - skew / (6 * n))
-        quantile = 3 / skew * (float(np.cbrt(inner)) - 1)
-    return mean - spread * quantile
-
-
-def interval(values: Float[np.ndarray, " N"], highest: float = np.inf) -> tuple[float, float]:
-    """The two-sided 95 % interval of the mean; see ``lower_bound``.
-
-    Args:
-        highest: The largest possible mean.
-    """
-    return lower_bound(values, 0.975), min(-lower_bound(-values, 0.975), highest)
-
-
 @dataclass(frozen=True, eq=False)
 class Scores:
     """A value, the influence of each text on it (their mean is the value), and single texts.
@@ -130,7 +97,18 @@ class Scores:
         """The lower end of a one-sided interval; the value for less than ``MIN_ROWS`` texts."""
         if len(self.influence) < MIN_ROWS:
             return self.value
-        return min(lower_bound(self.influence, confidence), self.value)
+        return min(mean_lower_bound(self.influence, confidence), self.value)
+
+    @property
+    def ci95(self) -> tuple[float, float] | None:
+        """The two-sided interval; None for less than ``MIN_ROWS`` texts."""
+        few = len(self.influence) < MIN_ROWS
+        return None if few else mean_interval(self.influence, highest=1.0)
+
+    @property
+    def p5(self) -> float:
+        """The 5th percentile of single texts; 1 without texts."""
+        return float(np.percentile(self.single, 5)) if len(self.single) else 1.0
 
 
 class Meter(ABC):
@@ -142,12 +120,16 @@ class Meter(ABC):
 
     is_finite = True
 
+    def __init__(self, window: int | None = None) -> None:
+        self.sums = _Sums(window)
+
     @abstractmethod
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         """Add outputs whose first axis counts texts."""
 
-    @abstractmethod
-    def additive_loss(self) -> float: ...
+    def additive_loss(self) -> float:
+        """See ``QualityMeter.additive_loss``."""
+        return 1 - self.scores().value
 
     @abstractmethod
     def scores(self) -> Scores: ...
@@ -168,6 +150,13 @@ class Meter(ABC):
         before, after = a.reshape(shape)[real], b.reshape(shape)[real]
         self.is_finite &= not np.isfinite(before[~np.isfinite(after)]).any()
         return before, after, text[real]
+
+
+def _by_text(text: Int[np.ndarray, " T"], texts: int, *values: np.ndarray) -> list[np.ndarray]:
+    """The number of tokens of each text that has some, and the sums of values of tokens."""
+    counts = np.bincount(text, minlength=texts)
+    some = counts > 0
+    return [counts[some].astype(float), *(np.bincount(text, x, texts)[some] for x in values)]
 
 
 def not_finite_rows(
@@ -218,29 +207,21 @@ class _Sums:
 
 
 class FeaturesMeter(Meter):
-    """R^2 about the mean vector of the original."""
+    """R^2 about the mean vector of the original.
 
-    def __init__(self, window: int | None = None) -> None:
-        self.sums = _Sums(window)  # error, |a|^2, tokens and sum a of each text
+    Sums are the tokens, the errors, |a|^2 and a of each text.
+    """
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        texts = len(a)
         before, after, text = self._tokens(a, b, batch)
         before, after = _finite(before), _finite(after)
-        vectors = np.zeros((texts, before.shape[1]))
+        vectors = np.zeros((len(a), before.shape[1]))
         np.add.at(vectors, text, before)
-        counts, errors, squares = (
-            np.bincount(text, weights, texts)
-            for weights in (None, ((before - after) ** 2).sum(1), (before**2).sum(1))
-        )
-        some = counts > 0
-        self.sums.add(errors[some], squares[some], counts[some].astype(float), vectors[some])
-
-    def additive_loss(self) -> float:
-        return 1 - self._ratio()[0]
+        errors, squares = ((before - after) ** 2).sum(1), (before**2).sum(1)
+        self.sums.add(*_by_text(text, len(a), errors, squares), vectors[np.unique(text)])
 
     def _ratio(self) -> tuple[float, np.ndarray, float]:
-        errors, squares, counts, vectors = (self.sums.column(i) for i in range(4))
+        counts, errors, squares, vectors = (self.sums.column(i) for i in range(4))
         mean = vectors.sum(0) / max(counts.sum(), 1)
         total = float(squares.sum() - counts.sum() * (mean**2).sum())
         if total <= 1e-12 * float(squares.sum()):
@@ -251,21 +232,20 @@ class FeaturesMeter(Meter):
 
     def scores(self) -> Scores:
         value, influence, unit = self._ratio()
-        errors, counts = self.sums.column(0), self.sums.column(2)
+        counts, errors = self.sums.column(0), self.sums.column(1)
         single = 1 - errors / counts / unit if unit else influence
         return Scores("r2", value, influence, single, 0.0, {})
 
 
 class CosineMeter(Meter):
-    """The mean cosine of vectors."""
+    """The mean cosine of vectors. Sums are the tokens and 1 - cosine of each text."""
 
     def __init__(self, window: int | None = None) -> None:
-        self.sums = _Sums(window)  # 1 - cosine and tokens of each text
+        super().__init__(window)
         self.units: Any = 0.0
         self.vectors: Any = 0.0
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        texts = len(a)
         before, after, text = self._tokens(a, b, batch)
         before, after = _finite(before), _finite(after)
         lengths, others = np.linalg.norm(before, axis=1), np.linalg.norm(after, axis=1)
@@ -274,15 +254,10 @@ class CosineMeter(Meter):
         cosines = np.where((before == after).all(1), 1.0, cosines)
         self.units += (before / np.where(lengths > 0, lengths, 1.0)[:, None]).sum(0)
         self.vectors += before.sum(0)
-        counts = np.bincount(text, minlength=texts)
-        losses = np.bincount(text, 1 - cosines, texts)
-        self.sums.add(losses[counts > 0], counts[counts > 0].astype(float))
-
-    def additive_loss(self) -> float:
-        return 1 - self.scores().value
+        self.sums.add(*_by_text(text, len(a), 1 - cosines))
 
     def scores(self) -> Scores:
-        losses, counts = self.sums.column(0), self.sums.column(1)
+        counts, losses = self.sums.column(0), self.sums.column(1)
         value, influence = _ratio(losses, counts, 1.0)
         length = float(np.linalg.norm(self.vectors))
         constant = float(self.units @ self.vectors) / (length or 1.0) / max(counts.sum(), 1)
@@ -290,19 +265,20 @@ class CosineMeter(Meter):
 
 
 class LogitsMeter(Meter):
-    """KL divergence and agreement of the most probable class or token."""
+    """KL divergence and agreement of the most probable class or token.
+
+    Sums are the tokens, KL in nats, disagreements and the negative entropy in nats of each text.
+    """
 
     def __init__(self, measure: Measure, window: int | None = None) -> None:
+        super().__init__(window)
         self.measure: Measure = measure
-        # KL in nats, disagreements, tokens and negative entropy in nats of each text
-        self.sums = _Sums(window)
         # Not limited by a window: one row of each text would need much memory.
         self.probabilities: Any = 0.0
         self.winners: Any = 0
         self.next = np.zeros(3)  # tokens with a known successor, and both losses of it in nats
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        texts = len(a)
         if a.ndim == 3:
             self._add_perplexity(a, b, batch)
         before, after, text = self._tokens(a, b, batch)
@@ -320,14 +296,7 @@ class LogitsMeter(Meter):
             differs[part] = best != y.argmax(1)
             self.probabilities += p.sum(0)
             self.winners += np.bincount(best, minlength=width)
-        counts = np.bincount(text, minlength=texts)
-        some = counts > 0
-        self.sums.add(
-            np.bincount(text, divergence, texts)[some],
-            np.bincount(text, differs, texts)[some],
-            counts[some].astype(float),
-            np.bincount(text, negative_entropy, texts)[some],
-        )
+        self.sums.add(*_by_text(text, len(a), divergence, differs, negative_entropy))
 
     def _add_perplexity(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         before, after = next_token_nats(a, batch), next_token_nats(b, batch)
@@ -338,7 +307,7 @@ class LogitsMeter(Meter):
         return 1 - self._kl()[0]
 
     def _kl(self) -> tuple[float, np.ndarray, float]:
-        divergence, _, counts, negative_entropy = (self.sums.column(i) for i in range(4))
+        counts, divergence, _, negative_entropy = (self.sums.column(i) for i in range(4))
         # KL of the constant predictor
         unit = max(self._constant_nats() + negative_entropy.sum() / counts.sum(), 0.0)
         value, influence = _ratio(divergence, counts, unit)
@@ -350,7 +319,7 @@ class LogitsMeter(Meter):
         return -float(np.where(mean > 0, mean * np.log(np.maximum(mean, 1e-300)), 0.0).sum())
 
     def scores(self) -> Scores:
-        divergence, differs, counts = (self.sums.column(i) for i in range(3))
+        counts, divergence, differs = (self.sums.column(i) for i in range(3))
         kl, influence, unit = self._kl()
         agreement, agreed = _ratio(differs, counts, 1.0)
         single = 1 - divergence / counts / unit if unit else influence
@@ -414,10 +383,10 @@ class SimilarityMeter(Meter):
     def __init__(
         self, pooling: Pooling | None, window: int | None = None, dimensions: int | None = None
     ) -> None:
+        super().__init__(window)  # the pooled vectors of both
         self.pooling: Pooling = "mean" if pooling in (None, "none") else pooling
         self.dimensions = dimensions
         self.features = FeaturesMeter(window)
-        self.vectors = _Sums(window)
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         if a.shape == b.shape:  # not if one of them is pooled
@@ -427,14 +396,14 @@ class SimilarityMeter(Meter):
         mask = token_mask(batch, a.shape[:2]) if a.ndim == 3 else np.ones((len(a), 1), bool)
         dimensions = min(self.dimensions or a.shape[-1], a.shape[-1])
         before, after = (pool(_finite(x), mask, self.pooling, True, dimensions) for x in (a, b))
-        self.vectors.add(before, after)
+        self.sums.add(before, after)
         self.features.add(before, after, {})
 
     def additive_loss(self) -> float:
         return self.features.additive_loss()
 
     def scores(self) -> Scores:
-        before, after = (_evenly(self.vectors.column(i).astype(np.float64)) for i in (0, 1))
+        before, after = (_evenly(self.sums.column(i).astype(np.float64)) for i in (0, 1))
         r2 = self.features.scores()
         if len(before) < 4:  # a correlation of three pairs means nothing
             return Scores("similarity", r2.value, r2.influence, r2.single, 0.0, {"r2": r2.value})

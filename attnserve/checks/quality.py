@@ -7,23 +7,21 @@
     cosine      any output: mean cosine of vectors; values of different models are not comparable
 
 1 means equal. A constant predictor, which returns the same for every input, scores 0 in the first
-three; ``Quality.constant`` holds its score. Bounds are one-sided 95 % intervals over texts, with
-Hall's correction for skewness (Hall 1992, "On the removal of skewness by transformation").
+three; ``Quality.constant`` holds its score. Intervals are over texts (``intervals.mean_interval``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.measures import (
-    MIN_ROWS,
     LogitsMeter,
     Meter,
-    interval,
     log_of,
     new_meter,
     not_finite_rows,
@@ -46,7 +44,16 @@ from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 
-__all__ = ["CHOICE", "TAIL", "Quality", "QualityMeter", "describe_rows"]
+__all__ = [
+    "CHOICE",
+    "ROUNDING",
+    "TAIL",
+    "Quality",
+    "QualityMeter",
+    "allowed_loss",
+    "describe_rows",
+    "largest_loss",
+]
 
 CHOICE = 0.8
 """Confidence of the bounds that select a candidate. The reported result is the verification on
@@ -57,6 +64,9 @@ TAIL = 5
 """Maximum loss of the worst 5 % of texts, relative to the allowed loss. For exponential losses this
 percentile is three times the mean."""
 
+ROUNDING = 1e-4
+"""A loss below this comes from rounding."""
+
 
 @dataclass(frozen=True)
 class Quality:
@@ -65,9 +75,10 @@ class Quality:
     Attributes:
         measure: The name of the measure.
         value: 1 if both models give the same.
-        lower: The lower end of the one-sided 95 % interval; ``value`` for less than ``MIN_ROWS``.
+        lower: The lower end of the one-sided 95 % interval; ``value`` for less than
+            ``measures.MIN_ROWS`` texts.
         bound: The same with the confidence ``CHOICE``.
-        ci95: The two-sided interval; None for less than ``MIN_ROWS`` texts.
+        ci95: The two-sided interval; None for as few texts.
         p5: The 5th percentile of the measure of single texts.
         tail: The percentile that is limited instead of ``p5``: for "top1" the percentile of kl,
             because the agreement of a short text is coarse. None limits ``p5``.
@@ -115,23 +126,21 @@ class Quality:
         """The measured subset: an output, and the file and the lengths of the texts."""
         return self.output, self.file, self.lengths
 
-    @property
-    def loss(self) -> float:
-        """Largest of the two confidence-bound losses and the tail loss; used for selection."""
+    def loss(self, *, bounded: bool) -> float:
+        """The loss that a goal limits: the largest of the measure's, the second one and the tail's.
+
+        Infinite if it is not a number.
+
+        Args:
+            bounded: Take the bounds with the confidence ``CHOICE``, which choose a model; the
+                measured values verify it.
+        """
         if not self.is_finite:
             return 1.0
-        return max(1 - self.bound, self._tail_loss, self.second_bound)
-
-    @property
-    def point_loss(self) -> float:
-        """Largest loss without confidence bounds; used for verification."""
-        if not self.is_finite:
-            return 1.0
-        return max(1 - self.value, self._tail_loss, self.second)
-
-    @property
-    def _tail_loss(self) -> float:
-        return (1 - (self.p5 if self.tail is None else self.tail)) / TAIL
+        first, second = (self.bound, self.second_bound) if bounded else (self.value, self.second)
+        tail = (1 - (self.p5 if self.tail is None else self.tail)) / TAIL
+        losses = 1 - first, tail, second
+        return math.inf if any(map(math.isnan, losses)) else max(losses)
 
     @property
     def outputs(self) -> str:
@@ -180,6 +189,16 @@ class Quality:
     def _original_fault(self) -> str:
         rows = describe_rows(self.excluded_rows)
         return f"{rows} left out, because the original gives NaN"
+
+
+def largest_loss(qualities: Iterable[Quality], *, bounded: bool) -> float:
+    """The largest ``Quality.loss`` of the outputs, files and lengths of a comparison."""
+    return max((quality.loss(bounded=bounded) for quality in qualities), default=0.0)
+
+
+def allowed_loss(keep: float) -> float:
+    """The largest loss of a model that keeps this quality."""
+    return max(1 - keep, ROUNDING)
 
 
 def describe_rows(rows: Sequence[int], most: int = 5) -> str:
@@ -263,7 +282,11 @@ class QualityMeter:
         self._rows += texts
 
     def additive_loss(self) -> float:
-        """A loss that is nearly additive over changes of blocks; the mean over outputs."""
+        """The loss that predicts: it nearly adds up over changes of different blocks.
+
+        It is 1 - R^2 of features and embeddings, the share of the KL divergence of logits, and the
+        mean over outputs; ``Quality.loss`` has maxima, which do not add up.
+        """
         return float(np.mean([meter.additive_loss() for meter in self._meters.values()] or [0.0]))
 
     def results(self) -> list[Quality]:
@@ -280,7 +303,7 @@ class QualityMeter:
             same = tuple(self.outputs[i] for i, first in self._same.items() if first == index)
             found.append(replace(quality, not_finite_rows=tuple(wrong),
                                  excluded_rows=tuple(excluded), same_outputs=same))  # fmt: skip
-        return sorted(found, key=lambda quality: -quality.loss)
+        return sorted(found, key=lambda quality: -quality.loss(bounded=True))
 
     def _kinds(self, batch: Batch, rows: int) -> list[tuple[str, str, np.ndarray]]:
         """The file of a batch, and its rows of short and of long texts."""
@@ -319,16 +342,16 @@ class QualityMeter:
 
 def _quality(meter: Meter, output: str, file: str, lengths: str, split: str) -> Quality:
     scores = meter.scores()
-    rows, second = len(scores.influence), scores.second
+    second = scores.second
     return Quality(
         scores.measure,
         scores.value,
         scores.bound(0.95),
         scores.bound(CHOICE),
-        None if rows < MIN_ROWS else interval(scores.influence, highest=1.0),
-        float(np.percentile(scores.single, 5)) if rows else 1.0,
+        scores.ci95,
+        scores.p5,
         scores.constant,
-        rows,
+        len(scores.influence),
         scores.also,
         0.0 if second is None else 1 - second.value,
         0.0 if second is None else 1 - second.bound(CHOICE),
@@ -337,5 +360,5 @@ def _quality(meter: Meter, output: str, file: str, lengths: str, split: str) -> 
         file,
         split,
         meter.is_finite,
-        float(np.percentile(second.single, 5)) if second and scores.measure == "top1" else None,
+        second.p5 if second and scores.measure == "top1" else None,
     )

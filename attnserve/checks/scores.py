@@ -1,17 +1,18 @@
 """Scores of a task with bootstrap confidence intervals, and the share of a score that is kept.
 
-Intervals are percentile bootstraps over the rows (Efron 1979). A larger ``value`` is better.
+A larger ``value`` is better.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attnserve.checks.quality import CHOICE
+from attnserve.choices import TaskName
+from attnserve.intervals import bootstrap, bootstrap_interval, ratio_lower_bound
 from attnserve.models.lineage import ShareRecord
 from graph_passes.errors import CheckFailed
 
@@ -25,24 +26,16 @@ __all__ = [
     "Score",
     "Share",
     "StsScore",
-    "interval",
     "pearson",
     "share_kept",
     "spearman",
 ]
-
-RESAMPLES = 1000
-BATCH_ELEMENTS = 2**21
-"""Elements of a temporary array of the bootstrap: 16 MiB of float64."""
 
 BLOCKS = 120
 """Number of blocks of rows in the comparison of two models."""
 
 PARTS = (0, 1, 0, 2)
 """Part of each of four consecutive blocks: half of them to choose, two for verification."""
-
-INTERVAL = (2.5, 97.5)
-"""Percentiles: a 95 % interval."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +51,16 @@ class StsScore:
     spearman_ci95: tuple[float, float]
     cosines: Float[np.ndarray, " N"] = field(repr=False)
     gold: Float[np.ndarray, " N"] = field(repr=False)
+
+    @classmethod
+    def of(
+        cls, cosines: Float[np.ndarray, " N"], gold: Float[np.ndarray, " N"], seed: int
+    ) -> StsScore:
+        """The score with its interval."""
+        both = float(spearman(cosines, gold)), float(pearson(cosines, gold))
+        made = cls(len(gold), *both, (0.0, 0.0), cosines, gold)
+        found = bootstrap_interval(made.value_on, len(gold), seed=seed)
+        return replace(made, spearman_ci95=found)
 
     @property
     def value(self) -> float:
@@ -89,7 +92,20 @@ class ClassificationScore:
     accuracy_ci95: tuple[float, float]
     predictions: Int[np.ndarray, " N"] = field(repr=False)
     gold: Int[np.ndarray, " N"] = field(repr=False)
-    task: str = "classification"
+    task: TaskName = "classification"
+
+    @classmethod
+    def of(
+        cls,
+        predictions: Int[np.ndarray, " N"],
+        gold: Int[np.ndarray, " N"],
+        seed: int,
+        task: TaskName = "classification",
+    ) -> ClassificationScore:
+        """The score with its interval."""
+        share = float((predictions == gold).mean())
+        made = cls(len(gold), share, (0.0, 0.0), predictions, gold, task)
+        return replace(made, accuracy_ci95=bootstrap_interval(made.value_on, len(gold), seed=seed))
 
     @property
     def value(self) -> float:
@@ -134,7 +150,7 @@ class RatioScore:
     ) -> RatioScore:
         """The score with its interval."""
         made = cls(task, metric, (0.0, 0.0), gains, weights, others)
-        return replace(made, ci95=interval(len(gains), made.value_on, seed))
+        return replace(made, ci95=bootstrap_interval(made.value_on, len(gains), seed=seed))
 
     @property
     def rows(self) -> int:
@@ -169,6 +185,15 @@ class PerplexityScore:
     nats: Float[np.ndarray, " N"] = field(repr=False)
     tokens: Float[np.ndarray, " N"] = field(repr=False)
     perplexity_ci95: tuple[float, float]
+
+    @classmethod
+    def of(
+        cls, nats: Float[np.ndarray, " N"], tokens: Float[np.ndarray, " N"], seed: int
+    ) -> PerplexityScore:
+        """The score with its interval."""
+        made = cls(nats, tokens, (0.0, 0.0))
+        low, high = bootstrap_interval(made.value_on, len(nats), seed=seed)
+        return replace(made, perplexity_ci95=(1 / high, 1 / low))
 
     @property
     def rows(self) -> int:
@@ -208,11 +233,12 @@ class Share:
     blocks: int
 
     def bound(self, confidence: float) -> float:
-        """The lower end of a one-sided interval, with Student's t over the blocks."""
-        from scipy.stats import t as student
+        """The lower end of a one-sided interval."""
+        return ratio_lower_bound(self.value, self.standard_error, self.blocks, confidence)
 
-        quantile = float(student.ppf(confidence, max(self.blocks - 1, 1)))
-        return self.value - quantile * self.standard_error
+    def loss(self, *, bounded: bool) -> float:
+        """The lost share, as ``Quality.loss``."""
+        return 1 - (self.bound(CHOICE) if bounded else self.value)
 
     @property
     def record(self) -> ShareRecord:
@@ -252,7 +278,10 @@ def share_kept(
         with np.errstate(invalid="ignore", divide="ignore"):
             return float(np.divide(after.value_on(rows), before.value_on(rows)))
 
-    ratios = _resample(len(blocks), lambda drawn: np.apply_along_axis(ratio, -1, drawn), seed)
+    def each(drawn: Int[np.ndarray, "M N"]) -> Float[np.ndarray, " M"]:
+        return np.apply_along_axis(ratio, -1, drawn)
+
+    ratios = bootstrap(each, len(blocks), seed=seed)
     spread = float(np.std(ratios)) if len(ratios) > 1 else 0.0
     value = float(np.nan_to_num(after.value_on(rows) / reference))
     return Share(
@@ -273,39 +302,3 @@ def spearman(x: Float[np.ndarray, "*M N"], y: Float[np.ndarray, "*M N"]) -> Any:
     from scipy.stats import rankdata
 
     return pearson(rankdata(x, axis=-1), rankdata(y, axis=-1))
-
-
-def _resample(
-    count: int, statistic: Callable[[Int[np.ndarray, "M N"]], np.ndarray], seed: int
-) -> Float[np.ndarray, " M"]:
-    """The finite values of a statistic on ``RESAMPLES`` bootstrap samples of 0 .. count - 1."""
-    from scipy.stats import DegenerateDataWarning, bootstrap
-
-    if count < 2:
-        return statistic(np.zeros((1, count), int))
-
-    def resampled(rows: Int[np.ndarray, "M N"], axis: int) -> np.ndarray:
-        return statistic(rows)
-
-    with np.errstate(invalid="ignore"), warnings.catch_warnings():
-        # Constant samples have no correlation: they are removed below.
-        warnings.simplefilter("ignore", DegenerateDataWarning)
-        result = bootstrap(
-            (np.arange(count),),
-            resampled,
-            n_resamples=RESAMPLES,
-            batch=max(1, BATCH_ELEMENTS // count),
-            vectorized=True,
-            method="percentile",
-            rng=seed,
-        )
-    values = result.bootstrap_distribution
-    return values[np.isfinite(values)]
-
-
-def interval(
-    count: int, statistic: Callable[[Int[np.ndarray, "M N"]], np.ndarray], seed: int
-) -> tuple[float, float]:
-    """The 95 % interval of a statistic of ``count`` rows, by the bootstrap."""
-    low, high = np.percentile(_resample(count, statistic, seed), INTERVAL)
-    return float(low), float(high)

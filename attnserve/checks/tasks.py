@@ -17,9 +17,6 @@ from attnserve.checks.scores import (
     RatioScore,
     Score,
     StsScore,
-    interval,
-    pearson,
-    spearman,
 )
 from attnserve.checks.task_data import (
     label_names,
@@ -137,14 +134,7 @@ def _sts(run: OpenModel, data: Path) -> StsScore:
             "check the model's weights and the pooling",
             code="evaluate.constant_cosines",
         )
-    return StsScore(
-        len(rows),
-        float(spearman(cosines, scores)),
-        float(pearson(cosines, scores)),
-        interval(len(rows), lambda at: spearman(cosines[at], scores[at]), run.context.seed),
-        cosines,
-        scores,
-    )
+    return StsScore.of(cosines, scores, run.context.seed)
 
 
 def _check_range(data: Path, lines: Sequence[int], labels: np.ndarray, classes: int) -> None:
@@ -158,14 +148,6 @@ def _check_range(data: Path, lines: Sequence[int], labels: np.ndarray, classes: 
         )
 
 
-def _accuracy(
-    task: TaskName, predictions: np.ndarray, labels: np.ndarray, seed: int
-) -> ClassificationScore:
-    correct = predictions == labels
-    found = interval(len(labels), lambda at: correct[at].mean(axis=-1), seed)
-    return ClassificationScore(len(labels), float(correct.mean()), found, predictions, labels, task)
-
-
 def _classification(run: OpenModel, data: Path) -> ClassificationScore:
     rows = read_table(data, ("label",), ("text", "sentence"))
     names = label_names(run.artifact)
@@ -176,7 +158,7 @@ def _classification(run: OpenModel, data: Path) -> ClassificationScore:
     for indices, logits, _ in run.logits(encodings, "batch, classes"):
         _check_range(data, [line for line, _ in rows], labels, logits.shape[1])
         predictions[indices] = logits.argmax(axis=1)
-    return _accuracy("classification", predictions, labels, run.context.seed)
+    return ClassificationScore.of(predictions, labels, run.context.seed)
 
 
 def _image_classification(run: OpenModel, data: Path) -> ClassificationScore:
@@ -204,7 +186,7 @@ def _image_classification(run: OpenModel, data: Path) -> ClassificationScore:
         end = min(start + size, len(rows))
         predictions[start:end] = logits.argmax(axis=1)[: end - start]
         run.progress(end, len(rows))
-    return _accuracy("image-classification", predictions, labels, run.context.seed)
+    return ClassificationScore.of(predictions, labels, run.context.seed, "image-classification")
 
 
 def _retrieval(run: OpenModel, data: Path) -> RatioScore:
@@ -318,9 +300,7 @@ def _perplexity(run: OpenModel, data: Path) -> PerplexityScore:
         raise InvalidData(
             f"{data}: no row has two tokens", "use longer texts", code="evaluate.no_tokens"
         )
-    made = PerplexityScore(np.array(nats), np.array(tokens), (0.0, 0.0))
-    low, high = interval(made.rows, made.value_on, run.context.seed)
-    return PerplexityScore(made.nats, made.tokens, (1 / high, 1 / low))
+    return PerplexityScore.of(np.array(nats), np.array(tokens), run.context.seed)
 
 
 def _token_classification(run: OpenModel, data: Path) -> RatioScore:

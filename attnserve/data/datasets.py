@@ -15,6 +15,7 @@ import onnx_ir as ir
 from attnserve.data.lengths import length_bounds
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import Artifact
+from attnserve.models.checksums import path_sha256
 from attnserve.models.lineage import Calibration
 from attnserve.models.masks import is_mask, padding_value, token_mask
 from attnserve.models.rows import filled, fixed_axes, row_content
@@ -223,7 +224,7 @@ class _File:
             fit_tokens=sum(self.lengths[i] for i in self.parts[0]) + sum(map(len, made[0])),
             held_out_rows=tuple(len(part) for part in parts[1:]),
             lengths=_percentiles(all_lengths),
-            sha256=_checksum(self.path),
+            sha256=path_sha256(self.path, "*.npz"),
             **(joined if more_lengths else {}),
         )
         if self.is_split:
@@ -395,16 +396,6 @@ def _joined(
         remaining_tokens -= lengths[index] - special
     joined = [" ".join(group) for group in groups if len(group) > 1]
     return encoder.encode(joined, max_length=longest) if joined else []
-
-
-def _checksum(path: Path) -> str:
-    """SHA-256 of a file, or of the names and contents of all .npz files of a folder."""
-    if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    digest = hashlib.sha256()
-    for file in sorted(path.glob("*.npz")):
-        digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
-    return digest.hexdigest()
 
 
 def content_digest(data: Dataset) -> str:

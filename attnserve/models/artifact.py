@@ -8,8 +8,6 @@ sentence-transformers.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from attnserve.models.lineage import Rewrite
 from attnserve.models.record import RECORD, Record, parse_record, read_record
 from attnserve.models.settings_files import ModelConfig
 from attnserve.paths import StrPath, belongs_to
+from attnserve.runtime.cache import digest
 from graph_passes.errors import InvalidModel
 
 __all__ = [
@@ -208,7 +207,7 @@ class Artifact:
         plan = self.lineage[-1].plan if self.lineage else None
         if plan is None:
             return None
-        return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:12]
+        return digest(plan)[:12]
 
     @property
     def labels(self) -> dict[int, str]:

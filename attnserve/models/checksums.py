@@ -16,7 +16,14 @@ from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.record import RECORD
 from graph_passes.errors import InvalidModel
 
-__all__ = ["check_files", "fingerprint", "last_rewrite_of", "sha256", "source_entry"]
+__all__ = [
+    "check_files",
+    "fingerprint",
+    "last_rewrite_of",
+    "path_sha256",
+    "sha256",
+    "source_entry",
+]
 
 
 def check_files(artifact: Artifact) -> None:
@@ -63,6 +70,23 @@ def sha256(path: Path) -> str:
     except OSError as error:
         why = error.strerror
     raise InvalidModel(f"{path}: cannot be read: {why}", "check the path", code="artifact.file")
+
+
+def path_sha256(path: Path, pattern: str = "**/*") -> str:
+    """The SHA-256 checksum of a file, or of the names and contents of the files of a folder.
+
+    Args:
+        pattern: Which files of the folder count.
+
+    Raises:
+        InvalidModel: A file cannot be read.
+    """
+    if path.is_file():
+        return sha256(path)
+    digest = hashlib.sha256()
+    for file in sorted(file for file in path.glob(pattern) if file.is_file()):
+        digest.update(f"{file.relative_to(path).as_posix()} {sha256(file)}".encode())
+    return digest.hexdigest()
 
 
 def fingerprint(artifact: Artifact) -> str:

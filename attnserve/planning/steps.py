@@ -11,14 +11,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Self, get_args
 
 from attnserve.choices import Measure, Precision
 from attnserve.planning.state import State
 from attnserve.plugins import Registry
 from attnserve.precision.schemes import SCHEMES
-from attnserve.runtime.cache import cache_folder, digest
+from attnserve.runtime.checkpoint import Checkpoint
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import RewritePass
 
@@ -137,23 +136,19 @@ class Train(PlanStep):
         self._recovery(state)
 
     def apply(self, state: State) -> None:
-        from attnserve.recovery.training import Checkpoint  # needs PyTorch
-
         recovery = self._recovery(state)
-        course = recovery.train(60 * self.minutes, Checkpoint(*self._place(state.key)))
+        course = recovery.train(60 * self.minutes, self._checkpoint(state.key))
         state.training = course
         if course.is_better:
             state.model, state.rounding = recovery.trained, recovery.rounding
 
     def forget(self, key: str) -> None:
         """Delete the checkpoint of the training of a state with this key."""
-        from attnserve.recovery.training import Checkpoint
+        self._checkpoint(key).remove()
 
-        Checkpoint(*self._place(key)).remove()
-
-    def _place(self, key: str) -> tuple[Path, str]:
+    def _checkpoint(self, key: str) -> Checkpoint:
         # Without the minutes: after an interruption, other minutes are left.
-        return cache_folder() / "recover", digest((key, {**self.to_json(), "minutes": None}))
+        return Checkpoint("recover", (key, {**self.to_json(), "minutes": None}))
 
     def _recovery(self, state: State) -> Any:
         from attnserve.recovery.recover import Recovery  # needs PyTorch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -23,9 +23,6 @@ from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidData
 from graph_passes.matching.find import find_attention
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "Answers",

@@ -21,14 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from attnserve.checks.scores import (
-    ClassificationScore,
-    Score,
-    StsScore,
-    interval,
-    pearson,
-    spearman,
-)
+from attnserve.checks.scores import ClassificationScore, Score, StsScore
 from attnserve.checks.task_data import label_names, read_label, read_number
 from attnserve.choices import LearnedTask, Pooling
 from attnserve.data.datasets import Dataset, wanted_inputs
@@ -219,7 +212,6 @@ class Labels:
             CheckFailed: The outputs are not finite, or equal for all pairs.
         """
         values, labels = self._joined(outputs)
-        count = len(labels)
         if not np.isfinite(values).all() or (self.task == "sts" and np.ptp(values) == 0):
             raise CheckFailed(
                 "the model returns NaN, infinity, or the same for all labeled rows",
@@ -227,13 +219,8 @@ class Labels:
                 code="recovery.constant_scores",
             )
         if self.task == "sts":
-            ci = interval(count, lambda at: spearman(values[at], labels[at]), seed)
-            r = float(pearson(values, labels))
-            return StsScore(count, float(spearman(values, labels)), r, ci, values, labels)
-        classes, gold = values.argmax(axis=1), labels.astype(np.int64)
-        right = classes == gold
-        ci = interval(count, lambda at: right[at].mean(axis=-1), seed)
-        return ClassificationScore(count, float(right.mean()), ci, classes, gold)
+            return StsScore.of(values, labels, seed)
+        return ClassificationScore.of(values.argmax(axis=1), labels.astype(np.int64), seed)
 
     def _joined(
         self, outputs: Sequence[tuple[Labeled, np.ndarray]]

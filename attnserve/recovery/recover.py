@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnserve.checks.compare import Fidelity, compare, empty_axes, shaped_for
-from attnserve.checks.quality import QualityMeter
+from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.checks.scores import Score
 from attnserve.choices import Measure, Precision
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
@@ -62,8 +61,8 @@ from attnserve.recovery.module import GraphModule, trainable_weights
 from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
 from attnserve.recovery.report import RecoverReport, write_recovered
-from attnserve.recovery.training import Checkpoint, Lesson, Training, train
-from attnserve.runtime.cache import cache_folder, digest
+from attnserve.recovery.training import Lesson, Training, train
+from attnserve.runtime.checkpoint import Checkpoint
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.session import open_session
@@ -76,9 +75,6 @@ from graph_passes.errors import (
     InvalidModel,
 )
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Recovery", "recover"]
 
@@ -189,7 +185,7 @@ def recover(
             "served": [texts.pooling, texts.dimensions, texts.output],
             "versions": {**versions(), "torch": torch.__version__},
         }
-        checkpoint = Checkpoint(cache_folder() / "recover", digest(key))
+        checkpoint = Checkpoint("recover", key)
         report, trained = recovery.run(target, 60 * training.minutes, checkpoint)
     finally:
         torch.set_num_threads(before_threads)
@@ -434,14 +430,11 @@ class Recovery:
             ours = _by_name(served, session.run(None, self._feed(batch)))
             pairs = zip(self.original.graph.outputs, theirs, strict=True)
             meter.add(theirs, [ours.get(value.name or "", array) for value, array in pairs], batch)
-        losses = [quality.loss for quality in meter.results()]
-        if not np.isfinite(losses).all():
-            return math.inf
         labeled = 0.0
         if self.labels is not None:
             outputs = self._labeled_outputs(served, self.labels.choose, session)
             labeled = self.labels.held_out_loss(outputs)
-        return max(losses) + labeled
+        return largest_loss(meter.results(), bounded=True) + labeled
 
     def _labeled_loss(self, labels: Labels, step: int) -> Tensor:
         """The loss of labeled rows in a training step."""
@@ -463,12 +456,12 @@ class Recovery:
         feeds = (one.batch if model is self.original else self._feed(one.batch) for one in rows)
         return [(one, opened.run(None, feed)[place]) for one, feed in zip(rows, feeds, strict=True)]
 
-    def _prove(self, model: ir.Model) -> _Proof:
+    def _prove(self, model: ir.Model) -> _HeldOut:
         fidelity = self._compare(model, self.data.held_out, "prove")
         if self.labels is None:
-            return _Proof(fidelity)
+            return _HeldOut(fidelity)
         outputs = self._labeled_outputs(model, self.labels.prove)
-        return _Proof(fidelity, self.labels.held_out_loss(outputs), self.labels.score(outputs))
+        return _HeldOut(fidelity, self.labels.held_out_loss(outputs), self.labels.score(outputs))
 
     def _compare(self, model: ir.Model, batches: Sequence[Batch], split: str) -> Fidelity:
         source = f"held out of {self.data.source.file}"
@@ -528,8 +521,8 @@ def _with_fused_gelu(model: ir.Model) -> ir.Model:
 
 
 @dataclass(frozen=True)
-class _Proof:
-    """Verification of a model on rows that were not used in the training.
+class _HeldOut:
+    """A model on rows that the training never saw.
 
     Attributes:
         labeled_loss, score: Loss and score on labeled rows; 0 and None without labels.
@@ -541,10 +534,9 @@ class _Proof:
 
     @property
     def loss(self) -> float:
-        losses = [quality.point_loss for quality in self.fidelity.qualities]
-        return max(losses) + self.labeled_loss if np.isfinite(losses).all() else math.inf
+        return largest_loss(self.fidelity.qualities, bounded=False) + self.labeled_loss
 
-    def is_better_than(self, other: _Proof) -> bool:
+    def is_better_than(self, other: _HeldOut) -> bool:
         """Whether the loss is smaller, and the score no lower.
 
         Without a score, no output, file or length class may be below its confidence interval.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -22,20 +20,12 @@ from attnserve.models.lineage import TrainingRecord
 from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed
 from attnserve.recovery.distillation import Objective
 from attnserve.recovery.module import GraphModule, memory_errors
-from attnserve.runtime.cache import (
-    private_folder,
-    read_private,
-    remove_older,
-    writing_atomically,
-)
+from attnserve.runtime.checkpoint import Checkpoint
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.machine import has_bfloat16_product
 from graph_passes.errors import CheckFailed
 
-log = logging.getLogger("attnserve")
-
 __all__ = [
-    "Checkpoint",
     "Lesson",
     "Training",
     "half_type",
@@ -76,9 +66,6 @@ MEASUREMENTS = 8
 PATIENCE = 6
 """Training ends if this many measurements in a row are no better (``is_stuck``)."""
 
-KEPT_DAYS = 30
-"""Age in days after which abandoned checkpoints are deleted."""
-
 CACHE_BYTES = 2**30
 """Memory for cached teacher outputs, which later epochs use again, in half precision."""
 
@@ -91,11 +78,12 @@ class Training:
         steps: Optimizer steps.
         tokens: Real tokens of all steps.
         seconds: Time of the training, its measurements included.
-        stopped: Reason of the end: "time", "no gain" or "not finite".
-        learning_rate: Maximum of the schedule.
-        restarts: Number of restarts with a lower learning rate.
-        since: (step, measurement) of the last start.
-        loss: The loss on the rows to choose, of the best weights (``Quality.loss``).
+        stopped: Why it ended: "time", "no gain" or "not finite".
+        learning_rate: The largest one, of the schedule.
+        restarts: How often the training began again with a lower learning rate.
+        since: (step, measurement) of the last beginning.
+        loss: The loss on the rows to choose, of the best weights: the bounded ``Quality.loss``, and
+            that of labels.
         first_loss: The same before the training.
         history: (seconds, training loss, loss on the rows to choose) of each measurement.
     """
@@ -121,43 +109,6 @@ class Training:
         """The record of the training; numbers that are not finite are null."""
         fields = _finite(asdict(self)) | {"states": states, "weights": weights}
         return TrainingRecord.model_validate(fields)
-
-
-class Checkpoint:
-    """The state of a training in a private file, from which an interrupted one continues.
-
-    A file that cannot be read counts as missing. The first failure to write gives a warning.
-    """
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._path = folder, folder / f"{name}.pt"
-        self._is_lost = False
-
-    def load(self) -> dict[str, Any] | None:
-        remove_older(self._folder, "*.pt", KEPT_DAYS)
-        content = read_private(self._path)
-        if content is None:
-            return None
-        try:
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except Exception:  # torch raises exceptions of many types for a damaged file
-            return None
-
-    def save(self, state: Mapping[str, Any]) -> None:
-        try:
-            if private_folder(self._folder) is None:
-                raise PermissionError(f"{self._folder} cannot be written")
-            with writing_atomically(self._path) as file:
-                torch.save(dict(state), file)
-        except (OSError, RuntimeError) as error:  # torch raises a RuntimeError for a full disk
-            if not self._is_lost:
-                log.warning("warning: an interrupted training could not continue: %s", error)
-            self._is_lost = True
-
-    def remove(self) -> None:
-        """Delete the file, once the result is written."""
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,13 +336,14 @@ class _Run:
             course.loss = loss
             self.best = [weight.clone() for weight in self.average]
         course.seconds = elapsed
-        self.checkpoint.save({
+        state = {
             "weights": [weight.detach() for weight in self.weights],
             "average": self.average,
             "best": self.best,
             "optimizer": self.optimizer.state_dict(),
             "course": asdict(course),
-        })  # fmt: skip
+        }
+        self.checkpoint.write(lambda file: torch.save(state, file))
 
     def _is_too_fast(self) -> bool:
         losses = [loss for _, _, loss in self.course.history[self.course.since[1] :]]
@@ -414,8 +366,12 @@ class _Run:
 
     def _resume(self) -> None:
         """Continue from the checkpoint, if it fits."""
-        state = self.checkpoint.load()
-        if state is None or "restarts" not in state["course"]:
+        try:
+            content = io.BytesIO(self.checkpoint.read() or b"")
+            state = torch.load(content, map_location="cpu", weights_only=True)
+        except Exception:  # torch raises exceptions of many types for a damaged file
+            return
+        if "restarts" not in state["course"]:
             return
         shapes = [weight.shape for weight in self.weights]
         if [weight.shape for weight in state["weights"]] != shapes:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnserve.intervals import bootstrap_interval
+
 __all__ = ["BENCHMARK", "QUICK", "InterleavedTimer", "Sampler", "Speedup",
            "paired_speedup", "sampler", "time_functions"]  # fmt: skip
 
@@ -99,6 +101,7 @@ def time_functions(
 
 
 RESAMPLES = 2000
+"""Bootstrap samples of a speed-up."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +124,14 @@ def paired_speedup(
     Args:
         first, other: Milliseconds by round, (rounds,), at each shape.
     """
-    random = np.random.default_rng(seed)
-    logs: list[float] = []
-    resampled = np.zeros(RESAMPLES)
-    for a, b in zip(first, other, strict=True):
-        ratios = np.log(np.divide(a, b))
-        logs.append(float(np.median(ratios)))
-        drawn = random.choice(ratios, size=(RESAMPLES, len(ratios)))
-        resampled += np.median(drawn, axis=1) / len(first)
-    low, high = np.exp(np.percentile(resampled, (2.5, 97.5)))
-    return Speedup(float(np.exp(np.mean(logs))), float(low), float(high))
+    ratios = [np.log(np.divide(a, b)) for a, b in zip(first, other, strict=True)]
+
+    def mean_of_medians(*drawn: np.ndarray) -> np.ndarray:
+        medians = [np.median(x[rows], axis=1) for x, rows in zip(ratios, drawn, strict=True)]
+        return np.mean(medians, axis=0)
+
+    interval = bootstrap_interval(
+        mean_of_medians, *map(len, ratios), seed=seed, resamples=RESAMPLES
+    )
+    value = float(np.mean([np.median(x) for x in ratios]))
+    return Speedup(*np.exp(np.array([value, *interval])).tolist())

@@ -6,10 +6,11 @@ quality is compared with the guaranteed value, with the error probability
 
     alpha_k = ALPHA / (k (k + 1)),    k = 1, 2, ...
 
-These sum to ALPHA. By the union bound, the probability of a false alarm at any of infinitely many
-looks is at most ALPHA. The interval is that of ``quality.lower_bound`` on the losses; it is
-asymptotic. The tests simulate it: at most 4 % of long runs have a false alarm, for exponential,
-gamma, log-normal, normal and uniform losses and for correlations of similarities.
+These sum to ALPHA. By the union bound, an artifact that keeps its promise raises a false alarm at
+any of infinitely many looks with a probability of at most ALPHA. The interval is that of
+``intervals.mean_lower_bound`` on the losses; it is asymptotic. The tests simulate it: at most 4 %
+of long runs have a false alarm, for exponential, gamma, log-normal, normal and uniform losses and
+for correlations of similarities.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from attnserve.checks.measures import MIN_ROWS, interval, lower_bound, new_meter
+from attnserve.checks.measures import new_meter
+from attnserve.checks.quality import ROUNDING
 from attnserve.choices import Measure, Pooling
 from attnserve.context import Device
+from attnserve.intervals import mean_lower_bound
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.lineage import Asked, Rewrite
@@ -51,9 +54,6 @@ ALPHA = 0.05
 
 REFRESH = 8
 """The estimate is updated when the rows have grown by 1 / ``REFRESH``, or by ``LOOK_STEP``."""
-
-ROUNDING = 1e-4
-"""Minimum loss of a guarantee; smaller losses are rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def read_promise(artifact: Artifact, original: Artifact) -> Promise:
     losses = [1 - value for value in map(_promised, entries) if value is not None]
     measures = {one and one.measure for one in found}
     known = len(losses) == len(entries) and len(measures) == 1
-    value = min(1 - sum(losses), 1 - ROUNDING) if known else None
+    value = min(1 - sum(losses), 1 - ROUNDING) if known else None  # no promise is closer to 1
     return Promise(cast(Measure, last.measure), value, last.output)
 
 
@@ -121,9 +121,9 @@ class LiveReport:
 
     Attributes:
         value: None before the first four rows.
-        ci95: The two-sided interval; None for less than ``MIN_ROWS`` rows.
-        promise: The guaranteed quality; None without a guarantee.
-        broken: Whether the quality guarantee is currently violated.
+        ci95: The two-sided interval; None for less than ``measures.MIN_ROWS`` rows.
+        promise: What the artifact promises; None if nothing.
+        broken: Whether the promise was found broken, and not kept since.
         rows: The number of measured rows, at most ``WINDOW``.
     """
 
@@ -179,15 +179,14 @@ class LiveQuality:
             self._next_look = grown if grown > self._rows else self._rows + LOOK_STEP
             if promise is not None:
                 broken = self._is_broken(scores.influence, promise, broken)
-        ci95 = interval(scores.influence, highest=1.0) if rows >= MIN_ROWS else None
-        self.report = LiveReport(before.measure, scores.value, ci95, promise, broken, rows)
+        self.report = LiveReport(before.measure, scores.value, scores.ci95, promise, broken, rows)
         return broken != before.broken
 
     def _is_broken(self, influence: np.ndarray, promise: float, was_broken: bool) -> bool:
         if was_broken:
             return float(influence.mean()) < promise
         confidence = 1 - ALPHA / (self._looks * (self._looks + 1))
-        return -lower_bound(-influence, confidence) < promise
+        return -mean_lower_bound(-influence, confidence) < promise
 
 
 MEASURES: Mapping[TextTask, Sequence[Measure]] = {

@@ -1,18 +1,19 @@
-"""Checkpoint of a search: its measurements so far, in a file of the user's cache folder."""
+"""Checkpoint of a search: its measurements so far."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attnserve.planning.search.block_loss import Losses
 from attnserve.planning.search.candidates import LossCurve, ReusePair
-from attnserve.runtime.cache import cache_folder, write_atomically
+from attnserve.runtime.checkpoint import Checkpoint
 
-__all__ = ["Checkpoint"]
+__all__ = ["SearchCheckpoint"]
 
 
 class _Content(BaseModel):
@@ -26,18 +27,15 @@ class _Content(BaseModel):
     builds: dict[str, tuple[float, float]] = {}
 
 
-class Checkpoint:
-    """Measurements from which an interrupted search continues.
+class SearchCheckpoint:
+    """Measurements from which an interrupted search continues; see ``Checkpoint``."""
 
-    A file that cannot be read counts as missing. A folder that cannot be written is ignored.
-    """
-
-    def __init__(self, name: str) -> None:
-        """Read the checkpoint with this name; empty if there is none."""
-        self._path = cache_folder() / "plans" / f"{name}.json"
+    def __init__(self, key: Any) -> None:
+        """Read the checkpoint with this key; empty if there is none, or if it is damaged."""
+        self._file = Checkpoint("plans", key)
         self._content = _Content()
-        with suppress(OSError, ValidationError):
-            self._content = _Content.model_validate_json(self._path.read_bytes())
+        with suppress(ValidationError):
+            self._content = _Content.model_validate_json(self._file.read() or b"{}")
 
     def losses(self, pairs: Sequence[ReusePair]) -> Losses | None:
         """The stored losses; None if there are none.
@@ -69,10 +67,8 @@ class Checkpoint:
 
     def remove(self) -> None:
         """Delete the file, once the search has ended."""
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        self._file.remove()
 
     def _write(self) -> None:
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, self._content.model_dump_json().encode())
+        content = self._content.model_dump_json().encode()
+        self._file.write(lambda file: file.write(content))

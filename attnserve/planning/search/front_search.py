@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from attnserve.checks.quality import allowed_loss
 from attnserve.options import Goal
 from attnserve.planning.search.candidate_set import CandidateSet
-from attnserve.planning.search.judge import ROUNDING, Built, Judge
+from attnserve.planning.search.judge import Built, Judge
 from graph_passes.errors import CheckFailed
 
-__all__ = ["FIRST_GUESS", "INTERPOLATE", "NEAR", "SQUARED", "TIGHT", "FrontSearch"]
+__all__ = ["INTERPOLATE", "TIGHT", "FrontSearch", "bisect", "first_guess", "power_of"]
 
 MAX_BUILDS = 6
 """The number of choices that are built besides the first and the last."""
@@ -41,12 +42,56 @@ INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
 """Target of the next choice relative to the estimate; below 1 to stay within bounds."""
 
 
+def first_guess(measure: str, loss: float) -> float:
+    """The predicted loss at which a loss by a measure is expected, before any is measured."""
+    return loss * FIRST_GUESS.get(measure, 1.0)
+
+
+def power_of(measure: str) -> int:
+    """The power of a loss by a measure that grows as the predicted loss."""
+    return 2 if measure in SQUARED else 1
+
+
+def bisect(
+    low: int,
+    high: int,
+    most: int,
+    *,
+    aim: Callable[[int, int], int],
+    is_near: Callable[[int, int, int], bool],
+    measure: Callable[[int], tuple[bool, bool]],
+) -> tuple[int, int]:
+    """Narrow the part of a front in which a measured loss or speed crosses a limit.
+
+    Both rise along the front nearly as the predicted ones do.
+
+    Args:
+        low, high: Choices on both sides of the limit, by index; ``high`` may be the end of the
+            front.
+        most: The number of choices to measure.
+        aim: The index between two others at which the limit is expected.
+        is_near: Of the lower side, the next choice and the upper side: whether a measurement of the
+            choice is not worth its time.
+        measure: Measures a choice: whether it is on the side of ``low``, and whether it is close
+            enough to the limit to end the search.
+
+    Returns:
+        The measured choices that are next to the limit, by index.
+    """
+    for _ in range(most):
+        index = min(max(aim(low, high), low + 1), high - 1)
+        if not low < index < high or is_near(low, index, high):
+            break
+        is_low, is_close = measure(index)
+        low, high = (index, high) if is_low else (low, index)
+        if is_close:
+            break
+    return low, high
+
+
 @dataclass(frozen=True, eq=False)
 class FrontSearch:
-    """A bisection of the front that interpolates between measured choices.
-
-    Measured loss and speed are nearly monotonic along the predicted front.
-    """
+    """Searches the front by ``bisect``, aiming between measured choices."""
 
     goal: Goal
     candidates: CandidateSet
@@ -75,7 +120,7 @@ class FrontSearch:
                 "choose another `measure`, or a higher `keep`",
                 code="search.constant",
             )
-        if lossless.loss > max(allowed, ROUNDING):
+        if lossless.loss > allowed_loss(keep):
             if self.goal.precision == "float32":
                 return None
             raise CheckFailed(
@@ -86,23 +131,23 @@ class FrontSearch:
             )
         if lossless.loss >= allowed:
             return lossless
-        power = 2 if measure in SQUARED else 1
+        power = power_of(measure)
         limit, start = allowed**power, lossless.loss**power
         measured = {0: start}
-        low, high = 0, len(front)  # the last within the limit, the first above it
-        guess = (limit - start) * FIRST_GUESS.get(measure, 1.0)
-        for _ in range(MAX_BUILDS):
-            index = min(max(self.index_of(guess), low + 1), high - 1)
-            if not low < index < high or self._is_near(low, high):
-                break
-            measured[index] = self.judge.loss(front[index]) ** power
-            if measured[index] <= limit:
-                low = index
-                if measured[index] >= TIGHT * limit:
-                    break
-            else:
-                high = index
-            guess = self._next_guess(low, high, limit, measured)
+
+        def aim(low: int, high: int) -> int:
+            if len(measured) == 1:
+                return self.index_of(first_guess(measure, limit - start))
+            return self.index_of(self._next_guess(low, high, limit, measured))
+
+        def keeps(index: int) -> tuple[bool, bool]:
+            loss = measured[index] = self.judge.loss(front[index]) ** power
+            return loss <= limit, TIGHT * limit <= loss <= limit
+
+        low, _ = bisect(
+            0, len(front), MAX_BUILDS,
+            aim=aim, is_near=lambda low, _, high: self.is_near(low, high), measure=keeps,
+        )  # fmt: skip
         return self.judge.build(front[low])
 
     def as_fast_with_less_loss(self, built: Built) -> Built:
@@ -128,7 +173,7 @@ class FrontSearch:
         fastest = self.judge.build(front.candidates.front[-1])
         keep, speedup = self.goal.keep, self.goal.target_speedup
         if keep is not None:
-            keeps = fastest.loss <= max(1 - keep, ROUNDING)
+            keeps = fastest.loss <= allowed_loss(keep)
             return front, fastest if keeps else front.fastest(keep)
         assert speedup is not None
         reaches = self.judge.speedup(fastest) >= speedup
@@ -162,26 +207,24 @@ class FrontSearch:
         first = self._speedup_at(0)
         if first >= speedup:
             return self.judge.build(front[0])
-        low, high = 0, len(front) - 1  # too slow; fast enough, or the fastest
-        last = self._speedup_at(high)
+        last = self._speedup_at(len(front) - 1)
         if last < speedup:
             raise CheckFailed(
                 f"`target_speedup` is {speedup}: the fastest model found runs {last:.2f}x as fast",
                 "lower it" + ("" if "ffn" in self.goal.allow else ", or let `allow` name ffn"),
                 code="search.target_speedup",
             )
-        reached = {low: first, high: last}
-        for _ in range(MAX_BUILDS):
-            index = self._between(low, high, speedup, reached)
-            if index is None:
-                break
-            reached[index] = self._speedup_at(index)
-            if reached[index] >= speedup:
-                high = index
-                if reached[index] < NEAR * speedup:
-                    break
-            else:
-                low = index
+        reached = {0: first, len(front) - 1: last}
+
+        def is_slow(index: int) -> tuple[bool, bool]:
+            found = reached[index] = self._speedup_at(index)
+            return found < speedup, speedup <= found < NEAR * speedup
+
+        _, high = bisect(
+            0, len(front) - 1, MAX_BUILDS,
+            aim=lambda low, high: self._expected(low, high, speedup, reached),
+            is_near=lambda low, _, high: self.is_near(low, high), measure=is_slow,
+        )  # fmt: skip
         return self.judge.build(front[high])
 
     def _speedup_at(self, index: int) -> float:
@@ -190,8 +233,8 @@ class FrontSearch:
     def _predicted_ms(self, index: int) -> float:
         return self.candidates.predicted_ms(self.candidates.front[index])
 
-    def _is_near(self, low: int, high: int) -> bool:
-        """Whether two choices are so close that no choice between them is worth a build."""
+    def is_near(self, low: int, high: int) -> bool:
+        """Whether two choices are so close that nothing between them is worth a build."""
         if high == len(self.candidates.front):
             return False
         return self._predicted_ms(low) < NEAR * self._predicted_ms(high)
@@ -220,18 +263,10 @@ class FrontSearch:
         most = 0.9 if low else 0.5
         return below + float(np.clip(INTERPOLATE * share, 0.1, most)) * (above - below)
 
-    def _between(
-        self, low: int, high: int, speedup: float, reached: Mapping[int, float]
-    ) -> int | None:
-        """The index at which a speed-up is expected, by the measured times of two neighbors.
-
-        None if no choice between them is worth a build.
-        """
-        if high - low < 2 or self._is_near(low, high):
-            return None
+    def _expected(self, low: int, high: int, speedup: float, reached: Mapping[int, float]) -> int:
+        """The index at which a speed-up is expected, by the measured times of two neighbors."""
         slow, fast = 1 / reached[low], 1 / reached[high]
         start, end = self._predicted_ms(low), self._predicted_ms(high)
         share = min(max((slow - 1 / speedup) / max(slow - fast, 1e-9), 0.05), 0.95)
         times = np.array([self.candidates.predicted_ms(c) for c in self.candidates.front])
-        index = int(np.searchsorted(-times, -(start + share * (end - start))))
-        return min(max(index, low + 1), high - 1)
+        return int(np.searchsorted(-times, -(start + share * (end - start))))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
 from attnserve.checks.compare import Fidelity, compare
-from attnserve.checks.evaluate import Share, score_session, share_kept
-from attnserve.checks.quality import CHOICE, QualityMeter
+from attnserve.checks.evaluate import score_session
+from attnserve.checks.quality import ROUNDING, QualityMeter, allowed_loss, largest_loss
+from attnserve.checks.scores import Share, share_kept
 from attnserve.context import RunContext
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Speed
 from attnserve.planning.apply import apply_plan, apply_steps, prepare
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.candidate_set import CandidateSet
-from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, mean_speedup
@@ -33,13 +34,10 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
 
-__all__ = ["ROUNDING", "Built", "Judge", "new_state", "refusal", "score_model"]
+__all__ = ["Built", "Judge", "Timed", "new_state", "score_model"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
-
-ROUNDING = 1e-4
-"""Losses below this are rounding errors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +46,8 @@ class Built:
 
     Attributes:
         state: The model after the steps of the plan.
-        fidelity, share, loss: Results on the data to choose; ``loss`` is the largest of the losses
-            that the goal limits, at their confidence bounds.
+        fidelity, share, loss: On the data that the search looks at; ``loss`` is the largest of the
+            losses that the goal limits, at their bounds.
     """
 
     choice: Choice
@@ -65,32 +63,41 @@ class Built:
         return self.state.result
 
 
+class Timed(NamedTuple):
+    """The speed of a built model beside the original.
+
+    Attributes:
+        speeds: At all checked lengths.
+        gain: Their geometric mean over the requested ones.
+        refusal: Why the model is not worth returning; empty if it is.
+    """
+
+    speeds: Sequence[Speed]
+    gain: float
+    refusal: str
+
+
+@dataclass(eq=False)
 class Judge:
     """Builds choices and measures them on data to choose.
 
-    The latest build, the latest that meets the target, and the latest without removal are kept in
-    memory, because the search ends with one of them.
+    The latest build, the latest that keeps enough, and the latest that removes nothing are held:
+    the search ends with one of them.
+
+    Attributes:
+        candidates: The choices.
+        original_score: The original's score, if the goal has a task.
+        measured: (loss, cosine) of each built choice, those before an interruption included.
     """
 
-    def __init__(
-        self,
-        given: SearchInput,
-        candidates: CandidateSet,
-        checkpoint: Checkpoint,
-        original_score: Any = None,
-    ) -> None:
-        """Prepare to build choices of ``candidates``.
-
-        Args:
-            original_score: The original's score, if the goal has a task.
-        """
-        self.given = given
-        self.candidates = candidates
-        self.checkpoint = checkpoint
-        self.original_score = original_score
-        self.measured: dict[tuple[int, ...], tuple[float, float]] = {}
-        """(loss, cosine) of each built choice, those before an interruption included."""
-        self._held: dict[str, Built] = {}
+    given: SearchInput
+    candidates: CandidateSet
+    checkpoint: SearchCheckpoint
+    original_score: Any = None
+    measured: dict[tuple[int, ...], tuple[float, float]] = field(
+        default_factory=dict[tuple[int, ...], tuple[float, float]]
+    )
+    _held: dict[str, Built] = field(default_factory=dict[str, Built])
 
     def loss(self, choice: Choice) -> float:
         """The measured loss of a choice, from the checkpoint or by building it."""
@@ -107,10 +114,10 @@ class Judge:
                 return held
         given, plan = self.given, self._plan(choice)
         number = len(self.measured) + (choice.picks not in self.measured)
-        context = replace(given.context, threads=0).labeled(f"build {number}")
+        context = given.all_threads.labeled(f"build {number}")
         state = apply_plan(plan, new_state(given, given.model.clone(), context))
         self._held["latest"] = built = self._measured(choice, plan, state)
-        if given.goal.keep is not None and built.loss <= 1 - given.goal.keep:
+        if given.goal.keep is not None and built.loss <= allowed_loss(given.goal.keep):
             self._held["enough"] = built
         if not plan.changed:  # every result is compared with one that removes nothing
             self._held["whole"] = built
@@ -134,15 +141,14 @@ class Judge:
     def _measured(self, choice: Choice, plan: Plan, state: State) -> Built:
         """Measure a model on the data to choose."""
         data = self.given.data
-        found = self._measure(state.result, data.choose, "choose", 0, state.context)
-        loss = self._bounded_loss(found)
-        return Built(choice, plan, state, found.fidelity, found.share, loss)
+        found = self._measure(state.result, data.choose, "choose", 0, state.context, bounded=True)
+        return Built(choice, plan, state, found.fidelity, found.share, found.loss)
 
     def prove(self, built: Built, part: int) -> Proof:
         """Verify a built choice on the first or second verification part."""
         parts = [batches for batches in self.given.data.prove if batches]
         batches = parts[min(part, len(parts) - 1)]
-        context = replace(self.given.context, threads=0).labeled("prove")
+        context = self.given.all_threads.labeled("prove")
         return self._measure(built.model, batches, "prove", 1 + part, context)
 
     def prove_on_all(self, built: Built) -> Proof:
@@ -150,10 +156,16 @@ class Judge:
 
         All of this data was used before, but only for choices with more loss.
         """
-        data, context = self.given.data, replace(self.given.context, threads=0).labeled("prove")
+        data, context = self.given.data, self.given.all_threads.labeled("prove")
         batches = [*data.choose, *(batch for part in data.prove for batch in part)]
-        proof = self._measure(built.model, batches, "held out", None, context)
-        return replace(proof, loss=self._bounded_loss(proof))
+        return self._measure(built.model, batches, "held out", None, context, bounded=True)
+
+    def time(self, built: Built) -> Timed:
+        """Time a built model at all checked lengths."""
+        given = self.given
+        speeds = self.compare_speed(built.model, given.checked)
+        gain = mean_speedup(speeds, given.lengths)
+        return Timed(speeds, gain, _refusal(built.plan, gain, speeds))
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
@@ -217,11 +229,14 @@ class Judge:
         split: str,
         rows: int | None,
         context: RunContext,
+        *,
+        bounded: bool = False,
     ) -> Proof:
         """Compare a model with the original on batches, and on a part of the rows of the task.
 
         Args:
             rows: The part, see ``share_kept``; None for all rows.
+            bounded: See ``Quality.loss``.
         """
         given = self.given
         meter = QualityMeter(
@@ -232,8 +247,9 @@ class Judge:
             given.model, model, batches, f"held out of {given.data.source.file}", meter=meter,
             context=context,
         )  # fmt: skip
-        losses = [q.point_loss for q in fidelity.qualities if given.goal.measure != "score"]
-        share = None
+        losses, share = list[float](), None
+        if given.goal.measure != "score":
+            losses.append(largest_loss(fidelity.qualities, bounded=bounded))
         if given.goal.task is not None:
             # Cosines of single numbers, as a reranker returns, are those of their signs.
             outputs = fidelity.outputs
@@ -242,16 +258,8 @@ class Judge:
             )
             score = self.original_score if is_same else score_model(given, model, context)
             share = share_kept(self.original_score, score, part=rows, seed=given.context.seed)
-            losses.append(1 - share.value)
+            losses.append(share.loss(bounded=bounded))
         return Proof(fidelity, share, max(losses, default=0.0))
-
-    def _bounded_loss(self, proof: Proof) -> float:
-        """The largest of the losses that the goal limits, at their confidence bounds."""
-        limited = self.given.goal.measure != "score"
-        losses = [q.loss for q in proof.fidelity.qualities if limited]
-        if proof.share is not None:
-            losses.append(1 - proof.share.bound(CHOICE))
-        return max(losses, default=0.0)
 
     def _plan(self, choice: Choice) -> Plan:
         return self.candidates.plan(choice, self.given.goal.precision)
@@ -264,8 +272,8 @@ def new_state(given: SearchInput, model: ir.Model, context: RunContext, key: str
     )
 
 
-def refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
-    """The reason against returning a plan; empty if there is none."""
+def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
+    """Why a plan is not worth returning; empty if it is."""
     is_lossy = bool(plan.changed) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
         return "no candidate of any block is faster within the allowed loss"
@@ -285,6 +293,6 @@ def score_model(given: SearchInput, model: ir.Model, context: RunContext) -> Any
     goal = given.goal
     assert goal.task is not None and goal.eval_data is not None
     return score_session(
-        open_session(model, replace(context, threads=0)), given.artifact, task=goal.task,
-        data=goal.eval_data, tokenizer=given.tokenizer, context=replace(context, threads=0),
+        open_session(model, context), given.artifact, task=goal.task, data=goal.eval_data,
+        tokenizer=given.tokenizer, context=context,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from attnserve.calibration.layerwise import LayerwiseRunner, SegmentedModel, dep
 from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
-from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import infer_shapes_small
 
@@ -106,7 +106,7 @@ class LossEstimator:
             first: Its first changed block; the run starts in front of it. None for all of it.
         """
         if first is None:
-            session = self._open(other)
+            session = open_session(other, self.context, spinning=False)
             return self._loss(session.run(None, batch) for batch in self.batches)
         self._go_to(self.places[first])
         changed = depending_on(self._part.graph, self._nodes[first])
@@ -132,9 +132,6 @@ class LossEstimator:
         while self._place < place:
             self._states = [self._segments.run(self._place, state) for state in self._states]
             self._place += 1
-
-    def _open(self, model: ir.Model) -> Session:
-        return open_session(model, self.context, spinning=False)
 
     def _loss(self, outputs: Iterable[list[np.ndarray]]) -> float:
         meter = self.new_meter()

@@ -16,22 +16,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnserve.checks.quality import ROUNDING, allowed_loss
 from attnserve.choices import Measure
 from attnserve.models.lineage import Recovered, Round
 from attnserve.options import Goal
 from attnserve.planning.search.front_search import (
-    FIRST_GUESS,
     INTERPOLATE,
-    NEAR,
-    SQUARED,
     TIGHT,
     FrontSearch,
+    bisect,
+    first_guess,
+    power_of,
 )
-from attnserve.planning.search.judge import ROUNDING, Built, Judge, refusal
+from attnserve.planning.search.judge import Built, Judge
 from attnserve.planning.search.limits import MIN_GAIN
 from attnserve.planning.search.pareto import Choice
-from attnserve.planning.search.report import Proof, mean_speedup
-from attnserve.planning.search.search_input import SearchInput
+from attnserve.planning.search.report import Proof
 from attnserve.planning.steps import TRAININGS, Train
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
@@ -79,14 +79,16 @@ class RecoverySearch:
         found: The trained choices that reach the target, the fastest first.
     """
 
-    given: SearchInput
     front: FrontSearch
-    judge: Judge
     key: str
     seconds: float
     rounds: list[Round] = field(default_factory=list[Round])
     found: list[Built] = field(default_factory=list[Built])
     _trained: list[tuple[Train, str]] = field(default_factory=list[tuple[Train, str]])
+
+    @property
+    def judge(self) -> Judge:
+        return self.front.judge
 
     def run(self, plain: Built | None) -> Trained:
         """Train choices that are faster than ``plain``, the untrained one, and verify the best.
@@ -110,37 +112,42 @@ class RecoverySearch:
             training.forget(key)
 
     def _train_choices(self, plain: Built) -> None:
-        keep = self.given.goal.keep
+        keep = self.front.goal.keep
         if keep is None:
-            self._train(plain.choice, 1, plain.loss * (1 - ROUNDING), self.seconds)
+            self._train(plain.choice, plain.loss * (1 - ROUNDING), self.seconds)
             return
         allowed, front = 1 - keep, self.front.candidates.front
         if allowed <= ROUNDING:
             return
         measure = self.front.measure(plain)
-        power = 2 if measure in SQUARED else 1
-        low, high = front.index(plain.choice), len(front)  # reaches the target, misses it
-        target = STEP * plain.choice.loss or FIRST_GUESS.get(measure, 1.0) * allowed
-        for number in range(1, ROUNDS + 1):
-            index = min(max(self.front.index_of(target), low + 1), high - 1)
-            if index <= low or self._ms(front[low]) < NEAR * self._ms(front[index]):
-                break
-            seconds = self.seconds / (ROUNDS + 1 - number)
-            built = self._train(front[index], number, allowed, seconds)
-            if built.loss > allowed:
-                high = index
-            elif built.loss >= TIGHT * allowed:
-                break
-            else:
-                low = index
-            share = INTERPOLATE * (allowed / max(built.loss, 1e-9)) ** power
-            target = front[index].loss * float(np.clip(share, 1 / STEP, STEP))
+        power = power_of(measure)
+        trained: list[Built] = []
 
-    def _train(self, choice: Choice, number: int, allowed: float, seconds: float) -> Built:
-        """Build and train a choice; add it to ``found`` if its loss is allowed."""
+        def aim(low: int, high: int) -> int:
+            if not trained:
+                first = STEP * plain.choice.loss or first_guess(measure, allowed)
+                return self.front.index_of(first)
+            last = trained[-1]
+            share = INTERPOLATE * (allowed / max(last.loss, 1e-9)) ** power
+            return self.front.index_of(last.choice.loss * float(np.clip(share, 1 / STEP, STEP)))
+
+        def keeps(index: int) -> tuple[bool, bool]:
+            seconds = self.seconds / (ROUNDS - len(trained))
+            trained.append(self._train(front[index], allowed, seconds))
+            loss = trained[-1].loss
+            return loss <= allowed, TIGHT * allowed <= loss <= allowed
+
+        bisect(
+            front.index(plain.choice), len(front), ROUNDS,
+            aim=aim, is_near=lambda low, index, _: self.front.is_near(low, index), measure=keeps,
+        )  # fmt: skip
+
+    def _train(self, choice: Choice, allowed: float, seconds: float) -> Built:
+        """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
         built = self.judge.build(choice)
-        context = replace(self.given.context, threads=0).labeled(f"round {number}")
-        training = training_of(self.given.goal, seconds / 60)
+        number = len(self.rounds) + 1
+        context = self.judge.given.all_threads.labeled(f"round {number}")
+        training = training_of(self.front.goal, seconds / 60)
         key = digest((self.key, built.plan.to_json()))
         trained = self.judge.train(built, training, key, context)
         course = trained.state.training
@@ -164,31 +171,23 @@ class RecoverySearch:
             self.found.insert(0, best)
         return best
 
-    def _ms(self, choice: Choice) -> float:
-        return self.front.candidates.predicted_ms(choice)
-
     def _proved(self, plain: Built) -> Trained:
         """Verify the fastest trained choice, or else the next one, if it is faster than ``plain``.
 
         Without ``keep``, it must lose less than ``plain``.
         """
-        given, judge = self.given, self.judge
-        keep, proofs = given.goal.keep, list[Proof]()
-        without = mean_speedup(judge.compare_speed(plain.model, given.checked),
-                               given.lengths)  # fmt: skip
-        reason = ""
+        judge, keep, proofs = self.judge, self.front.goal.keep, list[Proof]()
+        without, reason = judge.time(plain).gain, ""
         for built in self.found:
-            speeds = judge.compare_speed(built.model, given.checked)
-            gain = mean_speedup(speeds, given.lengths)
+            _, gain, refusal = judge.time(built)
             if keep is not None and gain < MIN_GAIN * without:
-                reason = reason or f"{gain:.2f}x with it, {without:.2f}x without"
-                continue
-            if refused := refusal(built.plan, gain, speeds):
-                reason = reason or refused
+                refusal = f"{gain:.2f}x with it, {without:.2f}x without"
+            if refusal:
+                reason = reason or refusal
                 continue
             if len(proofs) == PROOFS:
                 break
-            allowed = judge.prove(plain, 0).loss if keep is None else max(1 - keep, ROUNDING)
+            allowed = judge.prove(plain, 0).loss if keep is None else allowed_loss(keep)
             proofs.append(judge.prove(built, len(proofs)))
             if proofs[-1].loss <= allowed:
                 return Trained(built, proofs, self._report(True, self._verdict(gain, without)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from attnserve.checks.compare import Fidelity
-from attnserve.checks.evaluate import Share
+from attnserve.checks.scores import Share
 from attnserve.models.lineage import (
     Asked,
     Calibration,
@@ -26,11 +26,14 @@ from attnserve.planning.served_speed import ServedSpeed
 from attnserve.reports.plots import pareto_front
 
 __all__ = [
-    "Outcome",
     "PlanReport",
     "draw_front",
     "mean_speedup",
 ]
+
+
+ITSELF = Fidelity((), 1.0, 1.0, "the original itself")
+"""The comparison of the original with itself, which needs no run."""
 
 
 def mean_speedup(speeds: Sequence[Speed], lengths: Collection[int]) -> float:
@@ -44,8 +47,8 @@ class Proof:
     """Verification of a built choice on held-out data that no selection used.
 
     Attributes:
-        share: The kept share of the task score, if the goal has a task.
-        loss: The largest of the losses that the goal limits, by their values.
+        share: The kept share of the task's score, if the goal has a task.
+        loss: The largest of the losses that the goal limits; see ``Quality.loss``.
     """
 
     fidelity: Fidelity
@@ -59,10 +62,13 @@ class Proof:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """A plan and its measured effect.
+class PlanReport:
+    """The plan that a search returns, and the reasons for it: the content of plan.json.
 
     Attributes:
+        asked: The request.
+        decisions: One per block.
+        timed: The latencies of every distinct block.
         rewrites: The plan; empty if the original is returned.
         gain: Whether the plan is worth applying.
         fidelity, share: The verification on held-out data that no selection used; ``share`` is the
@@ -71,40 +77,28 @@ class Outcome:
         chosen: The same comparison on the data to choose.
         proofs: All verifications, in order; all but the last missed the target.
         recovered: The rounds of training; None without training.
-        speed: Speed-ups by fusion, precision and removal; None if the original is returned.
-    """
-
-    rewrites: Plan
-    gain: bool
-    verdict: str
-    fidelity: Fidelity
-    share: Share | None
-    speeds: Sequence[Speed]
-    chosen: Fidelity | None
-    proofs: Sequence[Proof]
-    recovered: Recovered | None
-    speed: ServedSpeed | None
-
-
-@dataclass(frozen=True, eq=False)
-class PlanReport(Outcome):
-    """The outcome of a search and the reasons for it: the content of plan.json.
-
-    Attributes:
-        asked: The request.
-        decisions: One per block.
-        timed: The latencies of every distinct block.
+        speed: What fusion, precision and removal gave; None if the original is returned.
         output: The file that the report was written to, if any; not part of the content.
     """
 
     model: Source
     calibration: Calibration
     asked: Asked
+    verdict: str
     decisions: Sequence[Decision]
     front: Sequence[Point]
     timed: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
     machine: str
+    rewrites: Plan = field(default_factory=Plan)
+    gain: bool = False
+    fidelity: Fidelity = ITSELF
+    share: Share | None = None
+    speeds: Sequence[Speed] = ()
+    chosen: Fidelity | None = None
+    proofs: Sequence[Proof] = ()
+    recovered: Recovered | None = None
+    speed: ServedSpeed | None = None
     output: Path | None = None
 
     @property

@@ -27,31 +27,29 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention, require_finite_weights
-from attnserve.checks.compare import Fidelity
-from attnserve.checks.quality import QualityMeter
+from attnserve.checks.quality import QualityMeter, allowed_loss
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, content_digest
 from attnserve.data.lengths import middle_length
 from attnserve.models.artifact import Artifact
-from attnserve.models.checksums import fingerprint, sha256
+from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Asked, Recovered, Source, Speed
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Goal, Shape
-from attnserve.planning.plan import Plan
 from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.candidates import changes_to_measure, group_blocks
-from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import ROUNDING, Built, Judge, new_state, refusal, score_model
+from attnserve.planning.search.judge import Built, Judge, new_state, score_model
 from attnserve.planning.search.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
-from attnserve.planning.search.report import Outcome, PlanReport, Proof, mean_speedup
+from attnserve.planning.search.report import PlanReport, Proof
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import ServedTimer, served_workloads
 from attnserve.planning.state import State
@@ -114,12 +112,12 @@ def search(
         # Fails early if the model cannot be converted.
         convert(graph, goal.precision, data.fit[:1], to_nearest=True)
     if goal.recover is not None:
-        state = new_state(given, graph, replace(context, threads=0).labeled("can be trained"))
+        state = new_state(given, graph, given.all_threads.labeled("can be trained"))
         training_of(goal).check(state)
     original_score = None
     if goal.task is not None:
-        original_score = score_model(given, graph, context.labeled("original"))
-    checkpoint = Checkpoint(_key(given))
+        original_score = score_model(given, graph, given.all_threads.labeled("original"))
+    checkpoint = SearchCheckpoint(_key(given))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     timing = time_model(given, newest, groups)
     losses = _estimate_losses(given, newest, timing, checkpoint)
@@ -130,24 +128,21 @@ def search(
     if best is not None and goal.keep is not None:
         best = front.as_fast_with_less_loss(best)
     if goal.recover is None:
-        best, proofs = _proved(goal, judge, front, best)
-        result = _result(given, front, best, proofs)
+        result = _result(front, *_proved(front, best))
     else:
-        result = _recovered(given, front, best, 60 * goal.recover)
+        result = _recovered(front, best, 60 * goal.recover)
     checkpoint.remove()
     return result
 
 
-def _recovered(
-    given: SearchInput, front: FrontSearch, plain: Built | None, seconds: float
-) -> SearchResult:
-    """The result with training, or the result without it if training brings no gain."""
-    recovery = RecoverySearch(given, front, front.judge, _key(given), seconds)
+def _recovered(front: FrontSearch, plain: Built | None, seconds: float) -> SearchResult:
+    """The result with training, or without it if that is no better."""
+    recovery = RecoverySearch(front, _key(front.judge.given), seconds)
     best, proofs, report = recovery.run(plain)
     if best is None:
-        best, others = _proved(given.goal, front.judge, front, plain)
+        best, others = _proved(front, plain)
         proofs = [*proofs, *others]
-    result = _result(given, front, best, proofs, report)
+    result = _result(front, best, proofs, report)
     recovery.remove_checkpoints()
     return result
 
@@ -189,7 +184,7 @@ def _search_input(
         measure=goal.measure,
         task=goal.task,
         eval_data=goal.eval_data and goal.eval_data.name,
-        eval_data_sha256=goal.eval_data and _file_digest(goal.eval_data),
+        eval_data_sha256=goal.eval_data and _checksum(goal.eval_data),
         allow=goal.allow,
         precision=goal.precision,
         batch=shape.batch,
@@ -224,14 +219,10 @@ def _accepted(
     return accepted, reason
 
 
-def _file_digest(path: Path) -> str:
-    """A checksum of a file, or of all files of a folder."""
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        return digest([(str(file.relative_to(path)), sha256(file)) for file in files])
-    if not path.is_file():
+def _checksum(path: Path) -> str:
+    if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path", code="search.no_file")
-    return sha256(path)
+    return path_sha256(path)
 
 
 def _key(given: SearchInput) -> str:
@@ -253,7 +244,7 @@ def _key(given: SearchInput) -> str:
 
 
 def _estimate_losses(
-    given: SearchInput, model: ir.Model, timing: ModelTiming, checkpoint: Checkpoint
+    given: SearchInput, model: ir.Model, timing: ModelTiming, checkpoint: SearchCheckpoint
 ) -> Losses:
     """The losses of all candidates, from the checkpoint if it has them."""
     known = checkpoint.losses(timing.pairs)
@@ -263,7 +254,7 @@ def _estimate_losses(
         group.key: changes_to_measure(group, timing.blocks[group.blocks[0]], target=timing.target)
         for group in timing.groups
     }
-    context = replace(given.context, threads=0, seed=0)
+    context = replace(given.all_threads, seed=0)
     new_meter = partial(QualityMeter, given.model, given.artifact, measure=given.goal.measure)
     losses = loss_curves(
         model, timing.groups, given.data.fit, changes, timing.pairs, new_meter=new_meter,
@@ -282,10 +273,8 @@ def _estimate_losses(
 # ---- result -------------------------------------------------------------------------------------
 
 
-def _proved(
-    goal: Goal, judge: Judge, front: FrontSearch, best: Built | None
-) -> tuple[Built | None, list[Proof]]:
-    """A choice that reaches the target on held-out data, and all verifications, in order.
+def _proved(front: FrontSearch, best: Built | None) -> tuple[Built | None, list[Proof]]:
+    """A choice that keeps its promise on data that no choice has seen, and all proofs, in order.
 
     If two choices fail, no unused data is left: a third one is measured on all held-out data, by
     its confidence bounds. If that fails too, a lossless choice is returned; None if that fails
@@ -293,9 +282,10 @@ def _proved(
     """
     if best is None:
         return None, []
+    goal, judge = front.goal, front.judge
     proofs = [judge.prove(best, 0)]
     for attempt in (1, 2, 3):
-        if goal.keep is None or proofs[-1].loss <= max(1 - goal.keep, ROUNDING):
+        if goal.keep is None or proofs[-1].loss <= allowed_loss(goal.keep):
             break
         if not best.choice.loss:
             break
@@ -305,12 +295,12 @@ def _proved(
             best = judge.build(judge.candidates.front[0])
         proofs.append(judge.prove_on_all(best) if attempt == 2 else judge.prove(best, attempt))
     if goal.keep is not None and (best.choice.loss or goal.precision != "float32"):
-        best = best if proofs[-1].loss <= max(1 - goal.keep, ROUNDING) else None
+        best = best if proofs[-1].loss <= allowed_loss(goal.keep) else None
     return best, proofs
 
 
 def _worth_removing(
-    given: SearchInput, front: FrontSearch, best: Built, proofs: Sequence[Proof]
+    front: FrontSearch, best: Built, proofs: Sequence[Proof]
 ) -> tuple[Built, Sequence[Proof], str]:
     """The best choice, or the choice without removal if it is about as fast; and the reason."""
     if not best.plan.changed:
@@ -321,30 +311,30 @@ def _worth_removing(
     gain = front.judge.paired_speedup(whole, best)
     if gain.low >= MIN_REMOVAL_GAIN:
         return best, proofs, ""
-    proved, others = _proved(given.goal, front.judge, plain, whole)
+    proved, others = _proved(plain, whole)
     if proved is not None and proved is not whole:  # it keeps more blocks in float32
         gain = front.judge.paired_speedup(proved, best)
     if proved is None or gain.low >= MIN_REMOVAL_GAIN:
         return best, proofs, ""
     reason = (
         f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
-        f"{gain.high:.2f}) the speed of the fused original in {given.goal.precision}, expected at "
+        f"{gain.high:.2f}) the speed of the fused original in {front.goal.precision}, expected at "
         f"least {MIN_REMOVAL_GAIN}x"
     )
     return proved, others, reason
 
 
 def _result(
-    given: SearchInput,
     front: FrontSearch,
     best: Built | None,
     proofs: Sequence[Proof],
     recovered: Recovered | None = None,
 ) -> SearchResult:
     """The best choice, or an empty plan if it is not faster than the original."""
-    judge, note = front.judge, ""
+    judge, goal, note = front.judge, front.goal, ""
+    given = judge.given
     if best is not None:
-        best, proofs, note = _worth_removing(given, front, best, proofs)
+        best, proofs, note = _worth_removing(front, best, proofs)
     if best is None:
         best = judge.build(judge.candidates.front[0])
         reason = (
@@ -353,26 +343,21 @@ def _result(
             if proofs
             else f"the lossless candidate reaches {1 - best.loss:.4f}, target {given.goal.keep:g}"
         )
-        return _no_gain(given, judge, best, reason, [], recovered)
-    speeds = judge.compare_speed(best.model, given.checked)
-    gain = mean_speedup(speeds, given.lengths)
-    reason = refusal(best.plan, gain, speeds)
-    if reason and best.plan.changed:  # for example, it is slower at a length
-        plain, whole = front.nothing_removed()
-        other, others = _proved(given.goal, judge, plain, whole)
+        return _no_gain(judge, best, reason, recovered)
+    timed = judge.time(best)
+    if timed.refusal and best.plan.changed:  # for example, it is slower at a length
+        other, others = _proved(*front.nothing_removed())
         if other is not None:
-            best, proofs, note = other, others, f"nothing is removed: with a removal {reason}"
-            speeds = judge.compare_speed(best.model, given.checked)
-            gain = mean_speedup(speeds, given.lengths)
-            reason = refusal(best.plan, gain, speeds)
-    if reason:
-        if (given.goal.target_speedup or 1) > 1:
+            note = f"nothing is removed: with a removal {timed.refusal}"
+            best, proofs, timed = other, others, judge.time(other)
+    if timed.refusal:
+        if (goal.target_speedup or 1) > 1:
             raise CheckFailed(
-                f"`target_speedup` is {given.goal.target_speedup:g}: {reason}",
+                f"`target_speedup` is {goal.target_speedup:g}: {timed.refusal}",
                 "lower it, or search for `keep`",
                 code="search.target_speedup",
             )
-        return _no_gain(given, judge, best, reason, speeds, recovered)
+        return _no_gain(judge, best, timed.refusal, recovered, timed.speeds)
     if recovered is not None and note:
         recovered = _without_gain(recovered, note)
     proof = proofs[-1]
@@ -382,23 +367,30 @@ def _result(
         kept.append(f"{quality.measure} {quality.value:.4f}")
     if proof.share is not None:
         kept.append(
-            f"{proof.share.value:.2%} of the {given.goal.task} score (standard error "
+            f"{proof.share.value:.2%} of the {goal.task} score (standard error "
             f"{proof.share.standard_error:.2%})"
         )
     speed = ServedTimer(given.model, given.data.fit, given.context).measure(
         best.state.model, best.model, best.plan, given.workloads
     )
-    verdict = f"{gain:.2f}x as fast, keeping {', '.join(kept)}"
+    verdict = f"{timed.gain:.2f}x as fast, keeping {', '.join(kept)}"
     if speed is not None:
         verdict += f": {speed.describe(best.plan.precision)}"
     if recovered is not None and recovered.gain:
         verdict += f" ({recovered.verdict})"
     verdict += f"; {note}" if note else ""
-    outcome = Outcome(
-        best.plan, True, verdict, proof.fidelity, proof.share, speeds, best.fidelity,
-        tuple(proofs), recovered, speed,
-    )  # fmt: skip
-    report = _report(given, judge, best, outcome)
+    report = replace(
+        _report(judge, best, verdict),
+        rewrites=best.plan,
+        gain=True,
+        fidelity=proof.fidelity,
+        share=proof.share,
+        speeds=timed.speeds,
+        chosen=best.fidelity,
+        proofs=tuple(proofs),
+        recovered=recovered,
+        speed=speed,
+    )
     return SearchResult(report, best.state)
 
 
@@ -408,39 +400,28 @@ def _without_gain(recovered: Recovered, reason: str) -> Recovered:
 
 
 def _no_gain(
-    given: SearchInput,
     judge: Judge,
     best: Built,
     reason: str,
-    speeds: Sequence[Speed],
     recovered: Recovered | None,
+    speeds: Sequence[Speed] = (),
 ) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""
-    verdict = f"no gain: {reason}; the original is returned"
+    given, verdict = judge.given, f"no gain: {reason}; the original is returned"
     if recovered is not None:
         recovered = _without_gain(recovered, reason)
-    same = Fidelity((), 1.0, 1.0, "the original itself")
-    outcome = Outcome(Plan(), False, verdict, same, None, speeds, None, (), recovered, None)
-    report = _report(given, judge, best, outcome)
+    report = replace(_report(judge, best, verdict), speeds=speeds, recovered=recovered)
     return SearchResult(report, State(given.model, given.context, given.model))
 
 
-def _report(given: SearchInput, judge: Judge, best: Built, outcome: Outcome) -> PlanReport:
-    timing = judge.candidates.timing
+def _report(judge: Judge, best: Built, verdict: str) -> PlanReport:
+    """The report of a search that returns the original."""
+    given, timing = judge.given, judge.candidates.timing
     return PlanReport(
         model=Source(file=given.artifact.model.name, sha256=fingerprint(given.artifact)),
         calibration=given.data.source,
         asked=given.asked,
-        rewrites=outcome.rewrites,
-        gain=outcome.gain,
-        verdict=outcome.verdict,
-        fidelity=outcome.fidelity,
-        share=outcome.share,
-        chosen=outcome.chosen,
-        proofs=outcome.proofs,
-        recovered=outcome.recovered,
-        speed=outcome.speed,
-        speeds=outcome.speeds,
+        verdict=verdict,
         decisions=explain(judge.candidates, best.choice),
         front=front_points(judge.candidates, judge.measured),
         timed=timing.to_json(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -42,5 +42,10 @@ class SearchInput:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the workloads."""
+        """The lengths of the workloads."""
         return [each.length for each in self.workloads]
+
+    @property
+    def all_threads(self) -> RunContext:
+        """The context of what is not timed."""
+        return replace(self.context, threads=0)

@@ -238,10 +238,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor
     return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
 
+@operator("RotaryEmbedding")
 def _rotary(
-    call: Call, x: Tensor, cos: Tensor, sin: Tensor, heads: int, positions: Tensor | None
+    call: Call, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None
 ) -> Tensor:
-    size = call.integer("rotary_embedding_dim", 0)
+    heads, size = call.integer("num_heads", 0), call.integer("rotary_embedding_dim", 0)
     if x.ndim == 4:
         tokens = x.transpose(1, 2)  # B T H K
     else:
@@ -257,13 +258,6 @@ def _rotary(
     return rotated.transpose(1, 2) if x.ndim == 4 else rotated.flatten(2)
 
 
-@operator("RotaryEmbedding")
-def _rotary_embedding(
-    call: Call, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None
-) -> Tensor:
-    return _rotary(call, x, cos, sin, call.integer("num_heads", 0), positions)
-
-
 @operator("RotaryEmbedding", domain="com.microsoft")
 def _microsoft_rotary(call: Call, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _rotary(call, x, cos, sin, call.integer("num_heads", 0), positions)
+    return _rotary(call, x, cos, sin, positions)

@@ -22,6 +22,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "Erf": torch.erf,
     "Exp": torch.exp,
     "Floor": torch.floor,
+    "HardSwish": F.hardswish,
     "Identity": lambda x: x,
     "IsInf": torch.isinf,
     "IsNaN": torch.isnan,
@@ -41,6 +42,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Add": torch.add,
     "And": torch.logical_and,
+    "CastLike": lambda x, like: x.to(like.dtype),
     "Equal": torch.eq,
     "Greater": torch.gt,
     "GreaterOrEqual": torch.ge,
@@ -49,6 +51,7 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "MatMul": torch.matmul,
     "Mul": torch.mul,
     "Or": torch.logical_or,
+    "PRelu": lambda x, slope: torch.where(x < 0, slope * x, x),
     "Sub": torch.sub,
     "Xor": torch.logical_xor,
 }
@@ -79,6 +82,7 @@ def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Operator:
 
 OPERATORS.update({("", name): _of_tensors(function) for name, function in UNARY.items()})
 OPERATORS.update({("", name): _of_tensors(function) for name, function in _BINARY.items()})
+OPERATORS["", "Where"] = _of_tensors(torch.where)
 OPERATORS.update({("", name): _folded(function) for name, function in _FOLDED.items()})
 
 
@@ -106,11 +110,6 @@ def _mean(call: Call, *values: Tensor) -> Tensor:
     return reduce(torch.add, values) / len(values)
 
 
-@operator("Where")
-def _where(call: Call, condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(condition, a, b)
-
-
 @operator("Clip")
 def _clip(call: Call, x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
     if call.version < 11:
@@ -127,11 +126,6 @@ def _cast(call: Call, x: Tensor) -> Tensor:
     return x.to(dtype_of(ir.DataType(call.integer("to", 1))))
 
 
-@operator("CastLike")
-def _cast_like(call: Call, x: Tensor, like: Tensor) -> Tensor:
-    return x.to(like.dtype)
-
-
 @operator("LeakyRelu")
 def _leaky_relu(call: Call, x: Tensor) -> Tensor:
     return F.leaky_relu(x, call.number("alpha", 0.01))
@@ -142,19 +136,9 @@ def _elu(call: Call, x: Tensor) -> Tensor:
     return F.elu(x, call.number("alpha", 1.0))
 
 
-@operator("PRelu")
-def _prelu(call: Call, x: Tensor, slope: Tensor) -> Tensor:
-    return torch.where(x < 0, slope * x, x)
-
-
 @operator("HardSigmoid")
 def _hard_sigmoid(call: Call, x: Tensor) -> Tensor:
     return torch.clamp(call.number("alpha", 0.2) * x + call.number("beta", 0.5), 0, 1)
-
-
-@operator("HardSwish")
-def _hard_swish(call: Call, x: Tensor) -> Tensor:
-    return F.hardswish(x)
 
 
 @operator("Gelu")
@@ -162,24 +146,17 @@ def _gelu(call: Call, x: Tensor) -> Tensor:
     return F.gelu(x, approximate=call.text("approximate", "none"))
 
 
-@operator("Gelu", "BiasGelu", domain="com.microsoft")
+@operator("Gelu", "BiasGelu", "FastGelu", domain="com.microsoft")
 def _bias_gelu(call: Call, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.gelu(x if bias is None else x + bias)
-
-
-@operator("FastGelu", domain="com.microsoft")
-def _fast_gelu(call: Call, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+    approximation = "tanh" if call.node.op_type == "FastGelu" else "none"
+    return F.gelu(x if bias is None else x + bias, approximate=approximation)
 
 
 @operator("QuickGelu", domain="com.microsoft")
-def _quick_gelu(call: Call, x: Tensor) -> Tensor:
-    return x * torch.sigmoid(call.number("alpha", 1.702) * x)
-
-
 @operator("Swish")
 def _swish(call: Call, x: Tensor) -> Tensor:
-    return x * torch.sigmoid(call.number("alpha", 1.0) * x)
+    default = 1.702 if call.node.op_type == "QuickGelu" else 1.0
+    return x * torch.sigmoid(call.number("alpha", default) * x)
 
 
 @operator("Dropout")

@@ -152,25 +152,26 @@ def _gather_nd(call: Call, x: Tensor, indices: Tensor) -> Tensor:
     return x[(*leading, *(indices[..., i].long() for i in range(depth)))]
 
 
-@operator("ScatterElements")
-def _scatter_elements(call: Call, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+def _adds(call: Call) -> bool:
+    """Whether elements are added to those of the input, in place of replacing them."""
     reduction = call.text("reduction", "none")
     if reduction not in ("none", "add"):
         raise call.unsupported(f"its reduction is {reduction}")
+    return reduction == "add"
+
+
+@operator("ScatterElements")
+def _scatter_elements(call: Call, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     axis = call.integer("axis", 0) % x.ndim
     places = torch.where(indices < 0, indices + x.shape[axis], indices).long()
-    if reduction == "add":
-        return x.scatter_add(axis, places, updates)
-    return x.scatter(axis, places, updates)
+    scatter = x.scatter_add if _adds(call) else x.scatter
+    return scatter(axis, places, updates)
 
 
 @operator("ScatterND")
 def _scatter_nd(call: Call, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    reduction = call.text("reduction", "none")
-    if reduction not in ("none", "add"):
-        raise call.unsupported(f"its reduction is {reduction}")
     places = tuple(indices[..., i].long() for i in range(indices.shape[-1]))
-    return x.index_put(places, updates, accumulate=reduction == "add")
+    return x.index_put(places, updates, accumulate=_adds(call))
 
 
 @operator("ConstantOfShape")

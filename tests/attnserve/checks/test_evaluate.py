@@ -15,13 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from attnserve.checks.evaluate import (
-    ClassificationScore,
-    StsScore,
-    evaluate,
-    pearson,
-    spearman,
-)
+from attnserve.checks.evaluate import evaluate
+from attnserve.checks.scores import ClassificationScore, StsScore, pearson, spearman
+from attnserve.intervals import bootstrap_interval
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import embed_texts
 from attnserve.models.tokenizer import load_encoder
@@ -181,15 +177,13 @@ def _correlate(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def test_bootstrap_interval_has_its_nominal_coverage() -> None:
     """Normal pairs of correlation 0.5: Spearman's is 6/pi asin(0.25), Pearson 1907."""
-    from attnserve.checks.scores import interval
-
     truth = 6 / np.pi * np.arcsin(0.25)
     rng = np.random.default_rng(0)
     inside = 0
     for seed in range(60):
         x, noise = rng.standard_normal((2, 120))
         y = 0.5 * x + np.sqrt(0.75) * noise
-        low, high = interval(len(x), partial(_correlate, x, y), seed)
+        low, high = bootstrap_interval(partial(_correlate, x, y), len(x), seed=seed)
         inside += low <= truth <= high
     assert inside >= 52  # of 60; 57 are expected, and 52 is its lower one-in-a-hundred
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.checks.measures import MIN_ROWS, MOST_PAIRED, lower_bound
-from attnserve.checks.quality import Quality, QualityMeter
+from attnserve.checks.measures import MIN_ROWS, MOST_PAIRED
+from attnserve.checks.quality import (
+    ROUNDING,
+    Quality,
+    QualityMeter,
+    allowed_loss,
+    largest_loss,
+)
 from attnserve.data.datasets import Dataset
+from attnserve.intervals import mean_lower_bound
 from attnserve.models.artifact import Artifact
 from attnserve.models.lineage import Calibration
 
@@ -104,7 +112,9 @@ def test_measure_is_chosen_by_the_kind_of_output(
     a = RANDOM.standard_normal(shape)
     found = measured(meter(signature, tokenizer=text_folder if for_text else None), a, a)
     assert found.measure == expected
-    assert found.value == pytest.approx(1.0) and found.loss == pytest.approx(0, abs=1e-9)
+    assert found.value == pytest.approx(1.0) and found.loss(bounded=True) == pytest.approx(
+        0, abs=1e-9
+    )
     assert found.rows == 40 and found.ci95 is not None
 
 
@@ -189,7 +199,7 @@ def test_constant_predictor_keeps_no_nine_tenths(
         mean = np.log(p.mean(axis=tuple(range(a.ndim - 1)), keepdims=True))
     found = measured(meter(signature, measure=measure, tokenizer=text_folder), a,
                      np.broadcast_to(mean, a.shape))  # fmt: skip
-    assert found.loss > 0.1 and found.point_loss > 0.1
+    assert found.loss(bounded=True) > 0.1 and found.loss(bounded=False) > 0.1
 
 
 def test_cosine_reports_the_constant_of_a_narrow_cone():
@@ -328,7 +338,7 @@ def test_files_are_measured_apart():
 def test_not_finite_output_is_a_large_loss(bad: float, signature: str):
     a = RANDOM.standard_normal((40, 5, 8))
     found = measured(meter(signature), a, np.full_like(a, bad))
-    assert found.loss > 0.5
+    assert found.loss(bounded=True) > 0.5
     assert np.isfinite([found.value, found.lower, found.p5]).all()
 
 
@@ -344,7 +354,7 @@ def test_a_bad_tail_is_a_loss_although_the_mean_is_good():
     b[:28] += RANDOM.standard_normal((28, 6, 32)) * 0.4  # 7 % of the texts
     found = measured(meter("float[b, t, d] y"), a, b)
     assert found.value > 0.985 and found.p5 < 0.9
-    assert found.loss == pytest.approx((1 - found.p5) / 5)
+    assert found.loss(bounded=True) == pytest.approx((1 - found.p5) / 5)
 
 
 def test_second_condition_has_a_bound(text_folder: Path):
@@ -354,7 +364,17 @@ def test_second_condition_has_a_bound(text_folder: Path):
     found = measured(meter("float[b, t, d] y", tokenizer=text_folder), a, b)
     assert found.measure == "similarity" and found.second == pytest.approx(1 - found.also["r2"])
     assert found.second < found.second_bound < 2 * found.second
-    assert found.loss >= found.second_bound and found.point_loss < found.loss
+    assert found.loss(bounded=False) < found.second_bound <= found.loss(bounded=True)
+
+
+def test_loss_that_is_no_number_is_infinite_and_the_largest():
+    good = Quality("r2", 0.99, 0.97, 0.98, None, 0.9, 0.0, 60, second=0.03, second_bound=0.04)
+    assert good.loss(bounded=False) == 0.03 and good.loss(bounded=True) == 0.04
+    bad = replace(good, bound=float("nan"))
+    assert largest_loss([good, bad], bounded=True) == float("inf")
+    assert largest_loss([bad, good], bounded=False) == 0.03
+    assert largest_loss([], bounded=True) == 0
+    assert allowed_loss(0.9) == pytest.approx(0.1) and allowed_loss(1.0) == ROUNDING
 
 
 def test_few_texts_have_no_interval():
@@ -395,7 +415,8 @@ def test_lower_bound_covers_the_mean_of_skewed_losses(name: str, rows: int):
     """In 2,000 draws a coverage of 93 % has a standard error of 0.6 %."""
     draw, mean = LOSSES[name]
     random = np.random.default_rng(rows)
-    covered = [lower_bound(1 - 0.01 * draw(random, rows)) <= 1 - 0.01 * mean for _ in range(2000)]
+    limit = 1 - 0.01 * mean
+    covered = [mean_lower_bound(1 - 0.01 * draw(random, rows)) <= limit for _ in range(2000)]
     assert np.mean(covered) >= 0.93
 
 
@@ -429,9 +450,9 @@ def test_text_whose_output_is_not_finite_has_a_loss_of_one(
     b = a.copy()
     b[7] = broken
     found = measured(meter(signature), a, b)
-    assert (found.loss, found.point_loss) == (1.0, 1.0)
+    assert [found.loss(bounded=each) for each in (False, True)] == [1.0, 1.0]
     assert np.isfinite(found.value) and "NaN" in found.describe()
-    assert measured(meter(signature), b, b).loss == pytest.approx(0, abs=1e-9)
+    assert measured(meter(signature), b, b).loss(bounded=True) == pytest.approx(0, abs=1e-9)
 
 
 def test_padding_may_be_anything_in_either_layout():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attnserve.checks.measures import Scores
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.serving import live_quality
@@ -38,9 +39,9 @@ class Losses:
     def add(self, a: np.ndarray, b: np.ndarray, batch: Any) -> None:
         self.losses.append(float(b[0]))
 
-    def scores(self) -> Any:
+    def scores(self) -> Scores:
         influence = 1 - np.array(self.losses[-WINDOW:])
-        return type("Scores", (), {"influence": influence, "value": float(influence.mean())})
+        return Scores("r2", float(influence.mean()), influence, influence, 0.0, {})
 
 
 def alarms(losses: np.ndarray) -> list[int]:

@@ -35,7 +35,7 @@ from attnserve.planning.search.candidates import (
     group_blocks,
     units_of,
 )
-from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import LatencyTable
 from attnserve.runtime.session import open_session
@@ -219,10 +219,10 @@ def test_checkpoint_losses_round_trip(
     written = {key: replace(curve, changed=changes) for key, curve in curves.items()}
     timed, other = ReusePair(*groups[:2], {}, 1.0), ReusePair(*groups[1::-1], {}, 1.0)
     pair = replace(timed, heads=(2, 3, 0, 1), loss=0.1)
-    assert Checkpoint("x").losses([timed]) is None
-    Checkpoint("x").put_losses(Losses(written, (pair,), {"a": 0.5}))
-    Checkpoint("x").add_build("a", 0.1, 0.9)
-    again = Checkpoint("x")
+    assert SearchCheckpoint("x").losses([timed]) is None
+    SearchCheckpoint("x").put_losses(Losses(written, (pair,), {"a": 0.5}))
+    SearchCheckpoint("x").add_build("a", 0.1, 0.9)
+    again = SearchCheckpoint("x")
     losses = again.losses([timed, other])
     assert losses is not None and losses.conversion == {"a": 0.5}
     assert {k: vars(v) for k, v in losses.curves.items()} == {

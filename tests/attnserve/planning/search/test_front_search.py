@@ -11,7 +11,7 @@ import pytest
 
 from attnserve.options import Goal
 from attnserve.planning.search import search as search_module
-from attnserve.planning.search.front_search import FrontSearch
+from attnserve.planning.search.front_search import FrontSearch, bisect
 from attnserve.planning.search.pareto import Choice
 from attnserve.runtime.interleaved_timer import Speedup
 
@@ -52,6 +52,39 @@ class Judge:
 def search(judge: Any, **goal: Any) -> FrontSearch:
     candidates: Any = Candidates()
     return FrontSearch(Goal(**goal), candidates, judge)
+
+
+@pytest.mark.parametrize("border", [0, 1, 40, 98, 99])
+def test_bisect_finds_the_border_between_measured_indices(border: int) -> None:
+    measured: list[int] = []
+
+    def measure(index: int) -> tuple[bool, bool]:
+        measured.append(index)
+        return index <= border, False
+
+    low, high = bisect(
+        0, 100, 20,
+        aim=lambda low, high: (low + high) // 2, is_near=lambda *_: False, measure=measure,
+    )  # fmt: skip
+    assert (low, high) == (border, border + 1)
+    assert len(measured) == len(set(measured)) <= 7 and not {0, 100} & set(measured)
+
+
+def test_bisect_keeps_its_aim_inside_and_stops_at_what_is_close_or_near_or_enough() -> None:
+    found: list[int] = []
+
+    def run(most: int = 9, close: int = -1, near: int = -1) -> tuple[int, int]:
+        found.clear()
+        return bisect(
+            0, 10, most,
+            aim=lambda low, high: 99, is_near=lambda low, index, high: index == near,
+            measure=lambda index: (found.append(index) or False, index == close),
+        )  # fmt: skip
+
+    assert run() == (0, 1) and found == [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert run(most=2) == (0, 8)
+    assert run(close=7) == (0, 7)
+    assert run(near=7) == (0, 8)
 
 
 @pytest.mark.parametrize(("gain", "index"), [(NO_GAIN, 2), (Speedup(1.05, 1.01, 1.09), 3)])
@@ -105,6 +138,7 @@ class Settling:
             return self.careful if slow is careful else self.gain
 
         front: Any = SimpleNamespace(
+            goal=Goal(keep=0.99, precision="int8"),
             judge=SimpleNamespace(paired_speedup=paired_speedup),
             nothing_removed=lambda: ("front", whole),
         )
@@ -114,8 +148,7 @@ class Settling:
             return (found if self.keeps else None), ["proof of the whole"]
 
         monkeypatch.setattr(search_module, "_proved", proved)
-        given: Any = SimpleNamespace(goal=SimpleNamespace(precision="int8"))
-        found, self.proved, note = search_module._worth_removing(given, front, best, ["proof"])
+        found, self.proved, note = search_module._worth_removing(front, best, ["proof"])
         return found, note
 
 
@@ -154,5 +187,4 @@ def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
 def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     front: Any = SimpleNamespace(nothing_removed=None)
     plain: Any = SimpleNamespace(plan=SimpleNamespace(changed=[]))
-    given: Any = None
-    assert search_module._worth_removing(given, front, plain, ["proof"]) == (plain, ["proof"], "")
+    assert search_module._worth_removing(front, plain, ["proof"]) == (plain, ["proof"], "")

@@ -22,8 +22,8 @@ import pytest
 
 import attnserve
 from attnserve.checks.compare import Fidelity, verify
-from attnserve.checks.evaluate import share_kept
 from attnserve.checks.quality import Quality
+from attnserve.checks.scores import share_kept
 from attnserve.cli.app import main
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
@@ -35,11 +35,12 @@ from attnserve.planning import apply
 from attnserve.planning.optimize import _require_promise
 from attnserve.planning.plan_file import SavedPlan
 from attnserve.planning.search import judge, search
-from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
 from attnserve.planning.search.judge import Judge
 from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import PlanReport
+from attnserve.runtime.checkpoint import Checkpoint
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -183,8 +184,11 @@ def test_search_keeps_the_requested_quality_and_uses_the_allowance(planned: Plan
         assert report.gain and quality is not None
         # The third choice, if proofs fail by chance, is measured on all rows that were held out.
         assert quality.measure == "similarity" and quality.split in ("prove", "held out")
-        assert quality.point_loss <= 1 - keep and report.chosen is not None
-        assert report.chosen.quality is not None and report.chosen.quality.loss <= 1 - keep
+        assert quality.loss(bounded=False) <= 1 - keep and report.chosen is not None
+        assert (
+            report.chosen.quality is not None
+            and report.chosen.quality.loss(bounded=True) <= 1 - keep
+        )
     speeds = [report.speedup for report in found.values()]
     assert speeds == sorted(speeds) and speeds[-1] > 1.2 * speeds[0]
     assert found[0.4].proofs[-1].loss > 0.1  # a larger allowance is used
@@ -665,8 +669,9 @@ def test_search_of_several_files_proves_each_of_them(
     for fidelity in (report.fidelity, report.chosen):
         assert fidelity is not None and fidelity.quality is not None
         assert {quality.file for quality in fidelity.qualities} == {"sentences.txt", "other.txt"}
-        assert fidelity.quality.loss == max(quality.loss for quality in fidelity.qualities)
-    losses = [quality.point_loss for quality in report.fidelity.qualities]
+        losses = [quality.loss(bounded=True) for quality in fidelity.qualities]
+        assert fidelity.quality.loss(bounded=True) == max(losses)
+    losses = [quality.loss(bounded=False) for quality in report.fidelity.qualities]
     assert report.proofs[-1].loss == max(losses) <= 0.03
     content = json.loads((tmp_path / "p.json").read_text())["calibration"]
     assert [file["file"] for file in content["files"]] == ["sentences.txt", "other.txt"]
@@ -703,7 +708,7 @@ def test_search_continues_after_interruption(
     monkeypatch.setattr(judge, "compare", interrupted)
     with pytest.raises(KeyboardInterrupt):
         planned(keep=0.95)
-    assert len(list((cache / "plans").glob("*.json"))) == 1
+    assert len(list((cache / "plans").iterdir())) == 1
     assert not (tmp_path / "p.json").exists()
 
     def measured_again(*args: Any, **kwargs: Any) -> Any:
@@ -712,21 +717,19 @@ def test_search_continues_after_interruption(
     monkeypatch.setattr(search, "loss_curves", measured_again)
     report = planned(keep=0.95)
     assert report.to_json()["plan"] == whole.to_json()["plan"]
-    assert not list((cache / "plans").glob("*.json"))  # done: nothing is left behind
+    assert not list((cache / "plans").iterdir())  # done: nothing is left behind
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize("content", ["", '{"curves": {"a": 1}, "builds": []}'])
 def test_search_ignores_damaged_checkpoint(
-    planned: Planner, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: Planner, content: str, monkeypatch: pytest.MonkeyPatch
 ):
-    def damaged(name: str) -> Checkpoint:
-        path = tmp_path / "cache" / "plans" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-        return Checkpoint(name)
+    def damaged(key: str) -> SearchCheckpoint:
+        Checkpoint("plans", key).write(lambda file: file.write(content.encode()))
+        return SearchCheckpoint(key)
 
-    monkeypatch.setattr(search, "Checkpoint", damaged)
+    monkeypatch.setattr(search, "SearchCheckpoint", damaged)
     assert planned(keep=0.97).gain
 
 
@@ -809,8 +812,10 @@ def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: f
         prove_on_all=lambda built: SimpleNamespace(loss=next(measured), on="all"),
         candidates=SimpleNamespace(front=[None]), build=lambda _: choices[-1],
     )  # fmt: skip
-    front: Any = SimpleNamespace(more_careful=lambda built, loss, keep: next(careful))
-    best, found = search._proved(Goal(keep=0.99), judged, front, choices[0])  # type: ignore[arg-type]
+    front: Any = SimpleNamespace(
+        goal=Goal(keep=0.99), judge=judged, more_careful=lambda built, loss, keep: next(careful)
+    )
+    best, found = search._proved(front, choices[0])  # type: ignore[arg-type]
     assert best is not None and best.choice.loss == kept
     assert len(found) == proofs
     assert [proof.on for proof in found][:3] == [0, 1, "all"][:proofs]

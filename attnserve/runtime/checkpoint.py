@@ -1,0 +1,63 @@
+"""Checkpoints: files of the user's cache folder from which interrupted work continues."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Any
+
+from attnserve.runtime.cache import (
+    cache_folder,
+    digest,
+    private_folder,
+    read_private,
+    remove_older,
+    writing_atomically,
+)
+
+__all__ = ["Checkpoint"]
+
+log = logging.getLogger("attnserve")
+
+KEPT_DAYS = 30
+"""Checkpoints that nobody continued are deleted after this time."""
+
+
+class Checkpoint:
+    """The state of some work in a private file.
+
+    A file that cannot be read, or that another user could have written, counts as missing. If it
+    cannot be written, the first time gives a warning.
+
+    Args:
+        folder: Its name in the cache folder.
+        key: What the work depends on, as a value that JSON can represent.
+    """
+
+    def __init__(self, folder: str, key: Any) -> None:
+        self._folder = cache_folder() / folder
+        self._path = self._folder / digest(key)
+        self._is_lost = False
+
+    def read(self) -> bytes | None:
+        """The stored state; None if there is none."""
+        remove_older(self._folder, "*", KEPT_DAYS)
+        return read_private(self._path)
+
+    def write(self, write: Callable[[IO[bytes]], object]) -> None:
+        """Replace the stored state by what a function writes into a file."""
+        try:
+            if private_folder(self._folder) is None:
+                raise PermissionError(f"{self._folder} cannot be written")
+            with writing_atomically(self._path) as file:
+                write(file)
+        except (OSError, RuntimeError) as error:  # torch raises a RuntimeError for a full disk
+            if not self._is_lost:
+                log.warning("warning: if it is interrupted, it could not continue: %s", error)
+            self._is_lost = True
+
+    def remove(self) -> None:
+        """Delete the file, once the result is written."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
