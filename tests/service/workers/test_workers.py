@@ -644,16 +644,6 @@ def test_worker_that_cannot_follow_tries_again_then_ends(
     assert set(ended) == (set() if heals else {signal.SIGTERM})
 
 
-def test_touch_keeps_files_from_cleaners(tmp_path: Path) -> None:
-    state = SharedState(_folder(tmp_path), 2)
-    state.set_complete()
-    files = [state.path, state.path / "complete"]
-    for path in files:
-        os.utime(path, (0, 0))
-    state.touch()
-    assert all(path.stat().st_mtime > time() - 60 for path in files)
-
-
 @pytest.mark.process
 def test_workers_that_cannot_write_keep_serving(tmp_path: Path) -> None:
     """As with a full disk: they need no file to answer."""
