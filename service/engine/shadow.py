@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -55,13 +55,6 @@ FollowUp = Callable[[], Awaitable[None]]
 log = logging.getLogger("attnserve")
 
 
-class Queued(ServedModel, Protocol):
-    """A served model whose rows wait in a queue."""
-
-    @property
-    def waiting(self) -> int: ...
-
-
 class Shadow:
     """The follow-up of answered requests.
 
@@ -77,7 +70,7 @@ class Shadow:
         self,
         settings: Settings,
         metrics: Metrics,
-        engines: Callable[[], Sequence[Queued]],
+        engines: Callable[[], Sequence[ServedModel]],
         *,
         folder: Path | None = None,
         worker: int = 0,
