@@ -184,11 +184,14 @@ class Shadow:
             return
         free = max(MAX_PENDING - len(self._pending), 0)
         for path in list(self._folder.glob("*.row"))[:free]:
-            with suppress(OSError):
+            try:
                 content = path.read_bytes()
                 path.unlink()  # first: a file that cannot be read is not read again
                 sample = pickle.loads(content)  # of a worker, in a private folder
-                self._spawn(self._when_idle(sample))
+            except Exception:  # it must not end the loop that follows loads
+                log.exception("a row to compare could not be read")
+                continue
+            self._spawn(self._when_idle(sample))
 
     async def _write_lines(self) -> None:
         lines, self._lines = self._lines, []
