@@ -24,7 +24,7 @@ from service.dashboard.stats import report
 from service.engine.repository import Repository
 from service.errors import HANDLERS, Error
 from service.metrics import Metrics
-from service.settings import Settings, read_settings
+from service.settings import Settings
 
 LARGE_BYTES = 262_144
 """Minimum size of compressed answers; smaller ones are transferred faster than compressed."""
@@ -52,7 +52,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     Raises:
         InvalidArgument: A setting is invalid, or the file of API keys cannot be read.
     """
-    chosen = settings or read_settings()
+    chosen = settings or Settings.model_validate({})
     models = repository or Repository(chosen, Metrics())
     chosen, metrics = models.settings, models.metrics
 

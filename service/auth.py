@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import logging
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -33,7 +34,7 @@ OPEN = (*HEALTH, "/")
 """Paths that need no key: health checks, and the dashboard page, whose data does need one."""
 
 Keys = dict[bytes, str]
-"""The name of each key, or of each checksum of a key."""
+"""The name of each key, by the SHA-256 checksum of the key."""
 
 
 def read_keys(settings: Settings) -> Keys:
@@ -60,7 +61,7 @@ def read_keys(settings: Settings) -> Keys:
                 "HTTP headers can carry only those",
                 code="keys.characters",
             )
-    known = {key.encode(): name or _fingerprint(key) for key, name in keys}
+    known = _named(keys)
     return known | _admin_keys(settings) if known else {}
 
 
@@ -80,19 +81,20 @@ def _read_file(path: Path) -> list[tuple[str, str]]:
 
 
 def _admin_keys(settings: Settings) -> Keys:
-    admins = [key.get_secret_value() for key in settings.admin_keys]
-    return {key.encode(): _fingerprint(key) for key in admins}
+    return _named((key.get_secret_value(), "") for key in settings.admin_keys)
 
 
-def _fingerprint(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:8]
+def _named(keys: Iterable[tuple[str, str]]) -> Keys:
+    """Keys with their names; without a name, it is the beginning of the checksum."""
+    checksums = ((hashlib.sha256(key.encode()).digest(), name) for key, name in keys)
+    return {checksum: name or checksum.hex()[:8] for checksum, name in checksums}
 
 
 class Authorize:
     """ASGI middleware: refuses requests without a known key, and loading of models.
 
     A key is sent as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; without one the answer is
-    401, if the service has keys. A key file is read again when it has changed, in every worker. If
+    401, if the service has keys. A key file is reloaded when it has changed, in every worker. If
     it cannot be read, or contains no key, the previous keys stay valid.
 
     Loading and unloading is answered with 403, unless the client may do it. A web page of another
@@ -103,8 +105,7 @@ class Authorize:
     def __init__(self, app: ASGIApp, settings: Settings, keys: Keys) -> None:
         self._app, self._settings = app, settings
         self._version, self._looked_at = self._file_version(), monotonic()
-        self._known = _checksums(keys)
-        self._admins = _checksums(_admin_keys(settings))
+        self._known, self._admins = keys, _admin_keys(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._refresh()
@@ -159,14 +160,10 @@ class Authorize:
             return
         self._version = version
         try:
-            self._known = _checksums(read_keys(self._settings))
+            self._known = read_keys(self._settings)
             log.info("%s: reloaded", self._settings.api_keys_file)
         except InvalidArgument as error:
             log.error("the previous API keys stay valid: %s", error.what)
-
-
-def _checksums(keys: Keys) -> Keys:
-    return {hashlib.sha256(key).digest(): name for key, name in keys.items()}
 
 
 def _is_known(scope: Scope, known: Keys) -> bool:

@@ -137,7 +137,11 @@ class EnvironmentOptions(Options):
 
 
 class Settings(EnvironmentOptions):
-    """Settings of one server process."""
+    """Settings of one server process.
+
+    Raises:
+        InvalidArgument: A value is invalid, or a variable misspells the name of keys.
+    """
 
     prefix = "ATTNSERVE_"
 
@@ -356,15 +360,6 @@ class RaySettings(EnvironmentOptions):
     """GPUs per replica."""
     drain_s: NonNegativeFloat = 30
     """Time limit in seconds for a stopping replica to answer its requests."""
-
-
-def read_settings(**given: Any) -> Settings:
-    """Settings from ``given``, except None, and from the environment.
-
-    Raises:
-        InvalidArgument: A value is invalid, or a variable misspells the name of keys.
-    """
-    return Settings(**given)
 
 
 def _refuse_misspelled_keys() -> None:

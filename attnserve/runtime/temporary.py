@@ -32,7 +32,10 @@ def temporary_folder() -> Path:
 
 
 def keep_folder(folder: Path) -> None:
-    """Keep other processes from deleting ``folder``, until this process ends."""
+    """Keep other processes from deleting ``folder``, until this process ends.
+
+    systemd-tmpfiles too: it leaves files of any age in a locked folder.
+    """
     with suppress(OSError):
         _lock(folder, exclusive=False)
 

@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import Empty, LifoQueue
+from queue import LifoQueue
 
 import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import CPU, Device
 from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
-from attnserve.runtime.interface import Feed, Session, ValueInfo
+from attnserve.runtime.interface import Feed, Session
 from attnserve.runtime.io_binding import InputBuffers, run_bound, run_options
 from attnserve.runtime.onnx_runtime import OnnxSession, Place, stoppable
 from attnserve.runtime.session import open_session
@@ -110,7 +109,7 @@ class IoBindingRunner(CudaRunner):
         self._place: Place = place
         self._policy = ArenaShrinkPolicy()
         # Last in, first out: buffers that are not used recently may be of an earlier peak.
-        self._free: LifoQueue[InputBuffers] = LifoQueue()
+        self._free: list[InputBuffers] = []
         self._warned = False
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
@@ -118,69 +117,45 @@ class IoBindingRunner(CudaRunner):
         options = stoppable(run_options(shrink_arena=shrink_arena))
         if not all(array.size for array in feed.values()):
             return self.session.run(names, feed, options)
-        buffers = self._acquire()
+        try:
+            buffers = self._free.pop()
+        except IndexError:
+            buffers = InputBuffers(self._place)
         try:
             binding = self.session.binding(buffers.filled(feed), self._place, names)
         except Exception as error:  # no memory, or a type without buffers
-            self._warn_once(error)
+            if not self._warned:
+                log.warning("run without GPU input buffers: %s", str(error).partition("\n")[0])
+            self._warned = True
             return self.session.run(names, feed, options)
         try:
             run_bound(self.session, binding, options, feed)
             return [value.numpy() for value in binding.get_outputs()]
         finally:
             if shrink_arena:
-                self._free_buffers()
+                self._free.clear()
             else:
-                self._free.put(buffers)
-
-    def _acquire(self) -> InputBuffers:
-        try:
-            return self._free.get_nowait()
-        except Empty:
-            return InputBuffers(self._place)
-
-    def _free_buffers(self) -> None:
-        with suppress(Empty):
-            while True:
-                self._free.get_nowait()
-
-    def _warn_once(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning("run without GPU input buffers: %s", str(error).partition("\n")[0])
+                self._free.append(buffers)
 
 
-class RunnerPool:
+class RunnerPool(CudaRunner):
     """Several sessions of one model, each with one run at a time."""
 
     def __init__(self, runners: Sequence[GraphRunner]) -> None:
+        super().__init__(runners[0].session)
         self.runners = tuple(runners)
         # Last in, first out: the runner that ran last has captured the most graphs.
         self._free: LifoQueue[GraphRunner] = LifoQueue()
         for runner in reversed(self.runners):
             self._free.put(runner)
 
-    def get_inputs(self) -> Sequence[ValueInfo]:
-        return self.runners[0].get_inputs()
-
-    def get_outputs(self) -> Sequence[ValueInfo]:
-        return self.runners[0].get_outputs()
-
-    def bind(self, feed: Feed) -> Callable[[], object]:
-        return self.runners[0].bind(feed)
-
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        with self._acquire() as runner:
+        runner = self._free.get()
+        try:
             return runner.run(names, feed)
+        finally:
+            self._free.put(runner)
 
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
         for runner in self.runners:
             runner.allow_padding(rows=rows, tokens=tokens)
-
-    @contextmanager
-    def _acquire(self) -> Generator[GraphRunner]:
-        runner = self._free.get()
-        try:
-            yield runner
-        finally:
-            self._free.put(runner)

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import sleep, time
 from typing import Any
@@ -24,6 +23,7 @@ from attnserve.models.onnx_files import data_file
 from attnserve.runtime.cache import cache_folder, private_folder, read_private, write_atomically
 from attnserve.runtime.locks import open_folder, try_lock
 from attnserve.runtime.machine import available_cores, cpu_flags
+from attnserve.versions import package_versions
 from graph_passes.errors import InvalidModel
 
 __all__ = ["CheckCache"]
@@ -53,15 +53,8 @@ class CheckCache:
     def __init__(self, folder: Path | None = None, **settings: Any) -> None:
         self.folder = private_folder(folder or cache_folder() / "checks")
         """None if there is no folder that only this user can write."""
-        self._setting = orjson.dumps(
-            [
-                *map(_version, PACKAGES),
-                sorted(cpu_flags()),
-                available_cores(),
-                settings,
-            ],
-            option=orjson.OPT_SORT_KEYS,
-        )
+        machine = [package_versions(PACKAGES), sorted(cpu_flags()), available_cores()]
+        self._setting = orjson.dumps([*machine, settings], option=orjson.OPT_SORT_KEYS)
 
     def file(self, content: str) -> Path | None:
         """The path of the fused model of a content; None without a folder."""
@@ -167,10 +160,3 @@ class CheckCache:
 def _checksums(file: Path) -> list[str]:
     """The checksums of a model and of its data file, if there is one."""
     return [sha256(path) for path in (file, data_file(file)) if path.exists()]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -35,20 +35,17 @@ def load_checked(
     artifact: Artifact,
     check: Callable[[Artifact], CheckResult],
     open_model: Callable[..., Model],
-    served: str | None = None,
-    *,
-    is_fused: bool = False,
+    is_served: Callable[[CheckResult], bool],
 ) -> LoadedModel | None:
     """Check a model, load it, and warm it up.
 
     Args:
         check: ``IsolationChecker.check``, or ``identify`` for a trusted model.
         open_model: ``Model`` with all options except ``graph``, ``operators`` and ``facts``.
-        served: The ``identity`` of the model that is already loaded.
-        is_fused: Whether that model has fused operators, or will get them.
+        is_served: Whether a checked model is loaded already.
 
     Returns:
-        The model; None if its identity is ``served`` and its fusion has no new result.
+        The model; None if it is loaded already.
 
     Raises:
         InvalidModel: It cannot be loaded, or changed during loading.
@@ -56,8 +53,7 @@ def load_checked(
     before = _file_states(artifact)
     check_files(artifact)
     checked = check(artifact)
-    is_news = checked.rewritten is not None or checked.fusion is not None
-    if checked.identity == served and (is_fused or not is_news):
+    if is_served(checked):
         return None
     model = _open(artifact, checked, open_model)
     if _file_states(artifact) != before or not checked.external_is_current:

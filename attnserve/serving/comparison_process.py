@@ -71,6 +71,11 @@ class ServedModel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def waiting(self) -> int:
+        """Rows in its queue."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class ServedRow:

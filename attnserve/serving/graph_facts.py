@@ -128,17 +128,14 @@ class GraphFacts:
         )
 
 
-def _polynomial_to_json(polynomial: Polynomial) -> dict[str, Any]:
-    terms = polynomial.terms.items()
-    return {
-        "axes": list(polynomial.axes),
-        "terms": [[list(powers), c.numerator, c.denominator] for powers, c in terms],
-    }
+def _polynomial_to_json(polynomial: Polynomial) -> list[Any]:
+    terms = [[list(powers), *c.as_integer_ratio()] for powers, c in polynomial.terms.items()]
+    return [list(polynomial.axes), terms]
 
 
-def _polynomial_from_json(content: Mapping[str, Any]) -> Polynomial:
-    terms = {tuple(powers): Fraction(n, d) for powers, n, d in content["terms"]}
-    return Polynomial(tuple(content["axes"]), terms)
+def _polynomial_from_json(content: list[Any]) -> Polynomial:
+    axes, terms = content
+    return Polynomial(tuple(axes), {tuple(powers): Fraction(n, d) for powers, n, d in terms})
 
 
 def _encoded(arrays: Mapping[str, np.ndarray]) -> str:

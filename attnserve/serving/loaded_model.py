@@ -27,6 +27,7 @@ from attnserve.runtime.memory import return_freed_memory
 from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_runner
 from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
+from attnserve.serving.tensor_codec import NAMES
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
 __all__ = [
@@ -45,17 +46,11 @@ TextTask = Literal["embed", "classify", "rerank"]
 NOT_REWRITTEN: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
 """The operator report of a model that runs as it was exported."""
 
+ONNX_NAMES = {"float32": "float", "float64": "double"}
 DTYPES: Mapping[str, np.dtype[Any]] = {
-    **{
-        f"tensor({name})": np.dtype(name)
-        for name in (
-            "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
-            "float16", "double",
-        )
-    },
-    "tensor(float)": np.dtype(np.float32),
-}  # fmt: skip
-"""Supported types, by their names in ONNX Runtime."""
+    f"tensor({ONNX_NAMES.get(dtype.name, dtype.name)})": dtype for dtype in NAMES
+}
+"""Supported types, by their names in ONNX."""
 
 SHAPES_CACHED = 1024
 
@@ -339,7 +334,7 @@ class Model:
             CheckFailed: The output holds NaN or infinite numbers.
             InvalidArgument, InvalidData: The output has no embeddings or no classes.
         """
-        axes = next(tensor.axes for tensor in self.outputs if tensor.name == self.text_output(task))
+        axes = self._axes_of(self.text_output(task))
         if len(axes) == 2 and isinstance(axes[1], str) and axes[1] in self._length_axes:
             raise InvalidData(
                 f"the output of {self.name} has one number per token: expected one vector per text"
@@ -383,6 +378,9 @@ class Model:
     @property
     def _length_axes(self) -> set[int | str | None]:
         return {tensor.axes[1] for tensor in self.inputs if len(tensor.axes) > 1}
+
+    def _axes_of(self, output: str) -> tuple[int | str | None, ...]:
+        return next(tensor.axes for tensor in self.outputs if tensor.name == output)
 
     @property
     def signature(self) -> list[list[Any]]:
@@ -463,7 +461,7 @@ class Model:
         Logits are recognized by their name, by the classes, or by the size of the vocabulary.
         """
         name = self.text_output("embed")
-        axes = next(tensor.axes for tensor in self.outputs if tensor.name == name)
+        axes = self._axes_of(name)
         artifact, is_logits = self.artifact, name.endswith("logits")
         is_classes = name == "logits" or (artifact.output is not None and self.classifies)
         if len(axes) == 2 and isinstance(axes[1], int):
@@ -485,8 +483,7 @@ class Model:
     @property
     def reranks(self) -> bool:
         """Whether the model has one logit per text, and so may be a reranker."""
-        name = self.text_output("rerank")
-        axes = next(tensor.axes for tensor in self.outputs if tensor.name == name)
+        axes = self._axes_of(self.text_output("rerank"))
         return self.classifies and (axes[1] == 1 or not isinstance(axes[1], int))
 
     def warm_up(self) -> None:

@@ -23,7 +23,7 @@ from service.engine.repository import Repository
 from service.errors import NotReady
 from service.log import configure_log
 from service.server import STOP_SIGNALS
-from service.settings import RaySettings, Settings, read_settings
+from service.settings import RaySettings, Settings
 
 log = logging.getLogger("attnserve")
 
@@ -107,7 +107,7 @@ def _build(settings: Settings, needed: Sequence[str]) -> FastAPI:
     Raises:
         InvalidArgument: The service requires keys that this machine does not have.
     """
-    own = read_settings(model=settings.model)
+    own = Settings(model=settings.model)
     if missing := [name for name in needed if not getattr(own, name)]:
         variable = f"ATTNSERVE_{missing[0].upper()}"
         raise InvalidArgument(

@@ -11,10 +11,11 @@ in a thread pool and gives every request its own results.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -109,18 +110,15 @@ class Queue:
         high = low + 1  # the batch is rows[low:high]
         while self.max_rows is None or high - low < self.max_rows:
             size, longest = high - low + 1, rows[high - 1][0]
-            below = longest - rows[low - 1][0] if low > 0 else None
-            above = (size - 1) * (rows[high][0] - longest) if high < len(rows) else None
-            if below is not None and (below > self.overhead or size * longest > self.budget):
-                below = None
-            if above is not None and (above > self.overhead or size * rows[high][0] > self.budget):
-                above = None
-            if below is None and above is None:
+            added: list[tuple[int, bool]] = []  # the padding with each neighbor; if it is above
+            if low > 0 and size * longest <= self.budget:
+                added.append((longest - rows[low - 1][0], False))
+            if high < len(rows) and size * rows[high][0] <= self.budget:
+                added.append(((size - 1) * (rows[high][0] - longest), True))
+            padding, is_above = min(added, default=(math.inf, False))
+            if padding > self.overhead:
                 break
-            if above is None or (below is not None and below <= above):
-                low -= 1
-            else:
-                high += 1
+            low, high = (low, high + 1) if is_above else (low - 1, high)
         return self._remove(rows, low, high)
 
     def _remove(self, rows: list[tuple[int, int, Row]], low: int, high: int) -> list[Row]:
@@ -415,22 +413,19 @@ class Batcher:
             try:
                 if isinstance(batch, Exception):
                     raise batch
-                self._deliver_batch(rows, batch, counts)
+                self._on_batch(batch)
+                for row, result in zip(rows, batch.result.results, strict=True):
+                    row.result = result
+                for request, count in counts.items():
+                    request.batches.append((batch, count))
+                    request.remaining -= count
+                    if not request.remaining and not request.future.done():
+                        request.future.set_result(_request_result(request))
             except Exception as error:
                 for request in counts:
                     self._fail(request, error)
                 if isinstance(error, ModelFailed):
                     self._on_failure(error)
-
-    def _deliver_batch(self, rows: list[Row], batch: Batch, counts: Mapping[_Request, int]) -> None:
-        self._on_batch(batch)
-        for row, result in zip(rows, batch.result.results, strict=True):
-            row.result = result
-        for request, count in counts.items():
-            request.batches.append((batch, count))
-            request.remaining -= count
-            if not request.remaining and not request.future.done():
-                request.future.set_result(_request_result(request))
 
     def _arm(self, delay: float) -> None:
         """Call ``_start_batches`` after ``delay`` seconds."""

@@ -259,7 +259,7 @@ class Engine:
             what, fix, code = refusal
             raise NotFound(what, fix, code=code)
         with self._counted() as stages:
-            self._check_texts(texts)
+            is_short = self._check_texts(texts)
             names = [model.text_output(task)]
 
             def rows() -> list[Row]:  # in a thread
@@ -279,12 +279,7 @@ class Engine:
                     for one in encodings
                 ]
 
-            result = await self.batcher.submit_from(
-                rows,
-                len(texts),
-                deadline,
-                is_short=_are_short(texts),
-            )
+            result = await self.batcher.submit_from(rows, len(texts), deadline, is_short=is_short)
             started = perf_counter_ns()
             answer = Answer(
                 outputs={task: join_values(result.results)},
@@ -310,12 +305,12 @@ class Engine:
         """
         with self._counted(is_inference=False):
             model = self.model
-            self._check_texts(texts)
+            is_short = self._check_texts(texts)
             result = await self._tokenizer.submit_from(
                 lambda: [Row((), 1, one) for one in model.encode(texts, truncate=truncate)],
                 len(texts),
                 deadline,
-                is_short=_are_short(texts),
+                is_short=is_short,
             )
         return result.results
 
@@ -446,7 +441,8 @@ class Engine:
             )
         return size
 
-    def _check_texts(self, texts: Sequence[Text]) -> None:
+    def _check_texts(self, texts: Sequence[Text]) -> bool:
+        """Refuse too many or too long texts; whether they are short (``SHORT_CHARACTERS``)."""
         if self.model.encoder is None:
             raise NotFound(
                 f"{self.name} has no tokenizer.json, which texts need",
@@ -454,11 +450,13 @@ class Engine:
             )
         _check_limit(len(texts), self.settings.max_inputs, "texts")
         limit = self.settings.max_text_chars
-        for index, text in enumerate(texts):
-            if (count := _characters(text)) > limit:
+        counts = [sum(map(len, one)) if isinstance(one, tuple) else len(one) for one in texts]
+        for index, count in enumerate(counts):
+            if count > limit:
                 raise TooLarge(
                     f"text {index} has {count} characters: at most {limit}", "cut it into parts"
                 )
+        return sum(counts) <= SHORT_CHARACTERS
 
     # -- failures ---------------------------------------------------------------------------------
 
@@ -502,14 +500,6 @@ class Engine:
     def _replace(self) -> None:
         self.model.close()  # the old session goes first: there may be no memory for both
         self.model = self._reload()
-
-
-def _are_short(texts: Sequence[Text]) -> bool:
-    return sum(map(_characters, texts)) <= SHORT_CHARACTERS
-
-
-def _characters(text: Text) -> int:
-    return sum(map(len, text)) if isinstance(text, tuple) else len(text)
 
 
 def _check_limit(found: int, limit: int, what: str) -> None:

@@ -363,14 +363,17 @@ class Repository:
     async def _prepare(self, name: str, version: str, place: Place) -> Engine:
         """The engine of the model at ``place``: the current one if unchanged, else a new one."""
         current = self._engines.get(name, {}).get(version)
-        served, is_fused = None, False
-        if current is not None and current.ready:
-            served, operators = current.content, current.model.operators
-            is_fused = bool(operators.get("rewritten") or operators.get("pending"))
+
+        def is_served(checked: CheckResult) -> bool:
+            """Whether ``current`` runs it, and nothing new is known of its fusion."""
+            if current is None or not current.ready or checked.identity != current.content:
+                return False
+            done = current.model.operators
+            is_news = checked.rewritten is not None or checked.fusion is not None
+            return bool(done.get("rewritten") or done.get("pending") or not is_news)
+
         try:
-            loaded = await asyncio.to_thread(
-                self._load, name, version, place, served, is_fused=is_fused
-            )
+            loaded = await asyncio.to_thread(self._load, name, version, place, is_served)
         except AttnserveError:
             raise
         except Exception as error:  # a failure of one model must not affect the others
@@ -450,11 +453,9 @@ class Repository:
         name: str,
         version: str,
         place: Place,
-        served: str | None = None,
-        *,
-        is_fused: bool = False,
+        is_served: Callable[[CheckResult], bool] = lambda checked: False,
     ) -> LoadedModel | None:
-        """Load the model; None if the served one is current, see ``load_checked``.
+        """Load the model; None if ``is_served``, see ``load_checked``.
 
         Raises:
             InvalidModel: It cannot be loaded, or changed during loading.
@@ -469,9 +470,8 @@ class Repository:
         )
         open_model = partial(Model, options=options, name=name)
         check = self._checker.check if settings.probe else identify
-        loaded = load_checked(
-            open_artifact(place.path, place.shared), check, open_model, served, is_fused=is_fused
-        )
+        artifact = open_artifact(place.path, place.shared)
+        loaded = load_checked(artifact, check, open_model, is_served)
         if loaded is None:
             return None
         model = loaded.model

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -55,13 +55,6 @@ FollowUp = Callable[[], Awaitable[None]]
 log = logging.getLogger("attnserve")
 
 
-class Queued(ServedModel, Protocol):
-    """A served model whose rows wait in a queue."""
-
-    @property
-    def waiting(self) -> int: ...
-
-
 class Shadow:
     """The follow-up of answered requests.
 
@@ -77,7 +70,7 @@ class Shadow:
         self,
         settings: Settings,
         metrics: Metrics,
-        engines: Callable[[], Sequence[Queued]],
+        engines: Callable[[], Sequence[ServedModel]],
         *,
         folder: Path | None = None,
         worker: int = 0,
@@ -191,11 +184,14 @@ class Shadow:
             return
         free = max(MAX_PENDING - len(self._pending), 0)
         for path in list(self._folder.glob("*.row"))[:free]:
-            with suppress(OSError):
+            try:
                 content = path.read_bytes()
                 path.unlink()  # first: a file that cannot be read is not read again
                 sample = pickle.loads(content)  # of a worker, in a private folder
-                self._spawn(self._when_idle(sample))
+            except Exception:  # it must not end the loop that follows loads
+                log.exception("a row to compare could not be read")
+                continue
+            self._spawn(self._when_idle(sample))
 
     async def _write_lines(self) -> None:
         lines, self._lines = self._lines, []

@@ -195,7 +195,7 @@ class SharedRepository(Repository):
                 self._report_status()
                 if (now := int(time())) != second:
                     second = now
-                    self._collect()
+                    self.shadow.collect()
                     self._state.set_seconds(self.metrics.recent_seconds())
                 can_report = True
             except OSError as error:  # for example a full disk: the other workers see no status
@@ -203,13 +203,6 @@ class SharedRepository(Repository):
                     log.error("worker %d cannot report its status: %s", self._worker, error)
                 can_report = False
             await asyncio.sleep(TICK_S)
-
-    def _collect(self) -> None:
-        """Collect the rows to compare; failures must not end the loop that follows loads."""
-        try:
-            self.shadow.collect()
-        except Exception:
-            log.exception("rows to compare could not be read")
 
     async def _follow_target(self) -> None:
         """Reach a new target state; one that could not be reached is tried again.

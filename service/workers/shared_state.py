@@ -101,12 +101,6 @@ class SharedState:
         """Whether all workers have served; from then on, readiness requires only live workers."""
         return (self.path / "complete").exists()
 
-    def touch(self) -> None:
-        """Mark all files as recently used."""
-        for path in (self.path, *self.path.rglob("*")):
-            with suppress(OSError):  # replaced or removed meanwhile
-                os.utime(path)
-
     def set_complete(self) -> None:
         (self.path / "complete").touch()
 

@@ -62,10 +62,6 @@ sleep of a suspended machine does not count."""
 IMPORT_S = 120.0
 """Time limit of the first heartbeat of a worker, which imports the program before."""
 
-TOUCH_S = 3600.0
-"""The files of the shared folder are touched this often: cleaners of temporary folders remove those
-that were not changed for some days."""
-
 log = logging.getLogger("attnserve")
 
 
@@ -135,11 +131,9 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        touching = asyncio.create_task(self._keep_files())
         try:
             await asyncio.gather(*map(self._keep_running, range(self._settings.workers)))
         finally:  # after an unexpected error some workers are still running
-            touching.cancel()
             self._signal_workers(signal.SIGTERM)
         if self._interrupted:
             raise KeyboardInterrupt
@@ -164,11 +158,6 @@ class _Supervisor:
     def _signal_workers(self, number: int) -> None:
         for worker in self._workers.values():
             worker.process.send_signal(number)
-
-    async def _keep_files(self) -> None:
-        while True:
-            self._state.touch()
-            await asyncio.sleep(TOUCH_S)
 
     async def _keep_running(self, number: int) -> None:
         """Start a worker, and start it again when it exits, until the server stops."""

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from attnserve.cli import app as cli
 from attnserve.runtime.cuda import Cuda
 from graph_passes.errors import InvalidArgument
-from service.settings import Settings, read_settings
+from service.settings import Settings
 from tests.service.conftest import HeldRuns
 from tests.service.tiny import write_encoder
 
@@ -77,7 +77,7 @@ def test_serve_options_set_their_settings(told: list[Settings], tmp_path: Path) 
 )
 def test_invalid_setting_is_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        read_settings(model="m", **given)
+        Settings(model="m", **given)
 
 
 def test_batch_limits_default_to_those_of_provider(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_invalid_environment_variable_is_named_in_fix(monkeypatch: pytest.Monkey
     """No option is named that does not exist."""
     monkeypatch.setenv("ATTNSERVE_CUDA_GRAPHS", "many")
     with pytest.raises(InvalidArgument, match="valid integer") as caught:
-        read_settings(model=Path("model"))
+        Settings(model=Path("model"))
     assert caught.value.fix == "set ATTNSERVE_CUDA_GRAPHS"
 
 
@@ -138,7 +138,7 @@ def test_model_limits_are_json_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTNSERVE_MODEL_LIMITS", '{"one": {"concurrency": 2}}')
-    settings = read_settings(model=tmp_path)
+    settings = Settings(model=tmp_path)
     assert settings.for_model("one").concurrency == 2 and settings.for_model("two") is settings
     # Workers receive their settings as JSON.
     assert Settings(**settings.model_dump(mode="json")).for_model("one") == settings.for_model(
@@ -147,7 +147,7 @@ def test_model_limits_are_json_in_the_environment(
     for wrong in ('{"one": {"max_quue": 2}}', '{"one": {"max_queue": -1}}', "{", "3"):
         monkeypatch.setenv("ATTNSERVE_MODEL_LIMITS", wrong)
         with pytest.raises(InvalidArgument, match="model_limits") as error:
-            read_settings(model=tmp_path)
+            Settings(model=tmp_path)
         assert "ATTNSERVE_MODEL_LIMITS" in error.value.fix
 
 
@@ -169,5 +169,5 @@ def test_serve_leaves_the_threads_of_libraries_to_the_environment(
 def test_missing_model_tells_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSERVE_API_KEYS", "topsecret")
     with pytest.raises(InvalidArgument, match="model: Field required") as caught:
-        read_settings()
+        Settings.model_validate({})
     assert "topsecret" not in str(caught.value)

@@ -85,9 +85,11 @@ def write_encoder(folder: Path, *, tokenizer: bool = True, **record: object) -> 
     return folder
 
 
-def write_model(path: Path, text: str) -> Path:
-    """A model without weights."""
+def write_model(path: Path, text: str, *, tokenizer: bool = False) -> Path:
+    """A model without weights, with the tiny tokenizer beside it if it takes texts."""
     onnx.save(parser.parse_model(text), path)
+    if tokenizer:
+        make_tokenizer().save(str(path.parent / "tokenizer.json"))
     return path
 
 

@@ -135,29 +135,6 @@ def test_check_fusion_fails_original_is_served(
     assert [path.suffix for path in (tmp_path / "rewritten").iterdir()] == [".json"]
 
 
-SLOW = """
-import time
-fuse_lossless = lossless_passes.fuse_lossless
-def slow(*given, **options):
-    while not os.path.exists({gate!r}):
-        time.sleep(0.05)
-    with open({count!r}, "a") as file:
-        file.write("x")
-    return fuse_lossless(*given, **options)
-lossless_passes.fuse_lossless = slow
-"""
-"""A fusion that waits for a file, and is counted in another."""
-
-
-@pytest.fixture
-def gate(child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that fusions wait for in the background."""
-    path = tmp_path / "gate"
-    child(SLOW.format(gate=str(path), count=str(tmp_path / "count")))
-    monkeypatch.setattr(model_check, "FOREGROUND_S", 0)
-    return path
-
-
 def test_check_slow_fusion_ends_in_the_background(bert: Path, gate: Path, tmp_path: Path) -> None:
     folder = tmp_path / "rewritten"
     one, worker = checker(folder), checker(folder)
@@ -415,47 +392,34 @@ def test_check_cached_result_needs_no_child_in_the_next_process(
             other.check(open_artifact(bert))
 
 
-def spoil_json(cache: Path) -> None:
-    (path,) = cache.glob("*.json")
-    path.write_bytes(path.read_bytes().replace(b"macs", b"mcas"))
+SPOILS: Mapping[str, tuple[str, Callable[[Path], object]]] = {
+    "another json": (
+        "*.json",
+        lambda path: path.write_bytes(path.read_bytes().replace(b"macs", b"mcas")),
+    ),
+    "cut json": ("*.json", lambda path: path.write_bytes(path.read_bytes()[:100])),
+    "another fused model": (
+        "*.onnx",
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+    ),
+    "no fused model": ("*.onnx", Path.unlink),
+    "open to others": ("*.json", lambda path: path.chmod(0o666)),
+    "folder open to others": ("", lambda path: path.chmod(0o777)),
+}
 
 
-def spoil_fused(cache: Path) -> None:
-    (path,) = cache.glob("*.onnx")
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-
-
-def cut_json(cache: Path) -> None:
-    (path,) = cache.glob("*.json")
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def open_to_others(cache: Path) -> None:
-    (path,) = cache.glob("*.json")
-    path.chmod(0o666)
-
-
-def open_folder(cache: Path) -> None:
-    cache.chmod(0o777)
-
-
-def delete_fused(cache: Path) -> None:
-    (path,) = cache.glob("*.onnx")
-    path.unlink()
-
-
-@pytest.mark.parametrize(
-    "spoil", [spoil_json, spoil_fused, cut_json, open_to_others, open_folder, delete_fused]
-)
+@pytest.mark.parametrize("way", SPOILS)
 def test_check_damaged_or_foreign_cache_entry_is_ignored(
-    bert: Path, child: Child, cache: Path, spoil: Callable[[Path], None]
+    bert: Path, child: Child, cache: Path, way: str
 ) -> None:
     checker(cached=True).check(open_artifact(bert))
-    spoil(cache)
+    pattern, spoil = SPOILS[way]
+    (path,) = cache.glob(pattern) if pattern else [cache]
+    spoil(path)
     child("raise SystemExit(5)")
     with pytest.raises(InvalidModel, match="exit status 5"):
         checker(cached=True).check(open_artifact(bert))
-    if spoil is not open_folder:  # a new check mends it
+    if path != cache:  # a new check mends it
         child("")
         found = checker(cached=True).check(open_artifact(bert))
         child("raise SystemExit(5)")

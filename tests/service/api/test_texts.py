@@ -84,8 +84,7 @@ def test_embed_without_tokenizer_is_not_found(
 def test_embed_model_without_token_ids_is_refused(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    client = start(write_model(tmp_path / "echo.onnx", ECHO))
+    client = start(write_model(tmp_path / "echo.onnx", ECHO, tokenizer=True))
     answer = client.post("/embed", json={"inputs": "a"})
     assert answer.status_code == 422
     assert "expected int64 or int32" in answer.json()["error"]
@@ -110,8 +109,7 @@ counts (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
 
 def write_classifier(folder: Path, **record: object) -> Path:
     folder.mkdir()
-    write_model(folder / "model.onnx", CLASSIFIER)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+    write_model(folder / "model.onnx", CLASSIFIER, tokenizer=True)
     (folder / "attnserve.json").write_text(json.dumps(record))
     return folder
 
@@ -297,9 +295,7 @@ def test_embed_model_that_mixes_rows_runs_texts_alone(
         y = Sub(sums, all)
     }
     """
-    write_model(tmp_path / "mixer.onnx", text)
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    client = start(tmp_path / "mixer.onnx")
+    client = start(write_model(tmp_path / "mixer.onnx", text, tokenizer=True))
     model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
     assert (model.rows_are_independent, model.max_rows) == (False, 1)
     answer = client.post("/embed", json={"inputs": ["a", "b", "c"]})
@@ -343,10 +339,10 @@ scores (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
 def test_texts_output_of_one_number_per_token_is_refused(
     start: Callable[..., TestClient], tmp_path: Path, axis: str, texts: list[str]
 ) -> None:
-    write_model(tmp_path / "scores.onnx", PER_TOKEN.format(axis=axis))
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "scores.onnx"
+    write_model(path, PER_TOKEN.format(axis=axis), tokenizer=True)
     (tmp_path / "config.json").write_text('{"id2label": {"0": "A"}}')
-    client = start(tmp_path / "scores.onnx", max_batch_tokens=4)
+    client = start(path, max_batch_tokens=4)
     for route, body, status in (
         ("/embed", {"inputs": texts}, 422),
         ("/predict", {"inputs": texts}, 422),
@@ -389,9 +385,8 @@ def test_embed_scores_are_refused_with_the_right_route(
     start: Callable[..., TestClient], tmp_path: Path, axes: str, name: str, config: object,
     route: str,
 ) -> None:  # fmt: skip
-    source = "tokens" if "," in axes else "texts"
-    write_model(tmp_path / "scores.onnx", SCORES.format(axes=axes, name=name, source=source))
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    graph = SCORES.format(axes=axes, name=name, source="tokens" if "," in axes else "texts")
+    write_model(tmp_path / "scores.onnx", graph, tokenizer=True)
     (tmp_path / "config.json").write_text(json.dumps(config))
     client = start(tmp_path / "scores.onnx")
     for path, body in (
@@ -409,9 +404,9 @@ def test_embed_scores_are_refused_with_the_right_route(
 
 def test_embed_reranker_names_rerank(start: Callable[..., TestClient], tmp_path: Path) -> None:
     graph = SCORES.replace("wide = {{1, 1, 8}}", "wide = {{1, 1, 1}}")
-    write_model(tmp_path / "m.onnx", graph.format(axes="1", name="logits", source="texts"))
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    answer = start(tmp_path / "m.onnx").post("/embed", json={"inputs": "a"})
+    graph = graph.format(axes="1", name="logits", source="texts")
+    client = start(write_model(tmp_path / "m.onnx", graph, tokenizer=True))
+    answer = client.post("/embed", json={"inputs": "a"})
     assert answer.status_code == 404 and "/rerank" in answer.text
 
 
@@ -420,8 +415,7 @@ def test_embed_vector_with_names_of_classes_in_config_is_served(
 ) -> None:
     """config.json of an encoder may hold id2label of a classifier that it was made of."""
     graph = SCORES.format(axes="8", name="sentence_embedding", source="texts")
-    write_model(tmp_path / "m.onnx", graph)
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    write_model(tmp_path / "m.onnx", graph, tokenizer=True)
     (tmp_path / "config.json").write_text('{"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}')
     client = start(tmp_path / "m.onnx")
     assert client.post("/embed", json={"inputs": "a"}).json()["embeddings"] == [[3] * 8]
@@ -473,8 +467,7 @@ def test_embed_sentence_embedding_precedes_hidden_states_and_these_other_outputs
 def test_model_with_pooler_output_in_place_of_hidden_states_is_refused(tmp_path: Path) -> None:
     """BERT's pooler is no pooling of sentence-transformers."""
     graph = SCORES.format(axes="8", name="pooler_output", source="texts")
-    write_model(tmp_path / "model.onnx", graph)
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    write_model(tmp_path / "model.onnx", graph, tokenizer=True)
     record = tmp_path / "attnserve.json"
     record.write_text('{"pooling": "cls"}')
     with raises(InvalidModel, "model.no_output", "pooler_output"):
@@ -487,7 +480,7 @@ def test_model_with_pooler_output_in_place_of_hidden_states_is_refused(tmp_path:
 FEWER_ROWS = """
 <ir_version: 10, opset_import: ["": 18]>
 fewer (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
-  => (float[kept, sequence] y) <int64 one = {1}, int64 seven = {7}>
+  => (float[kept, width] y) <int64 one = {1}, int64 seven = {7}>
 {
     second = Gather<axis = 1>(input_ids, one)
     is_seven = Equal(second, seven)
@@ -501,9 +494,8 @@ fewer (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
 def test_embed_output_with_fewer_rows_is_refused(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    write_model(tmp_path / "fewer.onnx", FEWER_ROWS.replace("[kept, sequence]", "[kept, width]"))
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    client = start(tmp_path / "fewer.onnx", timeout_ms=2000)
+    path = write_model(tmp_path / "fewer.onnx", FEWER_ROWS, tokenizer=True)
+    client = start(path, timeout_ms=2000)
     assert client.post("/embed", json={"inputs": ["a", "b"]}).status_code == 200
     assert client.post("/embed", json={"inputs": ["a", "d"]}).status_code == 422
     assert client.post("/embed", json={"inputs": "d"}).status_code == 422

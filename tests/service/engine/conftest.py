@@ -1,5 +1,5 @@
 """Fixtures of the isolation check."""
 
-from tests.fixtures.checked_child import bert, child
+from tests.fixtures.checked_child import bert, child, gate
 
-__all__ = ["bert", "child"]
+__all__ = ["bert", "child", "gate"]

@@ -48,36 +48,28 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("given", [{}, {"provider": "auto"}])
-def test_on_device_auto_chooses_usable_gpu(
-    given: Any, tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    runtime([CUDA, CPU], "")
-    assert on_device(Settings(model=tmp_path, **given)).provider == "cuda"
-    assert not lines(caplog)
+UNUSABLE = "no CUDA device can be used here."
 
 
-@pytest.mark.parametrize("given", [{}, {"provider": "auto"}])
-def test_on_device_unusable_gpu_is_logged_once(
-    given: Any, tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    runtime([CUDA, CPU], "no CUDA device can be used here.")
-    assert on_device(Settings(model=tmp_path, **given)).provider == "cpu"
-    assert lines(caplog) == [
-        "no GPU is used, models are served on the CPU: no CUDA device can be used here."
-    ]
-
-
-def test_on_device_cpu_build_warns_only_if_auto_is_set(
-    tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    runtime([CPU], "nobody is asked")
-    assert on_device(Settings(model=tmp_path)).provider == "cpu"
-    assert not lines(caplog)
-    assert on_device(Settings(model=tmp_path, provider="auto")).provider == "cpu"
-    assert lines(caplog) == [
-        "no GPU is used, models are served on the CPU: this ONNX Runtime is the build for CPUs"
-    ]
+@pytest.mark.parametrize(
+    ("providers", "why", "given", "chosen", "logged"),
+    [
+        ([CUDA, CPU], "", {}, "cuda", None),
+        ([CUDA, CPU], "", {"provider": "auto"}, "cuda", None),
+        ([CUDA, CPU], UNUSABLE, {}, "cpu", UNUSABLE),
+        ([CUDA, CPU], UNUSABLE, {"provider": "auto"}, "cpu", UNUSABLE),
+        ([CPU], "nobody is asked", {}, "cpu", None),
+        ([CPU], "nobody", {"provider": "auto"}, "cpu", "this ONNX Runtime is the build for CPUs"),
+    ],
+)
+def test_on_device_auto_chooses_usable_gpu_and_warns_without(
+    providers: list[str], why: str, given: Any, chosen: str, logged: str | None,
+    tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    runtime(providers, why)
+    assert on_device(Settings(model=tmp_path, **given)).provider == chosen
+    line = f"no GPU is used, models are served on the CPU: {logged}"
+    assert lines(caplog) == ([] if logged is None else [line])
 
 
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
@@ -186,7 +178,7 @@ def test_serve_workers_get_resolved_provider(
 ) -> None:
     from service import launch
 
-    runtime([CUDA, CPU], "no CUDA device can be used here.")
+    runtime([CUDA, CPU], UNUSABLE)
     told: list[Settings] = []
     monkeypatch.setattr(
         "service.workers.supervisor.supervise", lambda settings, _: told.append(settings)
@@ -194,9 +186,7 @@ def test_serve_workers_get_resolved_provider(
     launch.serve(Settings(model=tmp_path, port=0, workers=2))
     assert [settings.provider for settings in told] == ["cpu"]
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.endswith(
-        "no GPU is used, models are served on the CPU: no CUDA device can be used here."
-    )
+    assert line.endswith(f"no GPU is used, models are served on the CPU: {UNUSABLE}")
 
 
 @pytest.mark.process

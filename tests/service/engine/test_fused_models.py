@@ -7,7 +7,8 @@ import json
 import shutil
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,36 +27,37 @@ from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState
 from tests.fixtures.checked_child import Child
+from tests.service.engine import test_repository
 
 pytestmark = pytest.mark.process
 
 
+play = partial(test_repository.play, limit_s=300, threads=1, probe=True)
+"""Run a script with a repository that checks its models."""
+
+
 def served(path: Path, **settings: Any) -> Mapping[str, Any]:
     """What a repository over ``path`` says of the model, and what it answers."""
+    seen: dict[str, Any] = {}
 
-    async def whole() -> Mapping[str, Any]:
-        chosen = Settings.model_validate({"model": path, "threads": 1, **settings})
-        repository = Repository(chosen)
-        await repository.start()
-        try:
-            engine = repository.engine()
-            repository.log_operators()
-            found = await engine.run_task("embed", ["a man is playing a guitar", "a dog"])
-            config = configuration(engine)
-            told = json.loads(config["parameters"]["operators"]["string_value"])
-            assert told == engine.model.card["operators"] == engine.model.operators
-            return {
-                **told,
-                "vectors": found.outputs["embed"],
-                "macs": found.macs,
-                "plan": engine.model.artifact.plan_id,
-                "config": {name: config[name] for name in ("input", "output", "max_batch_size")},
-                "file": config["default_model_filename"],
-            }
-        finally:
-            await repository.close()
+    async def script(repository: Repository) -> None:
+        engine = repository.engine()
+        repository.log_operators()
+        found = await engine.run_task("embed", ["a man is playing a guitar", "a dog"])
+        config = configuration(engine)
+        told = json.loads(config["parameters"]["operators"]["string_value"])
+        assert told == engine.model.card["operators"] == engine.model.operators
+        seen.update(
+            told,
+            vectors=found.outputs["embed"],
+            macs=found.macs,
+            plan=engine.model.artifact.plan_id,
+            config={name: config[name] for name in ("input", "output", "max_batch_size")},
+            file=config["default_model_filename"],
+        )
 
-    return asyncio.run(asyncio.wait_for(whole(), 120))
+    play(path, script, **settings)
+    return seen
 
 
 @pytest.mark.usefixtures("child")
@@ -123,39 +125,6 @@ def test_repository_checked_model_is_not_read_in_the_server(
     found = served(bert, rewrite=False)
     assert found["macs"] == expected["macs"] and found["config"] == expected["config"]
     assert np.array_equal(found["vectors"], expected["vectors"])
-
-
-SLOW = """
-import time
-fuse_lossless = lossless_passes.fuse_lossless
-def slow(*given, **options):
-    while not os.path.exists({gate!r}):
-        time.sleep(0.05)
-    return fuse_lossless(*given, **options)
-lossless_passes.fuse_lossless = slow
-"""
-
-
-@pytest.fixture
-def gate(child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that fusions in the background wait for."""
-    child(SLOW.format(gate=str(tmp_path / "gate")))
-    monkeypatch.setattr(model_check, "FOREGROUND_S", 0)
-    return tmp_path / "gate"
-
-
-def play(path: Path, script: Callable[[Repository], Awaitable[None]]) -> None:
-    """Run ``script`` with a repository that has started."""
-
-    async def whole() -> None:
-        repository = Repository(Settings(model=path, threads=1))
-        await repository.start()
-        try:
-            await script(repository)
-        finally:
-            await repository.close()
-
-    asyncio.run(asyncio.wait_for(whole(), 300))
 
 
 async def ask(repository: Repository) -> np.ndarray:

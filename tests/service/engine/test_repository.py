@@ -26,9 +26,9 @@ from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidModel
 from service.engine.repository import MAX_LOADS, Entry, Repository
 from service.errors import NotFound, NotReady, hide_folders
-from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.conftest import until
+from tests.service.test_startup import FOREVER
 from tests.service.tiny import ids_request, write_encoder, write_model
 
 
@@ -44,6 +44,23 @@ def write_scale(folder: Path, factor: float) -> Path:
     """
     write_model(folder / "new.onnx", text).rename(folder / "model.onnx")
     return folder
+
+
+def write_broken(folder: Path) -> Path:
+    """A folder whose model.onnx is no model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.onnx").write_bytes(b"no model")
+    return folder
+
+
+def write_large(folder: Path, words: int) -> int:
+    """The tiny encoder with a table of so many words, 16 bytes each; the size of the table."""
+    write_encoder(folder)
+    model = onnx.load(folder / "model.onnx")
+    (table,) = [value for value in model.graph.initializer if value.name == "words_table"]
+    table.CopyFrom(numpy_helper.from_array(np.ones((words, 4), np.float32), table.name))
+    onnx.save(model, folder / "model.onnx")
+    return table.ByteSize()
 
 
 def play(
@@ -135,14 +152,9 @@ def test_start_without_models_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strict", [True, False])
 def test_ready_needs_every_model_that_was_there_at_the_start(tmp_path: Path, strict: bool) -> None:
     write_scale(tmp_path / "good" / "1", 2)
-    broken = tmp_path / "bad" / "1"
-    broken.mkdir(parents=True)
-    (broken / "model.onnx").write_bytes(b"no model")
+    broken = write_broken(tmp_path / "bad" / "1")
 
-    async def play() -> None:
-        settings = Settings(model=tmp_path, probe=False, strict_readiness=strict)
-        repository = Repository(settings, Metrics())
-        await repository.start()
+    async def script(repository: Repository) -> None:
         assert repository.ready is not strict
         with pytest.raises(InvalidModel):
             await repository.load("bad")
@@ -150,29 +162,24 @@ def test_ready_needs_every_model_that_was_there_at_the_start(tmp_path: Path, str
         write_scale(broken, 3)
         await repository.load("bad")
         assert repository.ready
-        (broken / "model.onnx").write_bytes(b"no model")
+        write_broken(broken)
         with pytest.raises(InvalidModel):
             await repository.load("bad")
         assert repository.ready  # the version before still serves
-        await repository.close()
 
-    asyncio.run(play())
+    play(tmp_path, script, strict_readiness=strict)
 
 
 def test_unloading_a_broken_model_makes_ready(tmp_path: Path) -> None:
     write_scale(tmp_path / "good" / "1", 2)
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "model.onnx").write_bytes(b"no model")
+    write_broken(tmp_path / "bad")
 
-    async def play() -> None:
-        repository = Repository(Settings(model=tmp_path, probe=False), Metrics())
-        await repository.start()
+    async def script(repository: Repository) -> None:
         assert not repository.ready
         await repository.unload("bad")
         assert repository.ready
-        await repository.close()
 
-    asyncio.run(play())
+    play(tmp_path, script)
 
 
 def test_start_ignores_unreadable_folders_and_stray_files(
@@ -190,19 +197,15 @@ def test_start_ignores_unreadable_folders_and_stray_files(
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
 
-    async def play() -> None:
-        repository = Repository(Settings(model=tmp_path, probe=False), Metrics())
-        await repository.start()
+    async def script(repository: Repository) -> None:
         assert [engine.name for engine in repository.engines()] == ["good"] and repository.ready
-        await repository.close()
 
-    asyncio.run(play())
+    play(tmp_path, script)
 
 
 def test_start_invalid_model_is_unavailable_and_others_serve(tmp_path: Path) -> None:
     write_scale(tmp_path / "good", 1)
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "model.onnx").write_bytes(b"no model")
+    write_broken(tmp_path / "bad")
 
     async def script(repository: Repository) -> None:
         bad, good = repository.index()
@@ -287,7 +290,7 @@ def test_load_invalid_replacement_keeps_the_old_engine(tmp_path: Path) -> None:
     write_scale(tmp_path / "a", 1)
 
     async def script(repository: Repository) -> None:
-        (tmp_path / "a" / "model.onnx").write_bytes(b"half a model")
+        write_broken(tmp_path / "a")
         with pytest.raises(InvalidModel, match="not an ONNX file"):
             await repository.load("a")
         assert await ask(repository, "a") == 1
@@ -304,8 +307,7 @@ def test_load_of_only_a_broken_version_keeps_the_old_engine(tmp_path: Path) -> N
 
     async def script(repository: Repository) -> None:
         (tmp_path / "a" / "1").rename(tmp_path / "kept")
-        (tmp_path / "a" / "2").mkdir()
-        (tmp_path / "a" / "2" / "model.onnx").write_bytes(b"half a model")
+        write_broken(tmp_path / "a" / "2")
         with pytest.raises(InvalidModel, match="not an ONNX file"):
             await repository.load("a")
         await repository.settled()
@@ -372,13 +374,7 @@ def test_load_repeated_leaks_no_memory_and_no_threads(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries return memory as they like")
 def test_load_returns_memory_of_weights_to_the_system(tmp_path: Path) -> None:
     """Reading a graph leaves a second copy of its weights in reference cycles."""
-    folder = write_encoder(tmp_path / "large")
-    model = onnx.load(folder / "model.onnx")
-    (words,) = [value for value in model.graph.initializer if value.name == "words_table"]
-    words.CopyFrom(onnx.numpy_helper.from_array(np.ones((2_000_000, 4), np.float32), words.name))
-    onnx.save(model, folder / "model.onnx")
-    size = words.ByteSize()
-    del model, words
+    size = write_large(tmp_path / "large", 2_000_000)
 
     async def script(repository: Repository) -> None:
         before = psutil.Process().memory_info().rss
@@ -392,18 +388,14 @@ def test_load_returns_memory_of_weights_to_the_system(tmp_path: Path) -> None:
         # One load may leave two in the heap; without it, ten leave about 18.
         assert grown[-1] < 3
 
-    play(folder, script, threads=1)
+    play(tmp_path / "large", script, threads=1)
 
 
 @pytest.mark.timing
 def test_load_of_a_large_model_does_not_block_the_event_loop(tmp_path: Path) -> None:
     """Processor time of this process, which unlike wall time ignores others on a busy machine."""
-    folder = write_encoder(tmp_path / "large")
-    model = onnx.load(folder / "model.onnx")
-    (words,) = [value for value in model.graph.initializer if value.name == "words_table"]
-    words.CopyFrom(onnx.numpy_helper.from_array(np.ones((6_500_000, 4), np.float32), words.name))
-    onnx.save(model, folder / "model.onnx")  # 104 MB
-    del model, words
+    folder = tmp_path / "large"
+    write_large(folder, 6_500_000)  # 104 MB
 
     async def script(repository: Repository) -> None:
         longest_s = 0.0
@@ -611,20 +603,9 @@ def test_load_failed_probe_is_refused_and_others_serve(
 @pytest.mark.process
 def test_start_endless_graph_is_unavailable_after_timeout(tmp_path: Path) -> None:
     """It loads, and its first run counts to 2 ** 62."""
-    text = """
-    <ir_version: 10, opset_import: ["": 18]>
-    forever (float[n] x) => (float[n] y) <int64 trips = {4611686018427387904}, bool go = {1}> {
-        y = Loop(trips, go, x) <
-            body = step (int64 i, bool on, float[n] a) => (bool still, float[n] b) {
-                still = Identity(on)
-                b = Add(a, a)
-            }
-        >
-    }
-    """
     write_scale(tmp_path / "good", 2)
     (tmp_path / "forever").mkdir()
-    write_model(tmp_path / "forever" / "model.onnx", text)
+    write_model(tmp_path / "forever" / "model.onnx", FOREVER)
 
     async def script(repository: Repository) -> None:
         forever, good = repository.index()
@@ -786,6 +767,22 @@ def test_failed_session_that_recovers_is_not_reloaded(
 # -- int8 on CPUs whose kernels saturate ----------------------------------------------------------
 
 
+def write_int8(folder: Path, *, rows: str = "n", largest: int = 1) -> Path:
+    """A dynamically quantized product with weights of at most ``largest``."""
+    folder.mkdir()
+    text = f"""
+    <ir_version: 10, opset_import: ["": 18]>
+    int8 (float[{rows}, 2] x) => (float[{rows}, 2] y) <int8[2, 2] w = {{{largest}, 0, 0, 1}}> {{
+        q, scale, zero = DynamicQuantizeLinear(x)
+        i = MatMulInteger(q, w, zero)
+        f = Cast<to = 1>(i)
+        y = Mul(f, scale)
+    }}
+    """
+    write_model(folder / "model.onnx", text)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("largest", "has_dot_product", "warns"),
     [(127, False, True), (64, False, False), (127, True, False)],
@@ -800,19 +797,8 @@ def test_load_8_bit_int8_weights_without_a_dot_product_warns_in_log_and_config(
     warns: bool,
 ) -> None:
     monkeypatch.setattr("attnserve.models.quantized.has_int8_dot_product", lambda: has_dot_product)
-    (tmp_path / "int8").mkdir()
-    text = f"""
-    <ir_version: 10, opset_import: ["": 18]>
-    int8 (float[n, 2] x) => (float[n, 2] y) <int8[2, 2] w = {{{largest}, 0, 0, 1}}> {{
-        q, scale, zero = DynamicQuantizeLinear(x)
-        i = MatMulInteger(q, w, zero)
-        f = Cast<to = 1>(i)
-        y = Mul(f, scale)
-    }}
-    """
-    write_model(tmp_path / "int8" / "model.onnx", text)
     with caplog.at_level("WARNING", logger="attnserve"):
-        client = start(tmp_path / "int8", probe=False)
+        client = start(write_int8(tmp_path / "int8", largest=largest))
     warnings = [
         record.getMessage() for record in caplog.records if "saturate" in record.getMessage()
     ]
@@ -824,24 +810,12 @@ def test_load_8_bit_int8_weights_without_a_dot_product_warns_in_log_and_config(
 
 # -- models whose quantization depends on the batch ------------------------------------------------
 
-DYNAMIC = """
-<ir_version: 10, opset_import: ["": 18]>
-int8 (float[{rows}, 2] x) => (float[{rows}, 2] y) <int8[2, 2] w = {{1, 0, 0, 1}}> {{
-    q, scale, zero = DynamicQuantizeLinear(x)
-    i = MatMulInteger(q, w, zero)
-    f = Cast<to = 1>(i)
-    y = Mul(f, scale)
-}}
-"""
-
 
 def test_load_dynamic_quantization_runs_every_row_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, start: Callable[..., TestClient]
 ) -> None:
-    (tmp_path / "int8").mkdir()
-    write_model(tmp_path / "int8" / "model.onnx", DYNAMIC.format(rows="n"))
     with caplog.at_level("WARNING", logger="attnserve"):
-        client = start(tmp_path / "int8", probe=False)
+        client = start(write_int8(tmp_path / "int8"))
     assert any("alone" in record.getMessage() for record in caplog.records)
     config = client.get("/v2/models/int8/config").json()
     assert config["parameters"]["batch_invariant"] == {"string_value": "false"}
@@ -864,9 +838,7 @@ def test_load_dynamic_quantization_runs_every_row_alone(
 def test_load_dynamic_quantization_of_a_single_row_is_batch_invariant(
     tmp_path: Path, start: Callable[..., TestClient]
 ) -> None:
-    (tmp_path / "int8").mkdir()
-    write_model(tmp_path / "int8" / "model.onnx", DYNAMIC.format(rows="1"))
-    client = start(tmp_path / "int8", probe=False)
+    client = start(write_int8(tmp_path / "int8", rows="1"))
     parameters = client.get("/v2/models/int8/config").json()["parameters"]
     assert parameters["batch_invariant"] == {"string_value": "true"}
 
@@ -954,8 +926,7 @@ def test_index_version_that_was_deleted_is_not_listed(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     write_scale(tmp_path / "m" / "1", 2)
-    write_scale(tmp_path / "m" / "2", 3)
-    (tmp_path / "m" / "2" / "model.onnx").write_bytes(b"no model")
+    write_broken(tmp_path / "m" / "2")
     client = start(tmp_path)
 
     def states() -> dict[str, str]:
@@ -970,8 +941,7 @@ def test_index_version_that_was_deleted_is_not_listed(
 def test_answers_hold_no_paths_of_the_server(
     start: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_scale(tmp_path / "bad" / "1", 2)
-    (tmp_path / "bad" / "1" / "model.onnx").write_bytes(b"no model")
+    write_broken(tmp_path / "bad" / "1")
     write_encoder(tmp_path / "tiny")
     client = start(tmp_path)
     index = client.post("/v2/repository/index").json()

@@ -50,11 +50,11 @@ PROGRAM = """
 import sys
 import service.workers.supervisor
 from service.launch import serve
-from service.settings import read_settings
+from service.settings import Settings
 from graph_passes.errors import AttnserveError
 service.workers.supervisor.HANG_S = 3
 try:
-    serve(read_settings())
+    serve(Settings.model_validate({}))
 except KeyboardInterrupt:
     sys.exit(130)
 except AttnserveError as error:
@@ -587,6 +587,10 @@ def test_worker_start_with_changed_files_of_one_model_serves_the_others(
     together(models, _folder(tmp_path), play)
 
 
+def out_of_memory(*args: object, **kwargs: object) -> None:
+    raise MemoryError
+
+
 def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
     models = repository(tmp_path / "models", "tiny")
 
@@ -594,11 +598,7 @@ def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
         two = await start(1)
         state.set_complete()
         write_encoder(models / "tiny" / "2")
-
-        def unlucky(*args: object, **kwargs: object) -> None:
-            raise MemoryError
-
-        two._load = unlucky  # type: ignore[method-assign, assignment]
+        two._load = out_of_memory  # type: ignore[method-assign, assignment]
         with pytest.raises(NotReady, match="MemoryError") as failed:
             await one.load("tiny")
         assert failed.value.code == "model.unexpected"
@@ -624,11 +624,7 @@ def test_worker_that_cannot_follow_tries_again_then_ends(
         two = await start(1)
         state.set_complete()
         write_encoder(models / "tiny" / "2")
-
-        def unlucky(*args: object, **kwargs: object) -> None:
-            raise MemoryError
-
-        two._load = unlucky  # type: ignore[method-assign, assignment]
+        two._load = out_of_memory  # type: ignore[method-assign, assignment]
         with pytest.raises(NotReady):
             await one.load("tiny")
         monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
@@ -642,16 +638,6 @@ def test_worker_that_cannot_follow_tries_again_then_ends(
 
     together(models, _folder(tmp_path), play)
     assert set(ended) == (set() if heals else {signal.SIGTERM})
-
-
-def test_touch_keeps_files_from_cleaners(tmp_path: Path) -> None:
-    state = SharedState(_folder(tmp_path), 2)
-    state.set_complete()
-    files = [state.path, state.path / "complete"]
-    for path in files:
-        os.utime(path, (0, 0))
-    state.touch()
-    assert all(path.stat().st_mtime > time() - 60 for path in files)
 
 
 @pytest.mark.process
