@@ -69,7 +69,7 @@ def map_external_data(model: ir.Model) -> None:
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = _mapped(value.const_value)
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         for name, attribute in list(node.attributes.items()):
             if any(isinstance(tensor, ir.ExternalTensor) for tensor in _values(attribute)):
                 tensors = [_mapped(tensor) for tensor in _values(attribute)]
@@ -119,7 +119,7 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield value.const_value
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         for attribute in node.attributes.values():
             yield from _values(attribute)
 
