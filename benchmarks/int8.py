@@ -53,6 +53,7 @@ from attnserve.precision.int8 import quantize
 from attnserve.precision.products import Moments, Range, collect_ranges
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
+from attnserve.runtime.observer import observe
 from attnserve.runtime.session import open_session
 from benchmarks._common import (
     Study,
@@ -64,7 +65,6 @@ from benchmarks._common import (
 )
 from graph_passes.analysis.constants import constant_shape, is_constant
 from graph_passes.analysis.workload import Workload
-from graph_passes.emit.editing import exposing
 
 BLOCKS = (16, 32, 64, 128)
 """Block sizes of MatMulNBits."""
@@ -181,13 +181,13 @@ def clipped(
     model: ir.Model, ranges: dict[str, Range], batches: Sequence[Batch]
 ) -> dict[str, Range]:
     """Ranges within a percentile of the absolute values of each activation."""
-    with exposing(model, [v for node in model.graph for v in node.outputs if v.name in ranges]):
-        session = open_session(model)
-    names = [output.name for output in session.get_outputs()]
+    read = [v for node in model.graph for v in node.outputs if v.name in ranges]
     values: dict[str, list[np.ndarray]] = {name: [] for name in ranges}
-    for batch in batches[::4]:
-        for name, array in zip(names, session.run(None, batch), strict=True):
-            values[name].append(np.abs(array[vector_mask(array.shape, batch)]).reshape(-1))
+    for batch, [arrays] in observe(model, [read], batches[::4]):
+        for value, array in zip(read, arrays, strict=True):
+            values[value.name or ""].append(
+                np.abs(array[vector_mask(array.shape, batch)]).reshape(-1)
+            )
     limits = {n: np.percentile(np.concatenate(arrays), PERCENTILE) for n, arrays in values.items()}
     return {
         name: replace(

@@ -1,18 +1,27 @@
-"""Run a model on calibration batches and read activations inside it."""
+"""Read activations inside a model: which batches, which values, in which layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import onnx_ir as ir
 
 from graph_passes.blocks import AttentionBlock
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["by_head", "probabilities_by_head"]
+__all__ = ["by_head", "evenly", "probabilities_by_head", "probabilities_of"]
+
+T = TypeVar("T")
+
+
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """At most so many of the items, spread evenly."""
+    count = min(len(items), most)
+    return [items[int((i + 0.5) * len(items) / count)] for i in range(count)]
 
 
 def by_head(block: AttentionBlock, context: np.ndarray) -> Float[np.ndarray, "B H S V"]:
@@ -22,6 +31,13 @@ def by_head(block: AttentionBlock, context: np.ndarray) -> Float[np.ndarray, "B 
     if block.context_axes is not None:
         context = context.transpose(block.context_axes)
     return context.reshape(-1, block.num_heads, *context.shape[-2:])
+
+
+def probabilities_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
+    """The ``probability_values`` of a block, which must be in the graph."""
+    values = block.probability_values
+    assert values, f"{block.name}: its probabilities are not in the graph"
+    return values
 
 
 def probabilities_by_head(

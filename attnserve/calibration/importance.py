@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import by_head
+from attnserve.calibration.activations import by_head, evenly
 from attnserve.calibration.layerwise import SegmentedModel
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import no_token, not_finite, token_mask
@@ -42,9 +42,6 @@ SIGNS = 2
 STEP = 1 / 64
 """Step of a gate in each direction. The truncation error of a central difference is proportional to
 its square, the rounding error of float32 to its inverse; both are near 1e-4 here."""
-
-ROUNDING = 1e-12
-"""A variance below this share of the mean square is the rounding error of a constant output."""
 
 
 # Energy
@@ -417,8 +414,7 @@ def _some(batches: Sequence[Batch], most_rows: int) -> list[Batch]:
     rows = sum(map(row_count, batches))
     if rows <= most_rows:
         return list(batches)
-    count = max(1, len(batches) * most_rows // rows)
-    return [batches[int((i + 0.5) * len(batches) / count)] for i in range(count)]
+    return evenly(batches, max(1, len(batches) * most_rows // rows))
 
 
 class _Spread:
@@ -449,7 +445,7 @@ def _variances(spreads: Sequence[_Spread], names: Sequence[str | None]) -> Float
             raise no_token(f"output {name!r}")
         if not np.isfinite(spread.squares):
             raise not_finite(f"output {name!r}")
-        floor = ROUNDING * spread.squares / spread.count
+        floor = 1e-12 * spread.squares / spread.count  # the rounding error of a constant output
         variance = spread.variance()
         variances.append(variance if variance > floor else np.inf)
     return np.array(variances)

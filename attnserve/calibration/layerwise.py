@@ -74,7 +74,8 @@ class LayerwiseRunner:
         if not self._given:
             return
         known = self._given[0].keys() | self._kept[0].keys()
-        varying = _varying(self.model.graph)
+        # All other values are equal for each batch and not cached.
+        varying = _dependents(self.model.graph, self.model.graph.inputs)
         _, nodes = behind(self.model.graph, wanted, known)
         made = {value for node in nodes for value in node.outputs} & varying
         ahead = known | set(wanted) | {value for value in made if _is_tensor(value)}
@@ -151,34 +152,25 @@ def _cuts(graph: ir.Graph, inputs: Sequence[ir.Value]) -> list[set[ir.Value]]:
     """
     cuts = [set(graph.outputs)]
     dependent: set[ir.Value] = set()
-    varying = {value for value in _varying(graph) if _is_tensor(value)}
+    varying = {value for value in _dependents(graph, graph.inputs) if _is_tensor(value)}
     for value in reversed(inputs):
-        dependent.add(value)
-        for node in graph:
-            if not dependent.isdisjoint(reads(node)):
-                dependent.update(node.outputs)
+        dependent = _dependents(graph, {*dependent, value})
         cuts.append(behind(graph, graph.outputs, varying - dependent)[0])
     return cuts[::-1]
 
 
 def depending_on(graph: ir.Graph, nodes: Collection[ir.Node]) -> set[ir.Value]:
     """The outputs of these nodes, and all values that depend on them."""
-    found = {value for node in nodes for value in node.outputs}
-    _add_dependents(graph, found)
-    return found
+    return _dependents(graph, [value for node in nodes for value in node.outputs])
 
 
-def _varying(graph: ir.Graph) -> set[ir.Value]:
-    """Values that depend on the inputs; all others are equal for each batch and not cached."""
-    found = set(graph.inputs)
-    _add_dependents(graph, found)
-    return found
-
-
-def _add_dependents(graph: ir.Graph, found: set[ir.Value]) -> None:
+def _dependents(graph: ir.Graph, values: Collection[ir.Value]) -> set[ir.Value]:
+    """These values, and all values that depend on them."""
+    found = set(values)
     for node in graph:
         if not found.isdisjoint(reads(node)):
             found.update(node.outputs)
+    return found
 
 
 def _is_tensor(value: ir.Value) -> bool:

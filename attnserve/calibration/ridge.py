@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import add, sub
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["Moments", "NormalEquations", "ridge_towards"]
+__all__ = ["Moments", "NormalEquations"]
 
 
 @dataclass(eq=False)
@@ -30,34 +30,23 @@ class Moments:
         return cls(len(c), c.sum(0), t.sum(0), c.T @ c, c.T @ t, float(np.sum(t * t)))
 
     def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.count + other.count,
-            self.c + other.c,
-            self.t + other.t,
-            self.cc + other.cc,
-            self.ct + other.ct,
-            self.tt + other.tt,
-        )
+        return Moments(*map(add, self._sums(), other._sums()))
+
+    def __sub__(self, part: Moments) -> Moments:
+        return Moments(*map(sub, self._sums(), part._sums()))
 
     def __iadd__(self, other: Moments) -> Moments:
         """Add in place: the matrices of wide layers take longer to allocate than to add."""
         self.count += other.count
+        self.c += other.c
+        self.t += other.t
+        self.cc += other.cc
+        self.ct += other.ct
         self.tt += other.tt
-        for mine, theirs in (
-            (self.c, other.c), (self.t, other.t), (self.cc, other.cc), (self.ct, other.ct),
-        ):  # fmt: skip
-            mine += theirs
         return self
 
-    def __sub__(self, part: Moments) -> Moments:
-        return Moments(
-            self.count - part.count,
-            self.c - part.c,
-            self.t - part.t,
-            self.cc - part.cc,
-            self.ct - part.ct,
-            self.tt - part.tt,
-        )
+    def _sums(self) -> tuple[Any, ...]:
+        return self.count, self.c, self.t, self.cc, self.ct, self.tt
 
     def error(self, weight: Float[np.ndarray, "N D"], bias: Float[np.ndarray, " D"]) -> float:
         """The sum of |c W + b - t|^2."""
@@ -87,18 +76,10 @@ class Moments:
         return max(self.tt - float(self.t @ self.t) / max(self.count, 1), 0.0)
 
 
-def ridge_towards(
-    moments: Moments, prior: Float[np.ndarray, "N D"], ridges: Sequence[float]
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Solve W (N, D) and b (D,) for each ridge, with W regularized towards ``prior``."""
-    equations = NormalEquations(moments, prior)
-    return [equations.solve(ridge) for ridge in ridges]
-
-
 class NormalEquations:
-    """The normal equations of W - prior on the residual of the prior."""
+    """The normal equations of W - prior (N, D) on the residual of the prior."""
 
-    def __init__(self, moments: Moments, prior: np.ndarray) -> None:
+    def __init__(self, moments: Moments, prior: Float[np.ndarray, "N D"]) -> None:
         n, size = max(moments.count, 1), len(moments.c)
         self.c, self.t, self.prior = moments.c / n, moments.t / n, prior
         self.gram = moments.covariance
@@ -107,6 +88,7 @@ class NormalEquations:
         self.rounding = 4 * size * np.finfo(float).eps * float(np.trace(moments.cc)) / n
 
     def solve(self, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+        """The optimal W (N, D) and b (D,), with W regularized towards the prior."""
         weight = self.prior
         if np.isfinite(ridge) and weight.size:
             gram = self.gram.copy()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import probabilities_by_head
+from attnserve.calibration.activations import evenly, probabilities_by_head, probabilities_of
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import no_token, not_finite, token_mask
@@ -34,9 +34,6 @@ __all__ = ["HeadSimilarity", "measure_similarity", "similarities"]
 
 MOST_QUERIES = 8192
 """Default number of queries, for three digits of the mean. The cost is proportional to it."""
-
-CACHED = 2**16
-"""Elements that are compared at a time; with their minima they fit a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +140,7 @@ def measure_similarity(
         )
     sums = _Sums(blocks)
     share = max(1, most_queries // max(1, sum(map(row_count, batches))))
-    values = [_probabilities(block) for block in blocks]
+    values = [probabilities_of(block) for block in blocks]
     for batch, arrays in observe(model, values, batches, context, "compare heads"):
         sums.add(arrays, batch, share)
     return sums.similarity()
@@ -165,7 +162,7 @@ def similarities(
         InvalidData: The model refuses a batch.
     """
     runner = LayerwiseRunner(model, batches, context=context)
-    values = [[*chain(*map(_probabilities, blocks))] for blocks in groups]
+    values = [[*chain(*map(probabilities_of, blocks))] for blocks in groups]
     share = max(1, MOST_QUERIES // max(1, sum(map(row_count, batches))))
     for index, blocks in enumerate(groups):
         sums = _Sums(blocks)
@@ -173,17 +170,11 @@ def similarities(
         runs = runner.run_to(values[index], later)
         for batch, arrays in zip(batches, runs, strict=True):
             each = iter(arrays)
-            sums.add([[*islice(each, len(_probabilities(b)))] for b in blocks], batch, share)
+            sums.add([[*islice(each, len(probabilities_of(b)))] for b in blocks], batch, share)
         try:
             yield sums.similarity()
         except InvalidData:
             yield None
-
-
-def _probabilities(block: AttentionBlock) -> tuple[ir.Value, ...]:
-    values = block.probability_values
-    assert values, f"{block.name}: its probabilities are not in the graph"
-    return values
 
 
 class _Sums:
@@ -251,11 +242,9 @@ def _chosen(
     positions: list[int] = []
     weights: list[float] = []
     for sequence, real in enumerate(mask):
-        at = np.flatnonzero(real)
-        if len(at) > most:
-            at = at[((np.arange(most) + 0.5) * len(at) / most).astype(int)]
+        at = evenly(np.flatnonzero(real).tolist(), most)
         sequences += [sequence] * len(at)
-        positions += at.tolist()
+        positions += at
         weights += [1 / max(1, len(at))] * len(at)
     return np.array(sequences, int), np.array(positions, int), np.array(weights, np.float32)
 
@@ -279,7 +268,8 @@ def _uniform(
 def _common(rows: Float[np.ndarray, "N Z"]) -> Float[np.ndarray, "N N"]:
     """[i, j] = sum_z min(rows[i, z], rows[j, z])."""
     count, length = rows.shape
-    width = max(1, min(length, CACHED // max(1, count)))
+    # 2^16 elements at a time; with their minima they fit a core's cache.
+    width = max(1, min(length, 2**16 // max(1, count)))
     total = np.zeros((count, count))
     minima = np.empty((count, width), rows.dtype)
     for start in range(0, length, width):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import probabilities_by_head
+from attnserve.calibration.activations import evenly, probabilities_by_head, probabilities_of
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import no_token, not_finite, token_mask
 from attnserve.runtime.interface import Batch
@@ -48,9 +48,6 @@ MOST_TEXTS = 32
 
 MOST_TOKENS = 128
 """Queries and keys of such a text, from its start: the cost grows with their cube."""
-
-ROUNDING = 1e-9
-"""Rounding error of a captured share, which is a sum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +158,7 @@ def measure_ranks(
     """
     found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {b.name: [] for b in blocks}
     values = [_scores(block) for block in blocks]
-    chosen = [batches[i] for i in _evenly(len(batches), MOST_TEXTS)]
+    chosen = evenly(batches, MOST_TEXTS)
     for batch, arrays in observe(model, values, chosen, context, "measure ranks"):
         for block, (logits, *p) in zip(blocks, arrays, strict=True):
             found[block.name] += _ranks(block, logits, p, batch, -(-MOST_TEXTS // len(chosen)))
@@ -189,23 +186,21 @@ def text_lengths(
     Raises:
         InvalidData: The model refuses a batch.
     """
-    values = block.probability_values
-    assert values, f"{block.name}: its probabilities are not in the graph"
     lengths: list[int] = []
-    for batch, [p] in observe(model, [values], batches, context, "count tokens"):
+    values = [probabilities_of(block)]
+    for batch, [p] in observe(model, values, batches, context, "count tokens"):
         apart = probabilities_by_head(block, p)
         lengths += token_mask(batch, (len(apart), apart.shape[-1])).sum(1).tolist()
     return np.array(lengths)
 
 
 def _scores(block: AttentionBlock) -> list[ir.Value]:
-    values = block.probability_values
-    assert block.logits is not None and values, block.name
-    return [block.logits, *values]
+    assert block.logits is not None, block.name
+    return [block.logits, *probabilities_of(block)]
 
 
 def _rank(captured: np.ndarray, share: float) -> np.ndarray:
-    return 1 + np.argmax(captured >= share - ROUNDING, axis=-1)
+    return 1 + np.argmax(captured >= share - 1e-9, axis=-1)  # rounding of a sum
 
 
 def _gram(heads: np.ndarray, covariance: np.ndarray | None) -> Float[np.ndarray, "HK HK"]:
@@ -238,11 +233,6 @@ def _captured(energies: np.ndarray, most: int | None = None) -> np.ndarray:
     return np.where(total > 0, np.minimum(shares, 1.0), 1.0)
 
 
-def _evenly(count: int, most: int) -> list[int]:
-    chosen = min(count, most)
-    return [int((i + 0.5) * count / chosen) for i in range(chosen)]
-
-
 def _ranks(
     block: AttentionBlock,
     logits: np.ndarray,
@@ -257,14 +247,13 @@ def _ranks(
     B, _, S, T = attended.shape
     queries, keys = token_mask(batch, (B, S)), token_mask(batch, (B, T))
     real = [row for row in range(B) if queries[row].any() and keys[row].any()]
-    rows = [real[i] for i in _evenly(len(real), most)] if real else []
     return [
         (
             min(_most(queries[row]).sum(), _most(keys[row]).sum()),
             _matrix_rank(_real(scores[row], queries[row], keys[row]), block.name, centered=True),
             _matrix_rank(_real(attended[row], queries[row], keys[row]), block.name),
         )
-        for row in rows
+        for row in evenly(real, most)
     ]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import by_head, probabilities_by_head
+from attnserve.calibration.activations import by_head, probabilities_by_head, probabilities_of
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import no_token, not_finite, token_mask
 from attnserve.runtime.interface import Batch
@@ -28,15 +28,6 @@ __all__ = ["Votes", "cosines", "elect_heads", "group_heads", "voting_to_stay"]
 
 RESTARTS = 10
 """Number of k-means runs, of which the best is used."""
-
-MOST_ATTEMPTS = 100
-"""Maximum number of k-means runs, including those with an empty cluster."""
-
-JITTER = 1e-8
-"""Standard deviation of the jitter, relative to the largest coordinate."""
-
-MOST_ROUNDS = 100
-"""Maximum number of k-means iterations; a hundred points need about ten."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +107,9 @@ def _groups(block: AttentionBlock, groups: int | Mapping[str, int]) -> int:
 
 
 def _feature_maps(block: AttentionBlock) -> list[ir.Value]:
-    values, probabilities = block.v.output, block.probability_values
+    values = block.v.output
     assert values is not None, f"{block.name}: its values are not in the graph"
-    assert probabilities, f"{block.name}: its probabilities are not in the graph"
-    return [values, block.context, *probabilities]
+    return [values, block.context, *probabilities_of(block)]
 
 
 def _products(
@@ -219,13 +209,13 @@ def _k_means(points: Float[np.ndarray, "N X"], count: int, seed: int) -> Int[np.
     from scipy.cluster.vq import ClusterError, kmeans2
 
     random = np.random.default_rng(seed)
-    scale = JITTER * (float(np.abs(points).max(initial=0.0)) or 1.0)
+    scale = 1e-8 * (float(np.abs(points).max(initial=0.0)) or 1.0)
     points = points + scale * random.standard_normal(points.shape)
     runs: list[tuple[float, np.ndarray]] = []
-    for _ in range(MOST_ATTEMPTS):
+    for _ in range(100):  # attempts; a hundred points need about ten iterations of at most 100
         try:
             centers, labels = kmeans2(
-                points, count, iter=MOST_ROUNDS, minit="++", missing="raise", rng=random
+                points, count, iter=100, minit="++", missing="raise", rng=random
             )
         except ClusterError:
             continue

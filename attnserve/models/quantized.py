@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from attnserve.runtime.machine import has_int8_dot_product
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
-from graph_passes.analysis.quantization import is_quantized
+from graph_passes.analysis.operator_sets import is_quantized
 
 __all__ = [
     "FACTORS",

@@ -18,9 +18,7 @@ from attnserve.precision.schemes import SCHEMES, Activations, Conversion, Scheme
 from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import RUNTIMES, open_session
-from graph_passes.analysis.constants import (
-    constant_tensor,
-)
+from graph_passes.analysis.constants import constant_tensor
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -45,9 +43,6 @@ __all__ = [
     "roundings_of",
 ]
 
-
-SHARE = 1 / 10
-"""Minimum share of the weights for which ``precision_of`` reports a data type."""
 
 NAMES = {
     ir.DataType.FLOAT: "float32",
@@ -97,10 +92,7 @@ def convert(
     scheme = SCHEMES[precision]
     _check(model, scheme)
     with _conversion(precision):
-        copy = model.clone()
-        kept = nodes_of_blocks(copy, float_blocks)
-        _prepare(copy)
-        _require_opset(copy, scheme)
+        copy, kept = _prepared(model, scheme, float_blocks)
         activations = Activations(copy, calibration)
         made = scheme.write(
             Conversion(copy, activations, kept, to_nearest=to_nearest, rounding=rounding)
@@ -125,10 +117,7 @@ def roundings_of(
     assert scheme.bits is not None
     _check(model, scheme)
     with _conversion(precision):
-        copy = model.clone()
-        kept = nodes_of_blocks(copy, float_blocks)
-        _prepare(copy)
-        _require_opset(copy, scheme)
+        copy, kept = _prepared(model, scheme, float_blocks)
         found = Activations(copy, calibration)
         return roundings(copy, scheme.bits, found.ranges, found.moments, keep=kept)
 
@@ -152,12 +141,9 @@ def convert_alone(
     scheme, activations = SCHEMES[precision], None
     for names in parts:
         with _conversion(precision):
-            copy = model.clone()
-            chosen = nodes_of_blocks(copy, names)
-            _prepare(copy)
-            _require_opset(copy, scheme)
+            copy, chosen = _prepared(model, scheme, names)
             activations = activations or Activations(copy, calibration)
-            others = [node for node in _nodes(copy) if node not in chosen]
+            others = [node for node in copy.graph.all_nodes() if node not in chosen]
             made = scheme.write(Conversion(copy, activations, others, tables=False))
             _finish(model, made, scheme, is_whole=False)
         yield made
@@ -193,11 +179,16 @@ def _check(model: ir.Model, scheme: Scheme) -> None:
     RUNTIMES["onnxruntime"].version()  # is installed
 
 
-def _prepare(copy: ir.Model) -> None:
-    """Write a copy as the tools need it: unique names, and all constants as initializers.
+def _prepared(
+    model: ir.Model, scheme: Scheme, blocks: Collection[str]
+) -> tuple[ir.Model, set[ir.Node]]:
+    """A copy as the tools need it, and its nodes of these blocks.
 
-    Outputs that no node computes are removed, and so are repetitions; ``_finish`` restores them.
+    Its names are unique, and all constants are initializers. Outputs that no node computes are
+    removed, and so are repetitions; ``_finish`` restores them.
     """
+    copy = model.clone()
+    chosen = nodes_of_blocks(copy, blocks)
     map_external_data(copy)
     computed = [value for value in copy.graph.outputs if value.producer() is not None]
     given = [value for value in copy.graph.outputs if value.producer() is None]
@@ -207,8 +198,19 @@ def _prepare(copy: ir.Model) -> None:
         if tensor is not None and value.uses():
             value.name = f"{value.name}/weights"  # its name is that of the output
             copy.graph.register_initializer(value)
-    _give_names(copy)
+    common.NameFixPass()(copy)
+    for index, node in enumerate(copy.graph.all_nodes()):  # the tools identify nodes by name
+        node.name = f"{node.name or node.op_type}/{index}"
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
+    opset = copy.opset_imports.get("", 1)
+    if opset < scheme.oldest_opset:
+        raise CannotRewrite(
+            f"{scheme.name}: the model has opset {opset}, the conversion needs "
+            f"{scheme.oldest_opset}",
+            "export it again with a newer opset, or convert to float16",
+            code="precision.opset",
+        )
+    return copy, chosen
 
 
 def _finish(model: ir.Model, made: ir.Model, scheme: Scheme, *, is_whole: bool) -> None:
@@ -274,10 +276,6 @@ def on_cpu(model: ir.Model) -> ir.Model:
     return copy
 
 
-def _nodes(model: ir.Model) -> Iterator[ir.Node]:
-    return iter(ir.traversal.RecursiveGraphIterator(model.graph))
-
-
 def check_cpu(precision: Precision) -> None:
     """Check that this machine computes a precision correctly.
 
@@ -305,7 +303,7 @@ def precision_of(model: ir.Model) -> Precision | str:
     """
     sizes = _sizes(model)
     total = sum(sizes.values())
-    found = [name for name, size in sizes.most_common() if size >= SHARE * total]
+    found = [name for name, size in sizes.most_common() if size >= total / 10]
     return "+".join(found) or "float32"
 
 
@@ -345,7 +343,7 @@ def _packed(model: ir.Model) -> dict[str, int]:
     """The number of bits of weights that are packed into bytes, by name."""
     return {
         node.inputs[1].name or "": node.attributes.get_int("bits", 4)
-        for node in _nodes(model)
+        for node in model.graph.all_nodes()
         if node.op_type == "MatMulNBits" and node.inputs[1] is not None
     }
 
@@ -382,42 +380,20 @@ def _check_source(model: ir.Model, scheme: Scheme) -> None:
 
     Quantized products stay as they are, beside float ones that are converted.
     """
-    precision = scheme.name
-    fix, found = "pass the original float32 model", precision_of(model)
-    quantized = quantized_node(model)
-    if quantized is not None:
-        floats = [name for name in found.split("+") if "float" in name]
-        if floats in ([], ["float32"]) and scheme.has_weights(model):
-            return
+    found, quantized = precision_of(model), quantized_node(model)
+    floats = [name for name in found.split("+") if "float" in name]
+    why = ""
+    if quantized is None and found != "float32":
+        why = f"expected a float32 model, but its weights are {found}"
+    elif quantized is not None and floats not in ([], ["float32"]):
+        why = f"expected float32 weights beside the quantized ones, but they are {floats[0]}"
+    elif quantized is not None and not scheme.has_weights(model):
         where = f"{quantized.op_type} {quantized.name or 'without a name'}"
         why = f"nothing is left to convert, because its products are quantized, as {where} is"
-        if floats not in ([], ["float32"]):
-            why = f"expected float32 weights beside the quantized ones, but they are {floats[0]}"
-        raise InvalidArgument(f"{precision}: {why}", fix, code="precision.already")
-    if found != "float32":
+    if why:
         raise InvalidArgument(
-            f"{precision}: expected a float32 model, but its weights are {found}",
-            fix,
-            code="precision.already",
+            f"{scheme.name}: {why}", "pass the original float32 model", code="precision.already"
         )
-
-
-def _require_opset(model: ir.Model, scheme: Scheme) -> None:
-    opset = model.opset_imports.get("", 1)
-    if opset < scheme.oldest_opset:
-        raise CannotRewrite(
-            f"{scheme.name}: the model has opset {opset}, the conversion needs "
-            f"{scheme.oldest_opset}",
-            "export it again with a newer opset, or convert to float16",
-            code="precision.opset",
-        )
-
-
-def _give_names(model: ir.Model) -> None:
-    """Give unique names to all values and nodes of all graphs; the tools identify them by name."""
-    common.NameFixPass()(model)
-    for index, node in enumerate(_nodes(model)):
-        node.name = f"{node.name or node.op_type}/{index}"
 
 
 def _restore_outputs(before: ir.Model, after: ir.Model) -> None:

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from attnserve.models.quantized import FACTORS
 from attnserve.runtime.workarounds import part_transposes
 from graph_passes.analysis.constants import is_constant, is_dequantized
-from graph_passes.analysis.quantization import is_quantized
+from graph_passes.analysis.operator_sets import is_quantized
 from graph_passes.analysis.shapes import set_missing_types
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import CannotRewrite
@@ -47,11 +47,7 @@ def to_float16(model: ir.Model) -> ir.Model:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     set_missing_types(model)  # the tool converts only values that are typed float32
-    containers = {
-        node.name or ""
-        for node in ir.traversal.RecursiveGraphIterator(model.graph)
-        if _is_container(node)
-    }
+    containers = {node.name or "" for node in model.graph.all_nodes() if _is_container(node)}
     exact = sorted(_positions(model) | _around_quantized(model) | containers)
     proto = ir.to_proto(model)
     constants = {tensor.name for tensor in proto.graph.initializer}
@@ -81,7 +77,7 @@ def _positions(model: ir.Model) -> set[str]:
     float ancestors of Sin, Cos and casts to integers. Roots that depend on weights are excluded.
     """
     names: set[str] = set()
-    for root in ir.traversal.RecursiveGraphIterator(model.graph):
+    for root in model.graph.all_nodes():
         to = ir.DataType(root.attributes.get_int("to", 1)) if root.op_type == "Cast" else None
         if root.op_type not in ("Sin", "Cos") and (to is None or not to.is_integer()):
             continue
@@ -133,7 +129,7 @@ def _drop_repeats(proto: onnx.ModelProto) -> None:
 
 def _join_casts(model: ir.Model) -> None:
     """Remove the casts to float16 and back between two nodes that stay float32."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         if not (node.name or "").endswith("_cast_to_fp32_node") or node.inputs[0] is None:
             continue
         before = node.inputs[0].producer()
@@ -157,12 +153,10 @@ def _around_quantized(model: ir.Model) -> set[str]:
     Those are the quantized nodes, the products of dequantized values, which ONNX Runtime runs in
     integers, and the nodes between an integer product and its scale: its sums exceed float16.
     """
-    kept = {node for node in ir.traversal.RecursiveGraphIterator(model.graph) if is_quantized(node)}
+    kept = {node for node in model.graph.all_nodes() if is_quantized(node)}
     pending = [output for node in kept for output in node.outputs if _is_unscaled(output)]
     kept |= {
-        n
-        for n in ir.traversal.RecursiveGraphIterator(model.graph)
-        if n.op_type in FACTORS and _multiplies_quantized(n)
+        n for n in model.graph.all_nodes() if n.op_type in FACTORS and _multiplies_quantized(n)
     }
     while pending:
         for user, _ in pending.pop().uses():

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.precision.products import MICROSOFT, Moments, Product, product_of
+from attnserve.precision.products import Moments, Product, product_of
 from attnserve.precision.rounding import Rounder
 from graph_passes.analysis.constants import constant_shape
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite
 
@@ -27,9 +28,6 @@ __all__ = ["in_blocks", "quantize_to_int4"]
 
 BLOCK = 32
 """Number of weights with a common scale. Larger blocks are faster and less accurate."""
-
-INT8_PRODUCTS = 4
-"""``accuracy_level`` of MatMulNBits: activations are rounded to 8 bits in blocks of each row."""
 
 LOW, HIGH = -8, 7
 
@@ -47,9 +45,8 @@ def quantize_to_int4(
     Raises:
         CannotRewrite: Weights are not finite.
     """
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    found = [p for p in map(product_of, nodes) if p is not None and p.node.op_type == "MatMul"]
-    products = [product for product in found if product.node not in keep]
+    found = filter(None, map(product_of, model.graph.all_nodes()))
+    products = [p for p in found if p.node.op_type == "MatMul" and p.node not in keep]
     readers: dict[ir.Value, set[ir.Value]] = {}
     for product in products:
         readers.setdefault(product.weight, set()).add(product.x)
@@ -85,7 +82,8 @@ def _replace(product: Product, packed: ir.Value, scales: ir.Value) -> None:
     assert isinstance(node.graph, ir.Graph)
     y = Inserter(node.graph, node, f"{node.name}/int4").op(
         "MatMulNBits", [node.inputs[0], packed, scales], "product", domain=MICROSOFT,
-        K=rows, N=columns, bits=4, block_size=BLOCK, accuracy_level=INT8_PRODUCTS,
+        K=rows, N=columns, bits=4, block_size=BLOCK,
+        accuracy_level=4,  # activations are rounded to 8 bits in blocks of each row
     )  # fmt: skip
     replace_uses(node.outputs[0], y)
 

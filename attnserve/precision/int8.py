@@ -48,10 +48,11 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.quantized import LARGEST_7_BIT, Bits, quantized_node
-from attnserve.precision.products import MICROSOFT, Moments, Product, Range, product_of
+from attnserve.precision.products import Moments, Product, Range, product_of
 from attnserve.precision.rounding import Rounder
 from attnserve.runtime.external_data import weight_bytes
 from graph_passes.analysis.constants import constant_array, constant_shape, is_constant
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite
 
@@ -73,13 +74,6 @@ __all__ = [
 LEVELS: Mapping[Bits, tuple[int, int]] = {7: (-64, 63), 8: (-127, 127)}
 """Minimum and maximum of quantized weights, by bits."""
 
-TABLE = 1 / 20
-"""Minimum share of the weight bytes for which the table of a Gather is quantized. Smaller tables
-save little and may need to be exact (rotary angles, relative positions)."""
-
-LIMITS = 9
-"""Limits of the channels that smoothing compares, from the median channel to the largest one."""
-
 COST = 400
 """Smoothing that costs a Mul must lower the squared error of products with N columns by the factor
 1 + COST / N: the Mul takes the more of their time, the fewer columns they have."""
@@ -88,8 +82,8 @@ NORMALIZATIONS = {
     ("", "LayerNormalization"): (1, 2),
     ("", "RMSNormalization"): (1,),
     ("", "SimplifiedLayerNormalization"): (1,),
-    ("com.microsoft", "SkipLayerNormalization"): (2, 3),
-    ("com.microsoft", "SkipSimplifiedLayerNormalization"): (2,),
+    (MICROSOFT, "SkipLayerNormalization"): (2, 3),
+    (MICROSOFT, "SkipSimplifiedLayerNormalization"): (2,),
 }
 """Places of the scale and the shift of normalizations."""
 
@@ -228,8 +222,7 @@ def product_groups(
     Raises:
         CannotRewrite: There are no products to quantize.
     """
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    found = [each for each in map(product_of, nodes) if each is not None]
+    found = filter(None, map(product_of, model.graph.all_nodes()))
     able = [each for each in found if each.x.name in ranges or not each.is_attention]
     if required and not able:
         raise CannotRewrite(
@@ -325,7 +318,15 @@ class _Writer:
                 shift += grid.mean @ product.matrix() - (grid.mean / scaled) @ rounded
             bias = make.constant(shift.astype(np.float32), "bias")
             if product.is_attention:
-                self._write_attention(product, q, scale, weight, weight_scale, zero_point, bias)
+                node = product.node
+                mask = node.inputs[3] if len(node.inputs) > 3 else None
+                inputs = [q, weight, bias, scale, weight_scale, mask, zero_point]
+                y = make.op("QAttention", inputs, "attention", domain=MICROSOFT)
+                attributes = {n: a for n, a in node.attributes.items() if n != "qkv_hidden_sizes"}
+                made = y.producer()  # equal sizes are the default
+                assert made is not None
+                made.attributes.update(attributes)
+                replace_uses(product.result, y)
                 continue
             y = make.op(
                 "MatMulIntegerToFloat",
@@ -334,26 +335,6 @@ class _Writer:
                 domain=MICROSOFT,
             )
             self._replace(product, make, y)
-
-    def _write_attention(
-        self,
-        product: Product,
-        q: ir.Value,
-        scale: ir.Value,
-        weight: ir.Value,
-        weight_scale: ir.Value,
-        zero_point: ir.Value,
-        bias: ir.Value,
-    ) -> None:
-        node = product.node
-        mask = node.inputs[3] if len(node.inputs) > 3 else None
-        inputs = [q, weight, bias, scale, weight_scale, mask, zero_point]
-        y = _inserter(product).op("QAttention", inputs, "attention", domain=MICROSOFT)
-        made = y.producer()
-        assert made is not None
-        made.attributes.update(node.attributes)
-        made.attributes.pop("qkv_hidden_sizes", None)  # equal sizes are the default
-        replace_uses(product.result, y)
 
     def write_per_row(self, group: Sequence[Product]) -> None:
         """Bytes of -127..127 times the largest absolute value of each row, and the products."""
@@ -525,7 +506,7 @@ def smoothing(
         of_x = float(step) ** 2 * (np.square(divisors) * norms).sum()
         return of_x + np.square(steps).sum() * (range_.mean_square / np.square(divisors)).sum()
 
-    candidates = [np.maximum(peaks / limit, 1) for limit in np.geomspace(typical, largest, LIMITS)]
+    candidates = [np.maximum(peaks / limit, 1) for limit in np.geomspace(typical, largest, 9)]
     best = min(candidates, key=squared_error)
     if squared_error(best) * least >= squared_error(np.ones(len(peaks))):
         return None
@@ -579,10 +560,13 @@ def byte_table(
 
 
 def large_tables(model: ir.Model) -> list[ir.Node]:
-    """The Gather nodes whose tables ``quantize`` converts."""
-    least = TABLE * weight_bytes(model)
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    return [node for node in nodes if _is_table(node, least)]
+    """The Gather nodes whose tables ``quantize`` converts.
+
+    Tables of less than a twentieth of the weight bytes save little, and may need to be exact
+    (rotary angles, relative positions).
+    """
+    least = weight_bytes(model) / 20
+    return [node for node in model.graph.all_nodes() if _is_table(node, least)]
 
 
 def _is_table(node: ir.Node, least: float) -> bool:

@@ -20,12 +20,12 @@ from graph_passes.analysis.constants import (
     is_constant,
     is_dequantized,
 )
+from graph_passes.analysis.operator_sets import MICROSOFT
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 __all__ = [
-    "MICROSOFT",
     "MOMENT_TOKENS",
     "Moments",
     "Product",
@@ -33,11 +33,6 @@ __all__ = [
     "collect_ranges",
     "product_of",
 ]
-
-MICROSOFT = "com.microsoft"
-
-MOST_BATCHES = 64
-"""Maximum number of calibration batches for ranges, evenly spaced."""
 
 MOMENT_TOKENS = 8192
 """Number of calibration tokens for second moments, evenly spaced. On MiniLM, 3,000 are nearly as
@@ -103,7 +98,8 @@ class Product:
 def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range]:
     """The ranges of the activations of all products, by the name of the value, without padding.
 
-    The activations of one batch are in memory at a time.
+    They are taken from up to 64 batches, evenly spaced. The activations of one batch are in memory
+    at a time.
 
     Raises:
         InvalidData: The model refuses a batch, the data has no token, or activations are not
@@ -111,7 +107,7 @@ def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range
     """
     values = list(_activations(model))
     sums: dict[ir.Value, _Sums] = {value: _Sums() for value in values}
-    few = batches[:: -(-len(batches) // MOST_BATCHES) or 1]
+    few = batches[:: -(-len(batches) // 64) or 1]
     for tokens in _observed(model, values, few):
         for value, array in tokens.items():
             sums[value].add(array)

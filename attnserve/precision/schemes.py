@@ -124,7 +124,7 @@ class Scheme:
         """Whether the model has float32 weights that can be converted."""
         if self.bits is not None and large_tables(model):
             return True
-        return any(map(self.can_convert, ir.traversal.RecursiveGraphIterator(model.graph)))
+        return any(map(self.can_convert, model.graph.all_nodes()))
 
 
 def _is_product(node: ir.Node) -> bool:

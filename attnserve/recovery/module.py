@@ -19,7 +19,7 @@ from attnserve.recovery.operators import (
     Operator,
     tensor_of,
 )
-from graph_passes.analysis.quantization import is_quantized
+from graph_passes.analysis.operator_sets import is_quantized
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel
 
 __all__ = ["GraphModule", "memory_errors", "trainable_weights"]

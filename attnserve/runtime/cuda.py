@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["PARITY", "ArenaShrinkPolicy", "Cuda", "run_entries"]
+__all__ = ["DEVICE", "PARITY", "ArenaShrinkPolicy", "Cuda"]
 
 DEVICE = 0
 """The first visible GPU; CUDA_VISIBLE_DEVICES selects another."""
@@ -62,21 +62,6 @@ class Cuda:
 
 PARITY = Cuda()
 """Exact float32 products, for comparisons with the CPU."""
-
-
-def run_entries(*, graph: int | None = None, shrink_arena: bool = False) -> dict[str, str]:
-    """Configuration entries of one run on CUDA.
-
-    Args:
-        graph: Number (from 1) of the CUDA graph that the first run captures and later runs replay;
-            None for a run without a graph.
-        shrink_arena: Free the unused memory of the arena after the run. Not allowed with CUDA
-            graphs, which would replay into freed memory.
-    """
-    entries = {"gpu_graph_id": "-1" if graph is None else str(graph)}
-    if shrink_arena:
-        entries["memory.enable_memory_arena_shrinkage"] = f"gpu:{DEVICE}"
-    return entries
 
 
 class ArenaShrinkPolicy:

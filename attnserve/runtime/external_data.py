@@ -70,7 +70,7 @@ def map_external_data(model: ir.Model) -> None:
     """
     for value, tensor in external_weights(model):
         value.const_value = in_memory(tensor)
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         for name, attribute in list(node.attributes.items()):
             if any(isinstance(tensor, ir.ExternalTensor) for tensor in _values(attribute)):
                 tensors = [
@@ -130,7 +130,7 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield value.const_value
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         for attribute in node.attributes.values():
             yield from _values(attribute)
 

@@ -8,16 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.runtime.cuda import run_entries
+from attnserve.runtime.cuda import DEVICE
 from attnserve.runtime.interface import Feed
 from attnserve.runtime.onnx_runtime import OnnxSession, Place, placed, require_runtime, run_errors
 
-__all__ = [
-    "InputBuffers",
-    "run_bound",
-    "run_options",
-    "shrink_arena",
-]
+__all__ = ["InputBuffers", "run_bound", "run_options", "shrink_arena"]
 
 
 class InputBuffers:
@@ -50,10 +45,18 @@ class InputBuffers:
 
 
 def run_options(*, graph: int | None = None, shrink_arena: bool = False) -> Any:
-    """``onnxruntime.RunOptions`` with the entries of ``run_entries``."""
+    """``onnxruntime.RunOptions`` of one run on CUDA.
+
+    Args:
+        graph: Number (from 1) of the CUDA graph that the first run captures and later runs replay;
+            None for a run without a graph.
+        shrink_arena: Free the unused memory of the arena after the run. Not allowed with CUDA
+            graphs, which would replay into freed memory.
+    """
     options = require_runtime().RunOptions()
-    for name, value in run_entries(graph=graph, shrink_arena=shrink_arena).items():
-        options.add_run_config_entry(name, value)
+    options.add_run_config_entry("gpu_graph_id", "-1" if graph is None else str(graph))
+    if shrink_arena:
+        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{DEVICE}")
     return options
 
 

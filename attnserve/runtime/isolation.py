@@ -40,24 +40,19 @@ __all__ = [
 EXIT_S = 5.0
 """Time for a child to exit after it has closed its output."""
 
-OUTPUT_BYTES = 300
-"""Number of last bytes of a child's output that the error of a crash quotes."""
-
 INSTALLATION = str(Path(__file__).absolute().parents[2])
 """The folder that contains this package."""
 
-INHERITED = frozenset(
-    {
-        "HOME", "USER", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
-        "LD_PRELOAD", "GLIBC_TUNABLES", "TOKENIZERS_PARALLELISM",
-        "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE",
-        "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONFAULTHANDLER",
-        "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONUTF8", "PYTHONWARNINGS",
-        "SSL_CERT_FILE", "SSL_CERT_DIR",
-        "ORT_DISABLE_TELEMETRY", "ATTNSERVE_CACHE", "XDG_CACHE_HOME",
-        "SYSTEMROOT", "WINDIR", "USERPROFILE", "APPDATA", "LOCALAPPDATA",
-    }
-)  # fmt: skip
+INHERITED = frozenset({
+    "HOME", "USER", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
+    "LD_PRELOAD", "GLIBC_TUNABLES", "TOKENIZERS_PARALLELISM",
+    "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE",
+    "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONFAULTHANDLER",
+    "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONUTF8", "PYTHONWARNINGS",
+    "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "ORT_DISABLE_TELEMETRY", "ATTNSERVE_CACHE", "XDG_CACHE_HOME",
+    "SYSTEMROOT", "WINDIR", "USERPROFILE", "APPDATA", "LOCALAPPDATA",
+})  # fmt: skip
 """Environment variables that child processes inherit. NVIDIA's are listed one by one:
 NVIDIA_API_KEY is a secret."""
 
@@ -145,7 +140,7 @@ class Worker:
                 stderr=subprocess.PIPE if silent else None,
                 env=environment,
             )
-        self._output: deque[int] = deque(maxlen=OUTPUT_BYTES)
+        self._output: deque[int] = deque(maxlen=300)  # the end, which the error of a crash quotes
         # The thread owns the pipe: a process that the child started may keep it open.
         pipe, self.process.stderr = self.process.stderr, None
         self._reader = threading.Thread(target=self._read_output, args=(pipe,), daemon=True)
@@ -185,10 +180,9 @@ class Worker:
         finally:
             if timer is not None:
                 timer.cancel()
-        try:
-            answer: Any = json.loads(line)
-        except ValueError:
-            answer = None
+        answer: Any = None
+        with suppress(ValueError):
+            answer = json.loads(line)
         if not isinstance(answer, dict):
             answer = {}
         if late.is_set() and not answer:
@@ -339,11 +333,11 @@ def error_to_json(error: AttnserveError) -> dict[str, str]:
     return {"kind": kind, "what": error.what, "fix": error.fix, "code": error.code}
 
 
-def error_from_json(content: Mapping[str, str], unknown: type[AttnserveError]) -> AttnserveError:
+def error_from_json(sent: Mapping[str, str], unknown: type[AttnserveError]) -> AttnserveError:
     """Restore the error of another process; ``unknown`` if ``graph_passes.errors`` lacks it."""
-    found: Any = getattr(errors, content["kind"], None)
+    found: Any = getattr(errors, sent["kind"], None)
     is_known = isinstance(found, type) and issubclass(found, AttnserveError)
-    return (found if is_known else unknown)(content["what"], content["fix"], code=content["code"])
+    return (found if is_known else unknown)(sent["what"], sent["fix"], code=sent["code"])
 
 
 def serve(parent: int) -> None:

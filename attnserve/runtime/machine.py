@@ -17,10 +17,9 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from attnserve.runtime.control_groups import control_groups
-
 __all__ = [
     "available_cores",
+    "control_groups",
     "cpu_flags",
     "cpu_name",
     "gpu_name",
@@ -47,6 +46,19 @@ def available_cores(root: Path = Path("/")) -> int:
     for quota, period in _cpu_quotas(root):
         cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
     return max(1, cores)
+
+
+def control_groups(root: Path = Path("/")) -> list[Path]:
+    """Folders of the version 2 control groups of this process (Linux), innermost first.
+
+    Containers and services have their limits. The folders may not exist.
+    """
+    groups, own = root / "sys/fs/cgroup", ""
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        own = next((line[4:] for line in lines if line.startswith("0::/")), "")
+    folders = [groups / own, *(groups / own).parents]
+    return [folder for folder in folders if folder.is_relative_to(groups)]
 
 
 def _cpu_quotas(root: Path) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from attnserve.runtime.control_groups import control_groups
+from attnserve.runtime.machine import control_groups
 
 __all__ = ["available_bytes", "gpu_bytes", "peak_bytes", "rss_bytes"]
 

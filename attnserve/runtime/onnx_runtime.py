@@ -55,9 +55,6 @@ __all__ = [
 Place = Literal["cpu", "cuda"]
 """The device of buffers; "cpu" is for tests without a GPU."""
 
-LINES, LINE = 3, 300
-"""Maximum number of lines of an ONNX Runtime error, and of characters per line."""
-
 
 def require_runtime() -> Any:
     """Import the onnxruntime module, without telemetry unless the user asks for it.
@@ -243,7 +240,7 @@ def _open(source: Path | ir.Model, device: Device, wanted: SessionOptions) -> On
         source = source.clone()
         map_external_data(source)
     shared = _shared_weights(source) if device.provider == "cpu" else {}
-    if weight_bytes(source) >= LARGE_BYTES:
+    if weight_bytes(source) >= 2**24:  # of a large model
         return_freed_memory()
         release_mapped_pages(source)
     if _serialized_bytes(source, shared) < PROTOBUF_LIMIT_BYTES:
@@ -274,9 +271,6 @@ WARNING, FATAL = 2, 4
 
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 """The setting for the folder of the external data of a model in memory."""
-
-LARGE_BYTES = 2**24
-"""Minimum size of the weights of a model in memory for which freed memory is returned first."""
 
 SHARED_BYTES = 2**16
 """Minimum size of weights that are shared with a session instead of serialized. A session of
@@ -309,7 +303,8 @@ def _start(ort: Any, source: str | bytes, name: str, options: Any, providers: Se
         with _quiet(ort) if len(providers) > 1 else nullcontext():
             session = ort.InferenceSession(source, options, providers=providers)
     except Exception as error:  # onnxruntime has an exception class for each status
-        if len(providers) == 1 and _is_of_kernels(error) and _holds_bfloat16(source):
+        lacks_kernel = type(error).__name__ == "NotImplemented"  # for a valid graph
+        if len(providers) == 1 and lacks_kernel and _holds_bfloat16(source):
             raise InvalidModel(
                 f"{name}: the model computes in bfloat16, which ONNX Runtime does not support on "
                 f"CPUs: {_describe(error)}",
@@ -358,11 +353,6 @@ def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
     return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]
 
 
-def _is_of_kernels(error: BaseException) -> bool:
-    """Whether only a kernel is missing; the graph is valid."""
-    return type(error).__name__ == "NotImplemented"
-
-
 def _holds_bfloat16(source: str | bytes) -> bool:
     model = (
         onnx.load_model_from_string(source)
@@ -384,5 +374,5 @@ def _describe(error: BaseException) -> str:
         text,
     )
     text = re.sub(r"/\S+:\d+ [^\n]*?\)( const)? ", "", text)
-    lines = [line.strip()[:LINE] for line in text.splitlines() if line.strip()]
-    return "; ".join(lines[:LINES]) or type(error).__name__
+    lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
+    return "; ".join(lines[:3]) or type(error).__name__

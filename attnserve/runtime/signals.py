@@ -10,8 +10,6 @@ from typing import Any
 
 __all__ = ["signals_delayed"]
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 
 @contextmanager
 def signals_delayed() -> Generator[None]:
@@ -25,7 +23,7 @@ def signals_delayed() -> Generator[None]:
     came: list[int] = []
     before: dict[int, Any] = {
         number: signal.signal(number, lambda number, frame: came.append(number))
-        for number in SIGNALS
+        for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield

@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from attnserve.runtime.onnx_reader import read_in_place
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.errors import InvalidModel
 
 __all__ = ["crashes", "part_transposes", "safe_copy", "safe_graph"]
@@ -24,7 +25,7 @@ def safe_graph(path: Path) -> ir.Model | None:
     """The changed graph of a file; None if it can be loaded as it is, or cannot be read."""
     try:
         proto = read_in_place(path)
-        fused = any(imported.domain == "com.microsoft" for imported in proto.opset_import)
+        fused = any(imported.domain == MICROSOFT for imported in proto.opset_import)
         half = any(one.data_type == onnx.TensorProto.FLOAT16 for one in proto.graph.initializer)
         if not (fused or half):
             return None
@@ -62,8 +63,8 @@ def _change(model: ir.Model) -> None:
 def _without_bias(model: ir.Model) -> list[ir.Node]:
     return [
         node
-        for node in ir.traversal.RecursiveGraphIterator(model.graph)
-        if (node.domain, node.op_type) == ("com.microsoft", "Attention")
+        for node in model.graph.all_nodes()
+        if (node.domain, node.op_type) == (MICROSOFT, "Attention")
         and (len(node.inputs) < 3 or node.inputs[2] is None)
     ]
 
@@ -109,7 +110,7 @@ def _same_shape(model: ir.Model, rank: int) -> ir.Value:
 
 def _fused_transposes(model: ir.Model) -> Iterator[tuple[ir.Node, int]]:
     """MatMul nodes, and the number of an operand, whose fusion with a Transpose crashes."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         if node.op_type != "MatMul" or node.domain:
             continue
         if not any(_is_half(value) for value in node.inputs):

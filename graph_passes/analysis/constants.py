@@ -6,6 +6,7 @@ constants too. Their elements are computed on request only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
@@ -18,6 +19,7 @@ from graph_passes.errors import InvalidModel
 __all__ = [
     "FLOATS",
     "constant_array",
+    "constant_number",
     "constant_shape",
     "constant_tensor",
     "constant_type",
@@ -105,6 +107,13 @@ def constant_array(value: ir.Value) -> np.ndarray:
     array = _elements(value)
     keep = array.dtype == np.float64 or array.dtype.kind in "iub"
     return array if keep else array.astype(np.float32)
+
+
+def constant_number(value: ir.Value | None) -> float | None:
+    """The element of a constant that has one; None for other values."""
+    if not is_constant(value) or math.prod(constant_shape(value)) != 1:
+        return None
+    return float(constant_array(value).reshape(()))
 
 
 def constant_type(value: ir.Value) -> ir.DataType:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-__all__ = ["COUNTS", "RULES", "Shapes", "gives_bytes"]
+from graph_passes.analysis.operator_sets import GELUS, MATRIX_PRODUCTS, MICROSOFT
+
+__all__ = ["COUNTS", "RULES", "SHAPE_PRESERVING", "Shapes", "gives_bytes"]
 
 Shapes = Sequence[tuple[int, ...] | None]
 
@@ -102,26 +104,23 @@ def gives_bytes(node: ir.Node) -> bool:
     return scaled or node.op_type in ("QLinearAdd", "QLinearMul")
 
 
-SHAPE_PRESERVING = ("BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "QuickGelu", "RotaryEmbedding",
-                    "SimplifiedLayerNormalization")  # fmt: skip
-MATRIX_PRODUCTS = ("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "MatMulIntegerToFloat",
-                   "TransposeMatMul")  # fmt: skip
+SHAPE_PRESERVING = GELUS | {"BiasSoftmax", "RotaryEmbedding", "SimplifiedLayerNormalization"}
 RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
-    **{("com.microsoft", name): _like_first for name in SHAPE_PRESERVING},
-    **{("com.microsoft", name): _matrix_product for name in MATRIX_PRODUCTS},
+    **{(MICROSOFT, name): _like_first for name in SHAPE_PRESERVING},
+    **{(MICROSOFT, name): _matrix_product for name in MATRIX_PRODUCTS},
     ("", "GroupNormalization"): _like_first,
     ("", "LayerNormalization"): _like_first,
     ("", "SimplifiedLayerNormalization"): _like_first,
-    ("com.microsoft", "Attention"): _attention,
-    ("com.microsoft", "EmbedLayerNormalization"): _embedding,
-    ("com.microsoft", "GroupQueryAttention"): _group_query_attention,
-    ("com.microsoft", "MatMulBnb4"): _matmul_n_bits,
-    ("com.microsoft", "MatMulNBits"): _matmul_n_bits,
-    ("com.microsoft", "MultiHeadAttention"): _multi_head_attention,
-    ("com.microsoft", "QGemm"): _quantized_gemm,
-    ("com.microsoft", "QLinearAdd"): _quantized_sum,
-    ("com.microsoft", "QLinearMul"): _quantized_sum,
-    ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
-    ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
+    (MICROSOFT, "Attention"): _attention,
+    (MICROSOFT, "EmbedLayerNormalization"): _embedding,
+    (MICROSOFT, "GroupQueryAttention"): _group_query_attention,
+    (MICROSOFT, "MatMulBnb4"): _matmul_n_bits,
+    (MICROSOFT, "MatMulNBits"): _matmul_n_bits,
+    (MICROSOFT, "MultiHeadAttention"): _multi_head_attention,
+    (MICROSOFT, "QGemm"): _quantized_gemm,
+    (MICROSOFT, "QLinearAdd"): _quantized_sum,
+    (MICROSOFT, "QLinearMul"): _quantized_sum,
+    (MICROSOFT, "SkipLayerNormalization"): _skip_normalization,
+    (MICROSOFT, "SkipSimplifiedLayerNormalization"): _skip_normalization,
 }
 """Shape rules of operators of ONNX Runtime that are not in the ONNX standard."""

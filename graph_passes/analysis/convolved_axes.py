@@ -11,6 +11,7 @@ import math
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
+from graph_passes.analysis.operator_sets import MICROSOFT
 
 __all__ = ["SIDE", "convolved_lengths"]
 
@@ -21,7 +22,7 @@ CONVOLUTIONS = {
     ("", "Conv"): 1,
     ("", "ConvInteger"): 1,
     ("", "QLinearConv"): 3,
-    ("com.microsoft", "FusedConv"): 1,
+    (MICROSOFT, "FusedConv"): 1,
 }
 """Convolutions, and the input that is their weight."""
 

@@ -18,9 +18,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
+from graph_passes.analysis.contrib_shapes import RULES, SHAPE_PRESERVING
+from graph_passes.analysis.operator_sets import MATRIX_PRODUCTS, MICROSOFT
 from graph_passes.analysis.parameters import parameter_bytes, parameters
 from graph_passes.analysis.shapes import (
-    RULES,
     ShapeInfo,
     bind_axes,
     infer_shapes_at,
@@ -47,13 +48,13 @@ CHECK = 5
 MAX_AXES = 4
 
 UNSIZED = frozenset({ir.DataType.STRING, ir.DataType.UNDEFINED})
-CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
-STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
-ELEMENTWISE_CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSoftmax",
-                                 "SimplifiedLayerNormalization", "SkipLayerNormalization",
-                                 "SkipSimplifiedLayerNormalization", "EmbedLayerNormalization",
-                                 "QLinearAdd", "QLinearMul", "RotaryEmbedding"})  # fmt: skip
+UNCOUNTED = frozenset({"If", "Loop", "Scan", "SequenceMap", "LSTM", "GRU", "RNN"})
+"""Control flow and recurrent networks."""
+
+ELEMENTWISE_CONTRIB = SHAPE_PRESERVING | {
+    "EmbedLayerNormalization", "QLinearAdd", "QLinearMul", "SkipLayerNormalization",
+    "SkipSimplifiedLayerNormalization",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -207,9 +208,9 @@ def _explain(node: ir.Node, info: ShapeInfo) -> str:
 
 def node_macs(node: ir.Node, info: ShapeInfo) -> int | None:
     """MACs of one node; 0 for element-wise operators, None if unknown."""
-    if node.op_type in CONTROL_FLOW or node.op_type in RECURRENT:
+    if node.op_type in UNCOUNTED:
         return None
-    if node.domain not in STANDARD_DOMAINS:
+    if node.domain not in ("", "ai.onnx", "ai.onnx.ml"):
         if node.op_type in ELEMENTWISE_CONTRIB:
             return 0
         count = CONTRIB_COUNTS.get(node.op_type)
@@ -303,7 +304,7 @@ def _contributed_attention(node: ir.Node, info: ShapeInfo) -> int:
     """MACs of scores and context, and of the packed projection of com.microsoft Attention."""
     out = _shape(node.outputs[0], info)
     shapes = [None if value is None else _shape(value, info) for value in node.inputs]
-    present = RULES["com.microsoft", node.op_type](shapes, node)[1]
+    present = RULES[MICROSOFT, node.op_type](shapes, node)[1]
     assert present is not None
     keys, width = present[-2], node.attributes.get_int("num_heads", 0) * present[-1]
     macs = out[0] * out[1] * keys * (width + out[2])
@@ -340,12 +341,11 @@ COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     "Mul": _mixing,
 }
 
-MATRIX_CONTRIB = ("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "MatMulIntegerToFloat",
-                  "MatMulBnb4", "MatMulNBits", "QGemm", "TransposeMatMul")  # fmt: skip
-ATTENTION_CONTRIB = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
 CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
-    **dict.fromkeys(MATRIX_CONTRIB, _matmul),
-    **dict.fromkeys(ATTENTION_CONTRIB, _contributed_attention),
+    **dict.fromkeys((*MATRIX_PRODUCTS, "MatMulBnb4", "MatMulNBits", "QGemm"), _matmul),
+    "Attention": _contributed_attention,
+    "GroupQueryAttention": _contributed_attention,
+    "MultiHeadAttention": _contributed_attention,
 }
 
 

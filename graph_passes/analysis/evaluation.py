@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx import shape_inference
 from onnx.reference import ReferenceEvaluator
 
+from graph_passes.analysis.operator_sets import DATA_DEPENDENT
 from graph_passes.errors import InvalidModel
 
 __all__ = ["MAX_ELEMENTS", "SMALL", "evaluate", "infer_outputs"]
@@ -41,9 +42,6 @@ EVALUATED = frozenset({
 })  # fmt: skip
 """Operators whose time and memory are bounded by the sizes of their inputs and outputs. Others are
 not evaluated, such as a convolution with large padding and strides."""
-
-SELECTING = frozenset({"Compress", "NonZero", "Unique"})
-"""Operators with an output whose shape depends on data and is bounded by the input."""
 
 Shape = tuple[int, ...]
 
@@ -130,7 +128,7 @@ def _check_outputs(
     node: ir.Node, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int], limit: int
 ) -> None:
     """Refuse a node that is not evaluated, or whose output is larger than ``limit``."""
-    if node.op_type in SELECTING:
+    if node.op_type in DATA_DEPENDENT:
         return
     if node.op_type not in EVALUATED or node.domain not in ("", "ai.onnx"):
         raise InvalidModel(

@@ -71,7 +71,7 @@ def parameter_bytes(model: ir.Model) -> int:
 def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
     """Every initializer once, in all graphs, and the constants of more than one element."""
     found = {id(tensor): tensor for graph in model.graphs() for tensor in _initializers(graph)}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         if node.op_type == "Constant" and not node.domain:
             tensor = constant_tensor(node.outputs[0])
             is_weight = tensor is not None and tensor.size > 1 and tensor.dtype != ir.DataType.INT64
@@ -94,7 +94,7 @@ def _initializers(graph: ir.Graph | ir.Function) -> Iterator[ir.TensorProtocol]:
 def _quantized(model: ir.Model) -> dict[int, int]:
     """The number of elements of each quantized weight, by the ``id`` of its tensor."""
     found: dict[int, int] = {}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         for place in _weight_places(node):
             for tensor in _sources(node, place):
                 found[id(tensor)] = _elements(node, tensor)
@@ -157,14 +157,14 @@ def _is_quantized(dtype: ir.DataType, node: ir.Node) -> bool:
 
 
 def _quantizes(model: ir.Model) -> bool:
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    nodes = model.graph.all_nodes()
     return any(node.op_type == "QuantizeLinear" for node in nodes)
 
 
 def _scales(model: ir.Model) -> set[int]:
     """The ``id`` of floating-point constants that are only read as scales and zero points."""
     scales, others = set[int](), set[int]()
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         for place, value in enumerate(node.inputs):
             tensor = None if value is None else constant_tensor(value)
             if tensor is not None and tensor.dtype.is_floating_point():

@@ -21,11 +21,11 @@ from graph_passes.analysis.constants import constant_array, constant_tensor, is_
 from graph_passes.analysis.contrib_shapes import COUNTS, RULES, Shapes, gives_bytes
 from graph_passes.analysis.convolved_axes import SIDE, convolved_lengths
 from graph_passes.analysis.evaluation import SMALL, evaluate, infer_outputs
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
-    "RULES",
     "SAMPLES",
     "ShapeInfo",
     "TensorInfo",
@@ -346,28 +346,16 @@ SEARCHES = frozenset({"BeamSearch", "GreedySearch", "Sampling"})
 
 
 def _search_bodies(node: ir.Node) -> list[ir.Graph]:
-    if node.op_type not in SEARCHES or node.domain != "com.microsoft":
+    if node.op_type not in SEARCHES or node.domain != MICROSOFT:
         return []
     graphs = (each for each in node.attributes.values() if each.type == ir.AttributeType.GRAPH)
     return [each.as_graph() for each in graphs]
 
 
 EXPRESSION = re.compile(r"(?!.*(\*\*|\d{10}))[\w +*/,()-]{1,100}")
-"""Dimension names that are read as expressions. Others are plain names: untrusted names such as
-9**9**9 or thousands of parentheses would take unbounded time."""
-
-MAX_OPERATORS = 8
-"""Maximum number of parentheses and of products in an expression."""
-
-MAX_LENGTH = 1 << 31
-"""Maximum length of an axis that an expression gives."""
-
-
-def _is_expression(name: str) -> bool:
-    return (
-        EXPRESSION.fullmatch(name) is not None
-        and max(name.count("("), name.count("*")) <= MAX_OPERATORS
-    )
+"""Dimension names that are read as expressions, if they have up to eight parentheses and products.
+Others are plain names: untrusted names such as 9**9**9 or thousands of parentheses would take
+unbounded time."""
 
 
 def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Sequence[str]:
@@ -375,7 +363,8 @@ def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Seque
         return ()
     if dim.value is None:
         return (f"{value.name}[{position}]",)
-    if not _is_expression(dim.value):
+    name = dim.value
+    if not EXPRESSION.fullmatch(name) or max(name.count("("), name.count("*")) > 8:
         return (dim.value,)
     try:
         return sorted(dim.free_symbols()) or (dim.value,)  # past_sequence + sequence
@@ -396,7 +385,7 @@ def _length(
     except Exception:  # sympy raises various types, for example for a division by zero
         return -1
     # n / 2 of an odd n is no integer
-    return length if isinstance(length, int) and length < MAX_LENGTH else -1
+    return length if isinstance(length, int) and length < 1 << 31 else -1
 
 
 def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
@@ -509,7 +498,7 @@ def _infer_node(node: ir.Node, inference: _Inference) -> Outcome:
     )
     made = _CACHE.get(key)
     if made is None:
-        if len(_CACHE) >= CACHE_SIZE:
+        if len(_CACHE) >= 20_000:
             _CACHE.clear()
         made = _CACHE[key] = _outcome(node, tensors, inference.opsets)
     return made
@@ -518,8 +507,6 @@ def _infer_node(node: ir.Node, inference: _Inference) -> Outcome:
 _CACHE: dict[Hashable, Outcome] = {}
 """Results by operator, attributes and inputs. Layers repeat nodes, and inference runs after each
 rewrite."""
-
-CACHE_SIZE = 20_000
 
 
 def _outcome(

@@ -22,12 +22,12 @@ from graph_passes.emit.heads import emit_heads, heads_refusal
 from graph_passes.errors import Refusal
 
 __all__ = [
-    "ENTANGLED_BIAS",
     "KEY_TERM",
     "emission_refusal",
     "emit_context",
     "emit_output",
     "emit_output_projection",
+    "entangled_bias",
 ]
 
 MERGE_ORDER = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
@@ -37,9 +37,14 @@ KEY_TERM = Refusal(
     "key_term", "its scores include a content term of the keys alone, which is not a product"
 )
 
-ENTANGLED_BIAS = Refusal(
-    "entangled_bias", "its position bias is computed from its own queries or keys"
-)
+
+def entangled_bias(block: AttentionBlock) -> Refusal | None:
+    """Whether a position bias depends on the queries or keys of the block."""
+    if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
+        return Refusal(
+            "entangled_bias", "its position bias is computed from its own queries or keys"
+        )
+    return None
 
 
 def emission_refusal(block: AttentionBlock, info: ShapeInfo | None = None) -> Refusal | None:
@@ -63,9 +68,10 @@ def emission_refusal(block: AttentionBlock, info: ShapeInfo | None = None) -> Re
             return refusal
     if any(isinstance(step, FullLengths) for step in block.steps):
         return Refusal("cache_lengths", "its operator reads the sequence lengths of a cache")
-    if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
-        return ENTANGLED_BIAS
-    for mask in (step.value for step in block.steps if isinstance(step, MASKS)):
+    if refusal := entangled_bias(block):
+        return refusal
+    masks = [step for step in block.steps if isinstance(step, Mask | PositionBias | Weighted)]
+    for mask in (step.value for step in masks):
         shape = mask.shape if info is None else info.shape(mask)
         if info is not None and shape is None:
             return Refusal(
@@ -74,9 +80,6 @@ def emission_refusal(block: AttentionBlock, info: ShapeInfo | None = None) -> Re
         if shape is not None and len(shape) > 4:
             return Refusal("window_mask", "its mask has an axis of windows beside batch and heads")
     return None
-
-
-MASKS = (Mask, PositionBias, Weighted)
 
 
 def emit_context(

@@ -13,9 +13,6 @@ from graph_passes.errors import Refusal
 
 __all__ = ["Cache", "cache_of", "cache_refusal", "has_separate_heads"]
 
-MOST_READERS = 64
-"""Maximum number of nodes between cached keys and their scores."""
-
 
 @dataclass(frozen=True, eq=False)
 class Cache:
@@ -95,7 +92,7 @@ def _ends_in_scores(block: AttentionBlock, cache: Cache) -> bool:
             return False
         for node in {node for node, _ in value.uses()} - seen:
             seen.add(node)
-            if len(seen) > MOST_READERS:
+            if len(seen) > 64:  # too far from the scores
                 return False
             if value in cached and node.op_type == "Shape" and _takes_no_width(node):
                 continue

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Inserter",
     "capture_weights",
-    "exposing",
     "in_precision",
     "redirect_shapes",
     "remove_unused",
@@ -314,17 +312,6 @@ def _sample(value: ir.Value) -> Hashable:
 def _same(a: ir.Value, b: ir.Value) -> bool:
     assert a.const_value is not None and b.const_value is not None
     return a.const_value.numpy().tobytes() == b.const_value.numpy().tobytes()
-
-
-@contextmanager
-def exposing(model: ir.Model, values: Sequence[ir.Value]) -> Generator[ir.Model]:
-    """Make these values the only outputs of the model for the duration of the context."""
-    outputs = list(model.graph.outputs)
-    model.graph.outputs[:] = list(values)
-    try:
-        yield model
-    finally:
-        model.graph.outputs[:] = outputs
 
 
 def type_of(value: ir.Value | None, info: ShapeInfo) -> ir.DataType | None:

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import (
     AttentionBlock,
@@ -26,13 +27,11 @@ from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import emit_columns, emit_heads, num_groups
 from graph_passes.emit.probabilities import emit_steps
 
-__all__ = ["DOMAIN", "LOW", "OPSETS", "FusedOperator", "emit_fused_blocks", "is_plain"]
+__all__ = ["LOW", "OPSETS", "FusedOperator", "emit_fused_blocks", "is_plain"]
 
 FusedOperator = Literal["attention", "multi_head", "merged", "onnx"]
 """com.microsoft Attention, which projects inside; MultiHeadAttention, with three projections or
 with one that is split; or ai.onnx Attention."""
-
-DOMAIN = "com.microsoft"
 
 OPSETS: Mapping[FusedOperator, int] = {"merged": 13, "onnx": 23}
 """The first ai.onnx opset that has the operators of a form: Split by sizes that are an input, and
@@ -70,12 +69,12 @@ def emit_fused_blocks(
     for block in reversed(ordered):  # the output of an earlier block may be a later one's input
         _fuse(block, operators[block.name], biases.get(block.name), info)
     if any(operators[block.name] != "onnx" for block in blocks):
-        model.opset_imports.setdefault(DOMAIN, 1)
+        model.opset_imports.setdefault(MICROSOFT, 1)
 
 
 def _in_order(model: ir.Model, blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
     """Sort blocks by the places where they are emitted."""
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    nodes = model.graph.all_nodes()
     place = {node: index for index, node in enumerate(nodes)}
     return sorted(blocks, key=lambda block: place[_place(block)])
 
@@ -227,7 +226,7 @@ def _fuse(
             attributes |= {"q_num_heads": block.num_heads, "kv_num_heads": groups}
         attributes |= {"is_causal": 1} if _is_causal(block) else {}
     else:
-        operator, domain = "MultiHeadAttention", DOMAIN
+        operator, domain = "MultiHeadAttention", MICROSOFT
         attributes |= {"num_heads": block.num_heads}
         attributes |= {"unidirectional": 1} if _is_causal(block) else {}
         if by_head:

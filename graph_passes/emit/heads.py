@@ -24,13 +24,6 @@ SPLIT_ORDER = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
 
 TOKEN_LAYOUT = Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
 
-REDUCES_BY_INPUT = 18
-"""The opset whose ReduceMean takes axes as an input. Before it, and in bodies, which state no
-opset, a mean is a matrix product."""
-
-MOST_RUNS = 4
-"""Consecutive elements are copied as slices if a permutation has at most so many runs of them."""
-
 
 def heads_refusal(part: Projection) -> Refusal | None:
     """Why the heads of a projection cannot be emitted in plain operators; None if they can."""
@@ -275,8 +268,12 @@ def _apply_norm(
 
 
 def _mean(make: Inserter, value: ir.Value, size: int, name: str, dtype: ir.DataType) -> ir.Value:
-    """Emit the mean over the last axis, which stays with length 1."""
-    if make.graph.opset_imports.get("", 0) >= REDUCES_BY_INPUT:
+    """Emit the mean over the last axis, which stays with length 1.
+
+    ReduceMean takes axes as an input from opset 18 on. Before, and in bodies, which state no opset,
+    a mean is a matrix product.
+    """
+    if make.graph.opset_imports.get("", 0) >= 18:
         return make.op("ReduceMean", [value, make.integers([-1], "last")], name)
     mean = make.constant(np.full((size, 1), 1 / size), "mean", dtype)
     return make.op("MatMul", [value, mean], name)
@@ -318,10 +315,11 @@ def _in_order(
 ) -> ir.Value:
     """Emit ``gain * value[..., order]``.
 
-    Swapped halves are sliced and joined, because Gather copies single elements instead of rows.
+    Up to four runs of consecutive elements, such as halves that change places, are sliced and
+    joined: that copies rows of elements, where Gather copies single ones.
     """
     runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
-    if len(runs) in range(2, MOST_RUNS + 1):
+    if 2 <= len(runs) <= 4:
         places = np.cumsum([0, *map(len, runs)])
         signs = [np.unique(gain[:, a:b]) for a, b in pairwise(places)]
         halves = [

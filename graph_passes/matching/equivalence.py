@@ -9,19 +9,18 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import (
     constant_array,
+    constant_number,
     constant_shape,
     constant_type,
     is_constant,
 )
+from graph_passes.analysis.operator_sets import DATA_DEPENDENT
 from graph_passes.blocks import AttentionBlock, LogitStep, Mask, PositionBias
 
 __all__ = ["have_equal_masks"]
 
 SMALL = 1024
 """Elements of constants that are compared one by one; larger ones must be the same tensor."""
-
-DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress"})
-"""Operators whose output shapes depend on values: equal operators do not imply equal shapes."""
 
 REACH = 60
 """Maximum number of compared nodes above a mask."""
@@ -55,7 +54,7 @@ def _as_mask(step: LogitStep) -> LogitStep:
         node = step.value.producer()
         if node is None or node.op_type != "Where" or node.inputs[0] is None:
             return step
-        if [_number(value) for value in node.inputs[1:]] != [0.0, -np.inf]:
+        if [constant_number(value) for value in node.inputs[1:]] != [0.0, -np.inf]:
             return step
         step = Mask(node.inputs[0], -np.inf, True, step.axes)
     while isinstance(step, Mask):
@@ -64,13 +63,6 @@ def _as_mask(step: LogitStep) -> LogitStep:
             break
         step = replace(step, value=node.inputs[0], keep=not step.keep)
     return step
-
-
-def _number(value: ir.Value | None) -> float | None:
-    """The value of a constant of one element."""
-    if not is_constant(value) or int(np.prod(constant_shape(value))) != 1:
-        return None
-    return float(constant_array(value).reshape(()))
 
 
 def _of_all_heads(value: ir.Value | None, block: AttentionBlock) -> ir.Value | None:
@@ -152,7 +144,7 @@ def _same_operator(a: ir.Value, b: ir.Value) -> bool:
     first, second = a.producer(), b.producer()
     if first is None or second is None or a.index() != b.index():
         return False
-    if first.op_type in DATA_DEPENDENT:
+    if first.op_type in DATA_DEPENDENT:  # equal operators do not imply equal shapes
         return False
     if first.op_identifier() != second.op_identifier() or len(first.inputs) != len(second.inputs):
         return False

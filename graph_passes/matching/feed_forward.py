@@ -15,6 +15,7 @@ from graph_passes.analysis.constants import (
     is_constant,
 )
 from graph_passes.analysis.evaluation import evaluate
+from graph_passes.analysis.operator_sets import FLATTENS, GELUS, MICROSOFT, RESHAPES
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.context import GraphContext
@@ -33,8 +34,6 @@ NONLINEAR = frozenset({"Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Abs", "Sign",
                   "Celu", "Selu", "Gelu", "Softplus", "Softsign", "Swish", "HardSwish", "Mish",
                   "Clip", "Min", "Max", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal",
                   "And", "Or", "Not"})  # fmt: skip
-CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu"})
-LAID_OUT = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 SHAPE_OPERATORS = frozenset(
     {"Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Identity", "Concat"}
 )
@@ -52,7 +51,7 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     """
     with GraphContext.of(model) as context:
         runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    nodes = model.graph.all_nodes()
     matches = (_match(node, runs, model.opset_imports) for node in nodes)
     # A quantized product has several outputs, before and after scale and bias: the last one stays.
     blocks = {block.product: block for block in matches if block is not None}
@@ -151,14 +150,14 @@ def _is_plain(part: Linear) -> bool:
 
 def _elementwise(node: ir.Node) -> int:
     """Number of element-wise inputs of a node, from the first; 0 for other operators."""
-    if node.domain == "com.microsoft":
-        return len(node.inputs) if node.op_type in CONTRIB else 0
-    if node.domain or node.op_type not in LINEAR | NONLINEAR | LAID_OUT:
+    if node.domain == MICROSOFT:
+        return len(node.inputs) if node.op_type in GELUS else 0
+    if node.domain or node.op_type not in LINEAR | NONLINEAR | RESHAPES:
         return 0
     if node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None:
         training = constant_tensor(node.inputs[2])
         return 0 if training is None or training.numpy().any() else 1
-    return 1 if node.op_type in LAID_OUT | {"Dropout", "CastLike"} else len(node.inputs)
+    return 1 if node.op_type in RESHAPES | {"Dropout", "CastLike"} else len(node.inputs)
 
 
 def _is_nonlinear(node: ir.Node) -> bool:
@@ -234,7 +233,7 @@ def _by_neuron(
 def _unflattened(tokens: ir.Value, runs: Sequence[ShapeInfo]) -> ir.Value:
     """The tokens before exporters merged their leading axes."""
     node = tokens.producer()
-    if node is None or node.op_type not in LAID_OUT | {"Identity"} or node.inputs[0] is None:
+    if node is None or node.op_type not in FLATTENS or node.inputs[0] is None:
         return tokens
     before = node.inputs[0]
     return _unflattened(before, runs) if _same_size(before, tokens, runs) else tokens

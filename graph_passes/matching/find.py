@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.quantization import REWRITE_FIRST
+from graph_passes.analysis.operator_sets import REWRITE_FIRST, SELECTIONS
 from graph_passes.analysis.shapes import drop_length_dependent, infer_shapes_small
 from graph_passes.blocks import (
     AttentionBlock,
@@ -32,7 +32,6 @@ from graph_passes.matching.operators import FUSED_OPERATORS, OPERATORS, Operator
 from graph_passes.matching.products import ContextProduct, ScoreProduct
 from graph_passes.matching.reuse import (
     IN_ORDER,
-    SELECTIONS,
     head_sources,
     joining_node,
     products_of,
@@ -67,7 +66,7 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     reader = LayoutReader(drop_length_dependent(info, others), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
     unmatched: list[Unmatched] = []
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         try:
             block = _match_node(node, reader)
         except MatchFailure as failure:
@@ -320,7 +319,7 @@ def _in_order(blocks: Sequence[AttentionBlock], model: ir.Model) -> list[Attenti
     """Sort blocks by the execution order of their contexts."""
     if not any(block.idiom == "reused_probabilities" for block in blocks):
         return list(blocks)
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    nodes = model.graph.all_nodes()
     place = {node: index for index, node in enumerate(nodes)}
     return sorted(blocks, key=lambda b: place[node] if (node := b.context.producer()) else 0)
 
@@ -349,9 +348,6 @@ class _SoftmaxParts:
     own: ir.Value | None = None
 
 
-NO_SOFTMAX = _SoftmaxParts()
-
-
 def _make_block(
     read: OperatorMatch,
     reader: LayoutReader,
@@ -359,7 +355,7 @@ def _make_block(
     product: ir.Node,
     nodes: tuple[ir.Node, ...],
     idiom: str,
-    softmax: _SoftmaxParts = NO_SOFTMAX,
+    softmax: _SoftmaxParts = _SoftmaxParts(),
 ) -> AttentionBlock:
     """Build the block: repeat key/value heads, match the output projection, collect the nodes."""
     q = read.q

@@ -21,6 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
+from graph_passes.analysis.operator_sets import COPIES, RESHAPES
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Capped, Floor, LogitStep, Mask, PositionBias, Weighted
 from graph_passes.matching.element_map import MatchFailure, describe
@@ -206,8 +207,7 @@ def cast_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
 
 def moved_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """Layout changes of scores, for example (B*H, S, T) or heads last."""
-    moves = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose")
-    if node.op_type not in moves or node.inputs[0] is None:
+    if node.op_type not in RESHAPES | {"Transpose"} or node.inputs[0] is None:
         return None
     return LogitMatch((node.inputs[0],), _always(None))
 
@@ -261,7 +261,7 @@ def safe_softmax(probabilities: ir.Value) -> tuple[ir.Node, ...]:
 def forwarded(probabilities: ir.Value) -> tuple[ir.Node, ...]:
     """Dropout at inference, Cast and Identity."""
     for node, index in probabilities.uses():
-        if index == 0 and node.op_type in ("Dropout", "Cast", "CastLike", "Identity"):
+        if index == 0 and node.op_type in COPIES:
             return (node,)
     return ()
 

@@ -17,7 +17,13 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, constant_type, is_constant, origin
 from graph_passes.analysis.evaluation import MAX_ELEMENTS, evaluate
-from graph_passes.analysis.quantization import REWRITE_FIRST, is_quantized
+from graph_passes.analysis.operator_sets import (
+    COPIES,
+    FLATTENS,
+    LAYOUT,
+    REWRITE_FIRST,
+    is_quantized,
+)
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     BroadcastLayout,
@@ -53,13 +59,8 @@ from graph_passes.matching.rotary_and_norms import (
 
 __all__ = ["LayoutReader", "only_consumer"]
 
-LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split",
-                    "Gather", "GatherND", "Expand", "Tile", "Identity", "Cast", "CastLike",
-                    "Dropout"})  # fmt: skip
-PASS_THROUGH = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Where"})
-LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
-FLATTENS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
 FLATTENING = 4
 """Maximum number of ``FLATTENS`` operators (which keep the order of elements) before a product."""
 ENDLESS = 1 << 30
@@ -293,7 +294,7 @@ class LayoutReader:
         if (product := quantized_linear(value, self.info)) is not None:
             nodes = dict.fromkeys((product.node, node))
             return replace(self._numbered(product, self.shape(value)), nodes=tuple(nodes))
-        if node.op_type in LINEAR and any(map(is_constant, node.inputs[:2])):
+        if node.op_type in PRODUCTS and any(map(is_constant, node.inputs[:2])):
             return self._source(node, role)
         if reach == 0:
             raise MatchFailure(f"{describe(node)} is too far from any projection of the {role}")
@@ -501,7 +502,7 @@ class LayoutReader:
             raise MatchFailure(
                 f"output {index} of {describe(node)} is not a layout of its first input"
             )
-        if node.op_type in PASS_THROUGH:
+        if node.op_type in COPIES:
             return array
         inputs: list[np.ndarray | None] = [array]
         for other in node.inputs[1:]:
@@ -606,7 +607,7 @@ def only_consumer(value: ir.Value) -> ir.Node | None:
 
 def _reads_elements(node: ir.Node) -> bool:
     """False for a Shape, and for a change of the shape that only such nodes read (onnxsim)."""
-    if node.op_type in ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"):
+    if node.op_type in FLATTENS:
         output = node.outputs[0]
         return output.is_graph_output() or any(_reads_elements(use) for use, _ in output.uses())
     return node.op_type != "Shape"

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.blocks import (
     Capped,
     Causal,
@@ -37,9 +38,6 @@ from graph_passes.matching.layout import LayoutReader
 from graph_passes.matching.rotary_and_norms import rotate_heads
 
 __all__ = ["FUSED_OPERATORS", "OPERATORS", "OperatorMatch"]
-
-MASK_FILTER = -10000.0
-"""Default value that com.microsoft operators add to masked logits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,7 +305,7 @@ def _microsoft_steps(
 ) -> list[LogitStep]:
     """The mask by keys or by lengths, the causal mask, and an additive bias."""
     steps: list[LogitStep] = []
-    fill = node.attributes.get_float("mask_filter_value", MASK_FILTER)
+    fill = node.attributes.get_float("mask_filter_value", -10000.0)
     if node.attributes.get_int("unidirectional", 0):
         steps.append(Causal(ends_together=True))
     if mask is not None:
@@ -333,7 +331,7 @@ FUSED_OPERATORS = frozenset({
 
 OPERATORS: Mapping[tuple[str, str], Callable[[ir.Node, LayoutReader], OperatorMatch]] = {
     ("", "Attention"): attention_operator,
-    ("com.microsoft", "Attention"): microsoft_attention,
-    ("com.microsoft", "MultiHeadAttention"): multi_head_attention,
-    ("com.microsoft", "GroupQueryAttention"): group_query_attention,
+    (MICROSOFT, "Attention"): microsoft_attention,
+    (MICROSOFT, "MultiHeadAttention"): multi_head_attention,
+    (MICROSOFT, "GroupQueryAttention"): group_query_attention,
 }

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_shape, is_constant
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Linear
 
@@ -21,11 +22,10 @@ __all__ = ["ContextProduct", "ScoreProduct", "context_product", "linear", "score
 MATRIX = {
     "MatMul": "",
     "Gemm": "",
-    "FusedMatMul": "com.microsoft",
-    "TransposeMatMul": "com.microsoft",
+    "FusedMatMul": MICROSOFT,
+    "TransposeMatMul": MICROSOFT,
 }
 """Products of two matrices, and the domain each is defined in."""
-ELLIPSIS = "ABCDEFGH"
 
 
 def linear(
@@ -41,7 +41,7 @@ def linear(
     """
     if node.op_type == "Einsum" and not node.domain and len(node.inputs) == 2:
         return _linear_einsum(node, shape_of)
-    is_fused = allow_activation and node.op_identifier()[:2] == ("com.microsoft", "FusedGemm")
+    is_fused = allow_activation and node.op_identifier()[:2] == (MICROSOFT, "FusedGemm")
     if not (is_fused or MATRIX.get(node.op_type) == node.domain) or len(node.inputs) < 2:
         return None
     tokens, weight = node.inputs[:2]
@@ -253,7 +253,7 @@ def _letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str
         counts = {rank - len(p) + 3 for p, rank in zip(parts, (left, right), strict=True)}
         if len(counts) != 1 or not all("..." in part for part in (*parts, out)):
             return None
-        spread = ELLIPSIS[: counts.pop()]
+        spread = "ABCDEFGH"[: counts.pop()]
         *parts, out = (part.replace("...", spread) for part in (*parts, out))
     if any(len(set(part)) != len(part) for part in (*parts, out)):
         return None

@@ -13,13 +13,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant, is_dequantized
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Linear
 from graph_passes.matching.products import linear
 
 __all__ = ["quantized_linear", "quantized_reader"]
-
-MICROSOFT = "com.microsoft"
 
 OPERANDS = {
     ("", "MatMul"): (0, 1),

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
+from graph_passes.analysis.operator_sets import SELECTIONS
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Reused
 from graph_passes.matching.element_map import MatchFailure, describe
@@ -24,7 +25,6 @@ from graph_passes.matching.products import ContextProduct, context_product
 
 __all__ = [
     "IN_ORDER",
-    "SELECTIONS",
     "HeadSources",
     "head_sources",
     "joining_node",
@@ -40,9 +40,6 @@ REACH = 8
 """Maximum number of nodes between a softmax and a product that reuses it."""
 
 IN_ORDER = (0, 1, 2, 3)
-
-SELECTIONS = ("Gather", "Slice", "Split")
-"""Operators that select heads."""
 
 CASTS = ("Identity", "Cast")
 """Operators between the heads of a value and a product with them."""

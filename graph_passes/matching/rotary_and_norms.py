@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.constants import constant_array, is_constant
+from graph_passes.analysis.constants import constant_array, constant_number, is_constant
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import BroadcastLayout, Norm, RotaryTerm
 from graph_passes.matching.element_map import (
@@ -301,7 +301,7 @@ def _size(value: ir.Value | None, rows: ir.Value, info: ShapeInfo) -> _Size | No
             return _size(first, rows, info)
         case "Sqrt":
             return _mean_square(first, rows, info)
-        case "Pow" if _number(node.inputs[1]) == 0.5:
+        case "Pow" if constant_number(node.inputs[1]) == 0.5:
             return _mean_square(first, rows, info)
         case "ReduceL2" if _last_axis_kept(node, info) and _are_same(first, rows):
             return _Size(_length(rows, info) ** -0.5)
@@ -327,9 +327,9 @@ def _inverse_size(value: ir.Value | None, rows: ir.Value, info: ShapeInfo) -> _S
             return _inverse_size(node.inputs[0], rows, info)
         case "Reciprocal":
             return _size(node.inputs[0], rows, info)
-        case "Div" if _number(node.inputs[0]) == 1.0:
+        case "Div" if constant_number(node.inputs[0]) == 1.0:
             return _size(node.inputs[1], rows, info)
-        case "Pow" if _number(node.inputs[1]) == -0.5:
+        case "Pow" if constant_number(node.inputs[1]) == -0.5:
             return _mean_square(node.inputs[0], rows, info)
         case _:
             return None
@@ -369,7 +369,9 @@ def _with_number(node: ir.Node) -> list[tuple[ir.Value | None, float]]:
     if any(rest):  # an upper bound
         return []
     pairs = ((a, b),) if node.op_type == "Clip" else ((a, b), (b, a))
-    return [(inner, number) for inner, other in pairs if (number := _number(other)) is not None]
+    return [
+        (inner, number) for inner, other in pairs if (number := constant_number(other)) is not None
+    ]
 
 
 def _before_centering(value: ir.Value | None, info: ShapeInfo) -> ir.Value | None:
@@ -443,19 +445,12 @@ def _is_square(value: ir.Value | None, rows: ir.Value) -> bool:
     if node is None:
         return False
     first = node.inputs[0] if node.inputs else None
-    if node.op_type == "Pow" and _number(node.inputs[1]) == 2.0:
+    if node.op_type == "Pow" and constant_number(node.inputs[1]) == 2.0:
         absolute = _uncast(first)[1]  # torch.linalg.vector_norm
         if absolute is not None and absolute.op_type == "Abs":
             first = absolute.inputs[0]
         return _are_same(first, rows)
     return node.op_type == "Mul" and _are_same(first, rows) and _are_same(node.inputs[1], rows)
-
-
-def _number(value: ir.Value | None) -> float | None:
-    if not is_constant(value):
-        return None
-    array = constant_array(value)
-    return float(array.flat[0]) if array.size == 1 else None
 
 
 def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -> LinearTrace:

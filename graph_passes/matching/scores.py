@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analysis.operator_sets import COPIES, RESHAPES
 from graph_passes.blocks import LogitStep, Mask, PositionBias, Scaled, Weighted
 from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.idioms import LOGIT_IDIOMS, PROBABILITY_IDIOMS, SoftmaxMatch
-from graph_passes.matching.layout import PASS_THROUGH, LayoutReader
+from graph_passes.matching.layout import LayoutReader
 from graph_passes.matching.products import (
     ContextProduct,
     ScoreProduct,
@@ -31,7 +32,7 @@ __all__ = ["ContextMatch", "LogitsMatch", "match_context", "match_logits"]
 REACH = 16
 """Maximum number of nodes between scores and softmax; each may have two operands to search."""
 
-LAYOUT = PASS_THROUGH | {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"}
+MOVES = RESHAPES | {"Transpose"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +80,7 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
     stages = [np.arange(math.prod(sizes)).reshape(sizes)]
     for link in chain:
         labels = stages[-1]
-        if link.node.op_type in LAYOUT:
+        if link.node.op_type in MOVES | COPIES:
             labels = reader.apply_layout(link.node, labels, link.node.outputs[0].index() or 0)
         elif reader.shape(link.node.outputs[0]) != labels.shape:
             raise MatchFailure(f"{describe(link.node)} broadcasts the scores along another axis")
@@ -250,7 +251,7 @@ def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutRead
         if not step:
             raise MatchFailure(f"no product with values reads the probabilities {value.name!r}")
         nodes += step
-        if step[-1].op_type in LAYOUT - PASS_THROUGH:
+        if step[-1].op_type in MOVES:
             labels = reader.apply_layout(step[-1], labels, 0)
         value = step[-1].outputs[0]
         probabilities = value if _plain(labels, logits.shape) else probabilities

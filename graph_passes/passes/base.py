@@ -34,6 +34,7 @@ __all__ = [
     "NoParams",
     "RewritePass",
     "pass_named",
+    "pin_all_names",
     "registered_passes",
     "small_shapes",
     "targets_of",
@@ -293,6 +294,12 @@ def small_shapes(context: GraphContext, *, distinct_lengths: bool = False) -> Sh
         distinct_lengths: Give axes with different names different lengths.
     """
     return context.get(infer_shapes_small, batch=2, sequence=5, distinct_lengths=distinct_lengths)
+
+
+def pin_all_names(context: GraphContext) -> None:
+    """Record the names of all blocks, before a pass changes constants that names come from."""
+    pin_names(context.get(find_attention)[0])
+    pin_names(context.get(find_feed_forward))
 
 
 def registered_passes() -> Mapping[str, type[RewritePass]]:

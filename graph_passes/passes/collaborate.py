@@ -19,11 +19,10 @@ from graph_passes.blocks import (
     Floor,
     LogitStep,
     Mask,
-    PositionBias,
     Weighted,
 )
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import ENTANGLED_BIAS, KEY_TERM
+from graph_passes.emit.attention import KEY_TERM, entangled_bias
 from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
 from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
 from graph_passes.emit.editing import Inserter, in_precision, replace_uses, type_of
@@ -313,8 +312,8 @@ def collaborate_refusal(
             return refusal
     if block.content is not None:
         return KEY_TERM
-    if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
-        return ENTANGLED_BIAS
+    if refusal := entangled_bias(block):
+        return refusal
     turned = [rotary_planes(part) for part in parts]
     if turned[0] is None or turned[1] is None:
         return Refusal("rotary_layout", "its rotary positions do not turn pairs of elements")
@@ -324,14 +323,16 @@ def collaborate_refusal(
         return Refusal(
             "rotary_angles", "the elements of a pair are not known to have the same rotary angle"
         )
+    return _scores_refusal(block)
+
+
+def _scores_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why the scores of a block cannot be replaced; None if they can."""
     if block.logits is None:
         return decomposition_refusal(block)
     if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
-        return SCORE_LAYOUT
+        return Refusal("score_layout", "its scores are laid out in an order that is not followed")
     return no_probabilities(block)
-
-
-SCORE_LAYOUT = Refusal("score_layout", "its scores are laid out in an order that is not followed")
 
 
 def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal | None:
@@ -359,8 +360,8 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return Refusal(
             "cached", "its cached keys are an input of the graph, made by the original projection"
         )
-    if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
-        return ENTANGLED_BIAS
+    if refusal := entangled_bias(block):
+        return refusal
     if any(isinstance(step, Capped | Weighted) for step in block.steps):
         return Refusal(
             "capped", "its logits are capped or weighted: the key bias cannot be dropped"
@@ -376,13 +377,9 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return TOKEN_LAYOUT
     if block.k.past is not None and (refusal := cache_refusal(block)):
         return refusal
-    if block.logits is None:
-        return decomposition_refusal(block)
-    if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
-        return SCORE_LAYOUT
-    if refusal := no_probabilities(block):
+    if refusal := _scores_refusal(block):
         return refusal
-    if not _only_softmax_reads(block.logits):
+    if block.logits is not None and not _only_softmax_reads(block.logits):
         return Refusal(
             "scores_shared",
             "its scores have other readers than the softmax: the key bias cannot be dropped",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graph_passes.analysis.quantization import REWRITE_FIRST
+from graph_passes.analysis.operator_sets import REWRITE_FIRST
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import Refusal
 

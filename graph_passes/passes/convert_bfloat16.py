@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analysis.operator_sets import GELUS, MICROSOFT
 from graph_passes.analysis.shapes import set_missing_types
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import remove_unused
@@ -45,10 +46,8 @@ COMPUTES = {
 """Operators of ai.onnx with a kernel for bfloat16 in ONNX Runtime's CUDA provider, by the first
 opset that has it, as its docs/OperatorKernels.md says."""
 
-CONTRIBUTED = frozenset({"Attention", "BiasGelu", "FastGelu", "FusedMatMul", "Gelu",
-                         "MultiHeadAttention", "QuickGelu", "RotaryEmbedding",
-                         "SkipLayerNormalization",
-                         "SkipSimplifiedLayerNormalization"})  # fmt: skip
+CONTRIBUTED = GELUS | {"Attention", "FusedMatMul", "MultiHeadAttention", "RotaryEmbedding",
+                       "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}  # fmt: skip
 """Operators of com.microsoft with a kernel for bfloat16 there."""
 
 STATISTICS = {"LayerNormalization": (1, 2), "SkipLayerNormalization": (1, 2),
@@ -87,7 +86,7 @@ class ToBfloat16(RewritePass):
     def rewrite_graph(self, context: GraphContext) -> bool:
         model = context.model
         opset = model.opset_imports.get("", 0)
-        nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+        nodes = list(model.graph.all_nodes())
         converted, half = set[ir.Node](), set[ir.Value]()
         for node in nodes:
             if node.name not in self.exact and _is_converted(node, half, opset):
@@ -121,7 +120,7 @@ def _is_converted(node: ir.Node, half: set[ir.Value], opset: int) -> bool:
     if any(value.dtype is None for value in (*inputs, *_computed(node))):
         return False
     floats = [value for value in inputs if value.dtype == FLOAT]
-    if node.domain == "com.microsoft":
+    if node.domain == MICROSOFT:
         return node.op_type in CONTRIBUTED
     if node.domain or opset < min(COMPUTES):
         return False
@@ -180,7 +179,7 @@ def in_type(tensor: ir.TensorProtocol | None, to: ir.DataType) -> ir.TensorProto
 def spread_types(model: ir.Model) -> None:
     """Infer missing types; the contributed operators known here keep the type of their input."""
     set_missing_types(model)
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         known = node.op_type in CONTRIBUTED if node.domain else node.op_type in {*SINCE, *MOVES}
         if not known or node.op_type in ("Cast", "IsNaN"):
             continue

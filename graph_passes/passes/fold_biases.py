@@ -14,17 +14,12 @@ from graph_passes.analysis.constants import (
     constant_type,
     is_constant,
 )
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused
-from graph_passes.matching.feed_forward import find_feed_forward
-from graph_passes.matching.find import find_attention
-from graph_passes.matching.naming import pin_names
-from graph_passes.passes.base import RewritePass
+from graph_passes.passes.base import RewritePass, pin_all_names
 
 __all__ = ["FoldBiases"]
-
-MICROSOFT_ATTENTION = ("com.microsoft", "Attention", "")
-"""This operator first multiplies its first input by its second and adds its third."""
 
 
 class FoldBiases(RewritePass):
@@ -43,8 +38,7 @@ class FoldBiases(RewritePass):
     def rewrite_graph(self, context: GraphContext) -> bool:
         model, modified = context.model, False
         # Names may come from the biases: plans and blocks in float32 refer to them.
-        pin_names(context.get(find_attention)[0])
-        pin_names(context.get(find_feed_forward))
+        pin_all_names(context)
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
                 match = _match(node)
@@ -155,7 +149,7 @@ def _map(user: ir.Node, place: int) -> _Map | None:
         return None
     weight = user.inputs[1]
     assert weight is not None
-    if user.op_identifier() == MICROSOFT_ATTENTION:
+    if user.op_identifier() == (MICROSOFT, "Attention", ""):  # first projects: x W + c
         has_bias = len(user.inputs) > 2 and _is_float(user.inputs[2], 1)
         return _Map(weight, user, 2) if has_bias else None
     if (user.domain, user.op_type) != ("", "MatMul"):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, get_args
 import onnx_ir as ir
 from pydantic import TypeAdapter
 
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     AttentionBlock,
@@ -20,7 +21,6 @@ from graph_passes.blocks import (
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal
 from graph_passes.emit.fused_attention import (
-    DOMAIN,
     LOW,
     OPSETS,
     FusedOperator,
@@ -87,7 +87,7 @@ class FuseAttention(AttentionPass[FusedOperator]):
 
     def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
         forms = {form for _, form in self._changed(context)}
-        return before.with_opset(DOMAIN, 1) if forms - {"onnx"} else before
+        return before.with_opset(MICROSOFT, 1) if forms - {"onnx"} else before
 
     def rewrite(self, targets: AttentionTargets[FusedOperator], context: GraphContext) -> None:
         blocks = [block for block, _ in targets]

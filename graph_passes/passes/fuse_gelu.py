@@ -11,18 +11,16 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import FLOATS, constant_array, constant_type, is_constant
 from graph_passes.analysis.evaluation import evaluate
+from graph_passes.analysis.operator_sets import FLATTENS, MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, replace_uses
-from graph_passes.emit.fused_attention import DOMAIN
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets, NoParams, small_shapes
 from graph_passes.passes.invariants import Interface
 
 __all__ = ["FuseGelu", "fusible_gelus", "gelu_refusal"]
-
-LAID_OUT = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 
 Operator = Literal["Gelu", "FastGelu"]
 
@@ -58,7 +56,7 @@ class FuseGelu(FeedForwardPass[NoParams]):
         return gelu_refusal(block, small_shapes(context), context.model.opset_imports)
 
     def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
-        return before.with_opset(DOMAIN, 1) if self.targets else before
+        return before.with_opset(MICROSOFT, 1) if self.targets else before
 
     def rewrite(self, targets: FeedForwardTargets[NoParams], context: GraphContext) -> None:
         opsets = context.model.opset_imports
@@ -70,8 +68,8 @@ class FuseGelu(FeedForwardPass[NoParams]):
             last = activation.producer()
             assert last is not None
             make = Inserter(block.graph, last, f"{block.name}/fused")
-            replace_uses(activation, make.op(operator, [value], "gelu", domain=DOMAIN))
-            opsets.setdefault(DOMAIN, 1)
+            replace_uses(activation, make.op(operator, [value], "gelu", domain=MICROSOFT))
+            opsets.setdefault(MICROSOFT, 1)
 
 
 def _activation(block: FeedForwardBlock) -> ir.Value:
@@ -79,7 +77,7 @@ def _activation(block: FeedForwardBlock) -> ir.Value:
     value = block.hidden
     for node in reversed(block.nodes):
         inner = node.inputs[0]
-        if value is node.outputs[0] and node.op_type in LAID_OUT and inner is not None:
+        if value is node.outputs[0] and node.op_type in FLATTENS and inner is not None:
             value = inner
     return value
 
@@ -100,7 +98,7 @@ def gelu_refusal(
     """Why the activation of a block cannot be one GELU operator; None if it can."""
     if block.is_gated:
         return Refusal("gated", "its activation is gated by a second product")
-    if any(node.domain == DOMAIN for node in block.nodes):
+    if any(node.domain == MICROSOFT for node in block.nodes):
         return Refusal("fused", "its activation is an operator of ONNX Runtime already")
     if block.hidden.is_graph_output():
         return Refusal("returned", "its neurons are an output of the graph")

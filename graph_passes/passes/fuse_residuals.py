@@ -41,7 +41,7 @@ class FuseResiduals(RewritePass):
 def find_residuals(model: ir.Model) -> list[ir.Node]:
     """All LayerNormalization nodes of a sum of two computed values."""
     norms: list[ir.Node] = []
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         is_norm = node.op_type == "LayerNormalization" and not node.domain
         added = node.inputs[0] if is_norm else None
         adds = None if added is None else added.producer()

@@ -14,14 +14,11 @@ from graph_passes.analysis.constants import (
     constant_type,
     is_constant,
 )
+from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at, infer_shapes_small
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
-from graph_passes.emit.fused_attention import DOMAIN
-from graph_passes.matching.feed_forward import find_feed_forward
-from graph_passes.matching.find import find_attention
-from graph_passes.matching.naming import pin_names
-from graph_passes.passes.base import RewritePass, small_shapes
+from graph_passes.passes.base import RewritePass, pin_all_names, small_shapes
 from graph_passes.passes.fuse_residuals import find_residuals
 from graph_passes.passes.invariants import Interface
 
@@ -44,15 +41,13 @@ class FuseSkipNorm(RewritePass):
     name: ClassVar[str] = "fuse_skip_norm"
 
     def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
-        return before.with_opset(DOMAIN, 1) if _fusible(context) else before
+        return before.with_opset(MICROSOFT, 1) if _fusible(context) else before
 
     def rewrite_graph(self, context: GraphContext) -> bool:
         norms, info = _fusible(context), small_shapes(context)
         if norms:
-            # Names may come from the biases: plans refer to them.
-            pin_names(context.get(find_attention)[0])
-            pin_names(context.get(find_feed_forward))
-            context.model.opset_imports.setdefault(DOMAIN, 1)
+            pin_all_names(context)  # they may come from the biases: plans refer to them
+            context.model.opset_imports.setdefault(MICROSOFT, 1)
         for norm in norms:
             _fuse(norm, info)
         remove_unused(context.model)
@@ -132,7 +127,7 @@ def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
     while inputs[-1] is None:
         inputs.pop()
     epsilon = norm.attributes.get_float("epsilon", 1e-5)
-    outputs = make.ops("SkipLayerNormalization", inputs, names, domain=DOMAIN, epsilon=epsilon)
+    outputs = make.ops("SkipLayerNormalization", inputs, names, domain=MICROSOFT, epsilon=epsilon)
     if is_read:
         outputs[1].name = outputs[2].name = ""  # not computed
         replace_uses(added, outputs[3])

@@ -19,7 +19,7 @@ from graph_passes.analysis.constants import (
     origin,
     readers,
 )
-from graph_passes.analysis.quantization import REWRITE_FIRST
+from graph_passes.analysis.operator_sets import REWRITE_FIRST
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext

@@ -174,7 +174,7 @@ def _emit(
 def skipped(model: ir.Model) -> list[Skipped]:
     """The attention blocks that ``SkipAttention`` removed, in order of execution."""
     marked: dict[str, list[ir.Node]] = {}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
         name, mark, _ = (node.name or "").partition(MARK)
         if mark:
             marked.setdefault(name, []).append(node)

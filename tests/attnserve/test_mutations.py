@@ -28,12 +28,9 @@ import pytest
 
 from attnserve.checks.certify import SHAPES, read_attention
 from attnserve.checks.inspect import inspect
-from attnserve.context import ONE_THREAD
 from attnserve.planning.optimize import optimize
-from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.editing import exposing
 from graph_passes.errors import AttnserveError
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, exact_rank, factor, sharing_refusal
@@ -41,7 +38,7 @@ from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference
 from tests.attnserve.mutation_seeds import SEEDS, TRAPS
 from tests.attnserve.mutations import corrupted, mutant
-from tests.graph_passes.graphs import text_of
+from tests.graph_passes.graphs import observing, text_of
 
 COUNT = int(os.environ.get("MUTANTS", "400"))
 CHUNKS = 4
@@ -98,8 +95,7 @@ def captured(
 ) -> list[Captured]:
     """Run the whole model and return these values for each feed."""
     computed = [value for value in dict.fromkeys(values) if value.producer() is not None]
-    with exposing(model, computed):
-        session = open_session(model, ONE_THREAD, optimize=False)
+    session = observing(model, computed, optimize=False)
     runs = []
     for arrays in feeds:
         feed = {i.name: arrays[i.name] for i in session.get_inputs()}

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention
 from attnserve.context import ONE_THREAD
+from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type, origin
 from graph_passes.analysis.shapes import infer_shapes_small
@@ -283,6 +284,13 @@ def text_of(model: ir.Model) -> str:
     return re.sub(r"\n\s*\n", "\n", str(model.graph))
 
 
+def assert_unchanged(model: ir.Model, rewrite: ir.passes.PassBase) -> None:
+    """A pass changes nothing, and says so."""
+    before = ir.to_proto(model).SerializeToString()
+    assert not rewrite(model).modified
+    assert ir.to_proto(model).SerializeToString() == before
+
+
 def only(model: ir.Model) -> AttentionBlock:
     """The one block of a model, certified by running it."""
     reading = read_attention(model)
@@ -325,6 +333,16 @@ def feeds(
         else:
             arrays[value.name] = seen.astype(value.dtype.numpy())
     return arrays
+
+
+def observing(model: ir.Model, values: Sequence[ir.Value], *, optimize: bool = True) -> Session:
+    """A session of the model that returns these values in place of its outputs."""
+    outputs = list(model.graph.outputs)
+    model.graph.outputs[:] = values
+    try:
+        return open_session(model, ONE_THREAD, optimize=optimize)
+    finally:
+        model.graph.outputs[:] = outputs
 
 
 def run(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> np.ndarray:

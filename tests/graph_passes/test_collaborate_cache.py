@@ -22,11 +22,7 @@ EXACT = H * K
 
 PAST = f"float[batch, {H}, past, {K}] pk, float[batch, {H}, past, {V}] pv"
 PRESENT = f"float[batch, {H}, total, {K}] keys, float[batch, {H}, total, {V}] values"
-KEYS = """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, heads)
-        k = Transpose <perm = [0, 2, 1, 3]> (k2)"""
+KEYS = PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3")
 JOIN = "\n keys = Concat <axis = 2> (pk, k)\n kT = Transpose <perm = [0, 1, 3, 2]> (keys)"
 DECODER = {
     "k": KEYS + JOIN,

@@ -11,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve.calibration.elimination import RIDGE, eliminate, elimination_order
-from attnserve.context import ONE_THREAD
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.session import open_session
-from graph_passes.emit.editing import exposing
 from graph_passes.matching.find import find_attention
-from tests.graph_passes.graphs import D, H, K, V, layers, weights
+from tests.graph_passes.graphs import D, H, K, V, layers, observing, weights
 
 EXACT = 1e-8
 """Rounding error of the closed form relative to the variance."""
@@ -153,8 +150,7 @@ def test_elimination_order_uses_the_contexts_of_the_model(model: ir.Model):
     assert list(result) == ["attention_0", "attention_1"]
     for layer, block in enumerate(blocks):
         assert block.output is not None
-        with exposing(model, [block.output.input]):
-            session = open_session(model, ONE_THREAD)
+        session = observing(model, [block.output.input])
         read = [np.asarray(session.run(None, batch)[-1]) for batch in batches()]
         context = np.concatenate([c.reshape(-1, H * V) for c in read]).astype(np.float64)
         weight = weights(layer)["Wo"].astype(np.float64)

@@ -26,33 +26,31 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
-from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.errors import raises
-from tests.graph_passes.graphs import FUSED, PARTS, D, H, K, V, attention, feeds, graph, weights
+from tests.graph_passes.graphs import (
+    FUSED,
+    PARTS,
+    PLAIN_INPUT,
+    D,
+    H,
+    K,
+    V,
+    attention,
+    feeds,
+    fused_parts,
+    graph,
+    observing,
+    weights,
+)
 from tests.graph_passes.graphs import only as block_of
+from tests.graph_passes.layouts import LAID_OUT, ONE_KEY_HEAD
+from tests.graph_passes.layouts import LAYOUTS as SHARED
 
 Measure = Callable[..., dict[str, np.ndarray]]
 MEASURES: list[Measure] = [head_energy, leave_one_out, sensitivity]
 
 SIDE_BY_SIDE = "\n        c = Attention <q_num_heads = 3, kv_num_heads = 3> (q1, k1, v1)"
-IN_BATCH = {
-    "q": PARTS["q"].replace("q = Transp", "q3 = Transp") + "\n        q = Reshape(q3, flat_k)",
-    "k": PARTS["k"].replace("kT = Transpose <perm = [0, 2, 3, 1]>", "k3 = Transpose <perm = [0, 2,"
-    " 1, 3]>") + "\n        k = Reshape(k3, flat_k)\n        kT = Transpose <perm = [0, 2, 1]> (k)",
-    "v": PARTS["v"].replace("v = Transp", "v3 = Transp") + "\n        v = Reshape(v3, flat_v)",
-    "mask": "\n        m = Identity(s)",
-    "context": """
-        c0 = MatMul(p, v)
-        c1 = Reshape(c0, unflat_v)
-        c2 = Transpose <perm = [0, 2, 1, 3]> (c1)
-        c = Reshape(c2, merge)""",
-}  # fmt: skip
-SHAPES = {
-    "flat_k": np.array([-1, 7, K], np.int64),
-    "flat_v": np.array([-1, 7, V], np.int64),
-    "unflat_v": np.array([-1, H, 7, V], np.int64),
-}
 TURNED = """
         c0 = Einsum <equation = "bhst,bhtv->bshv"> (p, v)
         c = Reshape(c0, merge)"""
@@ -69,25 +67,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "heads apart": {},
     "tokens before heads": {"context": TURNED},
     "tokens before sequences": {"context": CYCLED},
-    "heads in the batch": {**IN_BATCH, "inputs": f"float[batch, 7, {D}] x"},
+    "heads in the batch": {**SHARED["heads and batch in one axis"], "inputs": PLAIN_INPUT},
     "fused, heads side by side": {
-        **ALONE, **FUSED, "context": SIDE_BY_SIDE, "opset": 23,
-        "inputs": f"float[batch, sequence, {D}] x",
+        **ALONE, **FUSED, "context": SIDE_BY_SIDE, "opset": 23, "inputs": PLAIN_INPUT,
     },
     "fused, heads apart": {
-        **FUSED,
-        "k": PARTS["k"].replace("kT = Transpose <perm = [0, 2, 3, 1]>",
-                                "k = Transpose <perm = [0, 2, 1, 3]>"),
-        "context": PARTS["context"].replace("MatMul(p, v)", "Attention <scale = 0.37> (q, k, v)"),
-        "opset": 23,
-        "inputs": f"float[batch, sequence, {D}] x",
+        **fused_parts("Attention <scale = 0.37> (q, k, v)"), "opset": 23, "inputs": PLAIN_INPUT,
     },
 }  # fmt: skip
 """One attention whose context lies in each of the layouts."""
 
 
 def layer(layout: str = "heads apart", **constants: np.ndarray) -> ir.Model:
-    return attention(**LAYOUTS[layout], constants=SHAPES | constants)
+    return attention(**LAYOUTS[layout], constants=LAID_OUT | constants)
 
 
 def without(head: int) -> np.ndarray:
@@ -103,8 +95,7 @@ def outputs(model: ir.Model, batch: Batch) -> np.ndarray:
 
 def contexts(model: ir.Model, batch: Batch) -> np.ndarray:
     """Of the plain layer: (H, tokens, V)."""
-    with exposing(model, [block_of(model).context]):
-        context = np.asarray(open_session(model).run(None, batch)[0])
+    context = observing(model, [block_of(model).context]).run(None, batch)[0]
     return np.moveaxis(context, 1, 0).reshape(H, -1, V).astype(np.float64)
 
 
@@ -490,8 +481,7 @@ def test_voting_of_a_batch_uses_its_feature_maps(bert: ir.Model, data: list[Batc
     block = read_attention(bert).blocks[0]
     got = voting_to_stay(bert, [block], data, groups=2)[block.name]
     assert block.v.output is not None and block.probabilities is not None
-    with exposing(bert, [block.v.output, block.probabilities, block.context]):
-        session = open_session(bert)
+    session = observing(bert, [block.v.output, block.probabilities, block.context])
     votes = np.zeros(4, int)
     for batch in data:
         real = batch["attention_mask"].astype(bool)
@@ -505,15 +495,19 @@ def test_voting_of_a_batch_uses_its_feature_maps(bert: ir.Model, data: list[Batc
     assert got.votes.tolist() == votes.tolist()
 
 
+def assert_same_votes(one: dict[str, Votes], two: dict[str, Votes]) -> None:
+    for name in one:
+        np.testing.assert_array_equal(one[name].groups, two[name].groups)
+        np.testing.assert_array_equal(one[name].votes, two[name].votes)
+
+
 def test_voting_ignores_padding(bert: ir.Model, data: list[Batch]):
     blocks = read_attention(bert).blocks
     one, two = (
         voting_to_stay(bert, blocks, batches, groups=2)
         for batches in (data, [padded(batch) for batch in data])
     )
-    for name in one:
-        np.testing.assert_array_equal(one[name].groups, two[name].groups)
-        np.testing.assert_array_equal(one[name].votes, two[name].votes)
+    assert_same_votes(one, two)
 
 
 def test_voting_is_deterministic_for_a_seed(bert: ir.Model, data: list[Batch]):
@@ -521,9 +515,7 @@ def test_voting_is_deterministic_for_a_seed(bert: ir.Model, data: list[Batch]):
     one, two = (
         voting_to_stay(bert, blocks, data, groups=2, context=RunContext(seed=7)) for _ in range(2)
     )
-    for name in one:
-        np.testing.assert_array_equal(one[name].groups, two[name].groups)
-        np.testing.assert_array_equal(one[name].votes, two[name].votes)
+    assert_same_votes(one, two)
 
 
 def test_voting_number_of_groups_may_differ_per_layer(bert: ir.Model, data: list[Batch]):
@@ -533,27 +525,8 @@ def test_voting_number_of_groups_may_differ_per_layer(bert: ir.Model, data: list
     assert {name: int(votes.mask.sum()) for name, votes in got.items()} == wanted
 
 
-GROUPED = """
-        q0 = MatMul(x, Wq)
-        q1 = Reshape(q0, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q1)
-        k0 = MatMul(x, Wk1)
-        k1 = Reshape(k0, one_head)
-        k = Transpose <perm = [0, 2, 3, 1]> (k1)
-        v0 = MatMul(x, Wv1)
-        v1 = Reshape(v0, one_v_head)
-        v = Transpose <perm = [0, 2, 1, 3]> (v1)
-        s0 = MatMul(q, k)
-        s = Mul(s0, scale)
-        p = Softmax <axis = -1> (s)
-        c0 = MatMul(p, v)
-        c1 = Transpose <perm = [0, 2, 1, 3]> (c0)
-        c = Reshape(c1, merge)
-        out = MatMul(c, Wo)"""
-
-
 def test_value_maps_of_grouped_heads_are_equal():
-    model = graph(GROUPED, inputs=f"float[batch, sequence, {D}] x")
+    model = attention(inputs=PLAIN_INPUT, mask="\n m = Identity(s)", **ONE_KEY_HEAD)
     got = vote(model, 1)
     assert got.votes.sum() == 9 and got.votes[0] >= 3, "of equal values the first is voted for"
 

@@ -12,9 +12,10 @@ from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import ONE_THREAD, Device
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
-from graph_passes.emit.editing import Inserter, exposing, remove_unused, replace_uses
+from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.errors import InvalidData
 from tests.errors import raises
+from tests.graph_passes.graphs import observing
 
 CHAIN = """
     a = Mul(x, two)
@@ -81,8 +82,7 @@ def values(graph: ir.Model, names: str) -> list[ir.Value]:
 
 def whole(graph: ir.Model, names: str) -> list[list[np.ndarray]]:
     """Run the whole model once per batch."""
-    with exposing(graph, values(graph, names)):
-        session = open_session(graph, ONE_THREAD)
+    session = observing(graph, values(graph, names))
     return [session.run(None, batch) for batch in batches()]
 
 

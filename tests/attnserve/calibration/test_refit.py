@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve.calibration.refit import RIDGES, collect_targets, context_moments, refit
-from attnserve.calibration.ridge import Moments, ridge_towards
+from attnserve.calibration.ridge import Moments, NormalEquations
 from attnserve.checks.certify import read_attention
-from attnserve.context import ONE_THREAD, RunContext
+from attnserve.context import RunContext
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.session import open_session
-from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidData
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.fuse_residuals import residual_of
@@ -25,7 +23,8 @@ from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import AffineMap, SkipAttention, skipped
 from tests.errors import raises
-from tests.graph_passes.graphs import PARTS, D, H, V, layers, run, text_of, weights
+from tests.graph_passes.graphs import D, H, V, layers, observing, run, text_of, weights
+from tests.graph_passes.layouts import SEQUENCE_FIRST
 
 seeds = st.integers(0, 10**6)
 
@@ -41,6 +40,9 @@ class Sample:
     @property
     def moments(self) -> Moments:
         return Moments.of(self.c, self.t)
+
+    def fit(self, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+        return NormalEquations(self.moments, self.prior).solve(ridge)
 
 
 def sample(seed: int, tokens: int = 50, N: int = 6, width: int = 4) -> Sample:
@@ -82,7 +84,7 @@ def test_moments_are_additive(seed: int, at: int):
 @given(seed=seeds)
 def test_solve_tiny_ridge_is_least_squares(seed: int):
     given = sample(seed)
-    ((weight, bias),) = ridge_towards(given.moments, given.prior, [1e-12])
+    weight, bias = given.fit(1e-12)
     with_one = np.hstack([given.c, np.ones((len(given.c), 1))])
     best = np.linalg.lstsq(with_one, given.t, rcond=None)[0]
     np.testing.assert_allclose(weight, best[:-1], rtol=1e-4, atol=1e-4)
@@ -93,18 +95,17 @@ def test_solve_tiny_ridge_is_least_squares(seed: int):
 
 def test_solve_infinite_ridge_changes_only_the_bias():
     given = sample(0)
-    ((weight, bias),) = ridge_towards(given.moments, given.prior, [np.inf])
+    weight, bias = given.fit(np.inf)
     np.testing.assert_array_equal(weight, given.prior)
     np.testing.assert_allclose(bias, (given.t - given.c @ given.prior).mean(0), atol=1e-12)
-    ((nearly, _),) = ridge_towards(given.moments, given.prior, [1e9])
-    np.testing.assert_allclose(nearly, given.prior, atol=1e-6)
+    np.testing.assert_allclose(given.fit(1e9)[0], given.prior, atol=1e-6)
 
 
 @given(seed=seeds, ridge=st.sampled_from([ridge for ridge in RIDGES if np.isfinite(ridge)]))
 def test_solve_ridge_equals_augmented_least_squares(seed: int, ridge: float):
     """min sum |c W + b - t|^2 / n + ridge * unit |W - W_O|^2, unit being the mean variance of c."""
     given = sample(seed, tokens=20)
-    ((weight, bias),) = ridge_towards(given.moments, given.prior, [ridge])
+    weight, bias = given.fit(ridge)
     unit = np.var(given.c, axis=0).mean()
     root = np.sqrt(ridge * unit * len(given.c))
     rows = np.vstack(
@@ -118,7 +119,7 @@ def test_solve_ridge_equals_augmented_least_squares(seed: int, ridge: float):
 @given(seed=seeds)
 def test_solve_stronger_ridge_is_closer_to_the_prior(seed: int):
     given = sample(seed)
-    found = ridge_towards(given.moments, given.prior, RIDGES)
+    found = [given.fit(ridge) for ridge in RIDGES]
     distances = [float(np.linalg.norm(weight - given.prior)) for weight, _ in found]
     errors = [given.moments.error(*each) for each in found]
     assert np.all(np.diff(distances) <= 1e-9) and distances[-1] == 0
@@ -128,7 +129,7 @@ def test_solve_stronger_ridge_is_closer_to_the_prior(seed: int):
 
 def test_solve_fewer_tokens_than_dimensions_is_finite():
     given = sample(0, tokens=1)
-    for weight, bias in ridge_towards(given.moments, given.prior, RIDGES):
+    for weight, bias in map(given.fit, RIDGES):
         assert np.isfinite(weight).all()
         np.testing.assert_allclose(given.c @ weight + bias, given.t, atol=1e-6)
         np.testing.assert_allclose(weight, given.prior, atol=1e-6)  # nothing varies
@@ -136,8 +137,8 @@ def test_solve_fewer_tokens_than_dimensions_is_finite():
 
 def test_a_constant_is_the_mean():
     given = sample(0)
-    moments = Moments.of(np.zeros((50, 0)), given.t)
-    for weight, bias in ridge_towards(moments, np.zeros((0, 4)), RIDGES):
+    empty = Sample(np.zeros((50, 0)), given.t, np.zeros((0, 4)))
+    for weight, bias in map(empty.fit, RIDGES):
         assert weight.shape == (0, 4)
         np.testing.assert_allclose(bias, given.t.mean(0), atol=1e-12)
 
@@ -177,6 +178,16 @@ def pruned(original: ir.Model, masks: dict[str, Sequence[int]] | None = None) ->
     return PruneHeads(masks or {ONE: (1, 0, 1), TWO: (0, 1, 1)})(original.clone()).model
 
 
+@pytest.fixture
+def original() -> ir.Model:
+    return model()
+
+
+@pytest.fixture
+def graph(original: ir.Model) -> ir.Model:
+    return pruned(original)
+
+
 def distance(
     graph: ir.Model, original: ir.Model, batches: Sequence[Batch], names: Sequence[str]
 ) -> dict[str, float]:
@@ -191,8 +202,7 @@ def distance(
             output = places[name].output
             beside, _ = residual_of(output) or (None, None)
             values = [output] if beside is None else [output, beside]
-            with exposing(side, values):
-                session = open_session(side, ONE_THREAD)
+            session = observing(side, values)
             rows = [
                 [made[batch["attention_mask"].astype(bool)] for made in
                  session.run(None, batch)[-len(values) :]]
@@ -220,9 +230,7 @@ def output_weights(graph: ir.Model) -> list[np.ndarray]:
     return [block.output.matrix() for block in blocks if block.output is not None]
 
 
-def test_refit_reduces_and_reports_the_error():
-    original = model()
-    graph = pruned(original)
+def test_refit_reduces_and_reports_the_error(original: ir.Model, graph: ir.Model):
     before = distance(graph, original, texts(), [ONE, TWO])
     found = refit(graph, original, [ONE, TWO], texts())
     after = distance(graph, original, texts(), [ONE, TWO])
@@ -235,9 +243,7 @@ def test_refit_reduces_and_reports_the_error():
     assert found[TWO].relative_error_before != pytest.approx(before[TWO], rel=1e-3)
 
 
-def test_refit_reduces_the_error_on_unseen_text():
-    original = model()
-    graph = pruned(original)
+def test_refit_reduces_the_error_on_unseen_text(original: ir.Model, graph: ir.Model):
     unseen = texts(99)
     before = distance(graph, original, unseen, [ONE, TWO])
     refit(graph, original, [ONE, TWO], texts(count=20))
@@ -245,9 +251,7 @@ def test_refit_reduces_the_error_on_unseen_text():
     assert after[ONE] < 0.8 * before[ONE] and after[TWO] < 0.8 * before[TWO]
 
 
-def test_refit_graph_still_matches_and_keeps_its_interface():
-    original = model()
-    graph = pruned(original)
+def test_refit_graph_still_matches_and_keeps_its_interface(original: ir.Model, graph: ir.Model):
     refit(graph, original, [ONE, TWO], texts())
     reading = read_attention(graph)
     assert [block.name for block in reading.blocks] == [ONE, TWO]
@@ -260,8 +264,7 @@ def test_refit_graph_still_matches_and_keeps_its_interface():
         ]
 
 
-def test_refit_keeps_other_weights_and_layers():
-    original = model()
+def test_refit_keeps_other_weights_and_layers(original: ir.Model):
     graph = pruned(original, {ONE: (1, 0, 1)})
     before = constants(graph)
     refit(graph, original, [ONE], texts())
@@ -273,9 +276,8 @@ def test_refit_keeps_other_weights_and_layers():
     np.testing.assert_array_equal(output_weights(graph)[1], weights(1)["Wo"])
 
 
-def test_refit_of_a_layer_compensates_earlier_layers():
+def test_refit_of_a_layer_compensates_earlier_layers(original: ir.Model):
     """The second layer is whole, and computes what it did: what is missing is in the residual."""
-    original = model()
     graph = pruned(original, {ONE: (1, 0, 1)})
     before = distance(graph, original, texts(), [ONE, TWO])
     found = refit(graph, original, [TWO], texts())
@@ -285,9 +287,7 @@ def test_refit_of_a_layer_compensates_earlier_layers():
     assert after[TWO] < 0.85 * before[TWO]
 
 
-def test_refit_disabled_only_reports_the_error():
-    original = model()
-    graph = pruned(original)
+def test_refit_disabled_only_reports_the_error(original: ir.Model, graph: ir.Model):
     text, before = text_of(graph), constants(graph)
     found = refit(graph, original, [ONE, TWO], texts(), fit=False)
     assert text_of(graph) == text
@@ -300,8 +300,7 @@ def test_refit_disabled_only_reports_the_error():
         assert done.relative_error == pytest.approx(measured[name], rel=1e-3)
 
 
-def test_refit_of_an_unchanged_model_changes_nothing():
-    original = model()
+def test_refit_of_an_unchanged_model_changes_nothing(original: ir.Model):
     graph = original.clone()
     found = refit(graph, original, [ONE, TWO], texts())
     for done in found.values():
@@ -310,8 +309,7 @@ def test_refit_of_an_unchanged_model_changes_nothing():
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
-def test_refit_unknown_names_are_ignored():
-    original = model()
+def test_refit_unknown_names_are_ignored(original: ir.Model):
     assert refit(original.clone(), original, ["nothing"], texts()) == {}
     assert refit(original.clone(), original, [], texts()) == {}
 
@@ -332,9 +330,7 @@ def test_refit_on_little_text_does_not_increase_the_error(
         assert after[name] <= 1.01 * before[name], (before, after)
 
 
-def test_refit_on_one_text_changes_nothing():
-    original = model()
-    graph = pruned(original)
+def test_refit_on_one_text_changes_nothing(original: ir.Model, graph: ir.Model):
     before = text_of(graph), constants(graph)
     found = refit(graph, original, [ONE, TWO], texts(count=1, rows=1))
     assert {done.ridge for done in found.values()} == {None}
@@ -342,23 +338,20 @@ def test_refit_on_one_text_changes_nothing():
     assert text_of(graph) == before[0] and constants(graph).keys() == before[1].keys()
 
 
-def test_refit_on_one_batch_cross_validates_its_texts():
+def test_refit_on_one_batch_cross_validates_its_texts(original: ir.Model):
     """Its texts judge each other, of whatever length they are."""
-    original = model()
     found = refit(pruned(original), original, [ONE, TWO], texts(count=1, rows=60))
     for done in found.values():
         assert done.ridge is not None and done.relative_error < done.relative_error_before
 
 
-def test_refit_of_a_replaced_attention_needs_one_text():
+def test_refit_of_a_replaced_attention_needs_one_text(original: ir.Model):
     """It has no weights yet that could be better."""
-    original = model()
     found = refit(skip(original), original, [ONE], texts(count=1, rows=1))[ONE]
     assert found.ridge == 1.0 and found.relative_error < found.relative_error_before
 
 
-def test_refit_cross_validation_does_not_depend_on_batches():
-    original = model()
+def test_refit_cross_validation_does_not_depend_on_batches(original: ir.Model):
     many = texts(count=1, rows=30)[0]
     alone = [{name: array[i : i + 1] for name, array in many.items()} for i in range(30)]
     pair = [refit(pruned(original), original, [ONE, TWO], batches) for batches in ([many], alone)]
@@ -383,8 +376,7 @@ def padded(batches: Sequence[Batch], more: int, value: float) -> list[Batch]:
 
 
 @pytest.mark.parametrize(("more", "value"), [(0, 0.0), (3, 0.0), (0, 100.0), (5, -1e4)])
-def test_refit_ignores_padding(more: int, value: float):
-    original = model()
+def test_refit_ignores_padding(more: int, value: float, original: ir.Model):
     fitted: list[list[np.ndarray]] = []
     errors: list[list[float]] = []
     for batches in (texts(), padded(texts(), more, value)):
@@ -397,13 +389,6 @@ def test_refit_ignores_padding(more: int, value: float):
         np.testing.assert_allclose(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
-SEQUENCE_FIRST = {
-    **{
-        part: PARTS[part].replace("0, 2, 1, 3", "1, 2, 0, 3").replace("0, 2, 3, 1", "1, 2, 3, 0")
-        for part in ("q", "k", "v")
-    },
-    "context": PARTS["context"].replace("0, 2, 1, 3", "2, 0, 1, 3"),
-}
 FLAT = {
     "output": """
         shape = Shape(x)
@@ -515,8 +500,7 @@ def test_refit_accepts_collected_targets():
 # Other rewrites
 
 
-def test_refit_of_reused_attention_reduces_the_error():
-    original = model()
+def test_refit_of_reused_attention_reduces_the_error(original: ir.Model):
     graph = original.clone()
     ReuseAttention({TWO: {0: (ONE, 2), 2: (ONE, 1)}})(graph)
     unseen = texts(99, count=20)
@@ -532,9 +516,8 @@ def skip(original: ir.Model, name: str = ONE, *, affine: bool = True) -> ir.Mode
     return SkipAttention({name: AffineMap(weight, np.zeros(D))})(original.clone()).model
 
 
-def test_affine_replacement_of_affine_attention_is_exact():
+def test_affine_replacement_of_affine_attention_is_exact(original: ir.Model):
     """A text of one token attends to itself alone: out = (x W_V + b_V) W_O + b_O."""
-    original = model()
     graph = skip(original)
     alone = texts(count=20, rows=8, longest=2)
     alone = [{name: array[:, :1] for name, array in batch.items()} for batch in alone]
@@ -550,8 +533,7 @@ def test_affine_replacement_of_affine_attention_is_exact():
     np.testing.assert_allclose(run(graph, unseen), run(original, unseen), atol=2e-3)
 
 
-def test_a_constant_is_the_mean_output():
-    original = model()
+def test_a_constant_is_the_mean_output(original: ir.Model):
     graph = skip(original, affine=False)
     found = refit(graph, original, [ONE], texts())
     assert found[ONE].relative_error == pytest.approx(1, abs=1e-6)  # all its variation is lost
@@ -562,8 +544,7 @@ def test_a_constant_is_the_mean_output():
     np.testing.assert_allclose(gap.affine.bias, moments.t / moments.count, atol=1e-5)
 
 
-def test_affine_replacement_is_at_least_as_good_as_a_constant():
-    original = model()
+def test_affine_replacement_is_at_least_as_good_as_a_constant(original: ir.Model):
     errors = {
         affine: refit(skip(original, affine=affine), original, [ONE], texts(count=20))[ONE]
         for affine in (True, False)
@@ -571,8 +552,7 @@ def test_affine_replacement_is_at_least_as_good_as_a_constant():
     assert errors[True].relative_error < errors[False].relative_error
 
 
-def test_refit_of_a_replaced_attention_can_be_repeated():
-    original = model()
+def test_refit_of_a_replaced_attention_can_be_repeated(original: ir.Model):
     graph = skip(original)
     first = refit(graph, original, [ONE], texts())[ONE]
     second = refit(graph, original, [ONE], texts())[ONE]
@@ -597,8 +577,7 @@ def test_error_of_constant_attention_is_finite():
 # Data that does not work
 
 
-def test_refit_of_padding_only_is_refused():
-    original = model()
+def test_refit_of_padding_only_is_refused(original: ir.Model):
     empty = [{**b, "attention_mask": np.zeros_like(b["attention_mask"])} for b in texts()]
     for what in (
         lambda: refit(pruned(original), original, [ONE], empty),
@@ -609,8 +588,7 @@ def test_refit_of_padding_only_is_refused():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
-def test_refit_of_non_finite_activations_is_refused(value: float):
-    original = model()
+def test_refit_of_non_finite_activations_is_refused(value: float, original: ir.Model):
     batches = texts()
     batches[-1]["x"][0, 0] = value
     text = text_of(graph := pruned(original))
@@ -619,8 +597,7 @@ def test_refit_of_non_finite_activations_is_refused(value: float):
     assert text_of(graph) == text, "nothing was changed"
 
 
-def test_refit_invalid_inputs_are_refused():
-    original = model()
+def test_refit_invalid_inputs_are_refused(original: ir.Model):
     wrong = [{**batch, "x": batch["x"][..., :5]} for batch in texts()]
     with raises(InvalidData, "session.inputs_refused", "x (4, "):
         refit(pruned(original), original, [ONE], wrong)

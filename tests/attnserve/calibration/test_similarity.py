@@ -18,14 +18,13 @@ from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.reuse_attention import ReuseAttention
 from tests.errors import raises
-from tests.graph_passes.graphs import D, H, K, V, graph
+from tests.graph_passes.graphs import PLAIN_INPUT, D, H, K, V, attention, graph, observing, only
+from tests.graph_passes.layouts import LAID_OUT, LAYOUTS
 
 MASK = """
         real = Cast <to = 1> (attention_mask)
@@ -76,6 +75,12 @@ def two_layers(alike: bool = False) -> ir.Model:
     return graph(MASK + first + second, inputs=INPUTS, output=output, constants=constants)
 
 
+def matched(model: ir.Model | None = None) -> tuple[ir.Model, Sequence[AttentionBlock]]:
+    """A model, by default of two layers, and its blocks."""
+    model = two_layers() if model is None else model
+    return model, read_attention(model).blocks
+
+
 def texts(*lengths: int, width: int = 9, seed: int = 1) -> Batch:
     """One text of each length, padded to the width with noise."""
     x = np.random.default_rng(seed).standard_normal((len(lengths), width, D)).astype(np.float32)
@@ -86,8 +91,7 @@ def texts(*lengths: int, width: int = 9, seed: int = 1) -> Batch:
 def probabilities(model: ir.Model, blocks: Sequence[AttentionBlock], batch: Batch) -> np.ndarray:
     """Of all heads of all layers, (N, B, S, T)."""
     values = [block.probabilities for block in blocks]
-    with exposing(model, values):  # type: ignore[arg-type]
-        seen = open_session(model).run(None, batch)
+    seen = observing(model, values).run(None, batch)  # type: ignore[arg-type]
     return np.concatenate([np.asarray(p) for p in seen], axis=1).swapaxes(0, 1)
 
 
@@ -107,8 +111,7 @@ def reference(model: ir.Model, blocks: Sequence[AttentionBlock], batches: Sequen
 
 
 def test_measure_similarity_equals_the_definition():
-    model = two_layers()
-    blocks = read_attention(model).blocks
+    model, blocks = matched()
     batches = [texts(9, 4, 1), texts(6, 2, width=7, seed=2), texts(12, width=12, seed=3)]
     got = measure_similarity(model, blocks, batches)
     assert (got.layers, got.heads) == (tuple(block.name for block in blocks), (H, H))
@@ -129,8 +132,8 @@ def scaled_weights(model: ir.Model, factor: float) -> ir.Model:
 
 
 def test_measure_similarity_to_uniform_attention_equals_the_definition():
-    model = scaled_weights(two_layers(), 0.3)  # no probability of a visible key is 0
-    blocks = read_attention(model).blocks
+    # No probability of a visible key is 0.
+    model, blocks = matched(scaled_weights(two_layers(), 0.3))
     batches = [texts(9, 4, 1), texts(6, 2, width=7, seed=2)]
     got = measure_similarity(model, blocks, batches)
     found: list[np.ndarray] = []
@@ -150,15 +153,14 @@ def test_measure_similarity_to_uniform_attention_equals_the_definition():
 def test_similarity_of_random_weights_does_not_exceed_uniform_attention(std: float, is_above: bool):
     """Two layers of small random weights are alike, but less than each is to uniform attention."""
     model = scaled_weights(two_layers(alike=is_above), std)
-    got = measure_similarity(model, read_attention(model).blocks, [texts(12, 9, 12)])
+    got = measure_similarity(*matched(model), [texts(12, 9, 12)])
     similar, uniform = got.best()[1, 0], got.baseline()[1]
     assert (similar > uniform) == is_above
     assert is_above or similar > 0.9
 
 
 def test_similarities_of_groups_equal_those_of_single_measurements():
-    model = two_layers()
-    blocks = read_attention(model).blocks
+    model, blocks = matched()
     batches = [texts(9, 4, 6), texts(3, 7, seed=2)]
     groups = [blocks, blocks[:1], blocks[1:]]
     for group, found in zip(groups, similarities(model, groups, batches), strict=True):
@@ -168,8 +170,8 @@ def test_similarities_of_groups_equal_those_of_single_measurements():
 
 
 def test_similarities_of_padding_only_are_none():
-    model = two_layers()
-    assert [*similarities(model, [read_attention(model).blocks], [texts(0, 0)])] == [None]
+    model, blocks = matched()
+    assert [*similarities(model, [blocks], [texts(0, 0)])] == [None]
 
 
 def reused_heads() -> tuple[ir.Model, Sequence[AttentionBlock]]:
@@ -177,7 +179,7 @@ def reused_heads() -> tuple[ir.Model, Sequence[AttentionBlock]]:
     model = two_layers()
     first, second = (block.name for block in find_attention(model)[0])
     ReuseAttention({second: {0: (first, 1), 2: (first, 0)}})(model)
-    return model, read_attention(model).blocks
+    return matched(model)
 
 
 def test_measure_similarity_of_reused_heads_is_one():
@@ -202,8 +204,8 @@ def test_probabilities_of_all_heads_give_the_context_of_a_layer_that_reuses():
     model, blocks = reused_heads()
     block, batch = blocks[1], texts(9, 4)
     assert block.v.output is not None and len(block.probability_values) == 2
-    with exposing(model, [*block.probability_values, block.v.output, block.context]):
-        *arrays, values, context = open_session(model).run(None, batch)
+    seen = [*block.probability_values, block.v.output, block.context]
+    *arrays, values, context = observing(model, seen).run(None, batch)
     p = probabilities_by_head(block, arrays)
     assert p.shape == (2, H, 9, 9)
     np.testing.assert_allclose(p @ values, context, rtol=0, atol=1e-5)
@@ -222,16 +224,14 @@ def test_collect_moments_of_own_heads_are_those_before_reuse():
 
 
 def test_measure_similarity_of_equal_layers_is_one():
-    model = two_layers(alike=True)
-    got = measure_similarity(model, read_attention(model).blocks, [texts(9, 5)])
+    got = measure_similarity(*matched(two_layers(alike=True)), [texts(9, 5)])
     first, second = got.layers
     np.testing.assert_allclose(np.diag(got.between(first, second)), 1.0, rtol=0, atol=1e-6)
     np.testing.assert_allclose(got.best(), np.ones((2, 2)), rtol=0, atol=1e-6)
 
 
 def test_measure_similarity_ignores_padding():
-    model = two_layers()
-    blocks = read_attention(model).blocks
+    model, blocks = matched()
     short = texts(9, 5)
     expected = measure_similarity(model, blocks, [short]).matrix
     for width in (9, 10, 17):
@@ -242,8 +242,7 @@ def test_measure_similarity_ignores_padding():
 
 
 def test_measure_similarity_weights_texts_equally():
-    model = two_layers()
-    blocks = read_attention(model).blocks
+    model, blocks = matched()
     together = texts(9, 3, 1)
     apart = [{name: array[i : i + 1] for name, array in together.items()} for i in range(3)]
     one, two = (measure_similarity(model, blocks, batches) for batches in ([together], apart))
@@ -253,8 +252,7 @@ def test_measure_similarity_weights_texts_equally():
 
 
 def test_measure_similarity_ignores_empty_texts():
-    model = two_layers()
-    blocks = read_attention(model).blocks
+    model, blocks = matched()
     batch = texts(9, 5)
     empty = {name: np.concatenate([array, array[:1]]) for name, array in batch.items()}
     empty["attention_mask"][-1] = 0
@@ -277,47 +275,14 @@ def test_measure_similarity_query_limit_samples_evenly(tiny: Path, sentences: Pa
 
 
 def test_measure_similarity_query_limit_keeps_one_query_per_text():
-    model = two_layers()
-    batch = texts(9, 5, 1)
-    got = measure_similarity(model, read_attention(model).blocks, [batch], most_queries=1)
-    assert got.queries == 3
+    assert measure_similarity(*matched(), [texts(9, 5, 1)], most_queries=1).queries == 3
 
 
 def test_measure_similarity_heads_in_the_batch_axis():
-    plain = LAYER.format(n="a", x="x", y="x", out="out", mask="Identity(as1)")
-    constants = weights("a") | {
-        "in_batch": np.array([-1, 5, K], np.int64),
-        "v_in_batch": np.array([-1, 5, V], np.int64),
-        "out_of_batch": np.array([-1, H, 5, V], np.int64),
-    }
-    flat = """
-        q0 = MatMul(x, Wqa)
-        q1 = Reshape(q0, heads)
-        q2 = Transpose <perm = [0, 2, 1, 3]> (q1)
-        q = Reshape(q2, in_batch)
-        k0 = MatMul(x, Wka)
-        k1 = Reshape(k0, heads)
-        k2 = Transpose <perm = [0, 2, 1, 3]> (k1)
-        k3 = Reshape(k2, in_batch)
-        k = Transpose <perm = [0, 2, 1]> (k3)
-        v0 = MatMul(x, Wva)
-        v1 = Reshape(v0, v_heads)
-        v2 = Transpose <perm = [0, 2, 1, 3]> (v1)
-        v = Reshape(v2, v_in_batch)
-        s0 = MatMul(q, k)
-        s = Mul(s0, scale)
-        p = Softmax <axis = -1> (s)
-        c0 = MatMul(p, v)
-        c1 = Reshape(c0, out_of_batch)
-        c2 = Transpose <perm = [0, 2, 1, 3]> (c1)
-        c = Reshape(c2, merge)
-        o = MatMul(c, Woa)
-        out = Add(x, o)"""
-    x = texts(5, 5, width=5)["x"]
-    results = []
-    for body in (plain, flat):
-        model = graph(body, inputs=f"float[batch, 5, {D}] x", constants=constants)
-        (block,) = read_attention(model).blocks
+    x, results = texts(5, 5, width=5)["x"], list[np.ndarray]()
+    for name in ("no mask", "heads and batch in one axis"):
+        model = attention(inputs=PLAIN_INPUT, constants=LAID_OUT, **LAYOUTS[name])
+        block = only(model)
         assert block.probabilities is not None
         results.append(measure_similarity(model, [block], [{"x": x}]).matrix)
     np.testing.assert_allclose(*results, rtol=0, atol=1e-6)
@@ -398,15 +363,10 @@ def test_between_unknown_layer_is_refused():
 
 
 def test_measure_similarity_keeps_the_graph_and_reports_progress():
-    model = two_layers()
-    before, progress = ir.to_onnx_text(model), []
-    batches = [texts(9), texts(4)]
-    measure_similarity(
-        model,
-        read_attention(model).blocks,
-        batches,
-        context=RunContext(progress=lambda *step: progress.append(step[1:])),
-    )
+    (model, blocks), progress = matched(), list[tuple[int, int]]()
+    before = ir.to_onnx_text(model)
+    context = RunContext(progress=lambda stage, done, total: progress.append((done, total)))
+    measure_similarity(model, blocks, [texts(9), texts(4)], context=context)
     assert ir.to_onnx_text(model) == before
     assert progress == [(1, 2), (2, 2)]
 
@@ -418,21 +378,18 @@ def test_measure_similarity_without_blocks_is_empty():
 
 @pytest.mark.parametrize("batches", [[], [texts(0, 0)]], ids=["no batch", "all padding"])
 def test_measure_similarity_of_padding_only_is_refused(batches: list[Batch]):
-    model = two_layers()
     with raises(InvalidData, "calibration.no_token"):
-        measure_similarity(model, read_attention(model).blocks, batches)
+        measure_similarity(*matched(), batches)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_measure_similarity_of_non_finite_activations_is_refused(value: float):
-    model = two_layers()
     batch = texts(9, 5)
     batch["x"][0, 0, 0] = value
     with raises(InvalidData, "calibration.not_finite"):
-        measure_similarity(model, read_attention(model).blocks, [batch])
+        measure_similarity(*matched(), [batch])
 
 
 def test_measure_similarity_zero_queries_are_refused():
-    model = two_layers()
     with raises(InvalidArgument, "similarity.most_queries"):
-        measure_similarity(model, read_attention(model).blocks, [texts(9)], most_queries=0)
+        measure_similarity(*matched(), [texts(9)], most_queries=0)

@@ -21,11 +21,10 @@ from attnserve.data.datasets import BATCH_SIZE, Dataset, load_inputs, thinned
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.masks import token_mask
 from attnserve.models.onnx_files import load_model
-from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData
 from tests.errors import raises
+from tests.graph_passes.graphs import observing
 
 HEADER = '<ir_version: 8, opset_import: ["" : 17]> g'
 IDS = f"{HEADER} (int64[batch, seq] input_ids, int64[batch, seq] attention_mask)"
@@ -512,8 +511,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 def by_hand(graph: ir.Model, block: AttentionBlock, texts: list[dict[str, np.ndarray]]):
     """The moments of one self-attention block by their definitions, one sentence at a time."""
-    with exposing(graph, [block.x]):
-        session = open_session(graph)
+    session = observing(graph, [block.x])
     assert block.output is not None
     tokens = [session.run(None, text)[0][0].astype(np.float64) for text in texts]  # S D
     everything = np.concatenate(tokens)

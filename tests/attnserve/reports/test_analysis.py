@@ -27,13 +27,12 @@ from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.reports.analysis import Analysis, analyze_graph
-from attnserve.runtime.session import open_session
-from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from tests import architectures
 from tests.architectures import Cell
 from tests.errors import raises
+from tests.graph_passes.graphs import observing
 from tests.graph_passes.operators import OPERATORS
 
 Build = Callable[..., Path]
@@ -166,8 +165,7 @@ def test_measure_ranks_equals_matrix_rank_of_the_scores(tiny: Path, tmp_path: Pa
     (block, *_) = read_attention(graph).blocks
     found = measure_ranks(graph, [block], data.fit)[block.name]
     assert block.logits is not None and block.probabilities is not None
-    with exposing(graph, [block.logits, block.probabilities]):
-        session = open_session(graph)
+    session = observing(graph, [block.logits, block.probabilities])
     (batch,) = data.fit
     scores, attended = session.run(None, batch)  # B H S T
     lengths = batch["attention_mask"].sum(1)

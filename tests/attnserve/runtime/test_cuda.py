@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda, run_entries
+from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
+from attnserve.runtime.io_binding import run_options
 from graph_passes.errors import InvalidArgument
 from tests.errors import raises
 
@@ -26,13 +27,12 @@ def test_cuda_memory_limit_must_be_positive():
         Cuda(memory_bytes=0)
 
 
-def test_run_entries_name_the_graph_and_the_arena():
-    assert run_entries() == {"gpu_graph_id": "-1"}
-    assert run_entries(graph=3) == {"gpu_graph_id": "3"}
-    assert run_entries(shrink_arena=True) == {
-        "gpu_graph_id": "-1",
-        "memory.enable_memory_arena_shrinkage": "gpu:0",
-    }
+def test_run_options_name_the_graph_and_the_arena():
+    assert run_options().get_run_config_entry("gpu_graph_id") == "-1"
+    assert run_options(graph=3).get_run_config_entry("gpu_graph_id") == "3"
+    shrinking = run_options(shrink_arena=True)
+    assert shrinking.get_run_config_entry("gpu_graph_id") == "-1"
+    assert shrinking.get_run_config_entry("memory.enable_memory_arena_shrinkage") == "gpu:0"
 
 
 @pytest.mark.parametrize(

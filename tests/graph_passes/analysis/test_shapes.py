@@ -8,8 +8,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.context import ONE_THREAD
-from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import (
     ShapeInfo,
     bind_axes,
@@ -19,8 +17,7 @@ from graph_passes.analysis.shapes import (
     named_axes,
 )
 from graph_passes.analysis.workload import Workload
-from graph_passes.emit.editing import exposing
-from tests.graph_passes.graphs import PARTS, D, H, K, V, attention, feeds, graph, only
+from tests.graph_passes.graphs import PARTS, D, H, K, V, attention, feeds, graph, observing, only
 from tests.graph_passes.layouts import LAID_OUT, LAYOUTS
 
 
@@ -138,11 +135,10 @@ def test_infer_shapes_equals_onnxruntime(layout: str) -> None:
     assert info.unknown == {}
     made = [node.outputs[0] for node in model.graph]
     arrays = feeds(model, batch=3, sequence=4)
-    with exposing(model, made):
-        for value in made:
-            value.type, value.shape = ir.TensorType(info.known[value].dtype), None
-        session = open_session(model, ONE_THREAD, optimize=False)
-        results = session.run(None, {i.name: arrays[i.name] for i in session.get_inputs()})
+    for value in made:
+        value.type, value.shape = ir.TensorType(info.known[value].dtype), None
+    session = observing(model, made, optimize=False)
+    results = session.run(None, {i.name: arrays[i.name] for i in session.get_inputs()})
     for value, result in zip(made, results, strict=True):
         assert info.known[value].shape == result.shape, value.name
         assert info.known[value].dtype.numpy() == result.dtype, value.name

@@ -12,7 +12,7 @@ import pytest
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
-from graph_passes.emit.editing import Inserter, exposing
+from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import emit_heads, heads_refusal
 from graph_passes.emit.probabilities import emit_probabilities, probabilities_by_head
 from graph_passes.matching.find import find_attention
@@ -27,6 +27,7 @@ from tests.graph_passes.graphs import (
     attention,
     feeds,
     layers,
+    observing,
     run,
     weights,
 )
@@ -59,8 +60,7 @@ def inserter(block: AttentionBlock) -> Inserter:
 
 
 def computed(model: ir.Model, value: ir.Value, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    with exposing(model, [value]):
-        return run(model, arrays)
+    return observing(model, [value], optimize=False).run(None, arrays)[0]
 
 
 @pytest.mark.parametrize("heads", ORDERS, ids=str)

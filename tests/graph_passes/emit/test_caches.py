@@ -7,23 +7,22 @@ import onnx_ir as ir
 import pytest
 
 from graph_passes.passes.collaborate import sharing_refusal
-from tests.graph_passes.graphs import PLAIN_INPUT, SCALE, H, K, V, attention, only, reasons
+from tests.graph_passes.graphs import PARTS, PLAIN_INPUT, SCALE, H, K, V, attention, only, reasons
 
 CACHE = f"float[batch, {H}, past, {K}] pk, float[batch, {H}, past, {V}] pv"
 INPUTS = f"{PLAIN_INPUT}, {CACHE}"
 
-KEYS = """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, heads)
-        k3 = Transpose <perm = [0, 2, 1, 3]> (k2)"""
-VALUES = """
-        v0 = MatMul(x, Wv)
-        v1 = Add(v0, bv)
-        v2 = Reshape(v1, v_heads)
-        v3 = Transpose <perm = [0, 2, 1, 3]> (v2)"""
+KEYS = PARTS["k"].replace("kT", "k3").replace("0, 2, 3, 1", "0, 2, 1, 3")
+VALUES = PARTS["v"].replace("v = T", "v3 = T")
+
+
+def keys(joined: str) -> dict[str, str]:
+    """Keys of which ``joined`` makes (B, H, P+T, K) ``k4``."""
+    return {"k": f"{KEYS}\n {joined}\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"}
+
+
 JOINED = {
-    "k": f"{KEYS}\n k4 = Concat <axis = 2> (pk, k3)\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)",
+    **keys("k4 = Concat <axis = 2> (pk, k3)"),
     "v": f"{VALUES}\n v = Concat <axis = 2> (pv, v3)",
     "mask": "\n m = Identity(s)",
 }
@@ -131,28 +130,23 @@ def test_find_attention_grouped_cache_has_one_key_head() -> None:
 
 MISSED: dict[str, tuple[dict[str, str], str]] = {
     "the cache after the tokens": (
-        {"k": f"{KEYS}\n k4 = Concat <axis = 2> (k3, pk)"
-              "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
+        keys("k4 = Concat <axis = 2> (k3, pk)"),
         "the cache of the key does not precede its tokens",
     ),
     "two caches": (
-        {"k": f"{KEYS}\n k4 = Concat <axis = 2> (pk, pk2, k3)"
-              "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
+        keys("k4 = Concat <axis = 2> (pk, pk2, k3)"),
         "the key joins several caches",
     ),
     "a cache scaled element by element": (
-        {"k": f"{KEYS}\n pk9 = Mul(pk, gains)\n k4 = Concat <axis = 2> (pk9, k3)"
-              "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
+        keys("pk9 = Mul(pk, gains)\n k4 = Concat <axis = 2> (pk9, k3)"),
         "the cache of the key is scaled element by element",
     ),
     "a cache plus a constant": (
-        {"k": f"{KEYS}\n pk9 = Add(pk, gains)\n k4 = Concat <axis = 2> (pk9, k3)"
-              "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
+        keys("pk9 = Add(pk, gains)\n k4 = Concat <axis = 2> (pk9, k3)"),
         "Add adds to a key",
     ),
     "a cache that is squashed": (
-        {"k": f"{KEYS}\n pk9 = Tanh(pk)\n k4 = Concat <axis = 2> (pk9, k3)"
-              "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
+        keys("pk9 = Tanh(pk)\n k4 = Concat <axis = 2> (pk9, k3)"),
         "Tanh is not supported between the key projection and the product",
     ),
     "a cache of two axes": (

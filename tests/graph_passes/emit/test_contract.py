@@ -146,7 +146,7 @@ def test_emission_keeps_the_output_or_is_refused_with_its_code(source: str, emis
 
 def assert_form(after: AttentionBlock, before: AttentionBlock, emission: str) -> None:
     """The block is found as what was emitted; scales, positions and head sizes stay."""
-    nodes = {node.op_type for node in ir.traversal.RecursiveGraphIterator(after.graph)}
+    nodes = {node.op_type for node in after.graph.all_nodes()}
     if emission == "shared dimensions":
         assert after.form == ("standard" if before.position == "rope" else "collaborative")
     if emission in ("shared dimensions", "sparse dimensions"):

@@ -1,13 +1,12 @@
-"""Insertion and removal of nodes, and temporary outputs."""
+"""Insertion and removal of nodes."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-import pytest
 
-from graph_passes.emit.editing import Inserter, exposing, remove_unused, replace_uses
-from tests.graph_passes.graphs import attention, feeds, graph, run
+from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
+from tests.graph_passes.graphs import feeds, graph, run
 
 BODY = """
     a = MatMul(x, Wq)
@@ -83,19 +82,3 @@ def test_replace_uses_of_graph_output_keeps_name_and_shape() -> None:
     assert [node.op_type for node in model.graph] == ["MatMul", "Abs"]
     arrays = feeds(model)
     assert (run(model, arrays) >= 0).all()
-
-
-def test_exposing_replaces_outputs_temporarily() -> None:
-    model = attention()
-    probabilities = node_named(model, "p").outputs[0]
-    arrays = feeds(model)
-    with exposing(model, [probabilities]):
-        np.testing.assert_allclose(run(model, arrays).sum(axis=-1), 1.0, atol=1e-6, rtol=0)
-    assert [value.name for value in model.graph.outputs] == ["out"]
-
-
-def test_exposing_restores_outputs_after_an_error() -> None:
-    model = attention()
-    with pytest.raises(ZeroDivisionError), exposing(model, [node_named(model, "p").outputs[0]]):
-        raise ZeroDivisionError
-    assert [value.name for value in model.graph.outputs] == ["out"]

@@ -69,6 +69,12 @@ HEADS_LAST = (
     "\n q1 = Add(q0, bq)\n q2 = Reshape(q1, heads)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"
 )
 
+FLAT_HEADS = (
+    "\n length = Shape <start = 1, end = 2> (x)"
+    "\n laid_out = Concat <axis = 0> (last, length, n3, n4)\n q2 = Reshape(q0, laid_out)"
+    "\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"
+)
+
 PRODUCTS: dict[str, dict[str, str]] = {
     "Einsum, as Keras writes it": KERAS,
     "Einsum with spaces in its equation": {
@@ -118,16 +124,11 @@ PRODUCTS: dict[str, dict[str, str]] = {
         "output": "\n o = com.microsoft.FusedMatMul <transB = 1> (c, WoT)\n out = Add(o, bo)",
     },
     "Gemm with both of its matrices as they are": query(
-        "flat_x = Reshape(x, flat)\n q0 = Gemm(flat_x, Wq, bq)"
-        "\n length = Shape <start = 1, end = 2> (x)"
-        "\n laid_out = Concat <axis = 0> (last, length, n3, n4)\n q2 = Reshape(q0, laid_out)"
-        "\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"
+        f"flat_x = Reshape(x, flat)\n q0 = Gemm(flat_x, Wq, bq){FLAT_HEADS}"
     ),
     "Gemm with a bias of one row": query(
-        "flat_x = Reshape(x, flat)\n row = Unsqueeze(bq, a0)\n q0 = Gemm(flat_x, Wq, row)"
-        "\n length = Shape <start = 1, end = 2> (x)"
-        "\n laid_out = Concat <axis = 0> (last, length, n3, n4)\n q2 = Reshape(q0, laid_out)"
-        "\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"
+        "flat_x = Reshape(x, flat)\n row = Unsqueeze(bq, a0)"
+        f"\n q0 = Gemm(flat_x, Wq, row){FLAT_HEADS}"
     ),
     "values that the context has on its left": {
         "context": "\n vT = Transpose <perm = [0, 1, 3, 2]> (v)"
@@ -282,10 +283,7 @@ UNMATCHED: dict[str, tuple[dict[str, str], str]] = {
         "the query is made by FusedMatMul, not by tokens and a matrix",
     ),
     "a Gemm whose bias is data": (
-        query("flat_x = Reshape(x, flat)\n q0 = Gemm(flat_x, square12, flat_x)"
-              "\n length = Shape <start = 1, end = 2> (x)"
-              "\n laid_out = Concat <axis = 0> (last, length, n3, n4)\n q2 = Reshape(q0, laid_out)"
-              "\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"),
+        query(f"flat_x = Reshape(x, flat)\n q0 = Gemm(flat_x, square12, flat_x){FLAT_HEADS}"),
         "the bias of Gemm is not constant",
     ),
     "a projection times zero": (

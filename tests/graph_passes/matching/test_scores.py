@@ -28,6 +28,12 @@ HEADS_MASK = f"{PLAIN_INPUT}, float[batch, {H}, sequence, sequence] mask"
 FOLD = "\n scores_shape = Shape(s0)\n tokens = Slice(scores_shape, a2, n4)" \
        "\n folded = Concat <axis = 0> (last, tokens)"  # fmt: skip
 
+KEYS_BY_QUERIES = {
+    "scores": "\n k = Transpose <perm = [0, 1, 3, 2]> (kT)"
+    "\n qT = Transpose <perm = [0, 1, 3, 2]> (q)\n s0 = MatMul(k, qT)\n s = Mul(s0, scale)",
+    "mask": "\n maskT = Transpose <perm = [0, 1, 3, 2]> (mask)\n m = Add(s, maskT)",
+}
+
 LAID_OUT: dict[str, tuple[dict[str, str], str]] = {
     "folded into the batch before the softmax": (
         {
@@ -64,18 +70,14 @@ LAID_OUT: dict[str, tuple[dict[str, str], str]] = {
     ),
     "keys by queries": (
         {
-            "scores": "\n k = Transpose <perm = [0, 1, 3, 2]> (kT)"
-            "\n qT = Transpose <perm = [0, 1, 3, 2]> (q)\n s0 = MatMul(k, qT)\n s = Mul(s0, scale)",
-            "mask": "\n maskT = Transpose <perm = [0, 1, 3, 2]> (mask)\n m = Add(s, maskT)",
+            **KEYS_BY_QUERIES,
             "softmax": "\n pT = Softmax <axis = 2> (m)\n p = Transpose <perm = [0, 1, 3, 2]> (pT)",
         },
         MASK4,
     ),
     "keys by queries, and the context too": (
         {
-            "scores": "\n k = Transpose <perm = [0, 1, 3, 2]> (kT)"
-            "\n qT = Transpose <perm = [0, 1, 3, 2]> (q)\n s0 = MatMul(k, qT)\n s = Mul(s0, scale)",
-            "mask": "\n maskT = Transpose <perm = [0, 1, 3, 2]> (mask)\n m = Add(s, maskT)",
+            **KEYS_BY_QUERIES,
             "softmax": "\n p = Softmax <axis = 2> (m)",
             "context": "\n vT = Transpose <perm = [0, 1, 3, 2]> (v)\n c0 = MatMul(vT, p)"
             "\n c1 = Transpose <perm = [0, 3, 1, 2]> (c0)\n c = Reshape(c1, merge)",

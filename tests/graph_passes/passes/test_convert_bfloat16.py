@@ -31,7 +31,7 @@ def graph(body: str, *, opset: int = 18, **weights: np.ndarray) -> ir.Model:
     model = ir.from_onnx_text(
         f'<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]> g {head}'
     )
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(model.graph.all_nodes()):
         for place, value in enumerate(node.inputs):
             if value is not None and value.name in weights:
                 if value.name not in model.graph.initializers:
@@ -66,7 +66,7 @@ def types(model: ir.Model) -> str:
         return "".join(letters.get(v.dtype, "-") if v is not None else "" for v in values)
 
     return " ".join(f"{n.op_type}:{of(tuple(n.inputs))}>{of(tuple(n.outputs))}"
-                    for n in ir.traversal.RecursiveGraphIterator(model.graph))  # fmt: skip
+                    for n in model.graph.all_nodes())  # fmt: skip
 
 
 def as_bfloat16(array: np.ndarray) -> np.ndarray:

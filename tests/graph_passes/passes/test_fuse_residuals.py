@@ -12,7 +12,7 @@ import pytest
 from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
 from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
-from tests.graph_passes.graphs import D, feeds, graph, run, text_of
+from tests.graph_passes.graphs import D, assert_unchanged, feeds, graph, run, text_of
 
 INPUTS = f"float[batch, sequence, {D}] x, float[batch, sequence, {D}] y"
 POST = """
@@ -83,9 +83,7 @@ def _optimized(source, target) -> Counter[str]:
 def test_fuse_residuals_twice_equals_once():
     model = build(PRE)
     FuseResiduals()(model)
-    before = text_of(model)
-    assert not FuseResiduals()(model).modified
-    assert text_of(model) == before
+    assert_unchanged(model, FuseResiduals())
 
 
 @pytest.mark.parametrize(

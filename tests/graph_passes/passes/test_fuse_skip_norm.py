@@ -20,7 +20,7 @@ from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_residuals import FuseResiduals
 from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
-from tests.graph_passes.graphs import D, feeds, run, text_of
+from tests.graph_passes.graphs import D, assert_unchanged, feeds, run
 from tests.graph_passes.passes.test_fuse_residuals import INPUTS, POST, TWICE, build, operators
 
 BIASED = """
@@ -92,9 +92,7 @@ def assert_fused(model: ir.Model, kinds: Mapping[str, int]) -> None:
 )  # fmt: skip
 def test_fuse_skip_norm_other_graph_is_unchanged(body: str, inputs: str):
     model = build(body, inputs)
-    before = text_of(model)
-    assert not FuseSkipNorm()(model).modified
-    assert text_of(model) == before
+    assert_unchanged(model, FuseSkipNorm())
 
 
 def test_fuse_skip_norm_of_another_batch_axis_is_unchanged():
@@ -140,9 +138,7 @@ def test_residual_passes_accept_node_names_that_repeat_in_a_body(rewrite: type[R
 def test_fuse_skip_norm_twice_equals_once():
     model = build(PRE)
     FuseSkipNorm()(model)
-    before = text_of(model)
-    assert not FuseSkipNorm()(model).modified
-    assert text_of(model) == before
+    assert_unchanged(model, FuseSkipNorm())
 
 
 def test_fuse_skip_norm_of_two_norms_fuses_the_first():

@@ -32,6 +32,7 @@ from tests.graph_passes.graphs import (
     H,
     K,
     V,
+    assert_unchanged,
     body_layer,
     feeds,
     fused_parts,
@@ -45,7 +46,6 @@ from tests.graph_passes.graphs import (
     weights,
 )
 from tests.graph_passes.layouts import (
-    HALF_PRECISION,
     LAID_OUT,
     LAYOUTS,
     MEMORY,
@@ -72,6 +72,29 @@ def all_of(name: str, source: str, heads: int = H) -> dict[str, dict[int, tuple[
 
 def reuse(model: ir.Model, edges: Edges) -> ir.Model:
     return ReuseAttention(edges)(model).model
+
+
+def drawn_edges(data: st.DataObject, least: int = 0) -> dict[str, dict[int, tuple[str, int]]]:
+    """Any heads of the second and third layer from any exact heads of earlier layers."""
+    edges: dict[str, dict[int, tuple[str, int]]] = {}
+    exact = [(FIRST, head) for head in range(H)]
+    for name in (SECOND, THIRD):
+        taken = data.draw(st.sets(st.integers(0, H - 1), min_size=least))
+        edges[name] = {head: data.draw(st.sampled_from(exact)) for head in sorted(taken)}
+        exact += [(name, head) for head in range(H) if head not in taken]
+    return edges
+
+
+def in_half(model: ir.Model, values: Sequence[ir.Value]) -> ir.Model:
+    """The model with float16 weights, and with these values in float16."""
+    for value in model.graph.initializers.values():
+        if value.const_value is not None and value.const_value.dtype == ir.DataType.FLOAT:
+            half = value.const_value.numpy().astype(np.float16)
+            value.const_value = ir.tensor(half, name=value.name)
+            value.type = ir.TensorType(ir.DataType.FLOAT16)
+    for value in values:
+        value.type = ir.TensorType(ir.DataType.FLOAT16)
+    return model
 
 
 def assert_is_forwarding(
@@ -149,14 +172,8 @@ def test_reuse_attention_edges_equal_grafting(case: str) -> None:
 @settings(max_examples=25)
 @given(data=st.data())
 def test_reuse_attention_any_edges_equal_grafting(data: st.DataObject) -> None:
-    """Any exact heads of earlier layers; the opset stays, and names are unique."""
-    edges: dict[str, dict[int, tuple[str, int]]] = {}
-    exact = [(FIRST, head) for head in range(H)]
-    for name in (SECOND, THIRD):
-        taken = data.draw(st.sets(st.integers(0, H - 1)))
-        edges[name] = {head: data.draw(st.sampled_from(exact)) for head in sorted(taken)}
-        exact += [(name, head) for head in range(H) if head not in taken]
-    model = assert_is_forwarding(lambda: layers(3, opset=11), edges)
+    """The opset stays, and names are unique."""
+    model = assert_is_forwarding(lambda: layers(3, opset=11), drawn_edges(data))
     assert model.opset_imports[""] == 11
     names = [value.name for node in model.graph for value in node.outputs]
     assert len(set(names)) == len(names)
@@ -207,17 +224,8 @@ def test_reuse_attention_of_any_source_equals_grafting(case: str, edges: Edges) 
 @all_or_some
 def test_reuse_attention_half_precision_equals_grafting(edges: Edges) -> None:
     def build() -> ir.Model:
-        model = layers(constants=HALF_PRECISION)
-        text = ir.to_proto(model)
-        for initializer in text.graph.initializer:
-            array = ir.serde.deserialize_tensor(initializer).numpy()
-            if array.dtype == np.float32:
-                initializer.CopyFrom(
-                    ir.to_proto(ir.tensor(array.astype(np.float16), name=initializer.name))
-                )
-        for value in (*text.graph.input, *text.graph.output):
-            value.type.tensor_type.elem_type = ir.DataType.FLOAT16
-        return ir.from_proto(text)
+        model = layers()
+        return in_half(model, [*model.graph.inputs, *model.graph.outputs])
 
     assert_is_forwarding(build, edges, atol=2e-2)
 
@@ -301,9 +309,7 @@ def test_reuse_attention_macs_and_parameters_match_formula(count: int) -> None:
 def test_reuse_attention_without_edges_changes_nothing() -> None:
     for edges in ({}, {SECOND: {}}):
         model = layers(2)
-        before = ir.to_proto(model).SerializeToString()
-        assert not ReuseAttention(edges)(model).modified
-        assert ir.to_proto(model).SerializeToString() == before
+        assert_unchanged(model, ReuseAttention(edges))
 
 
 def test_reuse_attention_keeps_weights_shared() -> None:
@@ -381,15 +387,8 @@ def test_reuse_attention_mixed_precision_equals_grafting(parts: Mapping[str, str
     """Softmax, or softmax and context, in float32 of a model in float16."""
 
     def build() -> ir.Model:
-        inputs = f"float16[batch, sequence, {D}] x, {FLOAT_MASK}"
-        text = ir.to_proto(layers(inputs=inputs, **parts))
-        for initializer in text.graph.initializer:
-            array = ir.serde.deserialize_tensor(initializer).numpy()
-            if array.dtype == np.float32:
-                half = ir.tensor(array.astype(np.float16), name=initializer.name)
-                initializer.CopyFrom(ir.to_proto(half))
-        text.graph.output[0].type.tensor_type.elem_type = ir.DataType.FLOAT16
-        return ir.from_proto(text)
+        model = layers(**parts)
+        return in_half(model, [model.graph.inputs[0], model.graph.outputs[0]])
 
     assert_is_forwarding(build, PART, atol=2e-2)
 
@@ -451,12 +450,7 @@ def reference(
 def test_reuse_attention_any_heads_equal_the_definition(case: str, data: st.DataObject) -> None:
     """Random heads and sources of layers in three layouts, without this package's matching."""
     build, weights_of = REFERENCES[case]
-    exact, edges = [(FIRST, head) for head in range(H)], dict[str, dict[int, tuple[str, int]]]()
-    for name in (SECOND, THIRD):
-        taken = data.draw(st.sets(st.integers(0, H - 1), min_size=1))
-        edges[name] = {head: data.draw(st.sampled_from(exact)) for head in sorted(taken)}
-        exact += [(name, head) for head in range(H) if head not in taken]
-    model = build()
+    model, edges = build(), drawn_edges(data, 1)
     arrays = feeds(model)
     got = run(reuse(model, edges), arrays)
     expected = reference(arrays["x"], arrays["mask"], edges, weights_of)
@@ -587,32 +581,31 @@ def reading_graph(
     )
 
 
-@pytest.mark.parametrize("case", READS)
-def test_find_attention_reuse_by_others_is_found(case: str) -> None:
-    text, heads, sources = READS[case]
+def reusing_block(
+    text: str, heads: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]
+) -> AttentionBlock:
+    """The second layer, after a check of the heads that it takes from the first."""
     reading = read_attention(reading_graph(text))
-    assert [miss.reason for miss in reading.unmatched] == []
-    first, second = reading.blocks
-    assert (first.form, second.form) == ("standard", "reuse")
-    assert second.num_heads == H
-    assert [reused.heads.tolist() for reused in second.reused] == heads
-    assert [reused.sources.tolist() for reused in second.reused] == sources
-    assert {reused.value for reused in second.reused} == {first.probabilities}
-    assert second.own_heads.tolist() == sorted(set(range(H)) - set(heads[0]))
-    assert (second.x.name, second.kind, second.input_size) == ("out", "self", D)
-
-
-@pytest.mark.parametrize("case", JOINED)
-def test_find_attention_joined_contexts_are_found(case: str) -> None:
-    text, heads, sources = JOINED[case]
-    model = reading_graph(text)
-    reading = read_attention(model)
     assert [miss.reason for miss in reading.unmatched] == []
     first, second = reading.blocks
     assert (first.form, second.form, second.num_heads) == ("standard", "reuse", H)
     assert [reused.heads.tolist() for reused in second.reused] == heads
     assert [reused.sources.tolist() for reused in second.reused] == sources
     assert {reused.value for reused in second.reused} == {first.probabilities}
+    return second
+
+
+@pytest.mark.parametrize("case", READS)
+def test_find_attention_reuse_by_others_is_found(case: str) -> None:
+    second = reusing_block(*READS[case])
+    assert second.own_heads.tolist() == sorted(set(range(H)) - set(READS[case][1][0]))
+    assert (second.x.name, second.kind, second.input_size) == ("out", "self", D)
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_find_attention_joined_contexts_are_found(case: str) -> None:
+    text, heads, sources = JOINED[case]
+    second = reusing_block(text, heads, sources)
     assert second.probabilities is None
     assert len(second.probability_values) == bool(second.q.num_heads) + len(heads)
     assert second.v.output is not None and second.v.output.name == "w"
