@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attnserve.checks.evaluate import evaluate
     from attnserve.checks.inspect import inspect
     from attnserve.exporters.hugging_face import export
-    from attnserve.options import Data, Goal, Rewrites, Run, Shape, Train, Write
+    from attnserve.options import Data, Goal, Rewrites, Run, Shape, Training, Write
     from attnserve.planning.optimize import optimize
     from attnserve.planning.plan_command import plan
     from attnserve.recovery.recover import recover
@@ -28,7 +28,7 @@ __all__ = [
     "Rewrites",
     "Run",
     "Shape",
-    "Train",
+    "Training",
     "Write",
     "__version__",
     "analyze",
@@ -57,7 +57,7 @@ _MODULES = {
     "report": "attnserve.reports.model_report",
     "verify": "attnserve.checks.compare",
     **dict.fromkeys(
-        ("Data", "Goal", "Rewrites", "Run", "Shape", "Train", "Write"), "attnserve.options"
+        ("Data", "Goal", "Rewrites", "Run", "Shape", "Training", "Write"), "attnserve.options"
     ),
 }
 """The module that defines each function and each group of options."""

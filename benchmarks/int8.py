@@ -50,7 +50,7 @@ from attnserve.planning.lossless_passes import fusion_plan
 from attnserve.planning.state import State
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
-from attnserve.precision.products import Moments, Range, collect_ranges
+from attnserve.precision.products import InputMoments, Range, collect_ranges
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
 from attnserve.runtime.observer import observe
@@ -110,7 +110,7 @@ def build(study: Study) -> dict[str, Path]:
         node.name = f"{node.op_type}_{index}"
     reference = saved(study, REFERENCE, fused)
     clip = partial(clipped, batches=batches)
-    moments = Moments(fused, batches)
+    moments = InputMoments(fused, batches)
     models = {REFERENCE: reference}
     for bits in (7, 8):
         forms: dict[str, Callable[[], ir.Model]] = {

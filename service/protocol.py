@@ -73,7 +73,7 @@ def _surplus(app: Any) -> Any:
     return answer
 
 
-class State(ServerState):
+class ConnectionState(ServerState):
     """The state of a server, shared by its connections.
 
     Attributes:
@@ -262,7 +262,7 @@ class Protocol(HttpToolsProtocol):
         if self._unsent < before:
             self._watch_sending()
             return
-        if isinstance(self.server_state, State):
+        if isinstance(self.server_state, ConnectionState):
             self.server_state.cut_answers += 1
         self.transport.abort()
 

@@ -22,7 +22,7 @@ from graph_passes.errors import InvalidArgument
 from service.engine.repository import Repository
 from service.errors import ServiceError
 from service.log import flush_log
-from service.protocol import Protocol, State
+from service.protocol import ConnectionState, Protocol
 from service.settings import Settings
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
                 **_tls(repository.settings),
             )
         )
-        self.server_state = self._connections = State()
+        self.server_state = self._connections = ConnectionState()
         self._repository = repository
         self._loading: asyncio.Task[None] | None = None
         self._load_error: BaseException | None = None

@@ -28,7 +28,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.layerwise import LayerwiseRunner
-from attnserve.calibration.ridge import Moments, NormalEquations
+from attnserve.calibration.ridge import FitMoments, NormalEquations
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import thinned
 from attnserve.models.masks import flat_mask, is_mask, no_token, not_finite, token_mask
@@ -253,7 +253,7 @@ def context_moments(
     batches: Sequence[Batch],
     *,
     context: RunContext = DEFAULT_CONTEXT,
-) -> Iterator[tuple[str, Moments]]:
+) -> Iterator[tuple[str, FitMoments]]:
     """Yield name and moments of the input and output of each block's last linear map.
 
     Blocks are in execution order. Moments of one block are in memory at a time: those of all
@@ -453,7 +453,7 @@ class _Folds:
             for fold in [fold for fold in self.sums if fold > 1]:
                 self.sums.setdefault(1, _Sum()).join(self.sums.pop(fold).moments())
 
-    def moments(self) -> list[Moments]:
+    def moments(self) -> list[FitMoments]:
         if not self.sums:
             raise no_token(self.sites[0].name)
         return [part.moments() for part in self.sums.values()]
@@ -466,7 +466,7 @@ class _Sum:
     """
 
     def __init__(self) -> None:
-        self.whole: Moments | None = None
+        self.whole: FitMoments | None = None
         self.pieces: list[tuple[np.ndarray, np.ndarray]] = []
 
     def add(self, c: np.ndarray, t: np.ndarray) -> None:
@@ -474,18 +474,18 @@ class _Sum:
         if sum(len(c) for c, _ in self.pieces) >= 1024:
             self.moments()
 
-    def join(self, part: Moments) -> None:
+    def join(self, part: FitMoments) -> None:
         if self.whole is None:
             self.whole = part
         else:
             self.whole += part
 
-    def moments(self) -> Moments:
+    def moments(self) -> FitMoments:
         """The moments of all rows so far; later rows change them."""
         if self.pieces:
             rows = [np.concatenate(arrays) for arrays in zip(*self.pieces, strict=True)]
             self.pieces = []
-            self.join(Moments.of(*rows))
+            self.join(FitMoments.of(*rows))
         assert self.whole is not None
         return self.whole
 
@@ -531,7 +531,7 @@ def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
 def _fitted(
     model: ir.Model,
     sites: Sequence[Site],
-    folds: Sequence[Moments],
+    folds: Sequence[FitMoments],
     shapes: ShapeInfo,
     *,
     fit: bool,
@@ -553,7 +553,7 @@ def _fitted(
     return {each.name: Refit(error, (better / scale) ** 0.5, ridge) for each in sites}
 
 
-def _choose_ridge(folds: Sequence[Moments], site: Site) -> float | None:
+def _choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
     """The ridge with the least cross-validation error, by descent from ``FIRST``.
 
     Errors are measured on ``COLUMNS`` random projections of the output.
@@ -588,7 +588,7 @@ def _choose_ridge(folds: Sequence[Moments], site: Site) -> float | None:
     return RIDGES[best] if error(best) < as_it_is else None
 
 
-def _total(folds: Sequence[Moments]) -> Moments:
+def _total(folds: Sequence[FitMoments]) -> FitMoments:
     whole = folds[0]
     for fold in folds[1:]:
         whole = whole + fold

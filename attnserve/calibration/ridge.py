@@ -11,11 +11,11 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["Moments", "NormalEquations"]
+__all__ = ["FitMoments", "NormalEquations"]
 
 
 @dataclass(eq=False)
-class Moments:
+class FitMoments:
     """Sums over tokens c (N) and targets t (D), sufficient to fit any ridge and rate any map."""
 
     count: int
@@ -26,16 +26,16 @@ class Moments:
     tt: float
 
     @classmethod
-    def of(cls, c: Float[np.ndarray, "M N"], t: Float[np.ndarray, "M D"]) -> Moments:
+    def of(cls, c: Float[np.ndarray, "M N"], t: Float[np.ndarray, "M D"]) -> FitMoments:
         return cls(len(c), c.sum(0), t.sum(0), c.T @ c, c.T @ t, float(np.sum(t * t)))
 
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(*map(add, self._sums(), other._sums()))
+    def __add__(self, other: FitMoments) -> FitMoments:
+        return FitMoments(*map(add, self._sums(), other._sums()))
 
-    def __sub__(self, part: Moments) -> Moments:
-        return Moments(*map(sub, self._sums(), part._sums()))
+    def __sub__(self, part: FitMoments) -> FitMoments:
+        return FitMoments(*map(sub, self._sums(), part._sums()))
 
-    def __iadd__(self, other: Moments) -> Moments:
+    def __iadd__(self, other: FitMoments) -> FitMoments:
         """Add in place: the matrices of wide layers take longer to allocate than to add."""
         self.count += other.count
         self.c += other.c
@@ -60,10 +60,10 @@ class Moments:
         shifts = 2 * bias @ (self.c @ weight - self.t) + self.count * bias @ bias
         return float(squares + shifts)
 
-    def projected(self, columns: Float[np.ndarray, "D E"]) -> Moments:
+    def projected(self, columns: Float[np.ndarray, "D E"]) -> FitMoments:
         """The moments of c and t @ columns, with ``tt`` unknown."""
         t, ct = self.t @ columns, self.ct @ columns
-        return Moments(self.count, self.c, t, self.cc, ct, np.nan)
+        return FitMoments(self.count, self.c, t, self.cc, ct, np.nan)
 
     @property
     def covariance(self) -> Float[np.ndarray, "N N"]:
@@ -79,7 +79,7 @@ class Moments:
 class NormalEquations:
     """The normal equations of W - prior (N, D) on the residual of the prior."""
 
-    def __init__(self, moments: Moments, prior: Float[np.ndarray, "N D"]) -> None:
+    def __init__(self, moments: FitMoments, prior: Float[np.ndarray, "N D"]) -> None:
         n, size = max(moments.count, 1), len(moments.c)
         self.c, self.t, self.prior = moments.c / n, moments.t / n, prior
         self.gram = moments.covariance

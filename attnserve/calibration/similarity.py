@@ -138,7 +138,7 @@ def measure_similarity(
         raise InvalidArgument(
             f"`most_queries` is {most_queries}: expected 1 or more", code="similarity.most_queries"
         )
-    sums = _Sums(blocks)
+    sums = _PairSums(blocks)
     share = max(1, most_queries // max(1, sum(map(row_count, batches))))
     values = [probabilities_of(block) for block in blocks]
     for batch, arrays in observe(model, values, batches, context, "compare heads"):
@@ -165,7 +165,7 @@ def similarities(
     values = [[*chain(*map(probabilities_of, blocks))] for blocks in groups]
     share = max(1, MOST_QUERIES // max(1, sum(map(row_count, batches))))
     for index, blocks in enumerate(groups):
-        sums = _Sums(blocks)
+        sums = _PairSums(blocks)
         later = list(chain(*values[index + 1 :]))
         runs = runner.run_to(values[index], later)
         for batch, arrays in zip(batches, runs, strict=True):
@@ -177,7 +177,7 @@ def similarities(
             yield None
 
 
-class _Sums:
+class _PairSums:
     """Running sums over batches for all heads."""
 
     def __init__(self, blocks: Sequence[AttentionBlock]) -> None:

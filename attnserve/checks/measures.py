@@ -121,7 +121,7 @@ class Meter(ABC):
     is_finite = True
 
     def __init__(self, window: int | None = None) -> None:
-        self.sums = _Sums(window)
+        self.sums = _TextSums(window)
 
     @abstractmethod
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
@@ -193,7 +193,7 @@ def _finite(array: np.ndarray) -> Float[np.ndarray, ...]:
     return np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
 
 
-class _Sums:
+class _TextSums:
     """Sums per text that grow batch by batch; with a window, those of the last batches."""
 
     def __init__(self, window: int | None = None) -> None:

@@ -21,7 +21,7 @@ from attnserve.cli.display import (
     progress_bars,
     shorten_names,
 )
-from attnserve.options import Data, Goal, Rewrites, Run, Shape, Train, Write
+from attnserve.options import Data, Goal, Rewrites, Run, Shape, Training, Write
 
 if TYPE_CHECKING:
     from attnserve.planning.optimize import OptimizeReport
@@ -276,7 +276,7 @@ def recover(
         ),
     ],
     output: Annotated[Path, opt.output_option("PATH", "Output .onnx file or folder.")],
-    training: Train,
+    training: Training,
     run: Run,
     tokenizer: opt.DataTokenizer = None,
     force: opt.Force = False,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from attnserve.choices import Measure
-from attnserve.options import Cli, Data, Options, Run, Train, Write
+from attnserve.options import Cli, Data, Options, Run, Training, Write
 from attnserve.options.groups import OUTPUT
 from attnserve.runtime.machine import available_cores
 
@@ -31,7 +31,7 @@ Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="An .onnx file or an artifact folder.")
 ]
 INPUTS = "text with one sentence per line, an .npz of input arrays, or a folder of .npz"
-CheckMeasure = Annotated[Measure, typer.Option(help=Train.model_fields["measure"].description)]
+CheckMeasure = Annotated[Measure, typer.Option(help=Training.model_fields["measure"].description)]
 DataTokenizer = Annotated[
     Path | None, typer.Option(metavar="FILE", help=Data.model_fields["tokenizer"].description)
 ]

@@ -35,7 +35,7 @@ from attnserve.exporters.heads import (
     token_score,
 )
 from attnserve.models.artifact import COMPANIONS
-from attnserve.models.folder_settings import Embedding, FolderSettings, read_settings
+from attnserve.models.folder_settings import EmbeddingSettings, FolderSettings, read_settings
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.outputs import check_output, staged
 from attnserve.models.record import Record, write_record
@@ -105,7 +105,7 @@ class ExportReport:
     attention: Attention
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    embedding: Embedding
+    embedding: EmbeddingSettings
     activation: Activation | None
     template: str | None
     max_length: int | None
@@ -191,7 +191,7 @@ def export(
     if settings.transformer.do_lower_case:  # also for programs that read tokenizer.json alone
         lower_case(tokenizer.backend_tokenizer)
     limit = _position_limit(network)
-    embedding, head, activation, template = Embedding(pooling="none"), None, None, None
+    embedding, head, activation, template = EmbeddingSettings(pooling="none"), None, None, None
     width = network.config.hidden_size
     if name == "feature-extraction":
         embedding = settings.embedding

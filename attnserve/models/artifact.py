@@ -18,9 +18,9 @@ from typing import Any, cast
 from attnserve.choices import Activation, Pooling, Similarity
 from attnserve.models.folder_settings import parse_settings, read_settings
 from attnserve.models.json_files import read_json
-from attnserve.models.lineage import Rewrite
+from attnserve.models.lineage import RewriteRecord
 from attnserve.models.record import RECORD, Record, parse_record, read_record
-from attnserve.models.settings_files import ModelConfig
+from attnserve.models.settings_files import TransformersConfig
 from attnserve.paths import StrPath, belongs_to
 from attnserve.runtime.cache import digest
 from graph_passes.errors import InvalidModel
@@ -152,14 +152,14 @@ class Artifact:
         return cast(dict[str, Any], config) if isinstance(config, dict) else {}
 
     @cached_property
-    def settings(self) -> ModelConfig:
+    def settings(self) -> TransformersConfig:
         """The keys of config.json that the tokenizer and scores need.
 
         Raises:
             InvalidModel: It is not valid.
         """
         path = self.companion("config.json")
-        return ModelConfig() if path is None else parse_settings(path, ModelConfig)
+        return TransformersConfig() if path is None else parse_settings(path, TransformersConfig)
 
     def prompt(self, *names: str) -> str:
         """The prompt with the first of these names that exists, else the default prompt."""
@@ -172,7 +172,7 @@ class Artifact:
         return self.record.max_length
 
     @property
-    def lineage(self) -> tuple[Rewrite, ...]:
+    def lineage(self) -> tuple[RewriteRecord, ...]:
         """The rewrites of the model, oldest first."""
         return self.record.lineage
 

@@ -23,18 +23,18 @@ from attnserve.models.settings_files import (
     Dense,
     Library,
     LogitScore,
-    ModelConfig,
     ModuleEntry,
     Normalize,
     SettingsFile,
     Transformer,
+    TransformersConfig,
 )
 from attnserve.models.settings_files import Pooling as PoolingFile
 from graph_passes.errors import InvalidModel
 
 __all__ = [
     "ACTIVATIONS",
-    "Embedding",
+    "EmbeddingSettings",
     "FolderSettings",
     "Module",
     "parse_settings",
@@ -78,7 +78,7 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Embedding:
+class EmbeddingSettings:
     """Conversion of hidden states to an embedding, by the keys of attnserve.json.
 
     ``dimensions`` is the number of dimensions to keep, None for all; ``prompts`` are texts before
@@ -97,7 +97,7 @@ class Embedding:
 
     def stated(self) -> dict[str, Any]:
         """The fields of a record; those without a value are left out."""
-        default = Embedding()
+        default = EmbeddingSettings()
         names = ("dimensions", "prompts", "default_prompt", "similarity")
         stated = {key: getattr(self, key) for key in names}
         stated = {key: x for key, x in stated.items() if x != getattr(default, key)}
@@ -124,8 +124,8 @@ class FolderSettings:
     encoder: str
 
     @cached_property
-    def model(self) -> ModelConfig:
-        return parse_settings(self.config, ModelConfig)
+    def model(self) -> TransformersConfig:
+        return parse_settings(self.config, TransformersConfig)
 
     @property
     def prompts(self) -> dict[str, str]:
@@ -153,7 +153,7 @@ class FolderSettings:
         return self.token_score is not None or self.model.is_for("ForCausalLM")
 
     @property
-    def embedding(self) -> Embedding:
+    def embedding(self) -> EmbeddingSettings:
         """The embedding; without modules it is the mean, or the last token of a language model.
 
         Raises:
@@ -168,7 +168,7 @@ class FolderSettings:
         if steps:
             simple = self._simple_pooling(steps)
             pooling, head = (simple, ()) if simple else ("none", steps)
-        return Embedding(
+        return EmbeddingSettings(
             pooling=pooling,
             normalize=normalize,
             dimensions=self.library.truncate_dim,

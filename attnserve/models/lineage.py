@@ -26,14 +26,14 @@ __all__ = [
     "Ratio",
     "Recorded",
     "Recovered",
-    "Rewrite",
+    "RewriteRecord",
     "Round",
     "Search",
     "ShareRecord",
     "Source",
     "Speed",
     "Speedups",
-    "Step",
+    "StepRecord",
     "TokenIds",
     "TrainingRecord",
     "Whole",
@@ -126,7 +126,7 @@ SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
 """The fields of a step that are sizes, in the order of tables."""
 
 
-class Step(Whole):
+class StepRecord(Whole):
     """One rewrite of one block.
 
     Attributes:
@@ -368,7 +368,7 @@ class BeforeRecovery(Measured):
     fidelity: FidelityRecord | None = None
 
 
-class Rewrite(Measured):
+class RewriteRecord(Measured):
     """One entry of the lineage.
 
     Attributes:
@@ -386,7 +386,7 @@ class Rewrite(Measured):
     seed: int | None = None
     before: ModelCost | None = None
     after: ModelCost | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
     fidelity: FidelityRecord | None = None
     break_even_sequence: int | None = None
     batch: int | None = None

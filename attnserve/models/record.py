@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, FiniteFloat, StrictBool, StrictStr, 
 
 from attnserve.choices import Activation, Padding, Pooling, Side, Similarity
 from attnserve.models.json_files import first_problem
-from attnserve.models.lineage import Recorded, Rewrite
+from attnserve.models.lineage import Recorded, RewriteRecord
 from graph_passes.errors import InvalidModel
 
 __all__ = ["RECORD", "Record", "merged_record", "parse_record", "read_record", "write_record"]
@@ -83,7 +83,7 @@ class Record(Recorded):
     source: StrictStr | None = None
     format: int = 1
     files: Mapping[str, StrictStr] = {}
-    lineage: tuple[Rewrite, ...] = ()
+    lineage: tuple[RewriteRecord, ...] = ()
     others: Mapping[str, Record] = {}
 
     @classmethod

@@ -27,13 +27,13 @@ __all__ = [
     "LayerNorm",
     "Library",
     "LogitScore",
-    "ModelConfig",
     "ModuleEntry",
     "Normalize",
     "Pooling",
     "SettingsFile",
     "TokenizerConfig",
     "Transformer",
+    "TransformersConfig",
 ]
 
 TRANSFORMER_FILES = tuple(
@@ -295,7 +295,7 @@ class Pooling(SettingsFile):
         return (one,) if isinstance(one, str) else tuple(one)
 
 
-class Step(SettingsFile):
+class ValueModule(SettingsFile):
     """Base class of modules that map one value (of tokens or of a text) to another."""
 
     module_input_name: Literal["sentence_embedding", "token_embeddings"] = "sentence_embedding"
@@ -308,7 +308,7 @@ class Step(SettingsFile):
         return self.module_output_name or self.module_input_name
 
 
-class Dense(Step):
+class Dense(ValueModule):
     """config.json of a module Dense: a linear layer with an activation."""
 
     ignored = {"in_features": WIDTH, "out_features": WIDTH, "bias": WIDTH}
@@ -319,7 +319,7 @@ class Dense(Step):
     """Whether the input is added to the output."""
 
 
-class Normalize(Step):
+class Normalize(ValueModule):
     """config.json of a module Normalize, if there is one: vectors of length one."""
 
     @property
@@ -327,7 +327,7 @@ class Normalize(Step):
         return {self.module_input_name, self.output} == {"sentence_embedding"}
 
 
-class LayerNorm(Step):
+class LayerNorm(ValueModule):
     """config.json of a module LayerNorm."""
 
     ignored = {"dimension": WIDTH}
@@ -366,7 +366,7 @@ class CrossEncoder(SettingsFile):
     """The activation of scores, a class of torch.nn."""
 
 
-class ModelConfig(SettingsFile):
+class TransformersConfig(SettingsFile):
     """config.json of transformers: the keys of the tokenizer and of scores."""
 
     model_config = ConfigDict(extra="ignore")
@@ -481,6 +481,6 @@ class TokenizerConfig(SettingsFile):
 FILES: tuple[type[SettingsFile], ...] = (
     ModuleEntry, Library, Transformer, ProcessingArguments, CallArguments, TokenizerArguments,
     ModelArguments, ConfigArguments, Modality, Pooling, Dense, Normalize, LayerNorm, Dropout,
-    LogitScore, ModelConfig, CrossEncoder, TokenizerConfig,
+    LogitScore, TransformersConfig, CrossEncoder, TokenizerConfig,
 )  # fmt: skip
 """All files and parts of files, in the order of the documentation."""

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, normalizers
 from attnserve.choices import Padding, Side
 from attnserve.models.artifact import Artifact
 from attnserve.models.folder_settings import parse_settings
-from attnserve.models.settings_files import ModelConfig, TokenizerConfig
+from attnserve.models.settings_files import TokenizerConfig, TransformersConfig
 from attnserve.runtime.interface import Session
 from graph_passes.errors import (
     AttnserveError,
@@ -523,7 +523,7 @@ def _select(raw: Any, kept: Sequence[int]) -> Encoding:
     return Encoding([ids[i] for i in kept], [type_ids[i] for i in kept])
 
 
-def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: ModelConfig) -> None:
+def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: TransformersConfig) -> None:
     """Apply the settings that transformers applies after reading tokenizer.json."""
     name = config.tokenizer_class or model.tokenizer_class
     if str(name).removesuffix("Fast") in BERT_TOKENIZERS or (

@@ -15,7 +15,7 @@ from attnserve.options.groups import (
     Rewrites,
     Run,
     Shape,
-    Train,
+    Training,
     Write,
     check_files,
 )
@@ -33,7 +33,7 @@ __all__ = [
     "Rewrites",
     "Run",
     "Shape",
-    "Train",
+    "Training",
     "Write",
     "check_files",
     "option_name",

@@ -42,7 +42,17 @@ from attnserve.options.fields import (
 from attnserve.paths import StrPath
 from graph_passes.analysis.workload import Phase
 
-__all__ = ["GROUPS", "Data", "Goal", "Rewrites", "Run", "Shape", "Train", "Write", "check_files"]
+__all__ = [
+    "GROUPS",
+    "Data",
+    "Goal",
+    "Rewrites",
+    "Run",
+    "Shape",
+    "Training",
+    "Write",
+    "check_files",
+]
 
 SEARCH = "Automatic search"
 REWRITES = "Rewrites by hand"
@@ -407,7 +417,7 @@ class Write(Options):
     """Overwrite an existing output."""
 
 
-class Train(Options):
+class Training(Options):
     """Options of the training of ``recover``."""
 
     area = "recovery"
@@ -424,4 +434,4 @@ class Train(Options):
     (cosine). auto chooses by the kind of output."""
 
 
-GROUPS = (Goal, Rewrites, Data, Shape, Run, Write, Train)
+GROUPS = (Goal, Rewrites, Data, Shape, Run, Write, Training)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from attnserve.planning.head_files import Masks
-from attnserve.planning.search.candidates import BlockConfig, LossCurve, Option, TiedBlocks
+from attnserve.planning.search.candidates import BlockConfig, LossCurve, TiedBlocks, UnitOption
 from attnserve.planning.search.limits import MULTIPLE
 from attnserve.planning.search.pareto import pareto_front
 
@@ -48,13 +48,13 @@ def choose_neurons(
     return masks
 
 
-def _options(group: TiedBlocks, curve: LossCurve | None, is_measured: bool) -> list[Option]:
+def _options(group: TiedBlocks, curve: LossCurve | None, is_measured: bool) -> list[UnitOption]:
     """Options of a group: numbers of remaining neurons (in place of times) and losses."""
-    options = [Option((BlockConfig(group.count),), 0.0, group.count)]
+    options = [UnitOption((BlockConfig(group.count),), 0.0, group.count)]
     if curve is None:
         return options
     for kept in range(MULTIPLE, group.count, MULTIPLE):
         gone = group.count - kept
         loss = curve.at(gone) if is_measured else curve.own_loss[gone]
-        options.append(Option((BlockConfig(kept),), loss + TIE * gone, kept))
+        options.append(UnitOption((BlockConfig(kept),), loss + TIE * gone, kept))
     return options

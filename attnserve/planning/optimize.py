@@ -34,7 +34,7 @@ from attnserve.data.token_statistics import calibration_of
 from attnserve.fusion import fuse_for
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import source_entry
-from attnserve.models.lineage import ModelCost, Rewrite, Step
+from attnserve.models.lineage import ModelCost, RewriteRecord, StepRecord
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
@@ -109,7 +109,7 @@ class OptimizeReport:
     output: Path
     before: ModelCost
     after: ModelCost
-    steps: tuple[Step, ...]
+    steps: tuple[StepRecord, ...]
     fidelity: Fidelity
     break_even_sequence: int | None
     batch: int
@@ -127,7 +127,7 @@ class OptimizeReport:
         return self.record.to_json("rewrite")
 
     @property
-    def record(self) -> Rewrite:
+    def record(self) -> RewriteRecord:
         """The entry of the lineage; ``_write`` adds the inputs."""
         found = self.found
         kinds = [step.rewrite for step in self.steps]
@@ -135,7 +135,7 @@ class OptimizeReport:
             kinds.append("recover")
         if self.plan.precision != "float32":
             kinds.append(self.plan.precision)
-        entry = Rewrite(
+        entry = RewriteRecord(
             rewrite="+".join(dict.fromkeys(kinds)) or "none",
             before=self.before,
             after=self.after,
@@ -454,7 +454,7 @@ def _fused(rewritten: _Rewritten, counted: Workload, provider: Provider) -> _Rew
     passes = fuse_for(model, plan.precision, provider)
     macs = count_macs(model, counted)
     steps = [
-        Step(rewrite=one.name, block=name, macs_after=macs)
+        StepRecord(rewrite=one.name, block=name, macs_after=macs)
         for one in passes
         for name in targets_of(one)
     ]
@@ -633,7 +633,7 @@ def _data_warnings(rewritten: _Rewritten, given: _Given) -> list[str]:
     return warnings
 
 
-def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> list[str]:
+def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[StepRecord]) -> list[str]:
     """Warnings about caches, which the original cannot share and which may even grow."""
     widths = {block.name: block.num_heads * block.head_size for block in blocks}
     sizes = [(widths[s.block], s.cache_width) for s in steps if s.cache_width is not None]

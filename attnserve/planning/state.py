@@ -18,7 +18,7 @@ from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.fusion import DEFECT
 from attnserve.models.artifact import Artifact
-from attnserve.models.lineage import Step
+from attnserve.models.lineage import StepRecord
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
 from graph_passes.analysis.cost import count_macs, infer_at, macs_at
@@ -47,7 +47,7 @@ class ApplyReport:
         shared: Rewritten blocks that were not refitted, because other blocks share their weights.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[StepRecord, ...]
     is_exact: bool
     shared: tuple[str, ...] = ()
 
@@ -175,12 +175,12 @@ class _Rewriting:
     data: Dataset | None
     fit: bool
     counted: Workload
-    steps: list[Step] = field(default_factory=list[Step])
+    steps: list[StepRecord] = field(default_factory=list[StepRecord])
     """The steps; ``finish`` adds the errors."""
     errors: dict[int, float] = field(default_factory=dict[int, float])
-    """``Step.relative_error`` by the index of the step."""
+    """``StepRecord.relative_error`` by the index of the step."""
     fitted_errors: dict[int, float] = field(default_factory=dict[int, float])
-    """``Step.fitted_error`` by the index of the step."""
+    """``StepRecord.fitted_error`` by the index of the step."""
     changed: list[str] = field(default_factory=list[str])
     """Blocks whose outputs differ from the original's."""
     is_measured: bool = True
@@ -251,7 +251,9 @@ class _Rewriting:
                 self.is_measured = self.is_measured and error is not None and not self.fit
             facts = _facts(blocks.get(name), params)
             self.steps.append(
-                Step(rewrite=rewrite.name, block=name, macs_after=total if last else macs, **facts)
+                StepRecord(
+                    rewrite=rewrite.name, block=name, macs_after=total if last else macs, **facts
+                )
             )
         self.uncertified |= targets.keys()
 
@@ -262,7 +264,7 @@ class _Rewriting:
         if targets := targets_of(rewrite):
             macs = self._macs()
             self.steps += [
-                Step(rewrite=rewrite.name, block=name, macs_after=macs) for name in targets
+                StepRecord(rewrite=rewrite.name, block=name, macs_after=macs) for name in targets
             ]
             attention = {block.name for block in self.graph_context.get(find_attention)[0]}
             self.uncertified |= targets.keys() & attention
@@ -333,7 +335,7 @@ class _Rewriting:
 
 
 def _facts(block: AttentionBlock | FeedForwardBlock | None, params: Any) -> dict[str, int | None]:
-    """The sizes of a rewritten block by the names of ``Step``; None means removed attention."""
+    """The sizes of a rewritten block, as fields of ``StepRecord``; None: removed attention."""
     if isinstance(block, FeedForwardBlock):
         return {"neurons": block.num_neurons}
     facts: dict[str, int | None] = {"heads": 0 if block is None else block.q.num_heads}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.precision.products import Moments, Product, product_of
+from attnserve.precision.products import InputMoments, Product, product_of
 from attnserve.precision.rounding import Rounder
 from graph_passes.analysis.constants import constant_shape
 from graph_passes.analysis.operator_sets import MICROSOFT
@@ -33,7 +33,7 @@ LOW, HIGH = -8, 7
 
 
 def quantize_to_int4(
-    model: ir.Model, moments: Moments | None = None, *, keep: Collection[ir.Node] = ()
+    model: ir.Model, moments: InputMoments | None = None, *, keep: Collection[ir.Node] = ()
 ) -> None:
     """Quantize the matrices of MatMul in place.
 

@@ -48,7 +48,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.quantized import LARGEST_7_BIT, Bits, quantized_node
-from attnserve.precision.products import Moments, Product, Range, product_of
+from attnserve.precision.products import InputMoments, Product, Range, product_of
 from attnserve.precision.rounding import Rounder
 from attnserve.runtime.external_data import weight_bytes
 from graph_passes.analysis.constants import constant_array, constant_shape, is_constant
@@ -97,7 +97,7 @@ def quantize(
     tables: bool = True,
     smooth: bool = True,
     correct: bool = True,
-    moments: Moments | None = None,
+    moments: InputMoments | None = None,
     rounding: Mapping[tuple[str, bool], Rounding] | None = None,
 ) -> None:
     """Quantize matrix products and large embedding tables in place.
@@ -137,7 +137,7 @@ def roundings(
     model: ir.Model,
     bits: Bits,
     ranges: Mapping[str, Range],
-    moments: Moments,
+    moments: InputMoments,
     *,
     keep: Collection[ir.Node] = (),
 ) -> dict[tuple[str, bool], Rounding]:
@@ -286,7 +286,7 @@ class _Writer:
         groups: Sequence[Group],
         *,
         correct: bool,
-        moments: Moments | None,
+        moments: InputMoments | None,
         rounding: Mapping[tuple[str, bool], Rounding] | None = None,
     ) -> None:
         self.graph, self.opset = model.graph, model.opset_imports.get("", 1)

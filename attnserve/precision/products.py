@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOMENT_TOKENS",
-    "Moments",
+    "InputMoments",
     "Product",
     "Range",
     "collect_ranges",
@@ -106,7 +106,7 @@ def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range
             finite.
     """
     values = list(_activations(model))
-    sums: dict[ir.Value, _Sums] = {value: _Sums() for value in values}
+    sums: dict[ir.Value, _InputSums] = {value: _InputSums() for value in values}
     few = batches[:: -(-len(batches) // 64) or 1]
     for tokens in _observed(model, values, few):
         for value, array in tokens.items():
@@ -116,7 +116,7 @@ def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range
     return {value.name or "": each.range(value.name or "") for value, each in sums.items()}
 
 
-class Moments:
+class InputMoments:
     """Second moments of the activations of products, over tokens without padding.
 
     They are computed on first request, together with those of later products up to
@@ -190,7 +190,7 @@ def _observed(
         yield {v: a[vector_mask(a.shape, batch)] for v, a in arrays if a.size}
 
 
-class _Sums:
+class _InputSums:
     """Running sums of one activation."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from attnserve.plugins import Registry
 from attnserve.precision.half import to_bfloat16, to_float16
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import Rounding, large_tables, quantize
-from attnserve.precision.products import Moments, Range, collect_ranges, product_of
+from attnserve.precision.products import InputMoments, Range, collect_ranges, product_of
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.machine import has_int8_dot_product
 from graph_passes.analysis.constants import constant_type, is_constant, is_dequantized
@@ -52,8 +52,8 @@ class Activations:
         return collect_ranges(self._model, self._batches)
 
     @cached_property
-    def moments(self) -> Moments:
-        return Moments(self._model, self._batches)
+    def moments(self) -> InputMoments:
+        return InputMoments(self._model, self._batches)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class Conversion:
     rounding: Mapping[tuple[str, bool], Rounding] | None = None
 
     @property
-    def moments(self) -> Moments | None:
+    def moments(self) -> InputMoments | None:
         """Second moments for GPTQ rounding; None rounds to the nearest."""
         return None if self.to_nearest or self.rounding else self.calibration.moments
 

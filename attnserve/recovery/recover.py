@@ -36,7 +36,7 @@ from attnserve.models.output_kinds import is_cache_name, probability_outputs, re
 from attnserve.models.outputs import check_output, check_target
 from attnserve.models.quantized import Bits, int8_activations, int8_weight_bits
 from attnserve.models.rows import fixed_axes
-from attnserve.options import Run, Train, check_files, with_keywords
+from attnserve.options import Run, Training, check_files, with_keywords
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.precision.convert import convert, nodes_of_blocks, roundings_of
 from attnserve.precision.int8 import Rounding
@@ -61,7 +61,7 @@ from attnserve.recovery.module import GraphModule, trainable_weights
 from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
 from attnserve.recovery.report import RecoverReport, write_recovered
-from attnserve.recovery.training import Lesson, Training, train
+from attnserve.recovery.training import Course, Lesson, train
 from attnserve.runtime.checkpoint import Checkpoint
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.interface import Batch, Session
@@ -84,7 +84,7 @@ MIN_TEXTS = 4 * HELD_OUT
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 """Maximum relative difference of PyTorch and ONNX Runtime, in float32 and in half precision."""
 
-DEFAULT_TRAIN, DEFAULT_RUN = Train(), Run()
+DEFAULT_TRAIN, DEFAULT_RUN = Training(), Run()
 
 EXAMPLES = 8
 """Number of steps whose batches determine the scales of the losses."""
@@ -97,7 +97,7 @@ def recover(
     *,
     teacher: StrPath,
     data: StrPath | Sequence[StrPath],
-    training: Train = DEFAULT_TRAIN,
+    training: Training = DEFAULT_TRAIN,
     run: Run = DEFAULT_RUN,
     tokenizer: StrPath | None = None,
     force: bool = False,
@@ -319,7 +319,7 @@ class Recovery:
         self._quantize(self.calibration)
         self.states = [theirs for theirs, _ in pairs]
 
-    def train(self, seconds: float, checkpoint: Checkpoint) -> Training:
+    def train(self, seconds: float, checkpoint: Checkpoint) -> Course:
         """Train; if the loss decreased, ``trained`` receives the best weights."""
         data, context = self.data, self.context
         teacher = Teacher(self.original, self.states, context)

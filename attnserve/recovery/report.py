@@ -14,11 +14,11 @@ from attnserve.data.datasets import Dataset
 from attnserve.data.token_statistics import calibration_of
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
-from attnserve.models.lineage import BeforeRecovery, Rewrite
+from attnserve.models.lineage import BeforeRecovery, RewriteRecord
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
 from attnserve.recovery.labels import LabelReport
-from attnserve.recovery.training import Training
+from attnserve.recovery.training import Course
 from attnserve.versions import versions
 from graph_passes.analysis.parameters import parameter_bytes
 
@@ -48,7 +48,7 @@ class RecoverReport:
     before: Fidelity
     after: Fidelity
     gain: bool
-    training: Training
+    training: Course
     states: int
     weights: int
     int8_weight_bits: Bits | None = None
@@ -78,10 +78,10 @@ class RecoverReport:
         return self.record.to_json("rewrite")
 
     @property
-    def record(self) -> Rewrite:
+    def record(self) -> RewriteRecord:
         """The entry of the lineage; ``write_recovered`` adds the inputs."""
         before = BeforeRecovery(fidelity=self.before.cosines)
-        entry = Rewrite(
+        entry = RewriteRecord(
             rewrite="recover" if self.int8_weight_bits is None else "recover+int8",
             fidelity=self.after.cosines,
             before_recovery=before.model_copy(update=self.before.measured.stated),

@@ -26,8 +26,8 @@ from attnserve.runtime.machine import has_bfloat16_product
 from graph_passes.errors import CheckFailed
 
 __all__ = [
+    "Course",
     "Lesson",
-    "Training",
     "half_type",
     "halved",
     "is_stuck",
@@ -71,7 +71,7 @@ CACHE_BYTES = 2**30
 
 
 @dataclass
-class Training:
+class Course:
     """The course of a training.
 
     Attributes:
@@ -138,7 +138,7 @@ def train(
     seconds: float,
     checkpoint: Checkpoint,
     context: RunContext,
-) -> tuple[Training, list[Tensor]]:
+) -> tuple[Course, list[Tensor]]:
     """Train until the time is used up; returns the course and the best weights.
 
     The best weights have the smallest loss on the held-out rows; the initial weights are included.
@@ -150,7 +150,7 @@ def train(
     Raises:
         CheckFailed: The loss is not finite, and no weights are better than the initial ones.
     """
-    return _Run(module, lesson, seconds, checkpoint, context).run()
+    return _TrainingRun(module, lesson, seconds, checkpoint, context).run()
 
 
 def half_type(device: str) -> torch.dtype | None:
@@ -186,7 +186,7 @@ def is_stuck(losses: Sequence[float], seconds: float, budget: float) -> bool:
     return min(losses[-PATIENCE:]) >= min(losses[:-PATIENCE])
 
 
-class _Run:
+class _TrainingRun:
     def __init__(
         self,
         module: GraphModule,
@@ -201,7 +201,7 @@ class _Run:
         self.average = [weight.detach().clone() for weight in self.weights]
         self.best = [weight.detach().clone() for weight in self.weights]
         self.optimizer = self._new_optimizer()
-        self.course = Training()
+        self.course = Course()
         self._known: dict[int, list[list[np.ndarray]]] = {}
         self._known_bytes = 0
         self._order = np.zeros(0, int)
@@ -209,7 +209,7 @@ class _Run:
         self._half = half_type(self._device)
         self._scaler = torch.amp.GradScaler(self._device, enabled=self._half is torch.float16)
 
-    def run(self) -> tuple[Training, list[Tensor]]:
+    def run(self) -> tuple[Course, list[Tensor]]:
         self._resume()
         course = self.course
         start = time.monotonic() - course.seconds
@@ -382,7 +382,7 @@ class _Run:
                 for value, stored in zip(values, state[key], strict=True):
                     value.copy_(stored)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.course = Training(**state["course"])
+        self.course = Course(**state["course"])
         self.course.stopped = "time"
 
     def _not_finite(self) -> None:

@@ -28,7 +28,7 @@ from attnserve.context import Device
 from attnserve.intervals import mean_lower_bound
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
-from attnserve.models.lineage import Asked, Rewrite
+from attnserve.models.lineage import Asked, RewriteRecord
 from attnserve.runtime.interface import Batch
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.loaded_model import Model, TextTask, logits_of
@@ -104,7 +104,7 @@ def read_promise(artifact: Artifact, original: Artifact) -> Promise:
     return Promise(cast(Measure, last.measure), value, last.output)
 
 
-def _promised(entry: Rewrite) -> float | None:
+def _promised(entry: RewriteRecord) -> float | None:
     """The guarantee of one rewrite; None without one."""
     quality, search = entry.quality, entry.search
     if quality is None or quality.split == "random":

@@ -235,7 +235,7 @@ class IsolationChecker:
         name, deadline = artifact.model, monotonic() + self._timeout_s
         try:
             with Worker(
-                _Child, artifact, self._device,
+                _CheckProcess, artifact, self._device,
                 timeout_s=self._timeout_s,
                 environment=allowed_environment(),
                 prepare=partial(limit_process, *self._limits(artifact, self._timeout_s)),
@@ -412,7 +412,7 @@ def _result(
     return CheckResult(digest.hexdigest(), checksums, None, operators, facts)
 
 
-class _Child:
+class _CheckProcess:
     """Loads a model and runs it once (in the child)."""
 
     def __init__(self, artifact: Artifact, device: Device) -> None:

@@ -32,7 +32,7 @@ PINNED = "attnserve.name"
 """Key in ``metadata_props`` of a block's product: the name of the block."""
 
 
-class Named(Protocol):
+class NamedBlock(Protocol):
     """A block: attention or feed-forward."""
 
     @property
@@ -41,7 +41,7 @@ class Named(Protocol):
     def product(self) -> ir.Node: ...
 
 
-def pin_names(blocks: Iterable[Named]) -> None:
+def pin_names(blocks: Iterable[NamedBlock]) -> None:
     """Record block names in the graph, so that rewrites preserve them."""
     for block in blocks:
         pin_name(block.product, block.name)

@@ -20,7 +20,7 @@ from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eli
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import Targets, collect_targets, context_moments, enough, refit
-from attnserve.calibration.ridge import Moments
+from attnserve.calibration.ridge import FitMoments
 from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
@@ -290,12 +290,12 @@ class _Prefix:
 
 
 def _by_group(
-    groups: Sequence[TiedBlocks], moments: Iterable[tuple[str, Moments]]
-) -> Iterator[tuple[TiedBlocks, Moments]]:
+    groups: Sequence[TiedBlocks], moments: Iterable[tuple[str, FitMoments]]
+) -> Iterator[tuple[TiedBlocks, FitMoments]]:
     """Sum the moments of tied blocks; a group is yielded after its last block."""
     group_of = {name: group for group in groups for name in group.names}
     missing = {group: len(group.names) for group in groups}
-    sums: dict[TiedBlocks, Moments] = {}
+    sums: dict[TiedBlocks, FitMoments] = {}
     for name, found in moments:
         group = group_of[name]
         sums[group] = sums[group] + found if group in sums else found
@@ -323,7 +323,9 @@ def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     return probes, [batch for index, batch in enumerate(batches) if index not in places]
 
 
-def _elimination(group: TiedBlocks, moments: Moments) -> tuple[Elimination, np.ndarray, np.ndarray]:
+def _elimination(
+    group: TiedBlocks, moments: FitMoments
+) -> tuple[Elimination, np.ndarray, np.ndarray]:
     """The order of removal, the rows of the last weight by head or neuron, and that weight."""
     block = group.blocks[0]
     if isinstance(block, FeedForwardBlock):
@@ -339,7 +341,7 @@ def _elimination(group: TiedBlocks, moments: Moments) -> tuple[Elimination, np.n
 
 
 def _fitted(
-    moments: Moments, weight: Float[np.ndarray, "N D"], kept: np.ndarray
+    moments: FitMoments, weight: Float[np.ndarray, "N D"], kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The ridge regression of the block's output on the kept rows: weight and bias."""
     gram = moments.covariance

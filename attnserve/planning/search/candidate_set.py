@@ -12,9 +12,9 @@ from attnserve.planning.search.candidates import (
     ChoiceUnit,
     Estimates,
     LossCurve,
-    Option,
     ReusePair,
     TiedBlocks,
+    UnitOption,
     passes_of,
     units_of,
 )
@@ -42,7 +42,7 @@ class Picked:
 
     unit: ChoiceUnit
     pair: ReusePair | None
-    options: Sequence[Option]
+    options: Sequence[UnitOption]
     index: int
 
     @property
@@ -80,7 +80,7 @@ class CandidateSet:
     curves: Mapping[str, LossCurve]
     conversion: Mapping[str, float]
     units: Sequence[tuple[ChoiceUnit, ReusePair | None]]
-    options: Sequence[Sequence[Option]]
+    options: Sequence[Sequence[UnitOption]]
     front: Sequence[Choice]
     nothing_removed: Sequence[Choice] = ()
 

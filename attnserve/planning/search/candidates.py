@@ -39,9 +39,9 @@ __all__ = [
     "Estimates",
     "Implementation",
     "LossCurve",
-    "Option",
     "ReusePair",
     "TiedBlocks",
+    "UnitOption",
     "apply_config",
     "apply_reuse",
     "changes_to_measure",
@@ -183,7 +183,7 @@ ChoiceUnit = tuple[TiedBlocks, ...]
 
 
 @dataclass(frozen=True)
-class Option:
+class UnitOption:
     """One alternative of a unit.
 
     Attributes:
@@ -439,7 +439,7 @@ class Estimates:
     in_float: Mapping[Block, BlockLatency] = field(default_factory=dict["Block", "BlockLatency"])
     conversion: Mapping[str, float] = field(default_factory=dict[str, float])
 
-    def options(self, unit: ChoiceUnit, pair: ReusePair | None = None) -> list[Option]:
+    def options(self, unit: ChoiceUnit, pair: ReusePair | None = None) -> list[UnitOption]:
         """The options of a unit that are at no shape slower than the unit now, by increasing loss.
 
         Options without removal are included even if another option is faster and loses less.
@@ -449,7 +449,7 @@ class Estimates:
         whole = [_joined(options) for options in product(*per_group)]
         return [*found, *(option for option in whole if option not in found)]
 
-    def _fast(self, unit: ChoiceUnit, pair: ReusePair | None) -> list[Option]:
+    def _fast(self, unit: ChoiceUnit, pair: ReusePair | None) -> list[UnitOption]:
         if pair is None:
             (group,) = unit
             return _rising(self._of_group(group))
@@ -464,16 +464,16 @@ class Estimates:
             gone = pair.source.count - kept
             loss = curve.at(gone) + other.at(gone) + pair.loss * kept / pair.source.count
             configs = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
-            options.append(Option(configs, loss + conversion, self._mean(ms)))
+            options.append(UnitOption(configs, loss + conversion, self._mean(ms)))
         return _rising(options)
 
-    def _of_group(self, group: TiedBlocks) -> list[Option]:
+    def _of_group(self, group: TiedBlocks) -> list[UnitOption]:
         converted = self._in_precision(group, self.timed)
         loss = self.conversion.get(group.key, 0.0)
-        options = [Option((config,), lost + loss, ms) for config, lost, ms in converted]
+        options = [UnitOption((config,), lost + loss, ms) for config, lost, ms in converted]
         if all(block in self.in_float for block in group.blocks):
             in_float = self._in_precision(group, self.in_float)
-            options += [Option((c,), lost, ms, frozenset({0})) for c, lost, ms in in_float]
+            options += [UnitOption((c,), lost, ms, frozenset({0})) for c, lost, ms in in_float]
         return options
 
     def _in_precision(
@@ -496,9 +496,9 @@ class Estimates:
         return float(np.mean(times[: self.target]))
 
 
-def _joined(options: Sequence[Option]) -> Option:
+def _joined(options: Sequence[UnitOption]) -> UnitOption:
     """One option of each group of a unit as one option of the unit."""
-    return Option(
+    return UnitOption(
         tuple(config for option in options for config in option.configs),
         sum(option.loss for option in options),
         sum(option.ms for option in options),
@@ -506,7 +506,7 @@ def _joined(options: Sequence[Option]) -> Option:
     )
 
 
-def _rising(options: Sequence[Option]) -> list[Option]:
+def _rising(options: Sequence[UnitOption]) -> list[UnitOption]:
     """Sort options by loss, and drop dominated ones."""
     ordered = sorted(options, key=lambda option: (option.loss, option.ms))
     rising = ordered[:1]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve.calibration.refit import RIDGES, collect_targets, context_moments, refit
-from attnserve.calibration.ridge import Moments, NormalEquations
+from attnserve.calibration.ridge import FitMoments, NormalEquations
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
 from attnserve.runtime.interface import Batch
@@ -38,8 +38,8 @@ class Sample:
     prior: np.ndarray
 
     @property
-    def moments(self) -> Moments:
-        return Moments.of(self.c, self.t)
+    def moments(self) -> FitMoments:
+        return FitMoments.of(self.c, self.t)
 
     def fit(self, ridge: float) -> tuple[np.ndarray, np.ndarray]:
         return NormalEquations(self.moments, self.prior).solve(ridge)
@@ -73,7 +73,7 @@ def test_moments_error_is_the_sum_over_tokens(seed: int, tokens: int):
 @given(seed=seeds, at=st.integers(0, 50))
 def test_moments_are_additive(seed: int, at: int):
     given = sample(seed)
-    parts = Moments.of(given.c[:at], given.t[:at]) + Moments.of(given.c[at:], given.t[at:])
+    parts = FitMoments.of(given.c[:at], given.t[:at]) + FitMoments.of(given.c[at:], given.t[at:])
     for name, whole in vars(given.moments).items():
         np.testing.assert_allclose(vars(parts)[name], whole, rtol=1e-9, atol=1e-9)
 

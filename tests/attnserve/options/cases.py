@@ -13,7 +13,7 @@ from attnserve.options import (
     Rewrites,
     Run,
     Shape,
-    Train,
+    Training,
     Write,
     option_type,
 )
@@ -25,7 +25,16 @@ COMMANDS: dict[type[Options], list[str]] = {
     Shape: ["optimize", "model.onnx"],
     Run: ["optimize", "model.onnx"],
     Write: ["optimize", "model.onnx"],
-    Train: ["recover", "model.onnx", "--teacher", "model.onnx", "--data", "texts.txt", "-o", "out"],
+    Training: [
+        "recover",
+        "model.onnx",
+        "--teacher",
+        "model.onnx",
+        "--data",
+        "texts.txt",
+        "-o",
+        "out",
+    ],
 }
 """A command that has the options of a group, without them."""
 

@@ -13,7 +13,7 @@ from attnserve.precision import products as products_module
 from attnserve.precision.convert import convert
 from attnserve.precision.int4 import in_blocks
 from attnserve.precision.int8 import quantize, quantized_weights
-from attnserve.precision.products import Moments, collect_ranges
+from attnserve.precision.products import InputMoments, collect_ranges
 from attnserve.precision.rounding import Rounder
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
@@ -167,16 +167,16 @@ def test_moments_leave_out_padding_and_need_no_more_memory_than_allowed(
 ):
     model, data = network(), rows(0, 3)
     names = list(collect_ranges(model, data))
-    together = [known(Moments(model, data).of(name)) for name in names]
+    together = [known(InputMoments(model, data).of(name)) for name in names]
     monkeypatch.setattr(products_module, "MOMENT_BYTES", 1)
-    alone = Moments(model, data)
+    alone = InputMoments(model, data)
     for name, expected in zip(names, together, strict=True):
         np.testing.assert_array_equal(known(alone.of(name)), expected)
     x = np.concatenate([batch["x"][batch["attention_mask"] > 0] for batch in data])
     np.testing.assert_allclose(known(alone.of("x")), x.T @ x / len(x), rtol=1e-3, atol=1e-3)
     covariance = known(alone.of("x", centered=True))
     np.testing.assert_allclose(covariance, np.cov(x.T, ddof=0), rtol=1e-3, atol=1e-3)
-    assert alone.of("no activation") is None and Moments(model, []).of("x") is None
+    assert alone.of("no activation") is None and InputMoments(model, []).of("x") is None
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -204,7 +204,7 @@ def test_quantize_without_bias_correction_rounds_for_the_moments_about_zero():
     for batch in data:
         batch["x"] += np.linspace(0, 5, D, dtype=np.float32)
     errors: list[float] = []
-    for moments in (Moments(model, data), None):
+    for moments in (InputMoments(model, data), None):
         made = model.clone()
         quantize(made, 7, collect_ranges(made, data), correct=False, moments=moments)
         errors.append(squared_error(model, made, data))

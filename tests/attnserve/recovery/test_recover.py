@@ -413,7 +413,7 @@ def test_external_data_stays_external(pruned: Path, tiny: Path, texts: Path, tmp
 
 
 def test_numbers_that_are_not_finite_are_null_in_json():
-    course = training.Training(
+    course = training.Course(
         first_loss=float("inf"), loss=0.5, history=[(1.0, float("nan"), float("inf"))]
     )
     shown = course.record(states=0, weights=0).to_json()

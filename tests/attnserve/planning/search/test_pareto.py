@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.planning.search.candidates import BlockConfig, Option
+from attnserve.planning.search.candidates import BlockConfig, UnitOption
 from attnserve.planning.search.pareto import pareto_front
 
 
-def part(*pairs: tuple[float, float]) -> list[Option]:
-    return [Option((BlockConfig(kept),), loss, ms) for kept, (loss, ms) in enumerate(pairs)]
+def part(*pairs: tuple[float, float]) -> list[UnitOption]:
+    return [UnitOption((BlockConfig(kept),), loss, ms) for kept, (loss, ms) in enumerate(pairs)]
 
 
 def test_pareto_front_choices_take_one_option_per_part():
