@@ -55,7 +55,9 @@ WORDS = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-support", action="store_true", help="write the results to docs/support.md"
+        "--write-support",
+        action="store_true",
+        help="export all cells of test_architectures.py, and write docs/support.md",
     )
     parser.addoption(
         "--on-gpu",
