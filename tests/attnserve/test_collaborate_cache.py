@@ -80,6 +80,7 @@ def test_optimize_full_rank_cache_keeps_decoding_exact(gpt2: Path, tmp_path: Pat
     assert any("shrinks only if R" in warning for warning in report.warnings)
 
 
+@pytest.mark.timing(seconds=10)
 def test_optimize_cache_shrinks_and_error_falls_with_rank(gpt2: Path, tmp_path: Path):
     expected, errors = decode(gpt2), []
     for R in (2, 10, 20):

@@ -400,6 +400,7 @@ def test_plan_without_matplotlib_writes_the_plan_and_warns(
     assert "attnserve[report]" in caplog.text
 
 
+@pytest.mark.timing(seconds=10)
 def test_plan_and_optimize_are_reproducible(planned: Planner, optimized: Optimizer, tmp_path: Path):
     """Equal requests give equal plans; a search and its plan give the same bytes."""
     for name in ("a.json", "b.json"):
