@@ -119,6 +119,7 @@ def test_optimize_cache_of_selected_layers(gpt2: Path, tmp_path: Path):
         np.testing.assert_allclose(new, old, atol=1e-4, rtol=0)
 
 
+@pytest.mark.timing(seconds=6)
 def test_optimize_cache_is_calibrated_on_whole_sequences(gpt2: Path, tmp_path: Path):
     calib = sequences(tmp_path / "calib.npz")
     plain, fitted = (

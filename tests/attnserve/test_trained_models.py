@@ -23,7 +23,7 @@ SAMPLES = Path(__file__).parents[1] / "fixtures" / "stories260K.npz"
 def mnist(data: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return the 10,000 MNIST test images (N, 1, 28, 28) as the model wants them, and labels.
 
-    Tests use the first of them: a pass over all takes 10 s.
+    The accuracy is that of the first 2,000: a pass over all takes 10 s.
     """
     images = np.frombuffer(
         gzip.decompress((data / "t10k-images-idx3-ubyte.gz").read_bytes())[16:], np.uint8
@@ -80,7 +80,7 @@ def test_cosine_of_a_language_model_is_high_although_tokens_change(shared: Path,
     folder = shared / "models" / "stories260K"
     model, data = folder / "stories260K.onnx", tmp_path / "stories.npz"
     text = shared / "data" / "lm" / "tinystories_sample.txt"
-    np.savez(data, idx=stories(text, folder / "tok512.bin")[:, :128])
+    np.savez(data, idx=stories(text, folder / "tok512.bin"))
     report = optimize(model, tmp_path / "half.onnx", calib=data, prune=0.5)
     assert report.fidelity.mean_cosine > 0.98
     quality = report.fidelity.quality
@@ -88,14 +88,11 @@ def test_cosine_of_a_language_model_is_high_although_tokens_change(shared: Path,
     assert quality.value < 0.95 and quality.constant < 0.2
 
 
-@pytest.mark.timing(seconds=30)
-def test_search_of_a_vision_transformer_keeps_its_promise(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    count_instead_of_timing(monkeypatch)
+@pytest.mark.timing(seconds=60)
+def test_search_of_a_vision_transformer_keeps_its_promise(shared: Path, tmp_path: Path):
     model = shared / "models" / "vit_mnist_researchase" / "vit_mnist_researchase.onnx"
     images, _ = mnist(shared / "data" / "mnist")
-    for name, part in (("calibration", images[:320]), ("unseen", images[560:1560])):
+    for name, part in (("calibration", images[:560]), ("unseen", images[560:2560])):
         np.savez(tmp_path / f"{name}.npz", image=part)
     report = optimize(
         model, tmp_path / "fast", calib=tmp_path / "calibration.npz", keep=0.95, allow=["ffn"],
@@ -113,8 +110,8 @@ def test_search_of_a_language_model_keeps_its_promise(
 ):
     count_instead_of_timing(monkeypatch)
     folder = shared / "models" / "stories260K"
-    model, rows = folder / "stories260K.onnx", np.load(SAMPLES)["idx"][:, :96].astype(np.int64)
-    np.savez(tmp_path / "calibration.npz", idx=rows[:180])
+    model, rows = folder / "stories260K.onnx", np.load(SAMPLES)["idx"].astype(np.int64)
+    np.savez(tmp_path / "calibration.npz", idx=rows[:120])
     np.savez(tmp_path / "unseen.npz", idx=rows[180:])
     report = optimize(
         model, tmp_path / "fast", calib=tmp_path / "calibration.npz", keep=0.95, allow=["ffn"],
