@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint types docs bench clean
+.PHONY: help venv demo test test-all support lint types docs bench clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: $(INSTALLED) ## Run the default tests; ARGS="tests/attnserve -k prune" run
 
 test-all: $(INSTALLED) ## Run all tests; ARGS="-m export" runs those with one mark
 	$(PYTEST) $(ARGS)
+
+support: $(INSTALLED) ## Export every architecture in every way, and write docs/support.md
+	$(PYTEST) -m export tests/attnserve/test_architectures.py --write-support $(ARGS)
 
 lint: $(INSTALLED) ## Check style and format (ruff), and the direction of imports (import-linter)
 	$(BIN)/ruff check

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import re
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -790,6 +791,14 @@ COMMITTED = (
 """One export per architecture, and one in half precision: ``python -m tests.fixtures.make`` writes
 them to ``tests/fixtures/onnx``, where tests read them without torch."""
 
+MINILM_EXPORTS = (
+    ("sdpa", "torchscript", 17),
+    ("eager", "torchscript", 17),
+    ("sdpa", "dynamo", 18),
+    ("sdpa", "dynamo", 23),
+)
+"""Attention, exporter and opset of the exports of the real encoder."""
+
 EXTERNAL = (COMMITTED[2], COMMITTED[9])
 """Committed exports that keep their external data; the weights of the others are in the graph."""
 
@@ -807,6 +816,34 @@ def cells_of(architecture: Architecture) -> list[Cell]:
     if name == "BERT":
         cells += [Cell(name, "eager", "torchscript", opset, "dropout") for opset in (11, 17)]
     return cells
+
+
+CELLS = [cell for architecture in TABLE for cell in cells_of(architecture)]
+"""All cells: docs/support.md shows them, and ``make support`` exports them."""
+
+
+def pairs_of(cell: Cell) -> set[tuple[Hashable, ...]]:
+    """The pairs of properties of a cell that a covering subset has to have.
+
+    Opsets are paired with families of architectures (those whose layers one function describes).
+    """
+    exporter = (cell.exporter, cell.opset)
+    family = repr(ARCHITECTURES[cell.architecture].layers)
+    by_architecture = itertools.product(
+        [cell.architecture], (cell.exporter, cell.attention, cell.variant)
+    )
+    others = itertools.combinations((family, exporter, cell.attention, cell.variant), 2)
+    return {*by_architecture, *others, (cell.exporter, cell.variant)}
+
+
+def covering(cells: Sequence[Cell], chosen: Iterable[Cell]) -> tuple[Cell, ...]:
+    """The chosen cells, and others until every pair of ``cells`` occurs; in the order of cells."""
+    found = list(chosen)
+    missing = set().union(*map(pairs_of, cells)).difference(*map(pairs_of, found))
+    while missing:
+        found.append(max(cells, key=lambda cell: len(pairs_of(cell) & missing)))
+        missing -= pairs_of(found[-1])
+    return tuple(cell for cell in cells if cell in found)
 
 
 # ---- building and exporting ---------------------------------------------------------------------

@@ -55,7 +55,9 @@ WORDS = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-support", action="store_true", help="write the results to docs/support.md"
+        "--write-support",
+        action="store_true",
+        help="export all cells of test_architectures.py, and write docs/support.md",
     )
     parser.addoption(
         "--on-gpu",
@@ -138,6 +140,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for what in (times, files):
         for name, seconds in Counter(what).most_common(SLOWEST):
             terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _counted() -> Generator[None]:
+    """Count the operations of what is served instead of timing it, except with ``real_clock``."""
+    from tests.attnserve.costs import count_served
+
+    with pytest.MonkeyPatch.context() as patch:
+        count_served(patch)
+        yield
+
+
+@pytest.fixture
+def real_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time what is served."""
+    from tests.attnserve.costs import TIME_MODELS
+
+    monkeypatch.setattr("attnserve.planning.served_speed.time_models", TIME_MODELS)
 
 
 @pytest.fixture(scope="session")

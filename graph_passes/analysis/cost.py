@@ -136,6 +136,7 @@ def model_cost(model: ir.Model) -> Cost:
         reason = f"the graph has {len(axes)} free axes: expected at most {MAX_AXES}"
         return Cost(None, elements, bytes_, (reason,), inputs)
     points = [*itertools.product(POINTS, repeat=len(axes)), (CHECK,) * len(axes)]
+    activations = [_activations(node) for node in model.graph]
     counts: list[int] = []
     node_bytes: list[list[int]] = []
     uncounted: tuple[str, ...] = ()
@@ -143,7 +144,7 @@ def model_cost(model: ir.Model) -> Cost:
         info = infer_shapes_at(model, dict(zip(axes, lengths, strict=True)))
         count, uncounted = macs_at(info, model.graph)
         counts.append(count)
-        node_bytes.append([_activation_bytes(node, info) for node in model.graph])
+        node_bytes.append([_known_bytes(values, info) for values in activations])
     sizes = _largest(_fit(axes, one) for one in set(zip(*node_bytes, strict=True)))
     polynomial = _fit(axes, counts)
     if polynomial is None:
@@ -151,10 +152,15 @@ def model_cost(model: ir.Model) -> Cost:
     return Cost(polynomial, elements, bytes_, uncounted, inputs, sizes)
 
 
-def _activation_bytes(node: ir.Node, info: ShapeInfo) -> int:
-    """Bytes that a node reads and writes, without constants; values of unknown shape count 0."""
+def _activations(node: ir.Node) -> list[ir.Value]:
+    """The values that a node reads and writes, without constants."""
     values = {value for value in (*node.inputs, *node.outputs) if value is not None}
-    known = (info.known[one] for one in values if one in info.known and not is_constant(one))
+    return [value for value in values if not is_constant(value)]
+
+
+def _known_bytes(values: Iterable[ir.Value], info: ShapeInfo) -> int:
+    """The bytes of values; those of unknown shape count 0."""
+    known = (info.known[value] for value in values if value in info.known)
     sized = [one for one in known if one.dtype not in UNSIZED]
     return sum(math.ceil(math.prod(one.shape) * one.dtype.itemsize) for one in sized)
 

@@ -10,17 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.attnserve.costs import count_served
 from tests.fixtures.make import BERT
 
 Build = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only tests with the mark ``timing`` time what is served; the others count operations."""
-    if request.node.get_closest_marker("timing") is None:
-        count_served(monkeypatch)
 
 
 @pytest.fixture(scope="session")

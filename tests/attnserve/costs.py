@@ -11,12 +11,17 @@ import pytest
 
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Speed
+from attnserve.planning import served_speed
 from attnserve.planning.search.judge import Built, Judge
 from attnserve.planning.search.report import mean_speedup
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import Part
-from graph_passes.analysis.cost import model_cost
+from graph_passes.analysis.cost import macs_at
+from graph_passes.analysis.shapes import infer_shapes_at, named_axes, read_axes
 from graph_passes.analysis.workload import Workload
+
+TIME_MODELS = served_speed.time_models
+"""What ``count_served`` replaces."""
 
 FUSED = STANDARD = 0.9
 """The relative time of attention in one operator of ONNX Runtime, or of ai.onnx."""
@@ -24,11 +29,21 @@ FUSED = STANDARD = 0.9
 
 def milliseconds(model: ir.Model, feed: Mapping[str, np.ndarray]) -> float:
     """The more MACs, the more time; a graph whose MACs cannot be counted has none."""
-    macs = model_cost(model).macs_of({name: array.shape for name, array in feed.items()}) or 0
     share = FUSED if any(node.domain for node in model.graph) else 1.0
     if any((node.domain, node.op_type) == ("", "Attention") for node in model.graph):
         share = STANDARD
-    return 0.01 + macs / 1e6 * share
+    return 0.01 + macs(model, feed) / 1e6 * share
+
+
+def macs(model: ir.Model, feed: Mapping[str, np.ndarray]) -> int:
+    """MACs of one run; 0 if they cannot be counted. Faster than ``model_cost`` at any lengths."""
+    inputs = {value.name or "": value for value in model.graph.inputs}
+    shapes = {name: array.shape for name, array in feed.items() if name in inputs}
+    lengths = read_axes(inputs, shapes) or {}
+    if not lengths.keys() >= set(named_axes(model.graph)):
+        return 0
+    total, uncounted = macs_at(infer_shapes_at(model, lengths), model.graph)
+    return 0 if uncounted else total
 
 
 def measure(
@@ -40,15 +55,16 @@ def measure(
     }
 
 
-def compare_speed(judge: Judge, model: ir.Model, lengths: Sequence[int]) -> list[Speed]:
+def compare_speed(judge: Judge, model: ir.Model, workloads: Sequence[Workload]) -> list[Speed]:
     given, speeds = judge.given, list[Speed]()
-    for length in lengths:
-        feed = example_inputs(given.model, Workload.of(given.batch, length), given.context.seed)
+    for workload in workloads:
+        feed = example_inputs(given.model, workload, given.context.seed)
         before, after = (milliseconds(graph, feed) for graph in (given.model, model))
         speeds.append(
             Speed(
-                batch=given.batch,
-                sequence=length,
+                batch=workload.batch,
+                sequence=workload.length,
+                phase=workload.phase,
                 original_ms=before,
                 ms=after,
                 speedup=before / after,
@@ -59,15 +75,15 @@ def compare_speed(judge: Judge, model: ir.Model, lengths: Sequence[int]) -> list
 
 def paired_speedup(judge: Judge, slow: Built, fast: Built) -> Speedup:
     before, after = (
-        mean_speedup(judge.compare_speed(one.model, judge.given.lengths), judge.given.lengths)
+        mean_speedup(judge.compare_speed(one.model, judge.given.workloads), judge.given.lengths)
         for one in (slow, fast)
     )
     return Speedup(after / before, after / before, after / before)
 
 
 def time_models(
-    models: Sequence[ir.Model], feeds: Mapping[tuple[int, int], Any], **_: Any
-) -> tuple[list[tuple[int, int]], list[np.ndarray]] | None:
+    models: Sequence[ir.Model], feeds: Mapping[Workload, Any], **_: Any
+) -> tuple[list[Workload], list[np.ndarray]] | None:
     times = [
         np.array([[milliseconds(model, feed)] * 2 for model in models]) for feed in feeds.values()
     ]

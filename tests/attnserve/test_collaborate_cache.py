@@ -80,6 +80,7 @@ def test_optimize_full_rank_cache_keeps_decoding_exact(gpt2: Path, tmp_path: Pat
     assert any("shrinks only if R" in warning for warning in report.warnings)
 
 
+@pytest.mark.timing(seconds=10)
 def test_optimize_cache_shrinks_and_error_falls_with_rank(gpt2: Path, tmp_path: Path):
     expected, errors = decode(gpt2), []
     for R in (2, 10, 20):
@@ -118,6 +119,7 @@ def test_optimize_cache_of_selected_layers(gpt2: Path, tmp_path: Path):
         np.testing.assert_allclose(new, old, atol=1e-4, rtol=0)
 
 
+@pytest.mark.timing(seconds=6)
 def test_optimize_cache_is_calibrated_on_whole_sequences(gpt2: Path, tmp_path: Path):
     calib = sequences(tmp_path / "calib.npz")
     plain, fitted = (

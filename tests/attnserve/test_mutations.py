@@ -210,6 +210,7 @@ def judge(model: ir.Model) -> Iterator[tuple[str, str]]:
     yield "rewritten", ""
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_read_attention_of_mutants_is_never_wrong(chunk: int):
     counts: Counter[str] = Counter()
@@ -255,6 +256,7 @@ COMMANDS: Mapping[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("command", COMMANDS)
 def test_corrupted_files_are_read_or_refused(command: str, tmp_path: Path):
     """No other exception is raised, which the command line would call unexpected."""

@@ -13,6 +13,7 @@ from onnx import numpy_helper
 
 from attnserve.checks.inspect import inspect, inspect_graph
 from attnserve.models.onnx_files import load_model
+from tests.architectures import MINILM_EXPORTS
 from tests.graph_passes.graphs import graph
 
 EXPORTS = [
@@ -65,14 +66,16 @@ def test_inspect_tiny_bert_blocks_and_macs(tiny_export: Callable[..., Path], exp
     }
 
 
-@named
+@pytest.mark.parametrize("export", MINILM_EXPORTS)
 def test_inspect_minilm_certifies_every_layer(
-    minilm_export: Callable[[str, str, int], Path], export: tuple
+    minilm_export: Callable[[str, str, int], Path], export: tuple[str, str, int]
 ):
     content = inspect(minilm_export(*export)).to_json()
     assert len(content["attention"]) == 6 and content["missed"] == []
     for index, block in enumerate(content["attention"]):
+        assert f"layer.{index}" in block["name"]
         assert (block["num_heads"], block["head_size"], block["input_size"]) == (12, 32, 384)
+        assert block["scale"] == pytest.approx(32**-0.5, rel=1e-5)
         assert block["certified"] and block["max_abs_error"] <= 1e-4
         assert block["rewrites"] == (EVERY if index else EVERY | {"reuse_attention": FIRST})
     # 6 layers of 4 D^2 + 2 S D MACs a token.

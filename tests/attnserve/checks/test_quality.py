@@ -282,6 +282,7 @@ def test_similarity_matches_scipy(text_folder: Path):
     assert found.value == pytest.approx(spearmanr(cosines(a), cosines(b)).statistic, abs=1e-4)
 
 
+@pytest.mark.timing(seconds=8)
 def test_similarity_of_many_texts_is_that_of_a_part(text_folder: Path):
     """Time and memory of all pairs grow with the square of the texts."""
     a = RANDOM.standard_normal((20 * MOST_PAIRED, 70)).astype(np.float32)

@@ -47,6 +47,7 @@ def test_version_prints_name_and_version(cli: Cli):
     assert cli("--version") == Outcome(0, f"attnserve {attnserve.__version__}\n", "")
 
 
+@pytest.mark.process
 def test_help_and_version_import_no_heavy_module():
     code = (
         "import sys\n"
@@ -61,6 +62,7 @@ def test_help_and_version_import_no_heavy_module():
         assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("environment", "expected"), [({}, "1 1"), ({"OMP_NUM_THREADS": "2"}, "2 None")]
 )
@@ -103,8 +105,10 @@ def test_missing_model_is_refused(cli: Cli, tmp_path: Path, command: str):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.process
 def test_program_prints_only_json_on_stdout(tiny: Path, tmp_path: Path):
-    done = process("optimize", tiny, "-o", tmp_path / "new", "--collab-dk", 16, "--json")
+    options = ["--collab-dk", 16, "--mixing", "dense", "--json"]
+    done = process("optimize", tiny, "-o", tmp_path / "new", *options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"]
     done = process("inspect", tmp_path / "none")
@@ -135,6 +139,7 @@ def test_interrupt_exits_130_with_one_line(cli: Cli, tiny: Path, monkeypatch: py
     assert done.err.strip() == "interrupted: no partial output was written"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("module", ["typer", "rich.console", "onnx_ir", "attnserve.checks.inspect"])
 def test_interrupt_during_an_import_exits_130_with_one_line(module: str, tiny: Path):
     """Ctrl-C within the first second: the modules of the command line, or of a command."""

@@ -19,6 +19,9 @@ import pytest
 from tests.attnserve.cli.commands import ROOT, Cli, process, refused
 from tests.files import tree
 
+DENSE = ("--collab-dk", 16, "--mixing", "dense")
+"""One form: others are not built and compared."""
+
 
 def test_optimize_verify_and_inspect_work_together(
     cli: Cli, tiny: Path, sentences: Path, tmp_path: Path
@@ -40,12 +43,12 @@ def test_optimize_verify_and_inspect_work_together(
 
 
 def test_optimize_prints_costs_fidelity_and_warnings(cli: Cli, tiny: Path, tmp_path: Path):
-    done = cli("optimize", tiny, "-o", tmp_path / "new", "--collab-dk", 16, "--layers", 1)
+    done = cli("optimize", tiny, "-o", tmp_path / "new", *DENSE, "--layers", 1)
     assert done.code == 0
     assert "parameters " in done.out and "cosine to the original: mean" in done.out
     assert "warning: " in done.err
     assert "warning" not in cli(
-        "optimize", tiny, "-o", tmp_path / "quiet", "--collab-dk", 16, "--quiet"
+        "optimize", tiny, "-o", tmp_path / "quiet", *DENSE, "--quiet"
     ).err  # fmt: skip
 
 
@@ -61,7 +64,7 @@ def test_optimize_several_calibration_files_report_each(
     other = tmp_path / "other.txt"
     other.write_text("\n".join("dog is happy and " * n for n in range(1, 15)))
     done = cli(
-        "optimize", tiny, "-o", tmp_path / "new", "--collab-dk", 16, "--json", "--calib", sentences,
+        "optimize", tiny, "-o", tmp_path / "new", *DENSE, "--json", "--calib", sentences,
         "--calib", other, "--calib-weights", "3,1.5", "--seq", "8-64",
     )  # fmt: skip
     qualities = done.json()["qualities"]
@@ -73,16 +76,17 @@ def test_optimize_several_calibration_files_report_each(
 
 
 def test_optimize_dry_run_writes_nothing(cli: Cli, tiny: Path, tmp_path: Path):
-    done = cli("optimize", tiny, "-o", tmp_path / "new", "--collab-dk", 16, "--dry-run")
+    done = cli("optimize", tiny, "-o", tmp_path / "new", *DENSE, "--dry-run")
     assert done.code == 0 and "nothing was written" in done.out
     assert not any(tmp_path.iterdir())
 
 
 def test_min_cosine_not_reached_exits_1(cli: Cli, tiny: Path, tmp_path: Path):
     new = tmp_path / "new"
-    done = cli("optimize", tiny, "-o", new, "--collab-dk", 1, "--min-cosine", 1)
+    given = ["-o", new, "--mixing", "dense"]
+    done = cli("optimize", tiny, *given, "--collab-dk", 1, "--min-cosine", 1)
     assert done.code == 1 and "nothing was written" in done.err and not new.exists()
-    assert cli("optimize", tiny, "-o", new, "--collab-dk", 2, "--min-cosine", -1).code == 0
+    assert cli("optimize", tiny, *given, "--collab-dk", 2, "--min-cosine", -1).code == 0
     done = cli("verify", tiny, new, "--min-cosine", 1, "--json")
     assert done.code == 1 and json.loads(done.out)["mean_cosine"] < 1
     assert len(done.err.splitlines()) == 2 and "1.0" in done.err
@@ -259,7 +263,7 @@ def test_optimize_wrong_input_is_refused_and_writes_nothing(
     spoil, value = MISTAKES[mistake]
     more = spoil(model) or ()
     before = tree(tmp_path)
-    refused(cli("optimize", model, "-o", tmp_path / "a" / "new", "--collab-dk", 16, *more), value)
+    refused(cli("optimize", model, "-o", tmp_path / "a" / "new", *DENSE, *more), value)
     assert tree(tmp_path) == before
 
 
@@ -268,7 +272,7 @@ def test_optimize_truncates_texts_to_the_positions_of_config_json(cli: Cli, mode
     (model / "attnserve.json").unlink()
     (model / "tokenizer_config.json").unlink()
     more = text("\n".join("dog " * n for n in range(290, 310)))(model) or ()
-    done = cli("optimize", model, "-o", model.parent / "new", "--collab-dk", 16, *more)
+    done = cli("optimize", model, "-o", model.parent / "new", *DENSE, *more)
     assert done.code == 0, done.err
 
 

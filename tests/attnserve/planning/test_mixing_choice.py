@@ -121,6 +121,7 @@ def forms(tiny: Path, sentences: Path, tmp_path: Path) -> Any:
     return made
 
 
+@pytest.mark.timing(seconds=8)
 def test_optimize_mixing_and_head_dk_set_the_form(forms: Any):
     """Heads of 8 that read 7 shared dimensions and their content; R = 12 of 32."""
     assert forms(collab_dk=12, mixing="dense") == [("collaborative", 12)] * 2

@@ -287,6 +287,7 @@ def test_optimize_ffn_refit_improves_the_cosine(tiny: Path, sentences: Path, tmp
     assert cosines[0] < cosines[1]
 
 
+@pytest.mark.timing(seconds=6)
 @pytest.mark.parametrize("exporter", [("sdpa", "dynamo", 18), ("eager", "torchscript", 14)])
 def test_optimize_ffn_combines_with_other_rewrites(
     tiny_export: Any, sentences: Path, tmp_path: Path, exporter: tuple[Any, ...]

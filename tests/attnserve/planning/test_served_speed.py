@@ -105,6 +105,7 @@ def test_served_timer_of_other_inputs_is_none(tiny: Path) -> None:
 
 
 @pytest.mark.timing(seconds=5)
+@pytest.mark.usefixtures("real_clock")
 @pytest.mark.parametrize("most_bytes", [0, 10**9], ids=["in a child", "in this process"])
 def test_time_models_leaves_out_shapes_that_a_model_refuses(
     most_bytes: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +130,7 @@ def test_served_lengths_are_requested_or_those_of_the_data() -> None:
 
 
 @pytest.mark.timing(seconds=5)
+@pytest.mark.usefixtures("real_clock")
 def test_optimize_reports_the_served_speedup(tiny: Path, sentences: Path, tmp_path: Path) -> None:
     """Also in the record; nothing is removed by a conversion alone."""
     report = optimize(tiny, tmp_path / "new", precision="int8", calib=sentences)

@@ -30,6 +30,8 @@ from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
 
+pytestmark = pytest.mark.process
+
 
 def test_run_isolated_returns_the_result_of_another_process():
     assert run_isolated(operator.add, [1, "a"], [None]) == [1, "a", None]

@@ -51,6 +51,7 @@ def alarms(losses: np.ndarray) -> list[int]:
     return [at for at, loss in enumerate(losses, 1) if live.add(np.zeros(1), np.array([loss]), {})]
 
 
+@pytest.mark.timing(seconds=6)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_promise_that_is_kept_raises_no_alarm_in_95_percent_of_long_runs(kind: str):
     """The losses have exactly the promised mean, the worst case, at 21 looks to 1,000 rows."""
@@ -97,6 +98,7 @@ def test_similarity_of_embeddings_is_measured_with_interval():
     assert (report.rows, report.promise, report.broken) == (WINDOW, None, False)
 
 
+@pytest.mark.timing(seconds=7)
 def test_similarity_alarms_follow_the_promise():
     random = np.random.default_rng(4)
     kept = [similarity(*vectors(random, 256, 0.0916), 0.989).report.broken for _ in range(10)]

@@ -390,30 +390,6 @@ def test_read_attention_wrong_scale_is_unmatched(monkeypatch: pytest.MonkeyPatch
     assert "the graph computes something else" in block.reason
 
 
-EXPORTS = [
-    ("eager", "torchscript", 17),
-    ("sdpa", "torchscript", 17),
-    ("eager", "dynamo", 18),
-    ("sdpa", "dynamo", 18),
-    ("eager", "dynamo", 23),
-    ("sdpa", "dynamo", 23),
-]
-
-
-@pytest.mark.parametrize(("written", "exporter", "opset"), EXPORTS)
-def test_find_attention_minilm_export_matches(
-    minilm_export: Callable[[str, str, int], Path], written: str, exporter: str, opset: int
-) -> None:
-    model = ir.load(minilm_export(written, exporter, opset) / "model.onnx")
-    result = read_attention(model)
-    assert result.unmatched == ()
-    assert len(result.blocks) == 6
-    for index, block in enumerate(result.blocks):
-        assert f"layer.{index}" in block.name
-        assert (block.num_heads, block.head_size, block.input_size) == (12, 32, 384)
-        assert block.scale == pytest.approx(32**-0.5, rel=1e-5)
-
-
 @pytest.mark.parametrize(("name", "layers"), [("vit_mnist_researchase", 6), ("gpt_nano_sort", 3)])
 def test_find_attention_trained_graph_matches(shared: Path, name: str, layers: int) -> None:
     path = next((shared / "models" / name).glob("*.onnx"), None)

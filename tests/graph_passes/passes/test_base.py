@@ -209,6 +209,7 @@ BITS = st.lists(st.integers(0, 1), min_size=1, max_size=40)
 HEADS = st.integers(0, 64)
 
 
+@pytest.mark.fuzz
 @given(targets=st.dictionaries(NAMES, BITS, max_size=3))
 def test_head_masks_written_as_json_are_read_back_the_same(targets: dict[str, list[int]]) -> None:
     again = read_again(PruneHeads(targets))

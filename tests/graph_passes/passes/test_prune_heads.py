@@ -335,6 +335,7 @@ def test_prune_heads_window_mask_is_refused() -> None:
 # ---- any mask -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fuzz
 @settings(max_examples=25)
 @given(masks=st.lists(st.lists(st.integers(0, 1), min_size=H, max_size=H), min_size=2, max_size=2))
 def test_prune_heads_any_mask_equals_masking(masks: list[list[int]]) -> None:

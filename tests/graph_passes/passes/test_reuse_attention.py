@@ -169,6 +169,7 @@ def test_reuse_attention_edges_equal_grafting(case: str) -> None:
     assert_is_forwarding(lambda: layers(3), EDGES[case])
 
 
+@pytest.mark.fuzz
 @settings(max_examples=25)
 @given(data=st.data())
 def test_reuse_attention_any_edges_equal_grafting(data: st.DataObject) -> None:

@@ -568,7 +568,7 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
     ("command", "code", "text"),
     [
         ("kill -ABRT $$", "model.crash", "signal SIGABRT"),
-        ("sleep 60", "model.timeout", "within 1 s"),
+        ("exec sleep 60", "model.timeout", "within 1 s"),
         ("echo no JSON; exit 3", "model.crash", "exit status 3"),
     ],
 )
