@@ -1,12 +1,13 @@
 """Search for a plan: goals, results, plan.json, interruption and refusals.
 
-Times are counted, not measured (``costs``), so that results are the same everywhere. The test of
-the demo plans a real encoder with a real clock; ``benchmarks/planner.py`` measures its results.
+Times are counted, not measured (``costs``), so that results are the same everywhere. One slow test
+plans the real encoder with a real clock; ``benchmarks/planner.py`` measures its results.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -68,8 +69,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_instead_of_timing(monkeypatch)
+def _counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "minilm_export" not in request.fixturenames:
+        count_instead_of_timing(monkeypatch)
 
 
 Planner = Callable[..., PlanReport]
@@ -908,3 +910,25 @@ def test_cli_unreachable_goal_exits_with_1(
     assert main(arguments) == 1
     assert "--target-speedup is 500.0" in capsys.readouterr().err
     assert not (tmp_path / "o.onnx").exists()
+
+
+@pytest.mark.timing(seconds=240)
+def test_optimize_real_encoder_is_faster_by_the_clock(
+    minilm_export: Any, shared: Path, tmp_path: Path
+):
+    """The promised similarities hold on sentences of another file within 0.005."""
+    lines = (shared / "data/sts/stsb_train.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    calib = tmp_path / "calib.txt"
+    calib.write_text("\n".join(line.split("\t")[1] for line in lines[::20]), encoding="utf-8")
+    unseen = tmp_path / "unseen.txt"
+    unseen.write_text("\n".join(line.split("\t")[2] for line in lines[5::12]), encoding="utf-8")
+    source = Path(shutil.copytree(minilm_export("sdpa", "dynamo", 18), tmp_path / "model"))
+    report = attnserve.optimize(
+        source, tmp_path / "out", calib=calib, keep=0.98, sequence=128, threads=1
+    )
+    assert report.found is not None and report.found.gain
+    assert report.found.speedup > 1.1
+    assert min(speed.speedup for speed in report.found.speeds) > 0.97
+    quality = verify(source, tmp_path / "out", data=unseen).quality
+    assert quality is not None and quality.measure == "similarity"
+    assert quality.value > 0.98 - 0.005
