@@ -213,7 +213,6 @@ class Speed(Whole):
 
     batch: int
     sequence: int
-    phase: str = "sequence"
     original_ms: FiniteFloat
     ms: FiniteFloat
     speedup: FiniteFloat

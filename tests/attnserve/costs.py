@@ -64,7 +64,6 @@ def compare_speed(judge: Judge, model: ir.Model, workloads: Sequence[Workload]) 
             Speed(
                 batch=workload.batch,
                 sequence=workload.length,
-                phase=workload.phase,
                 original_ms=before,
                 ms=after,
                 speedup=before / after,

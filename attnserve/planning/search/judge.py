@@ -195,7 +195,6 @@ class Judge:
             Speed(
                 batch=workload.batch,
                 sequence=workload.length,
-                phase=workload.phase,
                 original_ms=before,
                 ms=after,
                 speedup=before / after,
