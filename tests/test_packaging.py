@@ -37,7 +37,19 @@ BASE = {
     "uvicorn",
     "uvloop",
 }
-TARGETS = {"help", "venv", "demo", "test", "test-all", "lint", "types", "docs", "bench", "clean"}
+TARGETS = {
+    "help",
+    "venv",
+    "demo",
+    "test",
+    "test-all",
+    "support",
+    "lint",
+    "types",
+    "docs",
+    "bench",
+    "clean",
+}
 
 
 @pytest.fixture(scope="module")
