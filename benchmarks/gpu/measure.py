@@ -297,14 +297,16 @@ KERNELS = """
 import sys
 from pathlib import Path
 import onnx_ir as ir
+from attnserve.context import Device
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session
+from graph_passes.analysis.workload import Workload
 provider, batch, tokens, *paths = sys.argv[1:]
-feed = example_inputs(ir.load(paths[0]), int(batch), int(tokens), padded=True)
+feed = example_inputs(ir.load(paths[0]), Workload.of(int(batch), int(tokens)), padded=True)
 for path in paths:
     try:
         print(f"{path} begins", flush=True)
-        open_session(Path(path), provider=provider).run(None, feed)
+        open_session(Path(path), Device(provider)).run(None, feed)
     except Exception as error:
         print(f"{path} failed: {type(error).__name__}", flush=True)
 """

@@ -339,7 +339,7 @@ def test_check_external_data_outside_the_folder_is_refused(bert: Path, child: Ch
     child(
         "def facts(self):\n"
         "    return {**self._facts.to_json(), 'external': ['../../../../../../etc/passwd']}\n"
-        "attnserve.serving.model_check._Child.facts = facts"
+        "attnserve.serving.model_check._CheckProcess.facts = facts"
     )
     with pytest.raises(InvalidModel, match="outside"):
         checker(rewrite=False).check(open_artifact(bert))
@@ -352,7 +352,7 @@ def test_check_external_data_that_is_no_file_is_refused(tmp_path: Path, child: C
     child(
         "def facts(self):\n"
         "    return {**self._facts.to_json(), 'external': ['pipe']}\n"
-        "attnserve.serving.model_check._Child.facts = facts"
+        "attnserve.serving.model_check._CheckProcess.facts = facts"
     )
     with pytest.raises(InvalidModel, match="it is no file"):
         checker(rewrite=False).check(open_artifact(folder))

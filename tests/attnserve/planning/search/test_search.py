@@ -317,10 +317,10 @@ def test_search_without_gain_returns_the_original(
 ):
     """Every model is slower at 64 tokens."""
 
-    def slow(judge: Judge, model: ir.Model, lengths: Any) -> list[Speed]:
+    def slow(judge: Judge, model: ir.Model, workloads: Any) -> list[Speed]:
         return [Speed(batch=1, sequence=n, original_ms=1.0, ms=1.1 if n == 64 else 0.8,
                       speedup=0.91 if n == 64 else 1.25)
-                for n in lengths]  # fmt: skip
+                for n in (workload.length for workload in workloads)]  # fmt: skip
 
     monkeypatch.setattr(Judge, "compare_speed", slow)
     report = optimized(keep=0.9)
