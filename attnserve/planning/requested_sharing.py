@@ -44,7 +44,7 @@ class SharingChooser:
         own_heads: By layer, the number of heads that compute their own probabilities once other
             rewrites are applied. Layers that lose all heads are missing.
         unobserved: Layers that the calibration data cannot reach.
-            warnings: Receives the reasons of layers that are left as they are.
+        warnings: Receives the reasons of layers that are left as they are.
     """
 
     request: Rewrites

@@ -3,7 +3,7 @@
 Weights are signed bytes with one scale per column and no zero point. They are within -64..63 (7
 bits) or -127..127 (8 bits). ONNX Runtime adds pairs of products in 16-bit sums on x86 CPUs without
 VNNI. 7-bit weights cannot saturate them: 2 x 255 x 64 = 32,640. 8-bit weights need a CPU with exact
-kernels (``cpu``) and give wrong results on others.
+kernels (``runtime.machine.has_int8_dot_product``) and give wrong results on others.
 
 Activations are unsigned bytes. The result of a text does not depend on the other texts of its
 batch, because their scales are

@@ -70,8 +70,8 @@ def bisect(
             front.
         most: The number of choices to measure.
         aim: The index between two others at which the limit is expected.
-        is_near: Of the lower side, the next choice and the upper side: whether a measurement of the
-            choice is not worth its time.
+        is_near: Given the lower side, the next choice and the upper side: whether they are so close
+            that the choice is not measured.
         measure: Measures a choice: whether it is on the side of ``low``, and whether it is close
             enough to the limit to end the search.
 
