@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "load_plugins"]
 
 GROUP = "attnserve"
 

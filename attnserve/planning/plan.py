@@ -11,9 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from attnserve.choices import Precision
 from attnserve.models.json_files import first_problem
 from attnserve.planning.steps import TRAININGS, Cast, PlanStep, Quantize, Rewrite, Train, conversion
+from attnserve.plugins import load_plugins
 from attnserve.precision.schemes import SCHEMES
 from graph_passes.errors import InvalidArgument
-from graph_passes.passes.base import BlockPass, RewritePass, pass_named, targets_of
+from graph_passes.passes.base import (
+    BlockPass,
+    RewritePass,
+    pass_named,
+    registered_passes,
+    targets_of,
+)
 
 __all__ = ["HOW_TO_PLAN", "ORDER", "Plan"]
 
@@ -159,6 +166,8 @@ class Plan:
             raise InvalidArgument(
                 f"plan: {first_problem(error)}", HOW_TO_PLAN, code="plan.invalid"
             ) from error
+        if {entry.name for entry in plan.passes} - registered_passes().keys():
+            load_plugins()
         passes = [
             pass_named(entry.name).from_json({"pass": entry.name, **(entry.model_extra or {})})
             for entry in plan.passes

@@ -1,0 +1,34 @@
+"""A rewrite of another package: in a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+
+from tests.attnserve.plugins.conftest import Run
+
+CODE = """
+from graph_passes.passes.base import RewritePass
+
+class Note(RewritePass):
+    name = "note"
+
+    def rewrite_graph(self, context):
+        context.model.graph.doc_string = "by a rewrite"
+        return True
+"""
+
+
+@pytest.mark.process
+def test_rewrite_of_another_package(tiny: Path, tmp_path: Path, run: Run):
+    texts, plan = tmp_path / "texts.txt", tmp_path / "plan.json"
+    texts.write_text("\n".join(f"a man is playing with {n} dogs" for n in range(200)))
+    run(CODE, "plan", tiny, "--calib", texts, "--keep", "0.99", "--seq", "8", "-o", plan)
+    content = json.loads(plan.read_text())
+    content["plan"]["passes"].append({"pass": "note"})
+    plan.write_text(json.dumps(content))
+    run(CODE, "optimize", tiny, "--plan", plan, "--calib", texts, "-o", tmp_path / "new")
+    assert onnx.load(tmp_path / "new" / "model.onnx").graph.doc_string == "by a rewrite"
