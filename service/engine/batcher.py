@@ -269,7 +269,7 @@ class Batcher:
         """Check that the queue has room for ``rows``; an idle batcher takes a request of any size.
 
         Raises:
-            Overloaded: The queue has no room. Requests are accepted or refused as a whole.
+            Overloaded: The queue has no room. All rows of a request are accepted, or none.
         """
         waiting = self.waiting
         if (waiting or not self._free_slots) and waiting + rows > self.max_queue:
