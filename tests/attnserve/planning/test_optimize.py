@@ -123,6 +123,15 @@ def test_optimize_short_calibration_texts_are_warned_of(
     assert is_warned(least) and not is_warned(least - 1)
 
 
+@pytest.mark.timing(seconds=20)
+def test_optimize_full_rank_of_minilm_is_exact(
+    minilm_export: Callable[[str, str, int], Path], tmp_path: Path
+):
+    folder = minilm_export("sdpa", "dynamo", 18)
+    optimize(folder, tmp_path / "new", collab_dk=384, mixing="dense")
+    assert verify(folder, tmp_path / "new").outputs[0].max_abs_error <= 1e-4
+
+
 @pytest.mark.timing(seconds=30)
 @pytest.mark.parametrize("head_dk", [None, 24], ids=["dense", "sparse"])
 def test_optimize_minilm_keeps_its_score(
