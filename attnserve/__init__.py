@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from attnserve.checks.evaluate import evaluate
     from attnserve.checks.inspect import inspect
     from attnserve.exporters.hugging_face import export
-    from attnserve.options import Data, Goal, Rewrites, Run, Shape, Training, Write
+    from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
     from attnserve.planning.optimize import optimize
     from attnserve.planning.plan_command import plan
-    from attnserve.recovery.recover import recover
+    from attnserve.planning.recover_command import recover
     from attnserve.reports.analyze import analyze
     from attnserve.reports.model_report import report
 
@@ -27,7 +27,7 @@ __all__ = [
     "Goal",
     "Rewrites",
     "Run",
-    "Shape",
+    "Target",
     "Training",
     "Write",
     "__version__",
@@ -53,11 +53,11 @@ _MODULES = {
     "inspect": "attnserve.checks.inspect",
     "optimize": "attnserve.planning.optimize",
     "plan": "attnserve.planning.plan_command",
-    "recover": "attnserve.recovery.recover",
+    "recover": "attnserve.planning.recover_command",
     "report": "attnserve.reports.model_report",
     "verify": "attnserve.checks.compare",
     **dict.fromkeys(
-        ("Data", "Goal", "Rewrites", "Run", "Shape", "Training", "Write"), "attnserve.options"
+        ("Data", "Goal", "Rewrites", "Run", "Target", "Training", "Write"), "attnserve.options"
     ),
 }
 """The module that defines each function and each group of options."""

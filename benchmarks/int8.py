@@ -38,8 +38,9 @@ import onnx
 import onnx_ir as ir
 from rich.console import Console
 
-from attnserve.context import ONE_THREAD, RunContext
+from attnserve.context import ONE_THREAD
 from attnserve.data.datasets import load_inputs
+from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import vector_mask
@@ -105,7 +106,7 @@ def build(study: Study) -> dict[str, Path]:
     original = load_model(artifact)
     batches = load_inputs(study.calibration, original, artifact, split=False).fit
     fused = original.clone()
-    apply_plan(fusion_plan(original), State(fused, RunContext(), original, fit=False))
+    apply_plan(fusion_plan(original), State(Job(artifact, original), fused, fit=False))
     for index, node in enumerate(fused.graph):  # the tools identify nodes by name
         node.name = f"{node.op_type}_{index}"
     reference = saved(study, REFERENCE, fused)

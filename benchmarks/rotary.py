@@ -19,8 +19,11 @@ from rich.console import Console
 
 from attnserve.context import ONE_THREAD, RunContext
 from attnserve.data.datasets import Dataset
+from attnserve.job import Job
+from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model
+from attnserve.options import Target
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.planning.state import State
@@ -46,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     ids = stories(options.text, options.tokenizer)
     fit = [{"idx": rows[None]} for rows in ids[:FITTED]]
     data = Dataset(fit, [], [], LENGTH, Calibration())
-    original = load_model(options.model)
+    artifact = open_artifact(options.model)
+    original = load_model(artifact)
     expected = logits(original, ids[FITTED:])
     names = [block.name for block in find_attention(original)[0]]
     results: list[dict[str, Any]] = []
@@ -55,10 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
             for calibrated in (True, False):
                 params = SharedDimensions(rank=GROUPS * size, head_size=head_size)
                 model = original.clone()
-                state = State(
-                    model, RunContext(threads=1), original, data=data if calibrated else None,
-                    fit=False, shape=(1, LENGTH),
+                job = Job(
+                    artifact, original, data if calibrated else None,
+                    target=Target(sequence=LENGTH), context=RunContext(threads=1),
                 )  # fmt: skip
+                state = State(job, model, fit=False)
                 apply_plan(Plan.of([Collaborate(dict.fromkeys(names, params))]), state)
                 got = logits(model, ids[FITTED:])
                 results.append({

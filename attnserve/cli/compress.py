@@ -21,7 +21,7 @@ from attnserve.cli.display import (
     progress_bars,
     shorten_names,
 )
-from attnserve.options import Data, Goal, Rewrites, Run, Shape, Training, Write
+from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
 
 if TYPE_CHECKING:
     from attnserve.planning.optimize import OptimizeReport
@@ -45,7 +45,7 @@ def optimize(
     rewrites: Rewrites,
     data: Data,
     write: Write,
-    shape: Shape,
+    target: Target,
     run: Run,
     output: Annotated[
         Path | None,
@@ -71,7 +71,7 @@ def optimize(
     """
     with progress_bars(show) as progress:
         report = attnserve.optimize(
-            model, output, goal=goal, rewrites=rewrites, data=data, write=write, shape=shape,
+            model, output, goal=goal, rewrites=rewrites, data=data, write=write, target=target,
             run=run, plan=plan, progress=progress,
         )  # fmt: skip
     warnings = print_warnings(report.warnings, show)
@@ -155,7 +155,7 @@ def plan(
     model: opt.Model,
     goal: Goal,
     data: Data,
-    shape: Shape,
+    target: Target,
     run: Run,
     output: Annotated[
         Path | None,
@@ -178,7 +178,7 @@ def plan(
             output,
             goal=goal,
             data=data,
-            shape=shape,
+            target=target,
             run=run,
             force=force,
             progress=progress,

@@ -14,11 +14,12 @@ from attnserve.options.groups import (
     Goal,
     Rewrites,
     Run,
-    Shape,
+    Target,
     Training,
     Write,
     check_files,
 )
+from attnserve.options.modes import check_mode
 
 __all__ = [
     "GROUPS",
@@ -32,10 +33,11 @@ __all__ = [
     "Ranks",
     "Rewrites",
     "Run",
-    "Shape",
+    "Target",
     "Training",
     "Write",
     "check_files",
+    "check_mode",
     "option_name",
     "option_type",
     "with_keywords",

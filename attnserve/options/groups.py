@@ -48,7 +48,7 @@ __all__ = [
     "Goal",
     "Rewrites",
     "Run",
-    "Shape",
+    "Target",
     "Training",
     "Write",
     "check_files",
@@ -115,14 +115,12 @@ class Rewrites(Options):
     sequences."""
     layers: Names | None = None
     """Layers to rewrite: comma-separated names or indices (default: all)."""
-    precision: Converted = "float32"
-    """Precision of the weights, after all rewrites."""
     refit: Annotated[bool, Cli(panel=CALIBRATION)] = True
     """Fit the output projections of rewritten layers to the calibration data."""
 
     @property
-    def has_rewrites(self) -> bool:
-        """Whether any rewrite is requested, besides the precision."""
+    def are_given(self) -> bool:
+        """Whether any rewrite is requested."""
         rewrites = (
             self.collab_dk,
             self.head_dk,
@@ -133,21 +131,6 @@ class Rewrites(Options):
         )
         given = any(value is not None for value in rewrites)
         return given or bool(self.skip) or self.strip_cache
-
-    def require(self) -> None:
-        """Check that something is requested.
-
-        Raises:
-            InvalidArgument: Nothing is requested.
-        """
-        if not self.has_rewrites and self.precision == "float32":
-            fail(
-                "no rewrite is requested",
-                "give `keep` or `target_speedup` to have rewrites chosen, or `collab_dk`, "
-                "`head_dk`, `reuse`, `prune`, `prune_heads`, `skip`, `ffn`, `strip_cache` or "
-                "`precision`",
-                "request.empty",
-            )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -226,10 +209,6 @@ class Goal(Options):
     torch)."""
     training: Annotated[str, Cli(metavar="NAME")] = "distill"
     """Training method of `recover` (distill; other packages may add methods)."""
-    precision: Converted = "float32"
-    """Precision of the weights, after all rewrites.
-
-    A search leaves blocks in float32 whose int8 or int4 form is slower or loses too much."""
 
     @property
     def is_given(self) -> bool:
@@ -353,12 +332,19 @@ def check_files(
         )
 
 
-class Shape(Options):
-    """The shape at which a model should be fast, and at which costs are reported."""
+class Target(Options):
+    """What is served: a precision, and the shape at which it should be fast.
+
+    Costs are reported at this shape.
+    """
 
     panel = RUN
-    area = "shape"
+    area = "target"
 
+    precision: Converted = "float32"
+    """Precision of the weights, after all rewrites.
+
+    A search leaves blocks in float32 whose int8 or int4 form is slower or loses too much."""
     batch: Annotated[int, Field(ge=1), Cli(metavar="N")] = 1
     """Batch size to optimize for."""
     sequence: Annotated[
@@ -434,4 +420,4 @@ class Training(Options):
     (cosine). auto chooses by the kind of output."""
 
 
-GROUPS = (Goal, Rewrites, Data, Shape, Run, Write, Training)
+GROUPS = (Goal, Rewrites, Data, Target, Run, Write, Training)

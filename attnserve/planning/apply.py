@@ -42,7 +42,7 @@ def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
     """
     with state:
         for step in steps:
-            if step.needs_data and state.data is None:
+            if step.needs_data and state.job.data is None:
                 raise InvalidArgument(
                     f"the step {step.name} of the plan needs data",
                     "give `calib`",

@@ -17,13 +17,12 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.compare import compare
-from attnserve.choices import Precision
-from attnserve.data.datasets import Dataset
+from attnserve.job import Job
 from attnserve.models.lineage import FormRecord, MixingRecord
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_sharing import SharingForm
+from attnserve.planning.rewriting import ApplyReport
 from attnserve.planning.served_speed import ServedTimer, ratio_of
-from attnserve.planning.state import ApplyReport
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
@@ -105,32 +104,30 @@ class MixingChoice:
 
 @dataclass(frozen=True, eq=False)
 class FormComparison:
-    """Compares forms with the original and its fused form.
-
-    Attributes:
-        timed: Where the model should be fast.
-    """
+    """Compares forms with the original and its fused form."""
 
     timer: ServedTimer
-    data: Dataset | None
-    precision: Precision
-    timed: Sequence[Workload]
+
+    @property
+    def job(self) -> Job:
+        return self.timer.job
 
     def error(self, form: Form) -> float:
         """The largest relative error of an output on data; of the weights without data."""
-        if self.data is None:
+        if self.job.data is None:
             steps = [step for step in form.applied.steps if step.rewrite == Collaborate.name]
             return float(np.sqrt(np.mean([(step.relative_error or 0.0) ** 2 for step in steps])))
-        rows = self.data.choose or self.data.fit
-        original, context = self.timer.original, self.timer.context
-        outputs = compare(original, form.model, rows, "form", context=context).outputs
+        rows = self.job.data.choose or self.job.data.fit
+        outputs = compare(
+            self.job.original, form.model, rows, "form", context=self.job.context
+        ).outputs
         if any(output.not_finite_rows for output in outputs):
             return math.inf
         return max(output.relative_error for output in outputs)
 
     def sketch(self, plan: Plan) -> ir.Model:
         """Build the graph of a plan with unfitted weights, for timing."""
-        model = self.timer.original.clone()
+        model = self.job.original.clone()
         with GraphContext.of(model) as context:
             for one in plan.passes:
                 (one.unfitted(context) if isinstance(one, Collaborate) else one)(model)
@@ -144,16 +141,18 @@ class FormComparison:
         Returns:
             None if they cannot be timed.
         """
-        original, phase = self.timer.original, self.timed[0].phase
+        original, phase = self.job.original, self.job.workloads[0].phase
         steady = [Workload.of(*shape, phase) for shape in STEADY]
         largest = Workload.of(*LARGEST_SHAPE, phase)
         macs = count_macs(original, largest)
         if macs is not None and macs <= LARGEST_MACS:
             steady.append(largest)
-        workloads = list(dict.fromkeys([*self.timed, *steady]))
+        workloads = list(dict.fromkeys([*self.job.workloads, *steady]))
 
         def served() -> list[ir.Model]:
-            return [self.timer.served(each, self.precision) for each in (original, *models)]
+            return [
+                self.timer.served(each, self.job.target.precision) for each in (original, *models)
+            ]
 
         found = self.timer.time(served, workloads)
         if found is None:
@@ -163,7 +162,7 @@ class FormComparison:
         again = self.timer.time(served, doubtful) if doubtful else None
         for shape, rows in zip(*again, strict=True) if again else ():
             times[shape] = np.concatenate([times[shape], rows], axis=1)
-        wanted = [shape for shape in self.timed if shape in times] or list(times)
+        wanted = [shape for shape in self.job.workloads if shape in times] or list(times)
         by_model = zip(*map(_speedups, times.values()), strict=True)
         slowest = [min(found, key=lambda speedup: speedup.high) for found in by_model]
         return [

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnserve.context import Progress, ignore_progress
-from attnserve.data.datasets import load_inputs
+from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, default_output, staged
-from attnserve.options import Data, Goal, Run, Shape, with_keywords
+from attnserve.options import Data, Goal, Run, Target, with_keywords
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.search.report import PlanReport, draw_front
 from attnserve.planning.search.search import search
@@ -23,7 +23,7 @@ __all__ = ["plan"]
 
 log = logging.getLogger("attnserve")
 
-NO_GOAL, NO_DATA, ANY_SHAPE, DEFAULT_RUN = Goal(), Data(), Shape(), Run()
+NO_GOAL, NO_DATA, ANY_TARGET, DEFAULT_RUN = Goal(), Data(), Target(), Run()
 
 
 @with_keywords
@@ -33,7 +33,7 @@ def plan(
     *,
     goal: Goal = NO_GOAL,
     data: Data = NO_DATA,
-    shape: Shape = ANY_SHAPE,
+    target: Target = ANY_TARGET,
     run: Run = DEFAULT_RUN,
     force: bool = False,
     progress: Progress = ignore_progress,
@@ -49,8 +49,8 @@ def plan(
         goal: Goal of the search.
         data: Calibration data. Three parts of a seventh of the distinct rows of each file are held
             out: to choose, to verify, and for a second verification.
-        shape: The shape at which the model should be fast; without a sequence, the quartiles of the
-            calibration data's lengths.
+        target: The precision, and the shape at which the model should be fast; without a sequence,
+            the quartiles of the calibration data's lengths.
         run: Runtime options; ``threads`` applies to the timed sessions, all other work uses every
             core.
 
@@ -58,7 +58,7 @@ def plan(
         CheckFailed: The goal cannot be reached.
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput: The input cannot be used.
     """
-    check_cpu(goal.precision)
+    check_cpu(target.precision)
     data.require()
     goal.require()
     if data.also_prove:
@@ -84,16 +84,13 @@ def plan(
                 code="plan.output",
             )
         check_output(path, source=artifact.model, force=force)
-    graph = load_model(artifact)
-    joined = None if goal.measure == "score" else shape.sequence  # the same order as in optimize
-    rows = load_inputs(
-        data.calib, graph, artifact, weights=data.calib_weights, tokenizer=data.tokenizer,
-        sequence=joined,
-    )  # fmt: skip
-    report = search(
-        goal, artifact, graph, rows, tokenizer=data.tokenizer, shape=shape,
+    original = load_model(artifact, in_place=True)
+    joined = None if goal.measure == "score" else target.sequence  # the same order as in optimize
+    job = Job.read(
+        artifact, original, data, target, measure=goal.measure, joined=joined,
         context=run.context(progress),
-    ).report  # fmt: skip
+    )  # fmt: skip
+    report = search(goal, job).report
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:
         text = json.dumps(report.to_json(), indent=1)

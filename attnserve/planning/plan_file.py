@@ -17,7 +17,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
 from attnserve.models.lineage import Calibration, Search, Source, Speedups, Whole
-from attnserve.options import Lengths, Shape
+from attnserve.options import Lengths, Target
 from attnserve.planning.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
@@ -147,8 +147,8 @@ class SavedPlan:
             )
         return planned
 
-    def shape(self, given: Shape) -> Shape:
-        """The given shape, in the phase of the search unless another one is given.
+    def target(self, given: Target) -> Target:
+        """The given target, in the phase of the search unless another one is given.
 
         Raises:
             InvalidData: This version does not know the phase.

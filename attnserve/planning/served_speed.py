@@ -21,13 +21,11 @@ import onnx_ir as ir
 
 from attnserve.choices import Precision
 from attnserve.context import Device, RunContext
-from attnserve.data.datasets import Dataset
-from attnserve.data.lengths import spread_lengths
 from attnserve.fusion import fuse_for
+from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Ratio, Speedups
 from attnserve.models.onnx_files import save_model
-from attnserve.options import Lengths, Shape
 from attnserve.planning.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
@@ -37,24 +35,18 @@ from attnserve.runtime.interleaved_timer import InterleavedTimer, Speedup, paire
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.part_latency import time_sessions
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.shapes import has_cache
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import AttnserveError, InvalidArgument
+from graph_passes.errors import AttnserveError
 
 __all__ = [
     "ServedSpeed",
     "ServedTimer",
     "example_feeds",
     "ratio_of",
-    "served_lengths",
-    "served_workloads",
     "time_models",
 ]
 
 log = logging.getLogger(__name__)
-
-DEFAULT_LENGTHS = (16, 128, 512)
-"""Timed lengths without data and without a requested length."""
 
 TIMER = InterleavedTimer(sample_seconds=2e-4, min_rounds=6, max_rounds=40)
 
@@ -117,48 +109,11 @@ def ratio_of(speedup: Speedup) -> Ratio:
     return Ratio(value=speedup.value, ci95=(speedup.low, speedup.high))
 
 
-def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:
-    """The lengths at which a model is served: requested ones, else quartiles of the data."""
-    if sequence is not None:
-        return spread_lengths(sequence)
-    if data is None or not data.lengths:
-        return DEFAULT_LENGTHS
-    found = np.quantile(data.lengths, (0.125, 0.375, 0.625, 0.875)).round().astype(int)
-    return tuple(dict.fromkeys(max(int(length), 1) for length in found))
-
-
-def served_workloads(
-    model: ir.Model, shape: Shape, data: Dataset | None, precision: Precision
-) -> tuple[Workload, ...]:
-    """What a model is served on, and should be fast at.
-
-    Raises:
-        InvalidArgument: The phase needs a cache, which the model does not have.
-    """
-    phase, cached = shape.phase, has_cache(model.graph)
-    if phase is None:
-        phase = "token" if cached and SCHEMES[precision].for_tokens else "sequence"
-    if phase != "sequence" and not cached:
-        raise InvalidArgument(
-            f"`phase` is {phase}, but the model has no cache",
-            "leave `phase` out, or export the model with a cache",
-            code="search.phase",
-        )
-    lengths = served_lengths(shape.sequence, data)
-    return tuple(Workload.of(shape.batch, length, phase) for length in lengths)
-
-
 @dataclass(frozen=True, eq=False)
 class ServedTimer:
-    """Time rewrites of a model as served, interleaved with the fused original.
+    """Time rewrites of a model as served, interleaved with the fused original."""
 
-    Attributes:
-        data: Calibration data for conversions of the precision.
-    """
-
-    original: ir.Model
-    data: Sequence[Batch]
-    context: RunContext
+    job: Job
     made: dict[tuple[Any, ...], tuple[ir.Model, ir.Model]] = field(
         default_factory=dict[tuple[Any, ...], tuple[ir.Model, ir.Model]]
     )
@@ -171,15 +126,15 @@ class ServedTimer:
         float_blocks: Sequence[str] = (),
     ) -> ir.Model:
         """A float32 model fused and converted; the model itself if neither changes it."""
-        if self.context.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
+        if self.job.context.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
             precision = "float32"
         key = id(model), precision, *float_blocks
         if key not in self.made:
             fused = model.clone()
-            if not fuse_for(fused, precision, self.context.provider, is_timed_only=True):
+            if not fuse_for(fused, precision, self.job.context.provider, is_timed_only=True):
                 fused = model
             converted = convert(
-                fused, precision, self.data, float_blocks=float_blocks, to_nearest=True
+                fused, precision, self.job.calibration, float_blocks=float_blocks, to_nearest=True
             )
             self.made[key] = model, converted
         return self.made[key][1]
@@ -196,9 +151,9 @@ class ServedTimer:
             None if the models cannot be created or timed on this machine; the log contains the
             reason.
         """
-        feeds = example_feeds(self.original, workloads, self.context.seed)
+        feeds = example_feeds(self.job.original, workloads, self.job.context.seed)
         try:
-            return time_models(models(), feeds, context=self.context)
+            return time_models(models(), feeds, context=self.job.context)
         except AttnserveError as error:  # for example, no memory; the result is written anyway
             log.warning("the speed was not measured: %s", error)
             return None
@@ -208,7 +163,6 @@ class ServedTimer:
         rewritten: ir.Model,
         converted: ir.Model,
         plan: Plan,
-        workloads: Sequence[Workload],
     ) -> ServedSpeed | None:
         """Time the original, its fused form in both precisions, and the rewritten model.
 
@@ -220,30 +174,32 @@ class ServedTimer:
             None if the models take different inputs, or cannot be timed here; the log contains the
             reason.
         """
-        inputs = ([v.name for v in one.graph.inputs] for one in (self.original, converted))
+        inputs = ([v.name for v in one.graph.inputs] for one in (self.job.original, converted))
         if len(set(map(tuple, inputs))) > 1:
             return None
-        if is_bfloat16(converted) and self.context.provider == "cpu":
+        if is_bfloat16(converted) and self.job.context.provider == "cpu":
             return None
         is_lossy, rows = bool(plan.changed), dict[str, int]()
 
         def models() -> list[ir.Model]:
-            named = {"original": self.original, "fused": self.served(self.original)}
+            named = {"original": self.job.original, "fused": self.served(self.job.original)}
             if plan.precision != "float32":
                 named["final"] = converted
                 if is_lossy:
-                    named["precise"] = self.served(self.original, plan.precision, plan.float_blocks)
+                    named["precise"] = self.served(
+                        self.job.original, plan.precision, plan.float_blocks
+                    )
             elif is_lossy:
                 named |= {"final": rewritten, "final fused": self.served(rewritten)}
             distinct = {id(model): model for model in named.values()}
             rows.update({name: list(distinct).index(id(one)) for name, one in named.items()})
             return list(distinct.values())
 
-        found = self.time(models, workloads)
+        found = self.time(models, self.job.workloads)
         if found is None:
             return None
         times = {name: [each[row] for each in found[1]] for name, row in rows.items()}
-        device = self.context.device
+        device = self.job.context.device
         return _speed(found[0], times, plan.precision, is_lossy=is_lossy, device=device)
 
 

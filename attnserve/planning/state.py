@@ -5,51 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import onnx_ir as ir
 
-from attnserve.calibration.moments import collect_moments
-from attnserve.calibration.refit import enough, refit
-from attnserve.checks.certify import read_attention
-from attnserve.checks.compare import empty_axes, random_batches, shaped_for
+from attnserve.checks.compare import empty_axes, shaped_for
 from attnserve.choices import Precision
-from attnserve.context import RunContext
-from attnserve.data.datasets import Dataset
-from attnserve.fusion import DEFECT
-from attnserve.models.artifact import Artifact
-from attnserve.models.lineage import StepRecord
+from attnserve.job import Job
+from attnserve.planning.rewriting import ApplyReport, Rewriting
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
-from graph_passes.analysis.cost import count_macs, infer_at, macs_at
-from graph_passes.analysis.workload import Workload
-from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
-from graph_passes.emit.collaborative import cache_width
-from graph_passes.errors import InvalidModel
-from graph_passes.factorize.cp import CollaborativeFactors
-from graph_passes.factorize.moments import TokenMoments
-from graph_passes.matching.feed_forward import find_feed_forward
-from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import RewritePass, targets_of
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions
-from graph_passes.passes.skip_attention import skipped
+from graph_passes.passes.base import RewritePass
 
-__all__ = ["ApplyReport", "Course", "State"]
+if TYPE_CHECKING:  # it needs PyTorch
+    from attnserve.recovery.labels import Labels
 
-
-@dataclass(frozen=True, eq=False)
-class ApplyReport:
-    """The steps of an applied plan.
-
-    Attributes:
-        is_exact: Whether all steps are exact.
-        shared: Rewritten blocks that were not refitted, because other blocks share their weights.
-    """
-
-    steps: tuple[StepRecord, ...]
-    is_exact: bool
-    shared: tuple[str, ...] = ()
+__all__ = ["Course", "State"]
 
 
 class Course(Protocol):
@@ -67,44 +39,35 @@ class Course(Protocol):
         ...
 
 
-COUNTED = Workload.of(1, 128)
-
-
 @dataclass(eq=False)
 class State:
     """A model while the steps of a plan are applied to it.
 
     Attributes:
-        model: A float32 copy of ``original`` that rewrites change in place.
-        context: Device, seed and progress.
-        original: The model before all steps.
-        artifact: The folder of the original, with its pooling; training needs it.
-        data: Calibration data; without it, factors are computed from the weights alone.
-        fit: Refit the outputs of changed blocks; needs ``data``. False only measures the distance
-            to the original.
-        counted: The workload at which MACs are counted.
-        precision, float_blocks: Target of the later conversion, for steps before it.
+        job: The original, the data and the context of all steps.
+        model: A float32 copy of the original that rewrites change in place.
+        fit: Refit the outputs of changed blocks, if there is data.
         key: Identifies the original and the data, in names of checkpoints.
+        precision, float_blocks: Target of the later conversion, for steps before it.
+        applied: The rewrites that are finished.
         converted: The model in that precision, once it is converted.
         rounding: Rounding of int8 weights, if a training fixed it.
+        labels: Labeled rows that a training learns too.
         training: The result of the last training.
     """
 
+    job: Job
     model: ir.Model
-    context: RunContext
-    original: ir.Model
-    artifact: Artifact | None = None
-    data: Dataset | None = None
     fit: bool = True
-    counted: Workload = COUNTED
+    key: str = ""
     precision: Precision = "float32"
     float_blocks: tuple[str, ...] = ()
-    key: str = ""
+    applied: ApplyReport = field(default_factory=ApplyReport)
     converted: ir.Model | None = None
     rounding: Mapping[tuple[str, bool], Rounding] | None = None
+    labels: Labels | None = None
     training: Course | None = None
-    _rewriting: _Rewriting | None = None
-    _report: ApplyReport = ApplyReport((), is_exact=True)
+    _rewriting: Rewriting | None = None
     _scope: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
@@ -114,235 +77,30 @@ class State:
         self._scope.close()
 
     @property
-    def report(self) -> ApplyReport:
-        """The rewrites so far."""
-        self.finish_rewrites()
-        return self._report
-
-    @property
     def result(self) -> ir.Model:
         """The model after the last step."""
-        self.finish_rewrites()
         return self.model if self.converted is None else self.converted
 
-    def record(self, report: ApplyReport) -> None:
-        """Set the report of a model that was rewritten before."""
-        self._report = report
-
     def rewrite(self, rewrite: RewritePass) -> None:
-        """Run a pass.
-
-        Heads and neurons are removed or reused first. The outputs of changed blocks are then
-        refitted to the original's, front to back, before and after query and key dimensions are
-        shared.
-
-        Raises:
-            CannotRewrite, InvalidArgument: The pass does not apply; see ``BlockPass.refusal``.
-            InvalidData: The model refuses the data, or its activations are not finite.
-            InvalidModel: A rewritten block fails certification.
-        """
+        """Run a pass; see ``Rewriting``."""
         if self._rewriting is None:
             graph_context = self._scope.enter_context(GraphContext.of(self.model))
-            self._rewriting = _Rewriting(
-                graph_context, self.context, self.original, self.data,
-                self.fit and self.data is not None, self.counted,
-            )  # fmt: skip
+            fit = self.fit and self.job.data is not None
+            self._rewriting = Rewriting(self.job, graph_context, fit)
         self._rewriting.run(rewrite)
 
     def finish_rewrites(self) -> None:
         """Refit and certify what the passes since the last call changed."""
         if self._rewriting is not None:
-            self._report = self._rewriting.finish()
+            self.applied = self._rewriting.finish()
             self._rewriting = None
             self._scope.close()
 
     def convert(self, precision: Precision, float_blocks: Collection[str] = ()) -> None:
         """Convert the model; see ``precision.convert``."""
         self.finish_rewrites()
-        rows = () if self.data is None else self.data.fit
+        empty = empty_axes(self.job.original, self.model)
+        rows = [shaped_for(self.model, batch, empty) for batch in self.job.calibration]
         self.converted = convert(
             self.model, precision, rows, float_blocks=float_blocks, rounding=self.rounding
         )
-
-
-@dataclass(eq=False)
-class _Rewriting:
-    """Run passes on a model, and record their steps."""
-
-    graph_context: GraphContext
-    context: RunContext
-    original: ir.Model
-    data: Dataset | None
-    fit: bool
-    counted: Workload
-    steps: list[StepRecord] = field(default_factory=list[StepRecord])
-    """The steps; ``finish`` adds the errors."""
-    errors: dict[int, float] = field(default_factory=dict[int, float])
-    """``StepRecord.relative_error`` by the index of the step."""
-    fitted_errors: dict[int, float] = field(default_factory=dict[int, float])
-    """``StepRecord.fitted_error`` by the index of the step."""
-    changed: list[str] = field(default_factory=list[str])
-    """Blocks whose outputs differ from the original's."""
-    is_measured: bool = True
-    """Whether the changed blocks were measured (and refitted) since the last change."""
-    shared: set[str] = field(default_factory=set[str])
-    """Blocks that were not refitted, because other blocks share their weights."""
-    uncertified: set[str] = field(default_factory=set[str])
-    """Rewritten attention blocks that are not certified yet."""
-
-    @property
-    def model(self) -> ir.Model:
-        return self.graph_context.model
-
-    def run(self, rewrite: RewritePass) -> None:
-        if isinstance(rewrite, Collaborate) and rewrite.targets:
-            rewrite = self._with_factors(rewrite)
-        if rewrite.lossy:
-            self._run_lossy(rewrite)
-        else:
-            self._run_exact(rewrite)
-
-    def finish(self) -> ApplyReport:
-        self._measure()
-        self._certify()
-        steps = tuple(
-            step.model_copy(
-                update={
-                    "relative_error": self.errors.get(index),
-                    "fitted_error": self.fitted_errors.get(index),
-                }
-            )
-            for index, step in enumerate(self.steps)
-        )
-        return ApplyReport(steps, is_exact=not self.changed, shared=tuple(sorted(self.shared)))
-
-    def _with_factors(self, rewrite: Collaborate) -> Collaborate:
-        """Factor queries and keys, weighted by the tokens of the model as rewritten so far."""
-        rewrite.check(self.graph_context)
-        is_dense = any(not params.is_sparse for params in rewrite.targets.values())
-        if is_dense or not self.fit:  # shorter heads are refitted once, after sharing
-            self._measure()
-        self._certify()
-        moments: dict[str, TokenMoments] = {}
-        lossy = [block for block in rewrite.lossy_blocks(self.graph_context)
-                 if block.graph is self.model.graph]  # fmt: skip
-        if self.data is not None and lossy:  # a session cannot observe the body of an If
-            batches = enough(self.data.fit, lossy)
-            moments = collect_moments(self.model, lossy, batches, context=self.context)
-        return rewrite.factored(self.graph_context, moments, self.context.stage("factor"))
-
-    def _run_lossy(self, rewrite: RewritePass) -> None:
-        targets = targets_of(rewrite)
-        if not targets:
-            return
-        before, macs = self._macs_by_block(), self._macs()
-        rewrite(self.model)
-        after, total = self._macs_by_block(), self._macs()
-        blocks = self._blocks()
-        for place, (name, params) in enumerate(targets.items(), start=1):
-            macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
-            last = place == len(targets)  # the whole model: other blocks may have changed too
-            factors = params.factors if isinstance(params, SharedDimensions) else None
-            error = None if factors is None else factors.relative_error
-            if error is not None:
-                self.errors[len(self.steps)] = error
-            if error != 0:
-                self.changed.append(name)
-                self.is_measured = self.is_measured and error is not None and not self.fit
-            facts = _facts(blocks.get(name), params)
-            self.steps.append(
-                StepRecord(
-                    rewrite=rewrite.name, block=name, macs_after=total if last else macs, **facts
-                )
-            )
-        self.uncertified |= targets.keys()
-
-    def _run_exact(self, rewrite: RewritePass) -> None:
-        """Run an exact pass; a pass of the whole graph edits no attention."""
-        self._measure()
-        rewrite(self.model)
-        if targets := targets_of(rewrite):
-            macs = self._macs()
-            self.steps += [
-                StepRecord(rewrite=rewrite.name, block=name, macs_after=macs) for name in targets
-            ]
-            attention = {block.name for block in self.graph_context.get(find_attention)[0]}
-            self.uncertified |= targets.keys() & attention
-
-    def _measure(self) -> None:
-        """Measure the changed blocks' distance to the original, and refit them if requested."""
-        if self.is_measured:
-            return
-        self.is_measured = True
-        empty = empty_axes(self.original, self.model)
-        if self.data is not None:
-            blocks = self._blocks()
-            batches = enough(self.data.fit, [blocks[n] for n in self.changed if n in blocks])
-        else:
-            batches = random_batches(self.original, self.context.seed, empty=empty)
-        refits = refit(
-            self.model, self.original, list(dict.fromkeys(self.changed)), batches,
-            context=self.context, fit=self.fit,
-            feed=lambda batch: shaped_for(self.model, batch, empty),
-        )  # fmt: skip
-        self.graph_context.invalidate()
-        latest = {step.block: index for index, step in enumerate(self.steps)}
-        for index, step in enumerate(self.steps):
-            if step.block in refits:
-                self.errors.setdefault(index, refits[step.block].relative_error_before)
-        self.shared = {n for n, result in refits.items() if self.fit and result.is_shared}
-        for name, result in refits.items():
-            if result.ridge is not None:
-                self.fitted_errors[latest[name]] = result.relative_error
-        self._certify()
-
-    def _certify(self) -> None:
-        """Certify every block that was rewritten since the last time.
-
-        Raises:
-            InvalidModel: A block is not matched any more, or does not compute what was matched.
-        """
-        if not self.uncertified:
-            return
-        feed_forwards = {block.name for block in self.graph_context.get(find_feed_forward)}
-        removed = {gap.name for gap in skipped(self.model)} | feed_forwards
-        report = self.graph_context.get(read_attention, seed=self.context.seed)
-        certified = {block.name for block in report.blocks}
-        if lost := sorted(self.uncertified - removed - certified):
-            reason = report.unmatched[0].reason if report.unmatched else "it is not found any more"
-            raise InvalidModel(
-                f"{lost[0]} is not certified after its rewrite: {reason}",
-                DEFECT,
-                code="internal.certificate",
-            )
-        self.uncertified.clear()
-
-    def _blocks(self) -> dict[str, AttentionBlock | FeedForwardBlock]:
-        blocks: dict[str, AttentionBlock | FeedForwardBlock] = {
-            block.name: block for block in self.graph_context.get(find_feed_forward)
-        }
-        return blocks | {block.name: block for block in self.graph_context.get(find_attention)[0]}
-
-    def _macs_by_block(self) -> dict[str, int]:
-        shapes = self.graph_context.get(infer_at, self.counted)
-        macs = {b.name: macs_at(shapes, (*b.products, b.product))[0]
-                for b in self.graph_context.get(find_feed_forward)}  # fmt: skip
-        attention = [*self.graph_context.get(find_attention)[0], *skipped(self.model)]
-        return macs | {place.name: macs_at(shapes, place.nodes)[0] for place in attention}
-
-    def _macs(self) -> int | None:
-        return self.graph_context.get(count_macs, self.counted)
-
-
-def _facts(block: AttentionBlock | FeedForwardBlock | None, params: Any) -> dict[str, int | None]:
-    """The sizes of a rewritten block, as fields of ``StepRecord``; None: removed attention."""
-    if isinstance(block, FeedForwardBlock):
-        return {"neurons": block.num_neurons}
-    facts: dict[str, int | None] = {"heads": 0 if block is None else block.q.num_heads}
-    factors = params.factors if isinstance(params, SharedDimensions) else None
-    if block is not None and factors is not None:
-        facts |= {"rank": factors.rank, "head_size": params.head_size}
-        facts["cache_width"] = None
-        if block.k.past is not None and isinstance(factors, CollaborativeFactors):
-            facts["cache_width"] = cache_width(factors)
-    return facts

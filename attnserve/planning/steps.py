@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from attnserve.choices import Measure, Precision
 from attnserve.planning.state import State
@@ -20,6 +20,9 @@ from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.checkpoint import Checkpoint
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import RewritePass
+
+if TYPE_CHECKING:
+    from attnserve.recovery.recovery import Recovery
 
 __all__ = ["TRAININGS", "Cast", "PlanStep", "Quantize", "Rewrite", "Train", "conversion"]
 
@@ -150,15 +153,13 @@ class Train(PlanStep):
         # Without the minutes: after an interruption, other minutes are left.
         return Checkpoint("recover", (key, {**self.to_json(), "minutes": None}))
 
-    def _recovery(self, state: State) -> Any:
-        from attnserve.recovery.recover import Recovery  # needs PyTorch
+    def _recovery(self, state: State) -> Recovery:
+        from attnserve.recovery.recovery import Recovery  # needs PyTorch
 
         state.finish_rewrites()
-        assert state.artifact is not None and state.data is not None
         return Recovery(
-            state.model, state.original, state.artifact, state.data, self.measure, state.context,
-            state.precision, state.float_blocks,
-        )  # fmt: skip
+            state.model, state.job, self.measure, state.precision, state.float_blocks, state.labels
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"step": self.name, **asdict(self)}

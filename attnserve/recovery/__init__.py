@@ -1,6 +1,6 @@
 """Recover the quality of a rewritten graph by distillation from its original.
 
-Needs the extra ``[torch]``. ``recover`` is the command; ``GraphModule`` computes an ONNX graph in
+Needs the extra ``[torch]``. ``Recovery`` is the training; ``GraphModule`` computes an ONNX graph in
 PyTorch, with gradients.
 """
 
@@ -18,7 +18,7 @@ except ImportError as error:
     ) from error
 
 from attnserve.recovery.module import GraphModule
-from attnserve.recovery.recover import recover
+from attnserve.recovery.recovery import Recovery
 from attnserve.recovery.report import RecoverReport
 
-__all__ = ["GraphModule", "RecoverReport", "recover"]
+__all__ = ["GraphModule", "RecoverReport", "Recovery"]

@@ -10,7 +10,7 @@ Both losses are 1 for the best constant predictor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ from attnserve.models.embeddings import default_output
 from attnserve.models.tokenizer import Encoding, load_encoder
 from attnserve.recovery.batches import TOKENS, row_contents
 from attnserve.recovery.distillation import served_vectors
-from attnserve.runtime.interface import Batch
+from attnserve.runtime.interface import Batch, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
-__all__ = ["LabelReport", "Labels", "read_labeled"]
+__all__ = ["LabelReport", "Labeled", "LabeledRow", "Labels", "read_labeled"]
 
 WEIGHT = 3.0
 """Weight of the task loss, equal to the weight of served outputs."""
@@ -194,6 +194,19 @@ class Labels:
         epoch, place = divmod(number, len(self.fit))
         order = np.random.default_rng((seed, epoch, len(self.fit))).permutation(len(self.fit))
         return self.fit[int(order[place])]
+
+    def outputs(
+        self, model: ir.Model, rows: Sequence[Labeled], feeds: Iterable[Batch], session: Session
+    ) -> list[tuple[Labeled, np.ndarray]]:
+        """The output of the task for batches of labeled rows.
+
+        Args:
+            feeds: The inputs of the model for each of the rows.
+            session: A session of the model.
+        """
+        place = [value.name for value in model.graph.outputs].index(self.output)
+        pairs = zip(rows, feeds, strict=True)
+        return [(one, session.run(None, feed)[place]) for one, feed in pairs]
 
     def loss(self, output: Tensor, labeled: Labeled) -> Tensor:
         """The weighted loss of a batch."""

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import torch
 
 from attnserve.checks.compare import Fidelity
-from attnserve.data.datasets import Dataset
 from attnserve.data.token_statistics import calibration_of
+from attnserve.job import Job
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
 from attnserve.models.lineage import BeforeRecovery, RewriteRecord
@@ -37,8 +37,6 @@ class RecoverReport:
         after: The result against the original; equal to ``before`` without a gain.
         gain: Whether the result is better. If not, it has the weights of the rewritten model.
         training: The course of the training.
-        states: The number of hidden states that were learned, besides the outputs.
-        weights: The number of trained elements.
         int8_weight_bits, int8_activations: As in ``OptimizeReport``; None without int8.
         scores: The scores on labeled rows that were not used in the training; None without labels.
         warnings: Warnings for the user.
@@ -49,8 +47,6 @@ class RecoverReport:
     after: Fidelity
     gain: bool
     training: Course
-    states: int
-    weights: int
     int8_weight_bits: Bits | None = None
     int8_activations: Int8Activations | None = None
     scores: LabelReport | None = None
@@ -87,7 +83,7 @@ class RecoverReport:
             before_recovery=before.model_copy(update=self.before.measured.stated),
             gain=self.gain,
             verdict=self.verdict,
-            training=self.training.record(self.states, self.weights),
+            training=self.training.record,
             warnings=self.warnings,
         )
         optional = {
@@ -103,11 +99,9 @@ def write_recovered(
     artifact: Artifact,
     rewritten: ir.Model,
     teacher: Artifact,
-    original: ir.Model,
+    job: Job,
     model: ir.Model,
     report: RecoverReport,
-    data: Dataset,
-    seed: int,
     *,
     external: bool,
 ) -> None:
@@ -115,9 +109,8 @@ def write_recovered(
 
     Args:
         artifact, rewritten: The rewritten model, whose files are kept.
-        teacher, original: The model that it was made from.
+        teacher: The original on disk; the job's artifact is the one with the tokenizer.
         model: The result.
-        data: The training data.
         external: Whether the weights are in a file of their own.
     """
     last = artifact.lineage[-1].stated if artifact.lineage else {}
@@ -129,10 +122,10 @@ def write_recovered(
             kept["after"] = kept["after"].model_copy(update={"bytes": parameter_bytes(model)})
     inputs = {
         # The quality is measured against the teacher, not against the rewritten model.
-        "source": source_entry(teacher, original),
+        "source": source_entry(teacher, job.original),
         "rewritten": source_entry(artifact, rewritten),
-        "calibration": calibration_of(data),
-        "seed": seed,
+        "calibration": calibration_of(job.data) if job.data is not None else None,
+        "seed": job.context.seed,
         "versions": {**versions(), "torch": torch.__version__},
     }
     entry = report.record.model_copy(update={**inputs, **kept})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ __all__ = [
     "half_type",
     "halved",
     "is_stuck",
+    "limit_threads",
     "rate_for",
     "train",
 ]
@@ -86,6 +87,8 @@ class Course:
             that of labels.
         first_loss: The same before the training.
         history: (seconds, training loss, loss on the rows to choose) of each measurement.
+        states: The number of hidden states that were learned, besides the outputs.
+        weights: The number of trained elements.
     """
 
     steps: int = 0
@@ -100,15 +103,17 @@ class Course:
     history: list[tuple[float, float, float]] = field(
         default_factory=list[tuple[float, float, float]]
     )
+    states: int = 0
+    weights: int = 0
 
     @property
     def is_better(self) -> bool:
         return self.loss < self.first_loss
 
-    def record(self, states: int, weights: int) -> TrainingRecord:
+    @property
+    def record(self) -> TrainingRecord:
         """The record of the training; numbers that are not finite are null."""
-        fields = _finite(asdict(self)) | {"states": states, "weights": weights}
-        return TrainingRecord.model_validate(fields)
+        return TrainingRecord.model_validate(_finite(asdict(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +156,18 @@ def train(
         CheckFailed: The loss is not finite, and no weights are better than the initial ones.
     """
     return _TrainingRun(module, lesson, seconds, checkpoint, context).run()
+
+
+@contextmanager
+def limit_threads(count: int) -> Generator[None]:
+    """Let PyTorch use a number of threads; 0 leaves its own."""
+    before = torch.get_num_threads()
+    if count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def half_type(device: str) -> torch.dtype | None:

@@ -11,7 +11,6 @@ import pytest
 from attnserve import fusion
 from attnserve.checks.certify import read_attention
 from attnserve.choices import Precision
-from attnserve.context import RunContext
 from attnserve.fusion import fuse, fuse_for, fusion_passes
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.apply import apply_plan
@@ -24,6 +23,7 @@ from graph_passes.errors import InvalidModel
 from graph_passes.passes.fuse_attention import FuseAttention
 from tests import architectures
 from tests.errors import raises
+from tests.jobs import job_of
 
 
 @pytest.mark.parametrize(("precision", "cosine"), [("int8", 0.99), ("int4", 0.95), ("float16", 1)])
@@ -49,7 +49,7 @@ def test_optimize_plan_with_conversion_is_replayed_to_the_same_model(
     plan = Plan.from_json(report.plan.to_json())
     again = model.clone()
     plan = Plan.in_order(plan.passes)  # without the conversion
-    apply_plan(plan, State(again, RunContext(), model, fit=False))
+    apply_plan(plan, State(job_of(model), again, fit=False))
     made = load_model(tmp_path / "one" / "model.onnx")
     operators = ("Attention", "Gelu", "Sum", "LayerNormalization")
     old, new = (

@@ -17,7 +17,6 @@ import pytest
 from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
 from attnserve.cli.app import main
-from attnserve.context import RunContext
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
@@ -35,6 +34,7 @@ from tests.attnserve.costs import count_instead_of_timing
 from tests.errors import raises
 from tests.files import tree
 from tests.graph_passes.graphs import FLOAT_MASK, D, layers
+from tests.jobs import job_of
 
 Build = Callable[..., Path]
 ORDER = ["skip_attention", "prune_heads", "reuse_attention", "collaborate"]
@@ -334,7 +334,7 @@ def test_optimize_dry_run_writes_nothing_and_recorded_plan_gives_the_same_graph(
     assert [entry["pass"] for entry in plan["passes"]] == ORDER[:3]
     model, original = (load_model(open_artifact(small)) for _ in range(2))
     data = load_inputs(arrays, original, open_artifact(small))
-    apply_plan(Plan.from_json(plan), State(model, RunContext(), original, data=data))
+    apply_plan(Plan.from_json(plan), State(job_of(original, data=data), model))
     ir.save(model, tmp_path / "b.onnx")
     written = load_model(tmp_path / "a" / "model.onnx").graph.initializers
     again = load_model(tmp_path / "b.onnx").graph.initializers

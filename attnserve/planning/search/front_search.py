@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from attnserve.checks.quality import allowed_loss
+from attnserve.choices import Precision
 from attnserve.options import Goal
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.judge import Built, Judge
@@ -97,6 +98,10 @@ class FrontSearch:
     candidates: CandidateSet
     judge: Judge
 
+    @property
+    def precision(self) -> Precision:
+        return self.judge.given.job.target.precision
+
     def run(self) -> Built | None:
         """Search for a choice that meets the goal; None if even lossless rewrites lose too much.
 
@@ -121,10 +126,10 @@ class FrontSearch:
                 code="search.constant",
             )
         if lossless.loss > allowed_loss(keep):
-            if self.goal.precision == "float32":
+            if self.precision == "float32":
                 return None
             raise CheckFailed(
-                f"{self.goal.precision} weights alone keep {1 - lossless.loss:.4f} by the measure "
+                f"{self.precision} weights alone keep {1 - lossless.loss:.4f} by the measure "
                 f"{measure}, expected {keep}",
                 "lower `keep`, or leave `precision` at float32",
                 code="search.precision",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import onnx_ir as ir
 
 from attnserve.checks.compare import Fidelity, compare
 from attnserve.checks.evaluate import score_session
-from attnserve.checks.quality import ROUNDING, QualityMeter, allowed_loss, largest_loss
-from attnserve.checks.scores import Share, share_kept
-from attnserve.context import RunContext
+from attnserve.checks.quality import ROUNDING, allowed_loss, largest_loss
+from attnserve.checks.scores import Score, Share, share_kept
+from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Speed
+from attnserve.options import Goal
 from attnserve.planning.apply import apply_plan, apply_steps, prepare
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.candidate_set import CandidateSet
@@ -34,7 +35,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
 
-__all__ = ["Built", "Judge", "Timed", "new_state", "score_model"]
+__all__ = ["Built", "Judge", "Timed", "score_model"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -93,11 +94,13 @@ class Judge:
     given: SearchInput
     candidates: CandidateSet
     checkpoint: SearchCheckpoint
-    original_score: Any = None
+    original_score: Score | None = None
     measured: dict[tuple[int, ...], tuple[float, float]] = field(
         default_factory=dict[tuple[int, ...], tuple[float, float]]
     )
-    _held: dict[str, Built] = field(default_factory=dict[str, Built])
+    _latest: Built | None = None
+    _enough: Built | None = None
+    _whole: Built | None = None
 
     def loss(self, choice: Choice) -> float:
         """The measured loss of a choice, from the checkpoint or by building it."""
@@ -109,56 +112,58 @@ class Judge:
 
     def build(self, choice: Choice) -> Built:
         """Apply the plan of a choice, convert the model, and measure its loss."""
-        for held in self._held.values():
-            if held.choice.picks == choice.picks:
+        for held in (self._latest, self._enough, self._whole):
+            if held is not None and held.choice.picks == choice.picks:
                 return held
         given, plan = self.given, self._plan(choice)
         number = len(self.measured) + (choice.picks not in self.measured)
-        context = given.all_threads.labeled(f"build {number}")
-        state = apply_plan(plan, new_state(given, given.model.clone(), context))
-        self._held["latest"] = built = self._measured(choice, plan, state)
+        job = given.job.labeled(f"build {number}")
+        state = apply_plan(plan, State(job, job.original.clone()))
+        self._latest = built = self._measured(choice, plan, state)
         if given.goal.keep is not None and built.loss <= allowed_loss(given.goal.keep):
-            self._held["enough"] = built
+            self._enough = built
         if not plan.changed:  # every result is compared with one that removes nothing
-            self._held["whole"] = built
+            self._whole = built
         self.measured[choice.picks] = built.loss, built.fidelity.mean_cosine
         self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
         return built
 
-    def train(self, built: Built, training: Train, key: str, context: RunContext) -> Built:
+    def train(self, built: Built, training: Train, key: str, label: str) -> Built:
         """Train the model of a choice before its conversion, and measure it again.
 
         Args:
             key: A name for the checkpoint of the training.
+            label: A name of the training, for progress.
         """
         plan = built.plan.trained(training)
-        rewritten = built.state
-        state = prepare(plan, new_state(self.given, rewritten.model, context, key))
-        state.record(rewritten.report)
-        apply_steps((training, *plan.conversion), state)
+        state = State(
+            self.given.job.labeled(label), built.state.model, key=key, applied=built.state.applied
+        )
+        apply_steps((training, *plan.conversion), prepare(plan, state))
         return self._measured(built.choice, plan, state)
 
     def _measured(self, choice: Choice, plan: Plan, state: State) -> Built:
         """Measure a model on the data to choose."""
         data = self.given.data
-        found = self._measure(state.result, data.choose, "choose", 0, state.context, bounded=True)
+        found = self._measure(state.result, data.choose, "choose", 0, state.job, bounded=True)
         return Built(choice, plan, state, found.fidelity, found.share, found.loss)
 
     def prove(self, built: Built, part: int) -> Proof:
         """Verify a built choice on the first or second verification part."""
         parts = [batches for batches in self.given.data.prove if batches]
         batches = parts[min(part, len(parts) - 1)]
-        context = self.given.all_threads.labeled("prove")
-        return self._measure(built.model, batches, "prove", 1 + part, context)
+        return self._measure(
+            built.model, batches, "prove", 1 + part, self.given.job.labeled("prove")
+        )
 
     def prove_on_all(self, built: Built) -> Proof:
         """Measure a built choice on all data that was held out, by its bounds.
 
         All of this data was used before, but only for choices with more loss.
         """
-        data, context = self.given.data, self.given.all_threads.labeled("prove")
+        data, job = self.given.data, self.given.job.labeled("prove")
         batches = [*data.choose, *(batch for part in data.prove for batch in part)]
-        return self._measure(built.model, batches, "held out", None, context, bounded=True)
+        return self._measure(built.model, batches, "held out", None, job, bounded=True)
 
     def time(self, built: Built) -> Timed:
         """Time a built model at all checked lengths."""
@@ -170,19 +175,19 @@ class Judge:
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
         given = self.given
-        return mean_speedup(self.compare_speed(built.model, given.workloads), given.lengths)
+        return mean_speedup(self.compare_speed(built.model, given.job.requested), given.lengths)
 
     def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[Speed]:
         """Time a model and the float32 original in interleaved order.
 
         Workloads at which the model seems slower are timed again.
         """
-        given, table = self.given, self.candidates.timing.table
+        job, table = self.given.job, self.candidates.timing.table
         feeds = tuple(
-            example_inputs(given.model, workload, given.context.seed) for workload in workloads
+            example_inputs(job.original, workload, job.context.seed) for workload in workloads
         )
-        parts = {"original": Part(given.model, feeds), "new": Part(model, feeds)}
-        progress = given.context.stage("time the whole model")
+        parts = {"original": Part(job.original, feeds), "new": Part(model, feeds)}
+        progress = job.context.stage("time the whole model")
         times = table.measure(parts, progress=progress)
         pairs = list(zip(times["original"], times["new"], strict=True))
         if slow := [i for i, (before, after) in enumerate(pairs) if before < MIN_SPEEDUP * after]:
@@ -208,10 +213,10 @@ class Judge:
         Raises:
             CannotRewrite: The two models cannot run side by side, for example for lack of memory.
         """
-        given = self.given
-        feeds = example_feeds(given.model, given.workloads, given.context.seed)
+        job = self.given.job
+        feeds = example_feeds(job.original, job.requested, job.context.seed)
         found = time_models(
-            [slow.model, fast.model], feeds, context=given.context, seconds=PAIR_SECONDS
+            [slow.model, fast.model], feeds, context=job.context, seconds=PAIR_SECONDS
         )
         if found is None:
             raise CannotRewrite(
@@ -227,7 +232,7 @@ class Judge:
         batches: Sequence[Batch],
         split: str,
         rows: int | None,
-        context: RunContext,
+        job: Job,
         *,
         bounded: bool = False,
     ) -> Proof:
@@ -238,13 +243,9 @@ class Judge:
             bounded: See ``Quality.loss``.
         """
         given = self.given
-        meter = QualityMeter(
-            given.model, given.artifact, measure=given.goal.measure, data=given.data,
-            split=split,
-        )  # fmt: skip
         fidelity = compare(
-            given.model, model, batches, f"held out of {given.data.source.file}", meter=meter,
-            context=context,
+            job.original, model, batches, f"held out of {given.data.source.file}",
+            meter=job.meter(data=given.data, split=split), context=job.context,
         )  # fmt: skip
         losses, share = list[float](), None
         if given.goal.measure != "score":
@@ -255,20 +256,14 @@ class Judge:
             is_same = bool(outputs) and all(
                 one.relative_error < ROUNDING and not one.not_finite_rows for one in outputs
             )
-            score = self.original_score if is_same else score_model(given, model, context)
-            share = share_kept(self.original_score, score, part=rows, seed=given.context.seed)
+            assert self.original_score is not None
+            score = self.original_score if is_same else score_model(given.goal, job, model)
+            share = share_kept(self.original_score, score, part=rows, seed=job.context.seed)
             losses.append(share.loss(bounded=bounded))
         return Proof(fidelity, share, max(losses, default=0.0))
 
     def _plan(self, choice: Choice) -> Plan:
-        return self.candidates.plan(choice, self.given.goal.precision)
-
-
-def new_state(given: SearchInput, model: ir.Model, context: RunContext, key: str = "") -> State:
-    """Create the state of a plan for a copy of the original, or for a rewritten model."""
-    return State(
-        model, context, given.model, given.artifact, given.data, counted=given.counted, key=key
-    )
+        return self.candidates.plan(choice, self.given.job.target.precision)
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
@@ -287,11 +282,10 @@ def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
     return ""
 
 
-def score_model(given: SearchInput, model: ir.Model, context: RunContext) -> Any:
-    """The score of a model on the task of the goal."""
-    goal = given.goal
+def score_model(goal: Goal, job: Job, model: ir.Model) -> Score:
+    """The score of a model on the task of a goal."""
     assert goal.task is not None and goal.eval_data is not None
     return score_session(
-        open_session(model, context), given.artifact, task=goal.task, data=goal.eval_data,
-        tokenizer=given.tokenizer, context=context,
+        open_session(model, job.context), job.artifact, task=goal.task, data=goal.eval_data,
+        tokenizer=job.tokenizer, context=job.context,
     )  # fmt: skip

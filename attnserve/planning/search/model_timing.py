@@ -117,10 +117,11 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     Args:
         model: The model in the newest opset that an implementation of a block needs.
     """
-    context, precision, target = given.context, given.goal.precision, len(given.workloads)
-    others = [each for each in given.checked if each not in given.workloads]
-    workloads = [*given.workloads, *dict.fromkeys((*others[:1], *others[-1:]))]
-    feeds = [example_inputs(given.model, each, context.seed) for each in workloads]
+    job, requested = given.job, given.job.requested
+    context, precision, target = job.context, job.target.precision, len(requested)
+    others = [each for each in given.checked if each not in requested]
+    workloads = [*requested, *dict.fromkeys((*others[:1], *others[-1:]))]
+    feeds = [example_inputs(job.original, each, context.seed) for each in workloads]
     table = LatencyTable(default_cache(), context.device)
     timer = BlockTimer(model, feeds, table, target, precision, context.progress)
     blocks = timer.time_blocks(groups)
@@ -129,7 +130,7 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
         in_float = replace(timer, precision="float32").time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()
-    converted = convert(given.model, precision, given.data.fit, to_nearest=True)
+    converted = convert(job.original, precision, given.data.fit, to_nearest=True)
     whole = Part(converted, tuple(feeds))
     total = timer.mean(table.measure({"model": whole})["model"])
     in_blocks = sum(

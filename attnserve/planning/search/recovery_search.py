@@ -146,10 +146,9 @@ class RecoverySearch:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
         built = self.judge.build(choice)
         number = len(self.rounds) + 1
-        context = self.judge.given.all_threads.labeled(f"round {number}")
         training = training_of(self.front.goal, seconds / 60)
         key = digest((self.key, built.plan.to_json()))
-        trained = self.judge.train(built, training, key, context)
+        trained = self.judge.train(built, training, key, f"round {number}")
         course = trained.state.training
         assert course is not None
         self._trained.append((training, key))

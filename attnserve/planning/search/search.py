@@ -21,37 +21,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
 
-from attnserve.checks.certify import read_attention, require_attention, require_finite_weights
-from attnserve.checks.quality import QualityMeter, allowed_loss
-from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.data.datasets import Dataset, content_digest
-from attnserve.data.lengths import middle_length
-from attnserve.models.artifact import Artifact
+from attnserve.checks.certify import read_attention, require_attention
+from attnserve.checks.quality import allowed_loss
+from attnserve.data.datasets import content_digest
+from attnserve.job import Job
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Asked, Recovered, Source, Speed
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
-from attnserve.models.rows import with_fixed_sizes
-from attnserve.options import Goal, Shape
+from attnserve.options import Goal
 from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.candidates import changes_to_measure, group_blocks
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Built, Judge, new_state, score_model
+from attnserve.planning.search.judge import Built, Judge, score_model
 from attnserve.planning.search.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.report import PlanReport, Proof
 from attnserve.planning.search.search_input import SearchInput
-from attnserve.planning.served_speed import ServedTimer, served_workloads
+from attnserve.planning.served_speed import ServedTimer
 from attnserve.planning.state import State
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
@@ -63,8 +59,6 @@ from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 
 __all__ = ["SearchResult", "search"]
-
-ANY_SHAPE = Shape()
 
 CHECKED_LENGTHS = (16, 32, 64, 128, 256, 384, 512)
 """Lengths at which the whole model is timed beside the original, if the model accepts them. Blocks
@@ -79,20 +73,14 @@ class SearchResult:
     state: State
 
 
-def search(
-    goal: Goal,
-    artifact: Artifact,
-    graph: ir.Model,
-    data: Dataset,
-    *,
-    tokenizer: Path | None = None,
-    shape: Shape = ANY_SHAPE,
-    context: RunContext = DEFAULT_CONTEXT,
-) -> SearchResult:
-    """Search for a plan; ``attnserve.plan`` describes the arguments.
+def search(goal: Goal, job: Job) -> SearchResult:
+    """Search for a plan; ``attnserve.plan`` describes the goal.
 
     Times, losses and builds are stored in the user's cache folder until the search ends, so that an
     interrupted search continues.
+
+    Args:
+        job: With data, and weights that are finite.
 
     Raises:
         CheckFailed: The goal cannot be reached.
@@ -100,30 +88,27 @@ def search(
         InvalidModel: No output has a quality that can be measured.
     """
     if goal.measure != "score":
-        require_measurable(graph)
-    given = _search_input(goal, artifact, graph, data, tokenizer, shape, context)
-    require_finite_weights(graph)
-    newest = graph.clone()
+        require_measurable(job.original)
+    given, precision = _search_input(goal, job), job.target.precision
+    newest = job.original.clone()
     with suppress(CannotRewrite):  # operators of newer opsets are then no candidates
         raise_opset(newest, max(OPSETS.values()))
-    attention = read_attention(newest, seed=context.seed)
+    attention = read_attention(newest, seed=job.context.seed)
     require_attention(attention)
-    if goal.precision != "float32":
+    if precision != "float32":
         # Fails early if the model cannot be converted.
-        convert(graph, goal.precision, data.fit[:1], to_nearest=True)
+        convert(job.original, precision, given.data.fit[:1], to_nearest=True)
     if goal.recover is not None:
-        state = new_state(given, graph, given.all_threads.labeled("can be trained"))
-        training_of(goal).check(state)
+        training_of(goal).check(State(job.labeled("can be trained"), job.original))
     original_score = None
     if goal.task is not None:
-        original_score = score_model(given, graph, given.all_threads.labeled("original"))
+        original_score = score_model(goal, job.labeled("original"), job.original)
     checkpoint = SearchCheckpoint(_key(given))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     timing = time_model(given, newest, groups)
     losses = _estimate_losses(given, newest, timing, checkpoint)
     candidates = CandidateSet.of(timing, losses)
-    judge = Judge(given, candidates, checkpoint, original_score)
-    front = FrontSearch(goal, candidates, judge)
+    front = FrontSearch(goal, candidates, Judge(given, candidates, checkpoint, original_score))
     best = front.run()
     if best is not None and goal.keep is not None:
         best = front.as_fast_with_less_loss(best)
@@ -150,28 +135,22 @@ def _recovered(front: FrontSearch, plain: Built | None, seconds: float) -> Searc
 # ---- input --------------------------------------------------------------------------------------
 
 
-def _search_input(
-    goal: Goal,
-    artifact: Artifact,
-    model: ir.Model,
-    data: Dataset,
-    tokenizer: Path | None,
-    shape: Shape,
-    context: RunContext,
-) -> SearchInput:
-    if context.provider == "cpu" and not SCHEMES[goal.precision].runs_on_cpu:
+def _search_input(goal: Goal, job: Job) -> SearchInput:
+    target, context, data = job.target, job.context, job.data
+    assert data is not None
+    if context.provider == "cpu" and not SCHEMES[target.precision].runs_on_cpu:
         raise InvalidArgument(
             "bfloat16 cannot be timed on a CPU: ONNX Runtime has no CPU kernels for it",
             "give `provider` cuda, or `precision` float16",
             code="search.bfloat16",
         )
-    workloads = served_workloads(model, shape, data, goal.precision)
-    phase, lengths = workloads[0].phase, [each.length for each in workloads]
-    others = (Workload.of(shape.batch, length, phase) for length in CHECKED_LENGTHS)
-    checked, reason = _accepted(model, sorted({*workloads, *others}), context.seed)
-    if refused := [each for each in workloads if each not in checked]:
+    phase = job.requested[0].phase
+    others = (Workload.of(target.batch, length, phase) for length in CHECKED_LENGTHS)
+    workloads = sorted({*job.requested, *others})
+    checked, reason = _accepted(job.original, workloads, context.seed)
+    if refused := [each for each in job.requested if each not in checked]:
         raise InvalidArgument(
-            f"the model does not run at batch {shape.batch}, {refused[0].length} tokens: "
+            f"the model does not run at batch {target.batch}, {refused[0].length} tokens: "
             f"{reason[:300]}",
             f"choose `sequence` up to {checked[-1].length}"
             if checked
@@ -186,9 +165,9 @@ def _search_input(
         eval_data=goal.eval_data and goal.eval_data.name,
         eval_data_sha256=goal.eval_data and _checksum(goal.eval_data),
         allow=goal.allow,
-        precision=goal.precision,
-        batch=shape.batch,
-        sequences=tuple(lengths),
+        precision=target.precision,
+        batch=target.batch,
+        sequences=tuple(each.length for each in job.requested),
         phase=phase,
         provider=context.provider,
         runtime=context.runtime,
@@ -197,11 +176,7 @@ def _search_input(
     )
     if goal.recover is not None:
         asked = asked.model_copy(update={"recover": goal.recover})
-    middle = Workload.of(shape.batch, middle_length(shape.sequence or data.length), phase)
-    counted = with_fixed_sizes(model, middle)
-    return SearchInput(
-        goal, artifact, model, data, tokenizer, workloads, checked, counted, context, asked
-    )
+    return SearchInput(goal, job, data, checked, asked)
 
 
 def _accepted(
@@ -227,17 +202,10 @@ def _checksum(path: Path) -> str:
 
 def _key(given: SearchInput) -> str:
     """Key of the checkpoint; equal for equal requests."""
-    artifact = given.artifact
-    served = [artifact.pooling, artifact.dimensions, artifact.output, content_digest(given.data)]
-    return digest(
-        (
-            fingerprint(artifact),
-            given.data.source.to_json(),
-            given.asked.to_json(),
-            served,
-            versions(),
-        )
-    )
+    artifact, data = given.job.artifact, given.data
+    served = [artifact.pooling, artifact.dimensions, artifact.output, content_digest(data)]
+    asked = given.asked.to_json()
+    return digest((fingerprint(artifact), data.source.to_json(), asked, served, versions()))
 
 
 # ---- losses -------------------------------------------------------------------------------------
@@ -254,15 +222,15 @@ def _estimate_losses(
         group.key: changes_to_measure(group, timing.blocks[group.blocks[0]], target=timing.target)
         for group in timing.groups
     }
-    context = replace(given.all_threads, seed=0)
-    new_meter = partial(QualityMeter, given.model, given.artifact, measure=given.goal.measure)
+    job = given.job
+    context = replace(job.context, threads=0, seed=0)
     losses = loss_curves(
-        model, timing.groups, given.data.fit, changes, timing.pairs, new_meter=new_meter,
+        model, timing.groups, given.data.fit, changes, timing.pairs, new_meter=job.meter,
         context=context,
     )  # fmt: skip
     if timing.in_float:
         conversion = conversion_losses(
-            model, timing.groups, given.data.fit, given.goal.precision, new_meter=new_meter,
+            model, timing.groups, given.data.fit, job.target.precision, new_meter=job.meter,
             context=context,
         )  # fmt: skip
         losses = losses._replace(conversion=conversion)
@@ -294,7 +262,7 @@ def _proved(front: FrontSearch, best: Built | None) -> tuple[Built | None, list[
         else:
             best = judge.build(judge.candidates.front[0])
         proofs.append(judge.prove_on_all(best) if attempt == 2 else judge.prove(best, attempt))
-    if goal.keep is not None and (best.choice.loss or goal.precision != "float32"):
+    if goal.keep is not None and (best.choice.loss or front.precision != "float32"):
         best = best if proofs[-1].loss <= allowed_loss(goal.keep) else None
     return best, proofs
 
@@ -318,7 +286,7 @@ def _worth_removing(
         return best, proofs, ""
     reason = (
         f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
-        f"{gain.high:.2f}) the speed of the fused original in {front.goal.precision}, expected at "
+        f"{gain.high:.2f}) the speed of the fused original in {front.precision}, expected at "
         f"least {MIN_REMOVAL_GAIN}x"
     )
     return proved, others, reason
@@ -370,9 +338,7 @@ def _result(
             f"{proof.share.value:.2%} of the {goal.task} score (standard error "
             f"{proof.share.standard_error:.2%})"
         )
-    speed = ServedTimer(given.model, given.data.fit, given.context).measure(
-        best.state.model, best.model, best.plan, given.workloads
-    )
+    speed = ServedTimer(given.job).measure(best.state.model, best.model, best.plan)
     verdict = f"{timed.gain:.2f}x as fast, keeping {', '.join(kept)}"
     if speed is not None:
         verdict += f": {speed.describe(best.plan.precision)}"
@@ -407,18 +373,19 @@ def _no_gain(
     speeds: Sequence[Speed] = (),
 ) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""
-    given, verdict = judge.given, f"no gain: {reason}; the original is returned"
+    verdict = f"no gain: {reason}; the original is returned"
     if recovered is not None:
         recovered = _without_gain(recovered, reason)
     report = replace(_report(judge, best, verdict), speeds=speeds, recovered=recovered)
-    return SearchResult(report, State(given.model, given.context, given.model))
+    job = judge.given.job
+    return SearchResult(report, State(job, job.original))
 
 
 def _report(judge: Judge, best: Built, verdict: str) -> PlanReport:
     """The report of a search that returns the original."""
-    given, timing = judge.given, judge.candidates.timing
+    given, timing, artifact = judge.given, judge.candidates.timing, judge.given.job.artifact
     return PlanReport(
-        model=Source(file=given.artifact.model.name, sha256=fingerprint(given.artifact)),
+        model=Source(file=artifact.model.name, sha256=fingerprint(artifact)),
         calibration=given.data.source,
         asked=given.asked,
         verdict=verdict,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import attnserve
-from attnserve.options import Data, Goal, Options, Rewrites, Shape, with_keywords
+from attnserve.options import Data, Goal, Options, Rewrites, Target, with_keywords
 from graph_passes.errors import InvalidArgument
 from tests.attnserve.options.cases import CASES, GROUPS
 from tests.errors import raises
@@ -38,8 +38,8 @@ def test_every_option_has_help():
         (Rewrites(skip="0, 1:constant"), {"skip": ("0", "1:constant")}),  # type: ignore[arg-type]
         (Goal(keep=0.9, recover="90s"), {"recover": 1.5}),  # type: ignore[arg-type]
         (Goal(keep=0.9, recover="1.5h"), {"recover": 90.0}),  # type: ignore[arg-type]
-        (Shape(sequence="16-512"), {"sequence": (16, 512)}),  # type: ignore[arg-type]
-        (Shape(sequence="128"), {"sequence": 128}),  # type: ignore[arg-type]
+        (Target(sequence="16-512"), {"sequence": (16, 512)}),  # type: ignore[arg-type]
+        (Target(sequence="128"), {"sequence": 128}),  # type: ignore[arg-type]
         (Data(calib="a.txt"), {"calib": (Path("a.txt"),)}),  # type: ignore[arg-type]
     ],
 )
@@ -51,7 +51,8 @@ def test_values_are_read_from_text(options: Options, expected: dict[str, Any]):
     ("group", "name", "text"),
     [
         *((Rewrites, "collab_dk", text) for text in ("", "x", "1,", "1.5")),
-        *((Shape, "sequence", text) for text in ("abc", "5-", "9-2", "0", "-4", "0-16", (512, 16))),
+        *((Target, "sequence", text) for text in ("abc", "5-", "9-2", "0", "-4", "0-16")),
+        (Target, "sequence", (512, 16)),
         (Goal, "recover", "20x"), (Data, "calib_weights", "3;1"), (Rewrites, "layers", "0,,1"),
         (Rewrites, "skip", ""),
     ],
@@ -75,9 +76,9 @@ def given(path: str, *, goal: Goal = Goal(), rewrites: Rewrites = Rewrites()) ->
 
 
 def test_keywords_are_the_fields_of_groups():
-    expected = ("m", Goal(keep=0.9, precision="int8"), Rewrites(precision="int8"))
-    assert given("m", keep=0.9, precision="int8") == expected
-    assert given("m", goal=Goal(keep=0.9), precision="int8") == expected
+    expected = ("m", Goal(keep=0.9, measure="r2"), Rewrites(prune=0.5))
+    assert given("m", keep=0.9, measure="r2", prune=0.5) == expected
+    assert given("m", goal=Goal(keep=0.9), measure="r2", prune=0.5) == expected
     assert given("m") == ("m", Goal(), Rewrites())
     with pytest.raises(TypeError, match="kep"):
         given("m", kep=0.9)
@@ -85,18 +86,10 @@ def test_keywords_are_the_fields_of_groups():
 
 def test_group_and_keywords_are_the_same_call(tiny: Path, tmp_path: Path):
     first = attnserve.optimize(tiny, tmp_path / "a", collab_dk=16, mixing="dense", batch=2)
-    groups = {"rewrites": Rewrites(collab_dk=16, mixing="dense"), "shape": Shape(batch=2)}
+    groups = {"rewrites": Rewrites(collab_dk=16, mixing="dense"), "target": Target(batch=2)}
     second = attnserve.optimize(tiny, tmp_path / "b", **groups)
     assert first.steps == second.steps and first.batch == second.batch == 2
     assert first.output.read_bytes() == second.output.read_bytes()
-
-
-def test_precision_of_goal_and_rewrites_that_differ_is_refused(tiny: Path, sentences: Path):
-    with raises(InvalidArgument, "optimize.conflict", "`precision`"):
-        attnserve.optimize(
-            tiny, goal=Goal(keep=0.9, precision="int8"), rewrites=Rewrites(precision="float16"),
-            calib=sentences, dry_run=True,
-        )  # fmt: skip
 
 
 def test_group_of_another_type_is_refused():
@@ -129,7 +122,7 @@ def test_types_whose_source_cannot_be_read_have_no_help():
 
 
 def test_none_that_is_given_is_the_default():
-    for group in (Goal, Rewrites, Data, Shape):
+    for group in (Goal, Rewrites, Data, Target):
         fields = group.model_fields.items()
         unset: dict[str, Any] = {name: None for name, field in fields if field.default is None}
         assert group(**unset) == group()

@@ -13,7 +13,7 @@ import pytest
 
 import attnserve
 from attnserve.checks.certify import read_attention
-from attnserve.context import ONE_THREAD, Device, RunContext
+from attnserve.context import ONE_THREAD, Device
 from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
@@ -34,6 +34,7 @@ from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 from graph_passes.passes.prune_heads import PruneHeads
 from tests import architectures
 from tests.errors import raises
+from tests.jobs import job_of
 
 LAYERS = 2
 
@@ -154,7 +155,7 @@ def test_plan_that_fuses_residuals_before_a_lossy_pass_is_refused() -> None:
     prune = PruneHeads({block.name: [1] + [0] * (block.num_heads - 1)})
     with raises(CannotRewrite, "refit.residual", block.name):
         plan = Plan.in_order((FuseSkipNorm(), prune))
-        apply_plan(plan, State(model, RunContext(), original))
+        apply_plan(plan, State(job_of(original), model))
 
 
 @pytest.mark.parametrize("cell", architectures.COMMITTED[:1], ids=str)

@@ -15,6 +15,7 @@ import pytest
 from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
 from attnserve.models.onnx_files import load_model
+from attnserve.options import Target
 from attnserve.planning import served_speed
 from attnserve.planning.mixing_choice import FormComparison, choose_mixing
 from attnserve.planning.optimize import optimize
@@ -26,6 +27,7 @@ from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.collaborate import Collaborate
 from tests.errors import raises
+from tests.jobs import job_of
 
 # Which form
 
@@ -154,9 +156,8 @@ def test_shapes_at_which_a_form_seems_slower_are_timed_again(tiny: Path) -> None
         rows = [np.array([[1.0] * 3, [slow if s.length == 512 else 0.8] * 3]) for s in shapes]
         return list(shapes), rows
 
-    timer: Any = SimpleNamespace(original=model, context=None, time=time)
-    comparison = FormComparison(timer, None, "float32", [Workload.of(1, 16)])
-    found = comparison.speeds([model])
+    timer: Any = SimpleNamespace(job=job_of(model, target=Target(sequence=16)), time=time)
+    found = FormComparison(timer).speeds([model])
     assert found is not None
     ((mean, slowest),) = found
     assert mean == Speedup(1.25, 1.25, 1.25)

@@ -10,12 +10,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.checks.certify import read_attention
 from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
-from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset, load_inputs
+from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model, save_model
@@ -144,10 +143,8 @@ def test_choose_neurons_tied_blocks_have_equal_masks(blocks: list[FeedForwardBlo
 
 
 def planned(tiny: Path, model: ir.Model, data: Dataset, share: float) -> PlannedRequest:
-    return plan_request(
-        Rewrites(ffn=share), model, read_attention(model), data, CONTEXT,
-        new_meter=lambda: QualityMeter(model, open_artifact(tiny)),
-    )  # fmt: skip
+    job = Job(open_artifact(tiny), model, data, context=CONTEXT)
+    return plan_request(Rewrites(ffn=share), job)
 
 
 def masks_of(found: PlannedRequest) -> dict[str, list[int]]:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from attnserve.context import RunContext
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import ORDER, Plan
-from attnserve.planning.state import ApplyReport, State
+from attnserve.planning.rewriting import ApplyReport
+from attnserve.planning.state import State
 from attnserve.planning.steps import Quantize, Train
 from graph_passes.errors import AttnserveError, InvalidArgument
 from graph_passes.passes.base import registered_passes
@@ -33,6 +34,7 @@ from graph_passes.passes.strip_cache import StripCache
 from tests.attnserve.planning.test_requested_rewrites import NAMES, planned, stack
 from tests.errors import raises
 from tests.graph_passes.graphs import H, K, layers
+from tests.jobs import job_of
 
 
 def passes() -> list[Any]:
@@ -66,7 +68,9 @@ def applied(content: Any, model: ir.Model | None = None) -> ApplyReport:
     """Apply the passes of a plan.json to a stack of four layers of three heads."""
     original = stack()[0] if model is None else model
     plan = Plan.from_json({"passes": content})
-    return apply_plan(plan, State(original.clone(), CONTEXT, original, fit=False)).report
+    return apply_plan(
+        plan, State(job_of(original, context=CONTEXT), original.clone(), fit=False)
+    ).applied
 
 
 # JSON
@@ -293,7 +297,7 @@ def test_apply_plan_full_rank_sharing_is_exact():
 def test_apply_plan_empty_plan_changes_nothing():
     model = layers(2)
     before = ir.to_proto(model).SerializeToString()
-    report = apply_plan(Plan(), State(model, CONTEXT, layers(2))).report
+    report = apply_plan(Plan(), State(job_of(layers(2)), model)).applied
     assert report.is_exact and report.steps == ()
     assert ir.to_proto(model).SerializeToString() == before
 
@@ -302,7 +306,7 @@ def test_apply_plan_same_plan_gives_the_same_weights():
     plan = reread(planned(prune=0.25, collab_dk=6))
     models = [stack()[0].clone() for _ in range(2)]
     for model in models:
-        apply_plan(plan, State(model, CONTEXT, stack()[0], fit=False))
+        apply_plan(plan, State(job_of(stack()[0]), model, fit=False))
     one, two = (model.graph.initializers for model in models)
     assert one.keys() == two.keys()
     for name, value in one.items():

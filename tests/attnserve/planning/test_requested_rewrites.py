@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,8 @@ from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.calibration.voting import voting_to_stay
 from attnserve.checks.certify import MatchReport, read_attention, require_attention
-from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
-from attnserve.models.artifact import Artifact
 from attnserve.models.lineage import Calibration
 from attnserve.options import Rewrites
 from attnserve.planning.plan import Plan
@@ -34,6 +31,7 @@ from tests.errors import raises
 from tests.graph_passes.graphs import D, H, K, V, attention, graph, layers
 from tests.graph_passes.layouts import variant
 from tests.graph_passes.test_bodies import if_model
+from tests.jobs import job_of
 
 L, SIZE = 4, H * K
 NAMES = [f"attention_{layer}" for layer in range(L)]
@@ -66,11 +64,11 @@ def request_of(
     *, model: ir.Model | None = None, calibrated: bool = True, dataset: Dataset | None = None,
     **request: Any,
 ) -> PlannedRequest:  # fmt: skip
-    graph, report = stack() if model is None else (model, read_attention(model))
-    return plan_request(
-        Rewrites(**request), graph, report, dataset or (data() if calibrated else None),
-        RunContext(threads=1), new_meter=lambda: QualityMeter(graph, Artifact(Path("model.onnx"))),
+    job = job_of(
+        stack()[0] if model is None else model, data=dataset or (data() if calibrated else None),
+        context=RunContext(threads=1),
     )  # fmt: skip
+    return plan_request(Rewrites(**request), job)
 
 
 def planned(**request: Any) -> Plan:
@@ -290,7 +288,7 @@ def test_plan_request_layer_without_comparable_source_is_left_with_warning(
         result.matrix[: 2 * H, 2 * H :] = result.matrix[2 * H :, : 2 * H] = np.nan
         return result
 
-    monkeypatch.setattr("attnserve.planning.requested_rewrites.measure_similarity", incomparable)
+    monkeypatch.setattr("attnserve.planning.requested_heads.measure_similarity", incomparable)
     result = request_of(reuse="partial:1")
     assert list(edges_of(result.plan)) == [NAMES[1]]
     assert any(NAMES[2] in warning and "be compared" in warning for warning in result.warnings)

@@ -12,16 +12,20 @@ import pytest
 
 from attnserve.choices import Precision
 from attnserve.context import RunContext
+from attnserve.job import served_lengths
 from attnserve.models.onnx_files import load_model
+from attnserve.options import Target
 from attnserve.planning import served_speed
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plan import Plan
-from attnserve.planning.served_speed import ServedSpeed, ServedTimer, served_lengths
+from attnserve.planning.served_speed import ServedSpeed, ServedTimer
 from graph_passes.analysis.workload import Workload
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
+from tests.jobs import job_of
 
-SHAPES = [Workload.of(1, 5), Workload.of(1, 9)]
+AT = Target(sequence=(5, 6))
+SHAPES = [Workload.of(1, 5), Workload.of(1, 6)]
 
 
 @pytest.fixture
@@ -53,9 +57,7 @@ def test_served_timer_separates_fusion_precision_and_removal(tiny: Path, timed: 
     pruned = original.clone()
     PruneHeads({find_attention(pruned)[0][0].name: [1, 0, 1, 1]})(pruned)
     timed += [12, 10, 4, 5]
-    speed = ServedTimer(original, (), RunContext()).measure(
-        pruned, pruned.clone(), lossy("int8"), SHAPES
-    )
+    speed = ServedTimer(job_of(original, target=AT)).measure(pruned, pruned.clone(), lossy("int8"))
     assert values(speed) == [1.2, 2.0, 1.25, 2.5]
     assert speed is not None and speed.by_workload == pytest.approx((2.5, 2.5))
     text = speed.describe("int8")
@@ -68,9 +70,7 @@ def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path, timed: li
     pruned = original.clone()
     PruneHeads({find_attention(pruned)[0][0].name: [1, 0, 1, 1]})(pruned)
     timed += [10, 12, 8, 5]  # original, fused, pruned, pruned and fused
-    speed = ServedTimer(original, (), RunContext()).measure(
-        pruned, pruned, lossy("float32"), SHAPES
-    )
+    speed = ServedTimer(job_of(original, target=AT)).measure(pruned, pruned, lossy("float32"))
     assert values(speed) == [1.0, None, 2.0, 2.0]
 
 
@@ -89,8 +89,8 @@ def test_served_timer_leaves_the_same_blocks_in_float(
     timed += [12, 10, 4, 5]
     name = find_attention(original)[0][0].name
     plan = Plan.of([PruneHeads({name: [1, 0, 1, 1]})], "int8", (name,))
-    assert ServedTimer(original, (), RunContext()).measure(
-        original.clone(), original.clone(), plan, SHAPES
+    assert ServedTimer(job_of(original, target=AT)).measure(
+        original.clone(), original.clone(), plan
     )
     assert kept == [("float32", ()), ("int8", (name,))]
 
@@ -99,9 +99,8 @@ def test_served_timer_of_other_inputs_is_none(tiny: Path) -> None:
     original = load_model(tiny / "model.onnx")
     other = original.clone()
     other.graph.inputs[0].name = "other"
-    assert ServedTimer(original, (), RunContext()).measure(
-        other, other, lossy("float32"), SHAPES
-    ) is None  # fmt: skip
+    assert ServedTimer(job_of(original, target=AT)).measure(
+        other, other, lossy("float32")) is None  # fmt: skip
 
 
 @pytest.mark.timing(seconds=5)

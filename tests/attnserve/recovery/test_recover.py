@@ -28,7 +28,7 @@ from attnserve.precision.convert import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
 from attnserve.recovery.operators import OPERATORS  # noqa: E402
-from attnserve.recovery.recover import _HeldOut  # noqa: E402
+from attnserve.recovery.verification import Verified  # noqa: E402
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
 from tests.errors import raises  # noqa: E402
@@ -422,12 +422,12 @@ def test_numbers_that_are_not_finite_are_null_in_json():
 
 
 def test_a_gain_in_one_output_at_the_cost_of_another_is_none():
-    def proof(**values: float) -> _HeldOut:
+    def proof(**values: float) -> Verified:
         each = [
             Quality("r2", v, v - 0.1, v, None, v, 0.0, 99, output=name)
             for name, v in sorted(values.items(), key=lambda item: item[1])
         ]
-        return _HeldOut(Fidelity((), 0.9, 0.9, "texts", tuple(each)))
+        return Verified(Fidelity((), 0.9, 0.9, "texts", tuple(each)))
 
     before = proof(a=0.5, b=0.95)
     assert proof(a=0.6, b=0.9).is_better_than(before)  # b is in its interval

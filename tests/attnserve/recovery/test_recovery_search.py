@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 import attnserve  # noqa: E402
 from attnserve.choices import Precision  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
-from attnserve.context import DEFAULT_CONTEXT  # noqa: E402
 from attnserve.data.datasets import load_inputs  # noqa: E402
+from attnserve.job import Job  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.options import Goal  # noqa: E402
@@ -180,7 +180,7 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
     plan = Plan.in_order(
         (), precision, (find_attention(model)[0][0].name,) * (precision != "float32")
     )
-    state = State(model.clone(), DEFAULT_CONTEXT, model, artifact, data)
+    state = State(Job(artifact, model, data), model.clone())
     recovery = Train()._recovery(prepare(plan, state))
     rounded = recovery.module.replaced
     if precision != "int8":  # int4 is converted after the training

@@ -12,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.context import RunContext
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.planning.state import State
@@ -27,6 +26,7 @@ from graph_passes.passes import base
 from graph_passes.passes.base import AttentionPass, AttentionTargets, NoParams, pass_named
 from tests.errors import raises
 from tests.graph_passes.graphs import H, feeds, layers, run
+from tests.jobs import job_of
 
 # ---- the new file -------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ def test_new_pass_applied_by_a_plan_keeps_the_output(
 ) -> None:
     model, original = layers(2, **BIASED), layers(2, **BIASED)
     plan = Plan.in_order([remove_constant_bias(["attention_0", "attention_1"])])
-    report = apply_plan(plan, State(model, RunContext(threads=1), original)).report
+    report = apply_plan(plan, State(job_of(original), model)).applied
     assert report.is_exact
     assert [(step.rewrite, step.block) for step in report.steps] == [
         (NAME, "attention_0"), (NAME, "attention_1"),

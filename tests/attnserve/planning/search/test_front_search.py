@@ -138,7 +138,8 @@ class Settling:
             return self.careful if slow is careful else self.gain
 
         front: Any = SimpleNamespace(
-            goal=Goal(keep=0.99, precision="int8"),
+            goal=Goal(keep=0.99),
+            precision="int8",
             judge=SimpleNamespace(paired_speedup=paired_speedup),
             nothing_removed=lambda: ("front", whole),
         )

@@ -765,7 +765,7 @@ def test_plan_and_optimize_of_no_range_of_lengths_are_refused(
     planned: Planner, optimized: Optimizer, sequence: Lengths
 ):
     for command in (planned, optimized):
-        with raises(InvalidArgument, "shape.range"):
+        with raises(InvalidArgument, "target.range"):
             command(sequence=sequence)
 
 

@@ -1,0 +1,173 @@
+"""The job of a command: a model, its data, and what it should be fast at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
+from attnserve.checks.quality import QualityMeter
+from attnserve.choices import SearchMeasure
+from attnserve.context import DEFAULT_CONTEXT, RunContext
+from attnserve.data.datasets import Dataset, load_inputs
+from attnserve.data.lengths import length_bounds, middle_length, spread_lengths
+from attnserve.models.artifact import Artifact
+from attnserve.models.rows import with_fixed_sizes
+from attnserve.options import Data, Lengths, Target
+from attnserve.precision.schemes import SCHEMES
+from attnserve.runtime.interface import Batch
+from graph_passes.analysis.shapes import has_cache
+from graph_passes.analysis.workload import Workload
+from graph_passes.errors import InvalidArgument
+
+__all__ = ["Job", "served_lengths", "served_workloads"]
+
+DEFAULT_LENGTHS = (16, 128, 512)
+"""Timed lengths without data and without a requested length."""
+
+DEFAULT_LENGTH = 128
+"""Length at which costs are reported without data and without a requested length."""
+
+ANY_TARGET, NO_DATA = Target(), Data()
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What all steps of a command read, and none changes.
+
+    Attributes:
+        artifact: The original on disk.
+        original: Its graph.
+        data: Calibration data; without it, factors are computed from the weights alone.
+        others: Data of ``also_prove``, by file name.
+        tokenizer: The tokenizer that was given in place of the artifact's.
+        measure: The measure of quality.
+        target: The precision and the shape at which the model should be fast.
+    """
+
+    artifact: Artifact
+    original: ir.Model
+    data: Dataset | None = None
+    others: Sequence[tuple[str, Dataset]] = ()
+    tokenizer: Path | None = None
+    measure: SearchMeasure = "auto"
+    target: Target = ANY_TARGET
+    context: RunContext = DEFAULT_CONTEXT
+
+    @classmethod
+    def read(
+        cls,
+        artifact: Artifact,
+        original: ir.Model,
+        options: Data = NO_DATA,
+        target: Target = ANY_TARGET,
+        *,
+        measure: SearchMeasure = "auto",
+        joined: Lengths | None = None,
+        context: RunContext = DEFAULT_CONTEXT,
+    ) -> Self:
+        """Read the data of a job.
+
+        Args:
+            joined: The lengths to which short calibration texts are joined; see ``load_inputs``.
+
+        Raises:
+            InvalidArgument: The phase of the target needs a cache, which the model does not have.
+            InvalidData: A file cannot be used.
+            InvalidModel: A weight is not finite.
+        """
+        require_finite_weights(original)
+        load = partial(load_inputs, model=original, artifact=artifact, tokenizer=options.tokenizer)
+        data = None
+        if options.calib:
+            data = load(options.calib, weights=options.calib_weights, sequence=joined)
+        others = [(path.name, load(path, split=False)) for path in options.also_prove]
+        served_workloads(original, target, data)  # raises errors before long work
+        return cls(artifact, original, data, others, options.tokenizer, measure, target, context)
+
+    @property
+    def calibration(self) -> Sequence[Batch]:
+        """The rows to fit; none without data."""
+        return () if self.data is None else self.data.fit
+
+    @property
+    def lengths(self) -> Lengths:
+        """The lengths at which the model should be fast."""
+        if self.target.sequence is not None:
+            return self.target.sequence
+        return DEFAULT_LENGTH if self.data is None else self.data.length
+
+    @cached_property
+    def report(self) -> MatchReport:
+        """The certified attention of the original."""
+        return read_attention(self.original, seed=self.context.seed)
+
+    @cached_property
+    def requested(self) -> tuple[Workload, ...]:
+        """Where the model should be fast."""
+        return served_workloads(self.original, self.target, self.data)
+
+    @cached_property
+    def workloads(self) -> tuple[Workload, ...]:
+        """The same, at the sizes that the model fixes."""
+        fixed = (with_fixed_sizes(self.original, each) for each in self.requested)
+        return tuple(dict.fromkeys(fixed))
+
+    @cached_property
+    def counted(self) -> Workload:
+        """Where MACs are counted: at the middle length."""
+        middle = middle_length(self.lengths)
+        workload = Workload.of(self.target.batch, middle, self.requested[0].phase)
+        return with_fixed_sizes(self.original, workload)
+
+    @property
+    def longest(self) -> int:
+        """The longest length at which the model should be fast."""
+        middle, counted = middle_length(self.lengths), self.counted.length
+        return length_bounds(self.lengths if counted == middle else counted)[1]
+
+    def labeled(self, label: str) -> Self:
+        """The job with a label before the names of its stages, on all threads: it is not timed."""
+        return replace(self, context=replace(self.context, threads=0).labeled(label))
+
+    def meter(self, *, data: Dataset | None = None, split: str = "data") -> QualityMeter:
+        """Create a meter that compares outputs with those of the original."""
+        return QualityMeter(
+            self.original, self.artifact, measure=self.measure, data=data, split=split
+        )
+
+
+def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> tuple[Workload, ...]:
+    """What a model is served on, and should be fast at.
+
+    The lengths are the requested ones, else quartiles of the data.
+
+    Raises:
+        InvalidArgument: The phase needs a cache, which the model does not have.
+    """
+    phase, cached = target.phase, has_cache(model.graph)
+    if phase is None:
+        phase = "token" if cached and SCHEMES[target.precision].for_tokens else "sequence"
+    if phase != "sequence" and not cached:
+        raise InvalidArgument(
+            f"`phase` is {phase}, but the model has no cache",
+            "leave `phase` out, or export the model with a cache",
+            code="search.phase",
+        )
+    lengths = served_lengths(target.sequence, data)
+    return tuple(Workload.of(target.batch, length, phase) for length in lengths)
+
+
+def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:
+    if sequence is not None:
+        return spread_lengths(sequence)
+    if data is None or not data.lengths:
+        return DEFAULT_LENGTHS
+    found = np.quantile(data.lengths, (0.125, 0.375, 0.625, 0.875)).round().astype(int)
+    return tuple(dict.fromkeys(max(int(length), 1) for length in found))

@@ -1,0 +1,44 @@
+"""Which options of ``optimize`` belong together: a search, a plan file, or rewrites by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attnserve.options.fields import fail
+from attnserve.options.groups import Data, Goal, Rewrites, Target
+
+__all__ = ["check_mode"]
+
+
+def check_mode(
+    goal: Goal, rewrites: Rewrites, data: Data, target: Target, plan: Path | None
+) -> None:
+    """Check that exactly one of a goal, a plan and rewrites by hand is given, and its data.
+
+    Raises:
+        InvalidArgument: Options of two modes are given, none is, or calibration data is missing.
+    """
+    if plan is not None and (goal.is_given or target.precision != "float32"):
+        fail(
+            "`plan` describes all rewrites, and the precision",
+            "leave the other parameters out",
+            "optimize.conflict",
+        )
+    if not goal.is_given and plan is None:
+        if not rewrites.are_given and target.precision == "float32":
+            fail(
+                "no rewrite is requested",
+                "give `keep` or `target_speedup` to have rewrites chosen, or `collab_dk`, "
+                "`head_dk`, `reuse`, `prune`, `prune_heads`, `skip`, `ffn`, `strip_cache` or "
+                "`precision`",
+                "request.empty",
+            )
+        return
+    for name, _ in rewrites.changed():
+        fail(
+            f"`{name}` requests a rewrite, but a {'plan' if plan else 'search'} selects the "
+            "rewrites",
+            f"leave `{name}` out, or `plan`, `keep` and `target_speedup`",
+            "optimize.conflict",
+        )
+    data.require()

@@ -1,0 +1,86 @@
+"""The report of ``optimize``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from attnserve.checks.compare import Fidelity
+from attnserve.models.lineage import ModelCost, RewriteRecord, StepRecord
+from attnserve.models.quantized import Int8Activations
+from attnserve.planning.mixing_choice import MixingChoice
+from attnserve.planning.plan import Plan
+from attnserve.planning.search.report import PlanReport
+from attnserve.planning.served_speed import ServedSpeed
+
+__all__ = ["OptimizeReport"]
+
+
+@dataclass(frozen=True)
+class OptimizeReport:
+    """The applied rewrites, and their costs and effects.
+
+    Attributes:
+        after: Parameters and MACs of the rewritten model in float32, bytes of its written weights.
+        found: The report of the search, if there was one.
+        also_proved: The comparison on each file of ``also_prove``.
+        int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
+            without int8.
+        int8_activations: "static" with calibration data, otherwise "per-row"; None without int8.
+    """
+
+    output: Path
+    before: ModelCost
+    after: ModelCost
+    steps: tuple[StepRecord, ...]
+    fidelity: Fidelity
+    break_even_sequence: int | None
+    batch: int
+    sequence: int
+    warnings: tuple[str, ...]
+    plan: Plan
+    found: PlanReport | None = None
+    also_proved: tuple[Fidelity, ...] = ()
+    int8_weight_bits: Literal[7, 8] | None = None
+    int8_activations: Int8Activations | None = None
+    speed: ServedSpeed | None = None
+    mixing: MixingChoice | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return self.record.to_json("rewrite")
+
+    @property
+    def record(self) -> RewriteRecord:
+        """The entry of the lineage; ``_write`` adds the inputs."""
+        found = self.found
+        kinds = [step.rewrite for step in self.steps]
+        if found is not None and found.recovered is not None and found.recovered.gain:
+            kinds.append("recover")
+        if self.plan.precision != "float32":
+            kinds.append(self.plan.precision)
+        entry = RewriteRecord(
+            rewrite="+".join(dict.fromkeys(kinds)) or "none",
+            before=self.before,
+            after=self.after,
+            steps=self.steps,
+            fidelity=self.fidelity.cosines,
+            break_even_sequence=self.break_even_sequence,
+            batch=self.batch,
+            sequence=self.sequence,
+            warnings=self.warnings,
+            plan=self.plan.to_json(),
+            served_speedup=self.speed and self.speed.served.value,
+            speedups=self.speed and self.speed.record,
+        )
+        optional = {
+            "mixing": self.mixing and self.mixing.record,
+            "int8_weight_bits": self.int8_weight_bits,
+            "int8_activations": self.int8_activations,
+            "search": found and found.summary,
+            "also_proved": tuple(fidelity.record for fidelity in self.also_proved),
+        }
+        given: dict[str, Any] = {name: value for name, value in optional.items() if value}
+        if found is not None:
+            given["choose"] = found.summary.choose
+        return entry.model_copy(update={**self.fidelity.measured.stated, **given})

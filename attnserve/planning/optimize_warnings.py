@@ -1,0 +1,176 @@
+"""What a user of ``optimize`` should know about its result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from attnserve.checks.compare import Fidelity
+from attnserve.checks.measures import MIN_ROWS
+from attnserve.data.datasets import HELD_OUT, JOINED
+from attnserve.job import Job
+from attnserve.models.lineage import ModelCost, StepRecord
+from attnserve.planning.plan import Plan
+from attnserve.planning.rewriting import ApplyReport
+from attnserve.planning.search.report import PlanReport
+from graph_passes.blocks import AttentionBlock
+from graph_passes.passes.prune_neurons import PruneNeurons
+
+__all__ = ["warnings_of"]
+
+GPU_ONLY = (
+    "bfloat16 runs on a GPU only (provider cuda): ONNX Runtime has no CPU kernels for it and "
+    "refuses the model"
+)
+
+LOW_QUALITY = 0.9
+"""Quality below which a warning is given; constant predictors are below it."""
+
+
+def warnings_of(
+    job: Job,
+    plan: Plan,
+    applied: ApplyReport,
+    found: PlanReport | None,
+    costs: tuple[ModelCost, ModelCost],
+    even: int | None,
+    fidelities: Sequence[Fidelity],
+) -> tuple[str, ...]:
+    """The warnings about a rewritten model, the most important first.
+
+    Args:
+        applied: The steps of the plan.
+        found: The report of the search, if there was one.
+        costs: Costs of the original and of the rewritten model.
+        even: The length from which the rewritten model needs more MACs; None if there is none.
+        fidelities: The comparison with the original, and those on other data.
+    """
+    return (
+        *((found.verdict,) if found and not found.gain else ()),
+        *_training_warnings(found),
+        *_shared_warnings(applied),
+        *_size_warnings(*costs),
+        *_cost_warnings(even, job.counted.length, job.artifact.max_length),
+        *_data_warnings(job, plan, applied),
+        *_cache_warnings(job.report.blocks, applied.steps),
+        *_fidelity_warnings(fidelities[0], plan),
+        *(warning for each in fidelities for warning in each.warnings()),
+        *((GPU_ONLY,) if plan.precision == "bfloat16" else ()),
+    )
+
+
+def _training_warnings(found: PlanReport | None) -> list[str]:
+    recovered = None if found is None else found.recovered
+    return [] if recovered is None or recovered.gain else [recovered.verdict]
+
+
+def _shared_warnings(applied: ApplyReport) -> list[str]:
+    """A warning about blocks that were not refitted, because they share their last weights."""
+    if not applied.shared:
+        return []
+    names = ", ".join(applied.shared)
+    return [f"{names}: not refitted, because layers that are not rewritten share the weights"]
+
+
+def _size_warnings(before: ModelCost, after: ModelCost) -> list[str]:
+    """Warnings about a model that is larger than the original."""
+    grown = [
+        f"{name} grew from {old:,} to {new:,}"
+        for name, old, new in (
+            ("parameters", before.parameters, after.parameters),
+            ("bytes of weights", before.bytes, after.bytes),
+        )
+        if new > old
+    ]
+    return [f"this model is larger than the original: {', '.join(grown)}"] if grown else []
+
+
+def _cost_warnings(even: int | None, sequence: int, longest: int | None) -> list[str]:
+    """Warnings about lengths at which the model costs more than the original."""
+    if even is None:
+        return []
+    if even <= 1:
+        return ["this model needs more MACs than the original at every length"]
+    if sequence >= even:
+        return [
+            f"at {sequence} tokens this model needs more MACs than the original: "
+            f"it needs fewer only below {even} tokens"
+        ]
+    if longest is None or even <= longest:
+        return [
+            f"from {even} tokens on this model needs more MACs than the original "
+            f"(fewer at the {sequence} counted here)"
+        ]
+    return []
+
+
+def _data_warnings(job: Job, plan: Plan, applied: ApplyReport) -> list[str]:
+    """Warnings about calibration data that is missing, short or scarce."""
+    data, longest = job.data, job.longest
+    if applied.is_exact:
+        return []
+    if data is None:
+        return ["not calibrated: calibration data cuts the error several times"]
+    warnings: list[str] = []
+    usual = float(np.median(data.lengths)) if data.lengths else longest
+    if data.source.joined_rows:
+        warnings.append(
+            f"the calibration texts are much shorter than {longest} tokens: "
+            f"{data.source.joined_rows} rows of several texts were added; texts of the length "
+            "to be served are better"
+        )
+    elif JOINED * usual <= longest:
+        warnings.append(
+            f"calibrated and verified on {usual:.0f} tokens (median), for {longest}: longer "
+            "inputs may lose more; calibrate on inputs of the length to be served"
+        )
+    widths = [block.input_size for block in job.report.blocks if block.name in plan.changed]
+    widths += [sum(mask) for mask in plan.targets(PruneNeurons).values()]
+    if widths and data.source.fit_tokens < max(widths):
+        warnings.append(
+            f"calibrated on {data.source.fit_tokens} tokens, fewer than the "
+            f"{max(widths)} features that a layer is fitted on: more text gives a better fit"
+        )
+    return warnings
+
+
+def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[StepRecord]) -> list[str]:
+    """Warnings about caches, which the original cannot share and which may even grow."""
+    widths = {block.name: block.num_heads * block.head_size for block in blocks}
+    sizes = [(widths[s.block], s.cache_width) for s in steps if s.cache_width is not None]
+    if not sizes:
+        return []
+    before, after = (sum(column) for column in zip(*sizes, strict=True))
+    warnings = [
+        f"cached keys changed from {before} to {after} numbers a token over {len(sizes)} layers: "
+        "this model can read only caches that it wrote"
+    ]
+    if any(new >= old for old, new in sizes):
+        warnings.append(
+            "the cache of keys shrinks only if R plus one content logit for each head is less than "
+            "num_heads x head_size: lower R"
+        )
+    return warnings
+
+
+def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
+    quality = fidelity.quality
+    if quality is None:
+        if not fidelity.data.startswith("held out"):
+            return []
+        return ["no output has a quality that can be measured: only cosines were compared"]
+    warnings: list[str] = []
+    if quality.value < LOW_QUALITY:
+        less = "compress less, or fewer layers" if plan.changed else "use a more exact precision"
+        warnings.append(
+            f"the outputs are far from the original's: {quality.measure} {quality.value:.3f} "
+            f"({fidelity.data}); {less}"
+        )
+    if quality.ci95 is None and quality.split in ("prove", "held out") and quality.rows:
+        kind = f" of {quality.lengths}" if quality.lengths else ""
+        warnings.append(
+            f"measured on {quality.rows} held-out rows{kind}, which is too few for an interval: "
+            f"give at least {MIN_ROWS * HELD_OUT} different rows{kind}"
+        )
+    return warnings

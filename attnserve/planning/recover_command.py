@@ -1,0 +1,195 @@
+"""Train a rewritten model to give the outputs of its original, and write the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from attnserve.context import Progress, ignore_progress
+from attnserve.data.datasets import content_digest, load_inputs
+from attnserve.data.text_files import read_sentences
+from attnserve.fusion import fuse_for
+from attnserve.job import Job
+from attnserve.models.artifact import open_artifact
+from attnserve.models.checksums import fingerprint, last_rewrite_of
+from attnserve.models.onnx_files import data_file, load_model
+from attnserve.models.outputs import check_output, check_target
+from attnserve.models.quantized import int8_activations, int8_weight_bits
+from attnserve.options import Run, Target, Training, check_files, with_keywords
+from attnserve.paths import StrPath, as_path, as_paths
+from attnserve.planning.apply import apply_steps, prepare
+from attnserve.planning.plan import Plan
+from attnserve.planning.state import State
+from attnserve.planning.steps import TRAININGS, Train
+from attnserve.recovery.labels import LabeledRow, LabelReport, Labels, read_labeled
+from attnserve.recovery.module import trainable_weights
+from attnserve.recovery.recovery import check_input
+from attnserve.recovery.report import RecoverReport, write_recovered
+from attnserve.recovery.training import Course, limit_threads
+from attnserve.recovery.verification import labeled_outputs, verify
+from attnserve.runtime.cache import digest
+from attnserve.runtime.external_data import external_files
+from attnserve.versions import package_versions, versions
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel
+
+__all__ = ["recover"]
+
+DEFAULT_TRAINING, DEFAULT_RUN = Training(), Run()
+
+
+@with_keywords
+def recover(
+    model: StrPath,
+    output: StrPath,
+    *,
+    teacher: StrPath,
+    data: StrPath | Sequence[StrPath],
+    training: Training = DEFAULT_TRAINING,
+    run: Run = DEFAULT_RUN,
+    tokenizer: StrPath | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> RecoverReport:
+    """Train the weights of a rewritten model on outputs and hidden states of its original.
+
+    The graph keeps its names, inputs and outputs, and without ``int8`` its nodes; weights that are
+    nodes become initializers. The rows are
+    split into parts to fit, to choose the best weights, and to verify the result. If the result is
+    not better on the last part, the weights of ``model`` are returned.
+
+    The state is saved in the user's cache folder with each measurement, so that an interrupted
+    training continues when it is called again; with ``minutes`` 0 its best weights are written.
+    The fields of the groups are keywords too: ``recover(..., minutes=30)``.
+
+    Args:
+        model: The rewritten model, in float32 or float16, or in bfloat16 on a GPU.
+        output: An .onnx file, or a folder for model.onnx.
+        teacher: The original, with the same inputs and outputs. If ``model`` has a record, it has
+            to name this file as its source.
+        data: Text (one per line), an .npz or a folder of .npz, or several of them; with ``task``,
+            tables with labels too.
+        training: Time, rounding and labels. With ``int8``, ``before`` and ``after`` are those of
+            int8 models, and without a gain the conversion of ``model`` is returned, which has to be
+            float32. With ``task``, weights are chosen by the sum of both losses; a gain is then a
+            smaller sum and no lower score, and the distance to the original may grow.
+        run: Provider, threads and seed. "cuda" trains on a GPU; products are computed in bfloat16
+            or float16 if the device has it.
+        force: Replace an existing output; never an input.
+
+    Raises:
+        MissingExtra: PyTorch is not installed.
+        InvalidModel: The models differ in inputs or outputs, an operator cannot be trained, or
+            the record of the rewritten model names another original.
+        CannotRewrite: The model cannot be converted to int8.
+        InvalidArgument, InvalidData, InvalidOutput: The input cannot be used.
+        CheckFailed: PyTorch does not compute what ONNX Runtime computes, or the loss is not finite.
+    """
+    context = run.context(progress or ignore_progress)
+    int8, task, measure = training.int8, training.task, training.measure
+    files = as_paths(data)
+    if not files:
+        raise InvalidArgument("`data` is empty", "give a file of texts", code="recovery.no_data")
+    check_files(files, name="data")
+    artifact, original_artifact = open_artifact(model), open_artifact(teacher)
+    if last_rewrite_of(original_artifact, artifact.lineage) is None:
+        raise InvalidModel(
+            f"{original_artifact.model} is not the model that {artifact.model} was made from: the"
+            " record has other checksums",
+            "give the original as `teacher`, the file that was optimized",
+            code="recovery.teacher",
+        )
+    rewritten, original = load_model(artifact), load_model(original_artifact)
+    if not trainable_weights(rewritten):  # some converters write weights as nodes
+        common.LiftConstantsToInitializersPass()(rewritten)
+    if int8:
+        fuse_for(rewritten, "int8", run.provider)
+    file = check_target(Path(output), artifact, rewritten, force=force)
+    for path in (original_artifact.model, *external_files(original)):
+        for one in (file, data_file(file)):
+            check_output(one, source=Path(path), force=force)
+    texts = artifact if artifact.tokenizer is not None else original_artifact
+    tables = {} if task is None else read_labeled(files, task, texts)
+    rows = load_inputs(
+        files, original, texts, tokenizer=as_path(tokenizer), read=partial(_read_texts, tables)
+    )
+    labels = None
+    if task is not None:
+        labeled = [row for table in tables.values() for row in table]
+        labels = Labels(task, labeled, rows, original, texts, as_path(tokenizer))
+    target = Target(precision="int8" if int8 else "float32")
+    job = Job(
+        texts, original, rows, tokenizer=as_path(tokenizer), measure=measure, target=target,
+        context=context,
+    )  # fmt: skip
+    key = {
+        "student": fingerprint(artifact),
+        "teacher": fingerprint(original_artifact),
+        "data": [rows.source.to_json(), content_digest(rows)],
+        "asked": [measure, run.provider, run.seed, int8, task],
+        "served": [texts.pooling, texts.dimensions, texts.output],
+        "versions": {**versions(), **package_versions(["torch"])},
+    }
+    state = State(job, rewritten, key=digest(key), labels=labels)
+    step = replace(TRAININGS["distill"], minutes=training.minutes, measure=measure)
+    with limit_threads(run.threads):
+        report, result = _recovered(state, step, file)
+    write_recovered(
+        artifact, rewritten, original_artifact, job, result, report,
+        external=bool(external_files(rewritten)),
+    )  # fmt: skip
+    step.forget(state.key)
+    return report
+
+
+def _recovered(state: State, step: Train, target: Path) -> tuple[RecoverReport, ir.Model]:
+    """Apply the plan of one training, and verify its result beside the model without it.
+
+    Returns:
+        The report, and the model to write.
+    """
+    job, labels, rewritten = state.job, state.labels, state.model
+    check_input(job)
+    teacher_score = None
+    if labels is not None:  # raises an error if the model is not one of the task
+        teacher_score = labels.score(labeled_outputs(job, job.original, labels))
+    plan = Plan.in_order((), job.target.precision, trainings=(step,))
+    plain = apply_steps(plan.conversion, State(job, rewritten)).result
+    before = after = verify(job, plain, labels)  # errors come before the training
+    trained = apply_steps(plan.steps, prepare(plan, state)).result
+    course = state.training
+    assert isinstance(course, Course)
+    result, gain, warnings = plain, False, list[str]()
+    if course.is_better:
+        try:
+            verified = verify(job, trained, labels)
+        except CheckFailed as error:
+            warnings.append(f"the trained model: {error.what}")
+        else:
+            gain = verified.is_better_than(before)
+            result, after = (trained, verified) if gain else (plain, before)
+    if not gain:
+        warnings.append("no gain: use more text similar to the served text, or more minutes")
+    if course.stopped == "not finite":
+        warnings.append("the loss became infinite: the best weights before that are returned")
+    if not course.states:
+        warnings.append("no hidden states match in both graphs: only the outputs were learned")
+    scores = None
+    if labels and teacher_score and before.score and after.score:
+        scores = LabelReport(labels.counts, teacher_score, before.score, after.score)
+    report = RecoverReport(
+        target, before.fidelity, after.fidelity, gain, course, int8_weight_bits(result),
+        int8_activations(result), scores, tuple(warnings),
+    )  # fmt: skip
+    return report, result
+
+
+def _read_texts(tables: Mapping[Path, Sequence[LabeledRow]], path: Path) -> list[str]:
+    """The texts of a file, or of the labeled rows of a table."""
+    if path not in tables:
+        return read_sentences(path)
+    return [text for row in tables[path] for text in row.texts]

@@ -1,0 +1,126 @@
+"""A request for rewrites by hand: the layers that it names, and which rewrites they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import onnx_ir as ir
+
+from attnserve.job import Job
+from attnserve.options import Rewrites
+from attnserve.planning.head_files import layer_name
+from attnserve.planning.requested_sharing import refused
+from attnserve.runtime.interface import Batch
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
+from graph_passes.context import GraphContext
+from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.base import AttentionPass
+from graph_passes.passes.decompose_attention import decompose_fused
+
+__all__ = ["Request"]
+
+IN_BODY = Refusal("in_body", "it lies in the body of another node, which a session cannot observe")
+
+STRIP_FIRST = (
+    "layers are chosen before the cache is removed: run `strip_cache` alone, and rewrite its result"
+)
+
+
+@dataclass(eq=False)
+class Request:
+    """The rewrites that are requested of a model.
+
+    Attributes:
+        warnings: Receives the reasons of layers that are left as they are.
+    """
+
+    rewrites: Rewrites
+    job: Job
+    graph_context: GraphContext
+    warnings: list[str] = field(default_factory=list[str])
+
+    @property
+    def model(self) -> ir.Model:
+        return self.graph_context.model
+
+    @property
+    def blocks(self) -> tuple[AttentionBlock, ...]:
+        return self.job.report.blocks
+
+    @property
+    def names(self) -> list[str]:
+        return [block.name for block in self.blocks]
+
+    @property
+    def by_name(self) -> dict[str, AttentionBlock]:
+        return {block.name: block for block in self.blocks}
+
+    @property
+    def requested(self) -> list[str]:
+        """The layers that the request names; all if it names none."""
+        layers = self.rewrites.layers
+        if layers is None:
+            return self.names
+        return list(dict.fromkeys(layer_name(layer, self.names) for layer in layers))
+
+    def able(self, names: Sequence[str], rewrite: type[AttentionPass[Any]]) -> list[AttentionBlock]:
+        """The blocks that a rewrite applies to; raise an error if it refuses a requested block."""
+        able: list[AttentionBlock] = []
+        for block in self.blocks:
+            if block.name not in names:
+                continue
+            refusal = rewrite.refusal(block, None, self.graph_context)
+            if refusal is None:
+                able.append(block)
+            elif self.rewrites.layers is not None:
+                raise refused(block.name, refusal, "leave this layer out of `layers`")
+            else:
+                self.leave(block, refusal)
+        return able
+
+    def leave(self, block: AttentionBlock, reason: Refusal | str) -> None:
+        self.warnings.append(f"{block.name} is left as it is: {reason}")
+        is_cached = isinstance(reason, Refusal) and reason.code in ("returned", "cached")
+        if self.rewrites.strip_cache and is_cached and STRIP_FIRST not in self.warnings:
+            self.warnings.append(STRIP_FIRST)
+
+    def in_body(self, block: AttentionBlock | FeedForwardBlock) -> Refusal | None:
+        return None if block.graph is self.model.graph else IN_BODY
+
+    def nothing(self, rewritten: str) -> CannotRewrite:
+        return CannotRewrite(
+            f"none of the {len(self.blocks)} attention blocks can be {rewritten}"
+            + (f" ({self.warnings[0]})" if self.warnings else ""),
+            "`attnserve inspect` lists the reasons by block",
+            code="request.nothing",
+        )
+
+    def batches(self, why: str, otherwise: str) -> Sequence[Batch]:
+        if self.job.data is None:
+            raise InvalidArgument(
+                f"{why}, and there is no data", f"give `calib`, or {otherwise}",
+                code="request.no_data",
+            )  # fmt: skip
+        return self.job.data.fit
+
+    @cached_property
+    def decomposed(self) -> ir.Model:
+        """A copy of the model whose fused operators are decomposed where possible."""
+        model = self.model.clone()
+        with GraphContext.of(model) as graph_context:
+            names = [block.name for block in graph_context.get(find_attention)[0]]
+            decompose_fused(graph_context, names)
+        return model
+
+    def observed_blocks(self) -> list[AttentionBlock]:
+        """Certified blocks of the decomposed model whose probabilities can be observed."""
+        names, model = set(self.names), self.decomposed
+        return [
+            block
+            for block in find_attention(model)[0]
+            if block.name in names and block.probability_values and block.graph is model.graph
+        ]
