@@ -46,9 +46,9 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import vector_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.quantized import Bits
-from attnserve.planning.apply import apply_plan
 from attnserve.planning.lossless_passes import fusion_plan
-from attnserve.planning.state import State
+from attnserve.planning.plans.apply import apply_plan
+from attnserve.planning.plans.state import State
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
 from attnserve.precision.products import InputMoments, Range, collect_ranges

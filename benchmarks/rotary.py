@@ -24,9 +24,9 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
-from attnserve.planning.apply import apply_plan
-from attnserve.planning.plan import Plan
-from attnserve.planning.state import State
+from attnserve.planning.plans.apply import apply_plan
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
 from attnserve.runtime.session import open_session
 from benchmarks._common import description, number_table, write_result
 from graph_passes.analysis.cost import count_macs

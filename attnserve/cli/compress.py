@@ -25,7 +25,7 @@ from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
 
 if TYPE_CHECKING:
     from attnserve.planning.optimize import OptimizeReport
-    from attnserve.planning.plan_file import Point
+    from attnserve.planning.plans.plan_file import Point
     from attnserve.planning.search.report import PlanReport
     from attnserve.recovery.report import RecoverReport
 

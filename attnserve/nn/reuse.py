@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnserve.nn.attention import AttentionLayer, FixedHeadAttention, Rotation
 from attnserve.nn.trained import TrainedAttention
-from attnserve.planning.head_selection import parse_reuse, reused_layers
+from attnserve.planning.heads.selection import parse_reuse, reused_layers
 from graph_passes.errors import InvalidArgument
 
 __all__ = ["ReuseAttention", "SkipAttention", "reuse_transformer"]

@@ -22,7 +22,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import data_file, load_model, save_model
 from attnserve.models.quantized import rounds_activations
-from attnserve.planning.search.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
+from attnserve.planning.blocks.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.interleaved_timer import (

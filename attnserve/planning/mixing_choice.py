@@ -19,9 +19,9 @@ import onnx_ir as ir
 from attnserve.checks.compare import compare
 from attnserve.job import Job
 from attnserve.models.lineage import FormRecord, MixingRecord
-from attnserve.planning.plan import Plan
-from attnserve.planning.requested_sharing import SharingForm
-from attnserve.planning.rewriting import ApplyReport
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.rewriting import ApplyReport
+from attnserve.planning.request.sharing import SharingForm
 from attnserve.planning.served_speed import ServedTimer, ratio_of
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analysis.cost import count_macs

@@ -21,18 +21,18 @@ from attnserve.models.outputs import check_output, check_target, default_output,
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode, with_keywords
 from attnserve.paths import StrPath, as_path
-from attnserve.planning.apply import apply_plan, apply_steps, prepare
 from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
 from attnserve.planning.optimize_report import OptimizeReport
 from attnserve.planning.optimize_warnings import warnings_of
-from attnserve.planning.plan import Plan
-from attnserve.planning.plan_file import SavedPlan
-from attnserve.planning.requested_rewrites import plan_request
-from attnserve.planning.rewriting import ApplyReport
+from attnserve.planning.plans.apply import apply_plan, apply_steps, prepare
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan_file import SavedPlan
+from attnserve.planning.plans.rewriting import ApplyReport
+from attnserve.planning.plans.state import State
+from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
 from attnserve.planning.served_speed import ServedTimer
-from attnserve.planning.state import State
 from attnserve.precision.convert import check_cpu
 from attnserve.versions import versions
 from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost

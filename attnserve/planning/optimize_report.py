@@ -10,7 +10,7 @@ from attnserve.checks.compare import Fidelity
 from attnserve.models.lineage import ModelCost, RewriteRecord, StepRecord
 from attnserve.models.quantized import Int8Activations
 from attnserve.planning.mixing_choice import MixingChoice
-from attnserve.planning.plan import Plan
+from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.served_speed import ServedSpeed
 

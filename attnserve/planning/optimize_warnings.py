@@ -11,8 +11,8 @@ from attnserve.checks.measures import MIN_ROWS
 from attnserve.data.datasets import HELD_OUT, JOINED
 from attnserve.job import Job
 from attnserve.models.lineage import ModelCost, StepRecord
-from attnserve.planning.plan import Plan
-from attnserve.planning.rewriting import ApplyReport
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.search.report import PlanReport
 from graph_passes.blocks import AttentionBlock
 from graph_passes.passes.prune_neurons import PruneNeurons

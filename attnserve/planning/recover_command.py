@@ -22,10 +22,10 @@ from attnserve.models.outputs import check_output, check_target
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.options import Run, Target, Training, check_files, with_keywords
 from attnserve.paths import StrPath, as_path, as_paths
-from attnserve.planning.apply import apply_steps, prepare
-from attnserve.planning.plan import Plan
-from attnserve.planning.state import State
-from attnserve.planning.steps import TRAININGS, Train
+from attnserve.planning.plans.apply import apply_steps, prepare
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
+from attnserve.planning.plans.steps import TRAININGS, Train
 from attnserve.recovery.labels import LabeledRow, LabelReport, Labels, read_labeled
 from attnserve.recovery.module import trainable_weights
 from attnserve.recovery.recovery import check_input

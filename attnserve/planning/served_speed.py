@@ -26,7 +26,7 @@ from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Ratio, Speedups
 from attnserve.models.onnx_files import save_model
-from attnserve.planning.plan import Plan
+from attnserve.planning.plans.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.external_data import weight_bytes

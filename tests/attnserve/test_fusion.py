@@ -13,10 +13,10 @@ from attnserve.checks.certify import read_attention
 from attnserve.choices import Precision
 from attnserve.fusion import fuse, fuse_for, fusion_passes
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.apply import apply_plan
 from attnserve.planning.optimize import optimize
-from attnserve.planning.plan import Plan
-from attnserve.planning.state import State
+from attnserve.planning.plans.apply import apply_plan
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import model_cost
 from graph_passes.errors import InvalidModel

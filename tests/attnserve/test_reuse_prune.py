@@ -20,10 +20,10 @@ from attnserve.cli.app import main
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.apply import apply_plan
 from attnserve.planning.optimize import OptimizeReport, optimize
-from attnserve.planning.plan import Plan
-from attnserve.planning.state import State
+from attnserve.planning.plans.apply import apply_plan
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CannotRewrite, InvalidData

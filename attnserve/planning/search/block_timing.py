@@ -11,8 +11,7 @@ import onnx_ir as ir
 
 from attnserve.choices import Precision
 from attnserve.context import Progress, Provider, ignore_progress
-from attnserve.planning.search.candidates import (
-    SHARED_GAIN,
+from attnserve.planning.blocks.candidates import (
     Block,
     BlockConfig,
     BlockLatency,
@@ -23,7 +22,8 @@ from attnserve.planning.search.candidates import (
     apply_reuse,
     configs_of,
 )
-from attnserve.planning.search.limits import MAX_BLOCK_SLOWDOWN
+from attnserve.planning.blocks.limits import MAX_BLOCK_SLOWDOWN
+from attnserve.planning.search.estimates import SHARED_GAIN
 from attnserve.precision.convert import convert
 from attnserve.precision.half import LARGEST
 from attnserve.runtime.interface import Batch

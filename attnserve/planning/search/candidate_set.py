@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from attnserve.planning.plan import Plan
-from attnserve.planning.search.block_loss import Losses
-from attnserve.planning.search.candidates import (
+from attnserve.planning.blocks.candidates import (
     BlockConfig,
-    ChoiceUnit,
-    Estimates,
     LossCurve,
     ReusePair,
     TiedBlocks,
-    UnitOption,
     passes_of,
-    units_of,
 )
+from attnserve.planning.blocks.loss_curves import Losses
+from attnserve.planning.blocks.pareto import Choice, pareto_front
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.search.estimates import ChoiceUnit, Estimates, UnitOption, units_of
 from attnserve.planning.search.model_timing import ModelTiming
-from attnserve.planning.search.pareto import Choice, pareto_front
 from attnserve.precision.convert import Precision
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from attnserve.planning.search.block_loss import Losses
-from attnserve.planning.search.candidates import LossCurve, ReusePair
+from attnserve.planning.blocks.candidates import LossCurve, ReusePair
+from attnserve.planning.blocks.loss_curves import Losses
 from attnserve.runtime.checkpoint import Checkpoint
 
 __all__ = ["SearchCheckpoint"]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from attnserve.planning.plan_file import Decision, Point
+from attnserve.planning.blocks.candidates import BlockConfig, LossCurve, ReusePair, TiedBlocks
+from attnserve.planning.blocks.pareto import Choice
+from attnserve.planning.plans.plan_file import Decision, Point
 from attnserve.planning.search.candidate_set import CandidateSet, Picked
-from attnserve.planning.search.candidates import BlockConfig, LossCurve, ReusePair, TiedBlocks
-from attnserve.planning.search.pareto import Choice
 
 __all__ = ["explain", "front_points"]
 

@@ -16,17 +16,17 @@ from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import Speed
 from attnserve.options import Goal
-from attnserve.planning.apply import apply_plan, apply_steps, prepare
-from attnserve.planning.plan import Plan
+from attnserve.planning.blocks.limits import MIN_GAIN, MIN_SPEEDUP
+from attnserve.planning.blocks.pareto import Choice
+from attnserve.planning.plans.apply import apply_plan, apply_steps, prepare
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
+from attnserve.planning.plans.steps import Train
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
-from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof, mean_speedup
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
-from attnserve.planning.state import State
-from attnserve.planning.steps import Train
 from attnserve.runtime.cache import digest
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup

@@ -11,14 +11,14 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.search.block_timing import BlockTimer
-from attnserve.planning.search.candidates import (
+from attnserve.planning.blocks.candidates import (
     Block,
     BlockConfig,
     BlockLatency,
     ReusePair,
     TiedBlocks,
 )
+from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES

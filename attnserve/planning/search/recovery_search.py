@@ -20,6 +20,9 @@ from attnserve.checks.quality import ROUNDING, allowed_loss
 from attnserve.choices import Measure
 from attnserve.models.lineage import Recovered, Round
 from attnserve.options import Goal
+from attnserve.planning.blocks.limits import MIN_GAIN
+from attnserve.planning.blocks.pareto import Choice
+from attnserve.planning.plans.steps import TRAININGS, Train
 from attnserve.planning.search.front_search import (
     INTERPOLATE,
     TIGHT,
@@ -29,10 +32,7 @@ from attnserve.planning.search.front_search import (
     power_of,
 )
 from attnserve.planning.search.judge import Built, Judge
-from attnserve.planning.search.limits import MIN_GAIN
-from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import Proof
-from attnserve.planning.steps import TRAININGS, Train
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
 from graph_passes.errors import AttnserveError

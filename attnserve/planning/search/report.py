@@ -20,8 +20,8 @@ from attnserve.models.lineage import (
     Source,
     Speed,
 )
-from attnserve.planning.plan import Plan
-from attnserve.planning.plan_file import FORMAT, Decision, PlanFile, Point
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanFile, Point
 from attnserve.planning.served_speed import ServedSpeed
 from attnserve.reports.plots import pareto_front
 

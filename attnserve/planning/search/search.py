@@ -35,20 +35,21 @@ from attnserve.models.lineage import Asked, Recovered, Source, Speed
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
-from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
+from attnserve.planning.blocks.candidates import group_blocks
+from attnserve.planning.blocks.limits import MIN_REMOVAL_GAIN
+from attnserve.planning.blocks.loss_curves import Losses, conversion_losses, loss_curves
+from attnserve.planning.plans.state import State
 from attnserve.planning.search.candidate_set import CandidateSet
-from attnserve.planning.search.candidates import changes_to_measure, group_blocks
 from attnserve.planning.search.checkpoint import SearchCheckpoint
+from attnserve.planning.search.estimates import changes_to_measure
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Built, Judge, score_model
-from attnserve.planning.search.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.report import PlanReport, Proof
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import ServedTimer
-from attnserve.planning.state import State
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.cache import digest

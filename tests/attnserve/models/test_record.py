@@ -13,7 +13,7 @@ import pytest
 from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import RewriteRecord
 from attnserve.models.record import Record, parse_record, write_record
-from attnserve.planning.plan_file import PlanFile
+from attnserve.planning.plans.plan_file import PlanFile
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
 

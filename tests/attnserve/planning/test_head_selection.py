@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve.calibration.similarity import HeadSimilarity
-from attnserve.planning.head_files import MutableEdges, layer_name, read_edges, read_masks
-from attnserve.planning.head_selection import (
+from attnserve.planning.heads.files import MutableEdges, layer_name, read_edges, read_masks
+from attnserve.planning.heads.selection import (
     Reuse,
     edges_by_damage,
     edges_of,

@@ -19,9 +19,9 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning import lossless_passes
-from attnserve.planning.apply import apply_plan
-from attnserve.planning.plan import Plan
-from attnserve.planning.state import State
+from attnserve.planning.plans.apply import apply_plan
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
 from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import to_half

@@ -19,8 +19,8 @@ from attnserve.options import Target
 from attnserve.planning import served_speed
 from attnserve.planning.mixing_choice import FormComparison, choose_mixing
 from attnserve.planning.optimize import optimize
-from attnserve.planning.plan import Plan
-from attnserve.planning.requested_sharing import SharingForm
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.request.sharing import SharingForm
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.workload import Workload

@@ -19,10 +19,10 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.options import Rewrites
-from attnserve.planning.neuron_selection import choose_neurons
+from attnserve.planning.blocks.candidates import LossCurve, TiedBlocks
 from attnserve.planning.optimize import optimize
-from attnserve.planning.requested_rewrites import PlannedRequest, plan_request
-from attnserve.planning.search.candidates import LossCurve, TiedBlocks
+from attnserve.planning.request.neurons import choose_neurons
+from attnserve.planning.request.rewrites import PlannedRequest, plan_request
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.observer import observe
 from graph_passes.blocks import FeedForwardBlock

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve.context import RunContext
-from attnserve.planning.apply import apply_plan
-from attnserve.planning.plan import ORDER, Plan
-from attnserve.planning.rewriting import ApplyReport
-from attnserve.planning.state import State
-from attnserve.planning.steps import Quantize, Train
+from attnserve.planning.plans.apply import apply_plan
+from attnserve.planning.plans.plan import ORDER, Plan
+from attnserve.planning.plans.rewriting import ApplyReport
+from attnserve.planning.plans.state import State
+from attnserve.planning.plans.steps import Quantize, Train
 from graph_passes.errors import AttnserveError, InvalidArgument
 from graph_passes.passes.base import registered_passes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions

@@ -19,8 +19,8 @@ from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.lineage import Calibration
 from attnserve.options import Rewrites
-from attnserve.planning.plan import Plan
-from attnserve.planning.requested_rewrites import PlannedRequest, plan_request
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.request.rewrites import PlannedRequest, plan_request
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
 from graph_passes.passes.collaborate import Collaborate
@@ -288,7 +288,7 @@ def test_plan_request_layer_without_comparable_source_is_left_with_warning(
         result.matrix[: 2 * H, 2 * H :] = result.matrix[2 * H :, : 2 * H] = np.nan
         return result
 
-    monkeypatch.setattr("attnserve.planning.requested_heads.measure_similarity", incomparable)
+    monkeypatch.setattr("attnserve.planning.request.heads.measure_similarity", incomparable)
     result = request_of(reuse="partial:1")
     assert list(edges_of(result.plan)) == [NAMES[1]]
     assert any(NAMES[2] in warning and "be compared" in warning for warning in result.warnings)

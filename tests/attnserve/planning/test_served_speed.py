@@ -17,7 +17,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning import served_speed
 from attnserve.planning.optimize import optimize
-from attnserve.planning.plan import Plan
+from attnserve.planning.plans.plan import Plan
 from attnserve.planning.served_speed import ServedSpeed, ServedTimer
 from graph_passes.analysis.workload import Workload
 from graph_passes.matching.find import find_attention

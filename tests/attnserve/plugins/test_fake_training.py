@@ -15,7 +15,7 @@ from tests.service.processes import serving
 CODE = """
 from dataclasses import dataclass
 from types import SimpleNamespace
-from attnserve.planning.steps import TRAININGS, Train
+from attnserve.planning.plans.steps import TRAININGS, Train
 
 @dataclass(frozen=True)
 class Nothing(Train):

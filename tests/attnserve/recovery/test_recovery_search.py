@@ -26,12 +26,12 @@ from attnserve.job import Job  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.options import Goal  # noqa: E402
-from attnserve.planning.apply import prepare  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
-from attnserve.planning.plan import Plan  # noqa: E402
+from attnserve.planning.plans.apply import prepare  # noqa: E402
+from attnserve.planning.plans.plan import Plan  # noqa: E402
+from attnserve.planning.plans.state import State  # noqa: E402
+from attnserve.planning.plans.steps import Train  # noqa: E402
 from attnserve.planning.search import recovery_search, search  # noqa: E402
-from attnserve.planning.state import State  # noqa: E402
-from attnserve.planning.steps import Train  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.operators import OPERATORS  # noqa: E402
 from attnserve.runtime.cache import cache_folder  # noqa: E402

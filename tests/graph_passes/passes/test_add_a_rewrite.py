@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.planning.apply import apply_plan
-from attnserve.planning.plan import Plan
-from attnserve.planning.state import State
+from attnserve.planning.plans.apply import apply_plan
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.blocks import AttentionBlock, PositionBias
 from graph_passes.context import GraphContext

@@ -20,22 +20,20 @@ from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.search.block_loss import Losses, loss_curves
-from attnserve.planning.search.block_timing import BlockTimer
-from attnserve.planning.search.candidates import (
+from attnserve.planning.blocks.candidates import (
     Block,
     BlockConfig,
     BlockLatency,
-    Estimates,
     LossCurve,
     ReusePair,
     TiedBlocks,
-    changes_to_measure,
     configs_of,
     group_blocks,
-    units_of,
 )
+from attnserve.planning.blocks.loss_curves import Losses, loss_curves
+from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
+from attnserve.planning.search.estimates import Estimates, changes_to_measure, units_of
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import LatencyTable
 from attnserve.runtime.session import open_session
@@ -325,7 +323,7 @@ def test_eliminate_neurons_uneven_steps_remove_all():
 @pytest.fixture
 def short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model's heads have 8 dimensions: half of them is no multiple of 8."""
-    monkeypatch.setattr("attnserve.planning.search.candidates.MULTIPLE", 4)
+    monkeypatch.setattr("attnserve.planning.blocks.candidates.MULTIPLE", 4)
 
 
 def cut_attention(group: TiedBlocks) -> bool:
@@ -494,7 +492,7 @@ def test_loss_curves_pair_without_edges_is_left_out(
 ):
     """Where no similarity could be measured there are no edges."""
     _, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
-    monkeypatch.setattr("attnserve.planning.search.block_loss.edges_of", lambda *_, **__: {})
+    monkeypatch.setattr("attnserve.planning.blocks.loss_curves.edges_of", lambda *_, **__: {})
     assert (
         loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
         == ()

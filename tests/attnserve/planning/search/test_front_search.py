@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from attnserve.options import Goal
+from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.search import search as search_module
 from attnserve.planning.search.front_search import FrontSearch, bisect
-from attnserve.planning.search.pareto import Choice
 from attnserve.runtime.interleaved_timer import Speedup
 
 NO_GAIN = Speedup(1.0, 0.98, 1.02)

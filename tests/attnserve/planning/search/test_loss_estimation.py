@@ -17,7 +17,7 @@ from attnserve.context import RunContext
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.search.loss_estimation import LossEstimator
+from attnserve.planning.blocks.loss_estimation import LossEstimator
 from attnserve.runtime.interface import Batch
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.matching.feed_forward import find_feed_forward

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.planning.search.candidates import BlockConfig, UnitOption
-from attnserve.planning.search.pareto import pareto_front
+from attnserve.planning.blocks.candidates import BlockConfig
+from attnserve.planning.blocks.pareto import pareto_front
+from attnserve.planning.search.estimates import UnitOption
 
 
 def part(*pairs: tuple[float, float]) -> list[UnitOption]:

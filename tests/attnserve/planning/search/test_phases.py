@@ -12,7 +12,7 @@ from attnserve.cli.app import main
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plan_command import plan
-from attnserve.planning.plan_file import SavedPlan
+from attnserve.planning.plans.plan_file import SavedPlan
 from attnserve.planning.search import judge
 from graph_passes.errors import InvalidArgument
 from tests.architectures import Cell

@@ -31,14 +31,14 @@ from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Speed
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Goal, Lengths
-from attnserve.planning import apply
+from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.optimize import _require_promise
-from attnserve.planning.plan_file import SavedPlan
+from attnserve.planning.plans import apply
+from attnserve.planning.plans.plan_file import SavedPlan
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
 from attnserve.planning.search.judge import Judge
-from attnserve.planning.search.pareto import Choice
 from attnserve.planning.search.report import PlanReport
 from attnserve.runtime.checkpoint import Checkpoint
 from graph_passes.errors import (
@@ -163,7 +163,7 @@ def test_optimize_contradicting_parameters_are_refused(
 def test_search_truncates_queries_and_keys(
     replays: Callable[[], bool], planned: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("attnserve.planning.search.candidates.MULTIPLE", 4)
+    monkeypatch.setattr("attnserve.planning.blocks.candidates.MULTIPLE", 4)
     report = planned(keep=0.9)
     cut = [decision for decision in report.decisions if decision.head_size is not None]
     assert cut and all(decision.head_size == 4 for decision in cut)
@@ -240,7 +240,7 @@ def test_search_reuses_probabilities_without_fused_operators(
     ir.save(graph, model / "model.onnx")
     monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
     refusal = Refusal("test", "not here")
-    monkeypatch.setattr("attnserve.planning.search.candidates.skip_refusal", lambda *_: refusal)
+    monkeypatch.setattr("attnserve.planning.blocks.candidates.skip_refusal", lambda *_: refusal)
     report = planned(keep=0.95)
     source, reader = (d for d in report.decisions if d.kind == "attention")
     assert reader.source == source.block and source.source is None

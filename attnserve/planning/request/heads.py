@@ -13,24 +13,24 @@ from typing import Any, Literal
 from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.paths import StrPath
-from attnserve.planning.head_criteria import CRITERIA, PruningInput
-from attnserve.planning.head_files import (
+from attnserve.planning.heads.criteria import CRITERIA, PruningInput
+from attnserve.planning.heads.files import (
     Masks,
     MutableEdges,
     layer_name,
     read_edges,
     read_masks,
 )
-from attnserve.planning.head_selection import (
+from attnserve.planning.heads.selection import (
     Reuse,
     edges_by_damage,
     edges_of,
     parse_reuse,
     reused_layers,
 )
-from attnserve.planning.request import Request
-from attnserve.planning.requested_sharing import refused
-from attnserve.planning.shared_weights import sharing_groups
+from attnserve.planning.heads.shared_weights import sharing_groups
+from attnserve.planning.request.request import Request
+from attnserve.planning.request.sharing import refused
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.prune_heads import PruneHeads

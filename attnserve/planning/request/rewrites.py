@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from attnserve.checks.certify import require_attention
 from attnserve.job import Job
 from attnserve.options import Rewrites
-from attnserve.planning.head_files import Masks, MutableEdges, layer_name
-from attnserve.planning.neuron_selection import choose_neurons
-from attnserve.planning.plan import Plan
-from attnserve.planning.request import Request
-from attnserve.planning.requested_heads import (
+from attnserve.planning.blocks.candidates import group_blocks
+from attnserve.planning.blocks.limits import MULTIPLE
+from attnserve.planning.blocks.loss_curves import loss_curves
+from attnserve.planning.heads.files import Masks, MutableEdges, layer_name
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.request.heads import (
     Skipped,
     choose_edges,
     choose_masks,
     choose_skipped,
     removed_layers,
 )
-from attnserve.planning.requested_sharing import SharingChooser, SharingForm
-from attnserve.planning.search.block_loss import loss_curves
-from attnserve.planning.search.candidates import group_blocks
-from attnserve.planning.search.limits import MULTIPLE
+from attnserve.planning.request.neurons import choose_neurons
+from attnserve.planning.request.request import Request
+from attnserve.planning.request.sharing import SharingChooser, SharingForm
 from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import find_feed_forward

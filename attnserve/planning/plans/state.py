@@ -12,7 +12,7 @@ import onnx_ir as ir
 from attnserve.checks.compare import empty_axes, shaped_for
 from attnserve.choices import Precision
 from attnserve.job import Job
-from attnserve.planning.rewriting import ApplyReport, Rewriting
+from attnserve.planning.plans.rewriting import ApplyReport, Rewriting
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
 from graph_passes.context import GraphContext

@@ -18,7 +18,7 @@ from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
 from attnserve.models.lineage import Calibration, Search, Source, Speedups, Whole
 from attnserve.options import Lengths, Target
-from attnserve.planning.plan import HOW_TO_PLAN, Plan
+from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
 from graph_passes.analysis.workload import Phase

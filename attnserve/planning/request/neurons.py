@@ -7,11 +7,12 @@ layers are chosen together, so that the sum of the losses at the model's output 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from attnserve.planning.head_files import Masks
-from attnserve.planning.search.candidates import BlockConfig, LossCurve, TiedBlocks, UnitOption
-from attnserve.planning.search.limits import MULTIPLE
-from attnserve.planning.search.pareto import pareto_front
+from attnserve.planning.blocks.candidates import LossCurve, TiedBlocks
+from attnserve.planning.blocks.limits import MULTIPLE
+from attnserve.planning.blocks.pareto import pareto_front
+from attnserve.planning.heads.files import Masks
 
 __all__ = ["choose_neurons"]
 
@@ -42,19 +43,25 @@ def choose_neurons(
     choice = [choice for choice in pareto_front(options) if choice.ms >= least][-1]
     masks: Masks = {}
     for group, found, pick in zip(groups, options, choice.picks, strict=True):
-        kept = found[pick].configs[0].kept
+        kept = found[pick].ms
         if kept < group.count:
             masks |= {name: curves[group.key].mask(kept) for name in group.names}
     return masks
 
 
-def _options(group: TiedBlocks, curve: LossCurve | None, is_measured: bool) -> list[UnitOption]:
-    """Options of a group: numbers of remaining neurons (in place of times) and losses."""
-    options = [UnitOption((BlockConfig(group.count),), 0.0, group.count)]
+class _Kept(NamedTuple):
+    """A number of remaining neurons, which takes the place of a time, and its loss."""
+
+    ms: int
+    loss: float
+
+
+def _options(group: TiedBlocks, curve: LossCurve | None, is_measured: bool) -> list[_Kept]:
+    options = [_Kept(group.count, 0.0)]
     if curve is None:
         return options
     for kept in range(MULTIPLE, group.count, MULTIPLE):
         gone = group.count - kept
         loss = curve.at(gone) if is_measured else curve.own_loss[gone]
-        options.append(UnitOption((BlockConfig(kept),), loss + TIE * gone, kept))
+        options.append(_Kept(kept, loss + TIE * gone))
     return options

@@ -14,9 +14,9 @@ from attnserve.calibration.importance import leave_one_out, leave_one_out_total
 from attnserve.calibration.voting import voting_to_stay
 from attnserve.choices import Importance
 from attnserve.context import RunContext
-from attnserve.planning.head_files import Masks
-from attnserve.planning.head_selection import masks_by_loss, masks_by_score
-from attnserve.planning.shared_weights import sharing_groups
+from attnserve.planning.heads.files import Masks
+from attnserve.planning.heads.selection import masks_by_loss, masks_by_score
+from attnserve.planning.heads.shared_weights import sharing_groups
 from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext

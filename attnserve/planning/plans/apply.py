@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attnserve.models.opset import raise_opset
-from attnserve.planning.plan import Plan
-from attnserve.planning.state import State
-from attnserve.planning.steps import PlanStep
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
+from attnserve.planning.plans.steps import PlanStep
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.fuse_attention import FuseAttention

@@ -13,7 +13,7 @@ from typing import Literal, cast
 import numpy as np
 
 from attnserve.calibration.similarity import HeadSimilarity
-from attnserve.planning.head_files import Masks, MutableEdges, parse_count
+from attnserve.planning.heads.files import Masks, MutableEdges, parse_count
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.reuse_attention import reuse_refusal

@@ -10,7 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from attnserve.choices import Precision
 from attnserve.models.json_files import first_problem
-from attnserve.planning.steps import TRAININGS, Cast, PlanStep, Quantize, Rewrite, Train, conversion
+from attnserve.planning.plans.steps import (
+    TRAININGS,
+    Cast,
+    PlanStep,
+    Quantize,
+    Rewrite,
+    Train,
+    conversion,
+)
 from attnserve.plugins import load_plugins
 from attnserve.precision.schemes import SCHEMES
 from graph_passes.errors import InvalidArgument

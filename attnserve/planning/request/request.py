@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from attnserve.job import Job
 from attnserve.options import Rewrites
-from attnserve.planning.head_files import layer_name
-from attnserve.planning.requested_sharing import refused
+from attnserve.planning.heads.files import layer_name
+from attnserve.planning.request.sharing import refused
 from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext

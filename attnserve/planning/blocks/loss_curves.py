@@ -25,8 +25,7 @@ from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
 from attnserve.data.datasets import thinned
-from attnserve.planning.head_selection import Reuse, edges_of
-from attnserve.planning.search.candidates import (
+from attnserve.planning.blocks.candidates import (
     MAX_CONFIGS,
     BlockConfig,
     LossCurve,
@@ -35,8 +34,9 @@ from attnserve.planning.search.candidates import (
     apply_config,
     apply_reuse,
 )
-from attnserve.planning.search.limits import MULTIPLE
-from attnserve.planning.search.loss_estimation import LossEstimator
+from attnserve.planning.blocks.limits import MULTIPLE
+from attnserve.planning.blocks.loss_estimation import LossEstimator
+from attnserve.planning.heads.selection import Reuse, edges_of
 from attnserve.precision.convert import Precision, convert_alone
 from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock

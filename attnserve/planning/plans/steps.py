@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from attnserve.choices import Measure, Precision
-from attnserve.planning.state import State
+from attnserve.planning.plans.state import State
 from attnserve.plugins import Registry
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.checkpoint import Checkpoint

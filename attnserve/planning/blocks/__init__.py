@@ -1,0 +1,1 @@
+"""Blocks of a model: their configurations, and what each configuration loses."""

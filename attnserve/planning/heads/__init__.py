@@ -1,0 +1,1 @@
+"""Heads of attention: which to remove or to reuse, by their measured importance and similarity."""

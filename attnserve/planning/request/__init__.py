@@ -1,0 +1,1 @@
+"""Rewrites by hand: from a request to a plan."""

@@ -1,0 +1,179 @@
+"""Options of each unit of blocks, with the losses and latencies that are expected of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from attnserve.planning.blocks.candidates import (
+    Block,
+    BlockConfig,
+    BlockLatency,
+    LossCurve,
+    ReusePair,
+    TiedBlocks,
+)
+from attnserve.planning.blocks.limits import MAX_BLOCK_SLOWDOWN
+
+__all__ = ["ChoiceUnit", "Estimates", "UnitOption", "changes_to_measure", "units_of"]
+
+SHARED_GAIN = 1.03
+"""The least speed-up of shared over separate dimensions at which their loss is measured: less is
+within the noise of the timing, and the factorization takes a quarter of a search."""
+
+ChoiceUnit = tuple[TiedBlocks, ...]
+"""Groups of tied blocks that are chosen together: one, or the two of a pair."""
+
+
+@dataclass(frozen=True)
+class UnitOption:
+    """One alternative of a unit.
+
+    Attributes:
+        configs: The configuration of each of its groups.
+        loss: The predicted loss at the model's output.
+        ms: The mean latency over the target shapes.
+        in_float: The groups that stay float32 in an int8 or int4 model, by index.
+    """
+
+    configs: tuple[BlockConfig, ...]
+    loss: float
+    ms: float
+    in_float: frozenset[int] = frozenset()
+
+    def removes_nothing(self, unit: ChoiceUnit) -> bool:
+        """Whether all of its groups stay whole."""
+        return self.configs == tuple(BlockConfig(group.count) for group in unit)
+
+
+def changes_to_measure(group: TiedBlocks, timed: BlockLatency, *, target: int) -> list[BlockConfig]:
+    """The changes, besides removal, whose loss must be measured.
+
+    Shared dimensions are left out unless they are faster, by ``SHARED_GAIN``, than as many separate
+    dimensions of each head, which lose less.
+    """
+    configs = {config: float(np.mean(ms[:target])) for config, ms in timed.configs.items()}
+    found: list[BlockConfig] = []
+    for config, ms in configs.items():
+        own = configs.get(config._replace(rank=None), ms)
+        whole = config.kept in (0, group.count) and config != BlockConfig(group.count)
+        if whole and (config.rank is None or SHARED_GAIN * ms < own):
+            found.append(config)
+    return found
+
+
+def units_of(
+    groups: Sequence[TiedBlocks], pairs: Sequence[ReusePair]
+) -> list[tuple[ChoiceUnit, ReusePair | None]]:
+    """The units of all groups, in order; each group is in one pair at most, best pairs first."""
+    taken: set[TiedBlocks] = set()
+    chosen: dict[TiedBlocks, ReusePair] = {}
+    for pair in sorted(pairs, key=lambda pair: pair.loss):
+        if np.isfinite(pair.loss) and taken.isdisjoint((pair.source, pair.reader)):
+            taken |= {pair.source, pair.reader}
+            chosen[pair.source] = pair
+    found: list[tuple[ChoiceUnit, ReusePair | None]] = []
+    for group in groups:
+        if pair := chosen.get(group):
+            found.append(((pair.source, pair.reader), pair))
+        elif group not in taken:
+            found.append(((group,), None))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Estimates:
+    """Latencies and losses of the blocks of a model, from which options are built.
+
+    Attributes:
+        timed: Latencies in the precision of the goal, by block.
+        curves: Losses by the key of a group.
+        target: The number of shapes at which the model should be fast.
+        in_float: Latencies in float32, if the goal is an int8 or int4 model.
+        conversion: The loss if a group alone is converted to that precision, by its key.
+    """
+
+    timed: Mapping[Block, BlockLatency]
+    curves: Mapping[str, LossCurve]
+    target: int
+    in_float: Mapping[Block, BlockLatency] = field(default_factory=dict["Block", "BlockLatency"])
+    conversion: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def options(self, unit: ChoiceUnit, pair: ReusePair | None = None) -> list[UnitOption]:
+        """The options of a unit that are at no shape slower than the unit now, by increasing loss.
+
+        Options without removal are included even if another option is faster and loses less.
+        """
+        found = self._fast(unit, pair)
+        per_group = [[o for o in self._of_group(g) if o.removes_nothing((g,))] for g in unit]
+        whole = [_joined(options) for options in product(*per_group)]
+        return [*found, *(option for option in whole if option not in found)]
+
+    def _fast(self, unit: ChoiceUnit, pair: ReusePair | None) -> list[UnitOption]:
+        if pair is None:
+            (group,) = unit
+            return _rising(self._of_group(group))
+        first, second = (_rising(self._of_group(group)) for group in unit)
+        options = [_joined(both) for both in product(first, second)]
+        original = sum(np.array(self.timed[group.blocks[0]].original) for group in unit)
+        curve, other = (self.curves[group.key] for group in unit)
+        conversion = sum(self.conversion.get(group.key, 0.0) for group in unit)
+        for kept, ms in pair.times.items():
+            if (np.array(ms) > MAX_BLOCK_SLOWDOWN * original).any():
+                continue
+            gone = pair.source.count - kept
+            loss = curve.at(gone) + other.at(gone) + pair.loss * kept / pair.source.count
+            configs = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
+            options.append(UnitOption(configs, loss + conversion, self._mean(ms)))
+        return _rising(options)
+
+    def _of_group(self, group: TiedBlocks) -> list[UnitOption]:
+        converted = self._in_precision(group, self.timed)
+        loss = self.conversion.get(group.key, 0.0)
+        options = [UnitOption((config,), lost + loss, ms) for config, lost, ms in converted]
+        if all(block in self.in_float for block in group.blocks):
+            in_float = self._in_precision(group, self.in_float)
+            options += [UnitOption((c,), lost, ms, frozenset({0})) for c, lost, ms in in_float]
+        return options
+
+    def _in_precision(
+        self, group: TiedBlocks, timed: Mapping[Block, BlockLatency]
+    ) -> list[tuple[BlockConfig, float, float]]:
+        """Configurations with their losses and their mean latencies."""
+        times = [timed[block] for block in group.blocks]
+        original = np.sum([each.original for each in times], axis=0)
+        whole, curve = BlockConfig(group.count), self.curves.get(group.key)
+        found: list[tuple[BlockConfig, float, float]] = []
+        for config in set.intersection(*(set(each.configs) for each in times)):
+            ms = np.sum([each.configs[config] for each in times], axis=0)
+            loss = 0.0 if config == whole else curve and curve.of(config)
+            is_fast = config == whole or (ms <= MAX_BLOCK_SLOWDOWN * original).all()
+            if loss is not None and is_fast:
+                found.append((config, loss, self._mean(ms)))
+        return found
+
+    def _mean(self, times: Sequence[float] | np.ndarray) -> float:
+        return float(np.mean(times[: self.target]))
+
+
+def _joined(options: Sequence[UnitOption]) -> UnitOption:
+    """One option of each group of a unit as one option of the unit."""
+    return UnitOption(
+        tuple(config for option in options for config in option.configs),
+        sum(option.loss for option in options),
+        sum(option.ms for option in options),
+        frozenset(i for i, option in enumerate(options) if option.in_float),
+    )
+
+
+def _rising(options: Sequence[UnitOption]) -> list[UnitOption]:
+    """Sort options by loss, and drop dominated ones."""
+    ordered = sorted(options, key=lambda option: (option.loss, option.ms))
+    rising = ordered[:1]
+    for option in ordered[1:]:
+        if option.ms < rising[-1].ms:
+            rising.append(option)
+    return rising
