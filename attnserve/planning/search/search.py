@@ -20,36 +20,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention
-from attnserve.checks.quality import allowed_loss
 from attnserve.data.datasets import content_digest
 from attnserve.job import Job
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import Asked, Recovered, Source, Speed
+from attnserve.models.lineage import Asked
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
 from attnserve.planning.blocks.candidates import group_blocks
-from attnserve.planning.blocks.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.blocks.loss_curves import Losses, conversion_losses, loss_curves
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import changes_to_measure
-from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Built, Judge, score_model
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
-from attnserve.planning.search.report import PlanReport, Proof
 from attnserve.planning.search.search_input import SearchInput
-from attnserve.planning.served_speed import ServedTimer
+from attnserve.planning.search.verdict import SearchResult, result_of, verified
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.cache import digest
@@ -57,21 +53,13 @@ from attnserve.runtime.session import open_session
 from attnserve.versions import versions
 from graph_passes.analysis.workload import Workload
 from graph_passes.emit.fused_attention import OPSETS
-from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
+from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidData
 
 __all__ = ["SearchResult", "search"]
 
 CHECKED_LENGTHS = (16, 32, 64, 128, 256, 384, 512)
 """Lengths at which the whole model is timed beside the original, if the model accepts them. Blocks
 must not be slower at the shortest and the longest one."""
-
-
-@dataclass(frozen=True, eq=False)
-class SearchResult:
-    """The report of a search, and the model after all steps of the plan."""
-
-    report: PlanReport
-    state: State
 
 
 def search(goal: Goal, job: Job) -> SearchResult:
@@ -114,7 +102,7 @@ def search(goal: Goal, job: Job) -> SearchResult:
     if best is not None and goal.keep is not None:
         best = front.as_fast_with_less_loss(best)
     if goal.recover is None:
-        result = _result(front, *_proved(front, best))
+        result = result_of(front, *verified(front, best))
     else:
         result = _recovered(front, best, 60 * goal.recover)
     checkpoint.remove()
@@ -126,9 +114,9 @@ def _recovered(front: FrontSearch, plain: Built | None, seconds: float) -> Searc
     recovery = RecoverySearch(front, _key(front.judge.given), seconds)
     best, proofs, report = recovery.run(plain)
     if best is None:
-        best, others = _proved(front, plain)
+        best, others = verified(front, plain)
         proofs = [*proofs, *others]
-    result = _result(front, best, proofs, report)
+    result = result_of(front, best, proofs, report)
     recovery.remove_checkpoints()
     return result
 
@@ -237,162 +225,3 @@ def _estimate_losses(
         losses = losses._replace(conversion=conversion)
     checkpoint.put_losses(losses)
     return losses
-
-
-# ---- result -------------------------------------------------------------------------------------
-
-
-def _proved(front: FrontSearch, best: Built | None) -> tuple[Built | None, list[Proof]]:
-    """A choice that keeps its promise on data that no choice has seen, and all proofs, in order.
-
-    If two choices fail, no unused data is left: a third one is measured on all held-out data, by
-    its confidence bounds. If that fails too, a lossless choice is returned; None if that fails
-    because of its precision.
-    """
-    if best is None:
-        return None, []
-    goal, judge = front.goal, front.judge
-    proofs = [judge.prove(best, 0)]
-    for attempt in (1, 2, 3):
-        if goal.keep is None or proofs[-1].loss <= allowed_loss(goal.keep):
-            break
-        if not best.choice.loss:
-            break
-        if attempt < 3:
-            best = front.more_careful(best, proofs[-1].loss, goal.keep)
-        else:
-            best = judge.build(judge.candidates.front[0])
-        proofs.append(judge.prove_on_all(best) if attempt == 2 else judge.prove(best, attempt))
-    if goal.keep is not None and (best.choice.loss or front.precision != "float32"):
-        best = best if proofs[-1].loss <= allowed_loss(goal.keep) else None
-    return best, proofs
-
-
-def _worth_removing(
-    front: FrontSearch, best: Built, proofs: Sequence[Proof]
-) -> tuple[Built, Sequence[Proof], str]:
-    """The best choice, or the choice without removal if it is about as fast; and the reason."""
-    if not best.plan.changed:
-        return best, proofs, ""
-    plain, whole = front.nothing_removed()
-    if whole is None:  # it misses the speed-up of the goal
-        return best, proofs, ""
-    gain = front.judge.paired_speedup(whole, best)
-    if gain.low >= MIN_REMOVAL_GAIN:
-        return best, proofs, ""
-    proved, others = _proved(plain, whole)
-    if proved is not None and proved is not whole:  # it keeps more blocks in float32
-        gain = front.judge.paired_speedup(proved, best)
-    if proved is None or gain.low >= MIN_REMOVAL_GAIN:
-        return best, proofs, ""
-    reason = (
-        f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
-        f"{gain.high:.2f}) the speed of the fused original in {front.precision}, expected at "
-        f"least {MIN_REMOVAL_GAIN}x"
-    )
-    return proved, others, reason
-
-
-def _result(
-    front: FrontSearch,
-    best: Built | None,
-    proofs: Sequence[Proof],
-    recovered: Recovered | None = None,
-) -> SearchResult:
-    """The best choice, or an empty plan if it is not faster than the original."""
-    judge, goal, note = front.judge, front.goal, ""
-    given = judge.given
-    if best is not None:
-        best, proofs, note = _worth_removing(front, best, proofs)
-    if best is None:
-        best = judge.build(judge.candidates.front[0])
-        reason = (
-            f"the best candidate reaches {1 - proofs[-1].loss:.4f} on held-out data, "
-            f"target {given.goal.keep:g}"
-            if proofs
-            else f"the lossless candidate reaches {1 - best.loss:.4f}, target {given.goal.keep:g}"
-        )
-        return _no_gain(judge, best, reason, recovered)
-    timed = judge.time(best)
-    if timed.refusal and best.plan.changed:  # for example, it is slower at a length
-        other, others = _proved(*front.nothing_removed())
-        if other is not None:
-            note = f"nothing is removed: with a removal {timed.refusal}"
-            best, proofs, timed = other, others, judge.time(other)
-    if timed.refusal:
-        if (goal.target_speedup or 1) > 1:
-            raise CheckFailed(
-                f"`target_speedup` is {goal.target_speedup:g}: {timed.refusal}",
-                "lower it, or search for `keep`",
-                code="search.target_speedup",
-            )
-        return _no_gain(judge, best, timed.refusal, recovered, timed.speeds)
-    if recovered is not None and note:
-        recovered = _without_gain(recovered, note)
-    proof = proofs[-1]
-    kept: list[str] = []
-    if proof.fidelity.quality is not None:
-        quality = proof.fidelity.quality
-        kept.append(f"{quality.measure} {quality.value:.4f}")
-    if proof.share is not None:
-        kept.append(
-            f"{proof.share.value:.2%} of the {goal.task} score (standard error "
-            f"{proof.share.standard_error:.2%})"
-        )
-    speed = ServedTimer(given.job).measure(best.state.model, best.model, best.plan)
-    verdict = f"{timed.gain:.2f}x as fast, keeping {', '.join(kept)}"
-    if speed is not None:
-        verdict += f": {speed.describe(best.plan.precision)}"
-    if recovered is not None and recovered.gain:
-        verdict += f" ({recovered.verdict})"
-    verdict += f"; {note}" if note else ""
-    report = replace(
-        _report(judge, best, verdict),
-        rewrites=best.plan,
-        gain=True,
-        fidelity=proof.fidelity,
-        share=proof.share,
-        speeds=timed.speeds,
-        chosen=best.fidelity,
-        proofs=tuple(proofs),
-        recovered=recovered,
-        speed=speed,
-    )
-    return SearchResult(report, best.state)
-
-
-def _without_gain(recovered: Recovered, reason: str) -> Recovered:
-    verdict = f"training brings no gain: {reason}"
-    return recovered.model_copy(update={"gain": False, "verdict": verdict})
-
-
-def _no_gain(
-    judge: Judge,
-    best: Built,
-    reason: str,
-    recovered: Recovered | None,
-    speeds: Sequence[Speed] = (),
-) -> SearchResult:
-    """The empty plan, which leaves the model unchanged."""
-    verdict = f"no gain: {reason}; the original is returned"
-    if recovered is not None:
-        recovered = _without_gain(recovered, reason)
-    report = replace(_report(judge, best, verdict), speeds=speeds, recovered=recovered)
-    job = judge.given.job
-    return SearchResult(report, State(job, job.original))
-
-
-def _report(judge: Judge, best: Built, verdict: str) -> PlanReport:
-    """The report of a search that returns the original."""
-    given, timing, artifact = judge.given, judge.candidates.timing, judge.given.job.artifact
-    return PlanReport(
-        model=Source(file=artifact.model.name, sha256=fingerprint(artifact)),
-        calibration=given.data.source,
-        asked=given.asked,
-        verdict=verdict,
-        decisions=explain(judge.candidates, best.choice),
-        front=front_points(judge.candidates, judge.measured),
-        timed=timing.to_json(),
-        versions=versions(),
-        machine=timing.table.setting,
-    )

@@ -11,7 +11,7 @@ import pytest
 
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
-from attnserve.planning.search import search as search_module
+from attnserve.planning.search import verdict
 from attnserve.planning.search.front_search import FrontSearch, bisect
 from attnserve.runtime.interleaved_timer import Speedup
 
@@ -148,8 +148,8 @@ class Settling:
             found = careful if self.careful else whole
             return (found if self.keeps else None), ["proof of the whole"]
 
-        monkeypatch.setattr(search_module, "_proved", proved)
-        found, self.proved, note = search_module._worth_removing(front, best, ["proof"])
+        monkeypatch.setattr(verdict, "verified", proved)
+        found, self.proved, note = verdict.worth_removing(front, best, ["proof"])
         return found, note
 
 
@@ -188,4 +188,4 @@ def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
 def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     front: Any = SimpleNamespace(nothing_removed=None)
     plain: Any = SimpleNamespace(plan=SimpleNamespace(changed=[]))
-    assert search_module._worth_removing(front, plain, ["proof"]) == (plain, ["proof"], "")
+    assert verdict.worth_removing(front, plain, ["proof"]) == (plain, ["proof"], "")

@@ -35,7 +35,7 @@ from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.optimize import _require_promise
 from attnserve.planning.plans import apply
 from attnserve.planning.plans.plan_file import SavedPlan
-from attnserve.planning.search import judge, search
+from attnserve.planning.search import judge, search, verdict
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
 from attnserve.planning.search.judge import Judge
@@ -814,7 +814,7 @@ def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: f
     front: Any = SimpleNamespace(
         goal=Goal(keep=0.99), judge=judged, more_careful=lambda built, loss, keep: next(careful)
     )
-    best, found = search._proved(front, choices[0])  # type: ignore[arg-type]
+    best, found = verdict.verified(front, choices[0])  # type: ignore[arg-type]
     assert best is not None and best.choice.loss == kept
     assert len(found) == proofs
     assert [proof.on for proof in found][:3] == [0, 1, "all"][:proofs]
