@@ -80,7 +80,7 @@ def test_weights_that_are_nodes_are_trained(pruned: Path, tiny: Path, texts: Pat
     report = attnserve.recover(
         tmp_path / "constants.onnx", tmp_path / "out", teacher=tiny, data=texts, minutes=0
     )
-    assert report.states == 2 and report.before.mean_cosine < 0.999
+    assert report.training.states == 2 and report.before.mean_cosine < 0.999
 
 
 @pytest.mark.timing(seconds=20)
@@ -116,7 +116,7 @@ def test_recover_pruned_bert_raises_quality_on_unseen_rows(
     losses = [loss for _, loss, _ in report.training.history]
     assert losses[-1] < 0.9 * losses[0]
     assert report.training.loss < report.training.first_loss
-    assert report.states == 2
+    assert report.training.states == 2
     assert any(stage == "train (s)" and total == 60 for stage, _, total in stages)
     # The same graph with other weights, and its record.
     ours, theirs = (load_model(open_artifact(f)) for f in (tmp_path / "out", pruned))
@@ -228,7 +228,7 @@ def test_half_precision_without_types_inside_the_graph_is_recovered(
     del record["files"]
     path.with_name("attnserve.json").write_text(json.dumps(record))
     report = attnserve.recover(path, tmp_path / "out", teacher=tiny, data=texts, minutes=0.02)
-    assert report.states == 2
+    assert report.training.states == 2
 
 
 @pytest.mark.usefixtures("clock")
@@ -310,7 +310,7 @@ def test_recover_decoder_learns_its_logits(
     )
     assert report.before.quality is not None and report.after.quality is not None
     assert report.after.quality.measure == "top1"
-    assert report.gain and report.states == 5
+    assert report.gain and report.training.states == 5
     before, after = (1 - q.also["kl"] for q in (report.before.quality, report.after.quality))
     assert after < 0.8 * before
 
