@@ -95,13 +95,13 @@ class Scheme:
         name: The name in plans, records and options.
         write: Returns the converted model.
         can_convert: Whether a node has float32 weights that this scheme converts.
-        stored: The type of the converted weights, as ``precision_of`` reports it, without which a
-            conversion had no effect; empty for no such check.
+        stored: The type of the converted weights, as ``precision_of`` reports it. A conversion that
+            leaves no weights of this type is refused; empty disables this check.
         provider: The kind of processor that it is for.
         keeps_blocks: Whether single blocks may stay float32, by measured time and loss. Operators
             that contain the projections are not used before the conversion.
-        for_tokens: Whether it is for decoders that run one token at a time: models with a cache are
-            then timed so.
+        for_tokens: Whether it is for decoders that generate: models with a cache are then timed at
+            one token at a time.
         bits: Number of bits of int8 weights; ``recovery`` trains fake quantization with them.
         runs_on_cpu: Whether ONNX Runtime has kernels for CPUs.
         oldest_opset: Minimum opset of the model.

@@ -38,7 +38,8 @@ def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
     """Apply steps in order; ``state`` is returned.
 
     Raises:
-        As ``apply_plan``.
+        InvalidArgument: A step needs data, or this machine cannot apply it.
+        AttnserveError: A step does not fit the model or the data.
     """
     with state:
         for step in steps:

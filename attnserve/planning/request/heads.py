@@ -55,6 +55,12 @@ def removed_layers(skipped: Skipped, masks: Masks) -> set[str]:
 
 
 def choose_skipped(request: Request) -> Skipped:
+    """What replaces the attention of each layer that ``skip`` names.
+
+    Raises:
+        InvalidArgument: A layer is unknown or named twice, or there is no data to fit on.
+        CannotRewrite: The attention of a layer cannot be replaced.
+    """
     skipped: Skipped = {}
     for entry in request.rewrites.skip:
         layer, _, kind = entry.rpartition(":") if entry.endswith(KINDS) else (entry, "", "")
@@ -64,9 +70,8 @@ def choose_skipped(request: Request) -> Skipped:
                 f"`skip` names {name} twice", "name each layer once", code="request.twice"
             )
         block = request.by_name[name]
-        refusal = SkipAttention.refusal(block, None, request.graph_context) or request.in_body(
-            block
-        )
+        refusal = SkipAttention.refusal(block, None, request.graph_context)
+        refusal = refusal or request.in_body(block)
         if refusal is not None:
             raise refused(name, refusal, "leave this layer out of `skip`")
         skipped[name] = "constant" if kind == "constant" else "affine"

@@ -68,7 +68,11 @@ class Request:
         return list(dict.fromkeys(layer_name(layer, self.names) for layer in layers))
 
     def able(self, names: Sequence[str], rewrite: type[AttentionPass[Any]]) -> list[AttentionBlock]:
-        """The blocks that a rewrite applies to; raise an error if it refuses a requested block."""
+        """The blocks that a rewrite applies to.
+
+        Raises:
+            CannotRewrite: It refuses a layer that the request names.
+        """
         able: list[AttentionBlock] = []
         for block in self.blocks:
             if block.name not in names:
@@ -83,15 +87,18 @@ class Request:
         return able
 
     def leave(self, block: AttentionBlock, reason: Refusal | str) -> None:
+        """Warn that a layer is not rewritten."""
         self.warnings.append(f"{block.name} is left as it is: {reason}")
         is_cached = isinstance(reason, Refusal) and reason.code in ("returned", "cached")
         if self.rewrites.strip_cache and is_cached and STRIP_FIRST not in self.warnings:
             self.warnings.append(STRIP_FIRST)
 
     def in_body(self, block: AttentionBlock | FeedForwardBlock) -> Refusal | None:
+        """Why a block cannot be measured, if it lies in the body of another node."""
         return None if block.graph is self.model.graph else IN_BODY
 
     def nothing(self, rewritten: str) -> CannotRewrite:
+        """The error of a request that applies to no block."""
         return CannotRewrite(
             f"none of the {len(self.blocks)} attention blocks can be {rewritten}"
             + (f" ({self.warnings[0]})" if self.warnings else ""),
@@ -100,6 +107,15 @@ class Request:
         )
 
     def batches(self, why: str, otherwise: str) -> Sequence[Batch]:
+        """The calibration rows.
+
+        Args:
+            why: What they are needed for.
+            otherwise: What to do without data.
+
+        Raises:
+            InvalidArgument: There is no data.
+        """
         if self.job.data is None:
             raise InvalidArgument(
                 f"{why}, and there is no data", f"give `calib`, or {otherwise}",

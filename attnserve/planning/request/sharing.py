@@ -204,8 +204,9 @@ def _own_size(block: AttentionBlock, own: int, rank: int, form: SharingForm) -> 
 def head_sizes(block: AttentionBlock) -> list[int]:
     """The numbers of dimensions of a head that cost less than its own, ascending.
 
-    Each is the largest that is padded to its size; content takes one more dimension, but for rotary
-    positions, which turn pairs of elements.
+    Kernels pad a head to the next size (``padded_size``), so that only padded sizes are worth
+    choosing. The content term takes one more dimension. Under rotary positions there is no such
+    term, and sizes are even, because positions turn pairs of elements.
     """
     if block.q.rotary_terms:
         return [k for k in range(2, block.head_size, 2) if padded_size(k) == k]

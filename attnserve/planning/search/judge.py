@@ -70,7 +70,7 @@ class Timed(NamedTuple):
     Attributes:
         speeds: At all checked lengths.
         gain: Their geometric mean over the requested ones.
-        refusal: Why the model is not worth returning; empty if it is.
+        refusal: Why the model is not returned; empty for one that is worth it.
     """
 
     speeds: Sequence[Speed]
@@ -267,7 +267,7 @@ class Judge:
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
-    """Why a plan is not worth returning; empty if it is."""
+    """Why a plan is not returned; empty for one that is worth it."""
     is_lossy = bool(plan.changed) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
         return "no candidate of any block is faster within the allowed loss"
