@@ -72,6 +72,17 @@ def sequences(path: Path, past: int = 0, rows: int = 12, length: int = 9) -> Pat
     return path
 
 
+def test_optimize_cache_and_int8_are_calibrated_together(gpt2: Path, tmp_path: Path):
+    """The converted model has other caches than the rows, which leave them empty."""
+    calib = sequences(tmp_path / "rows.npz")
+    float32 = optimized(gpt2, tmp_path, 8, calib=calib)
+    int8 = optimized(gpt2, tmp_path / "int8", 8, precision="int8", calib=calib)
+    assert int8.int8_activations == "static"
+    assert int8.fidelity.mean_cosine > float32.fidelity.mean_cosine - 0.01
+    for before, after in zip(decode(float32.output), decode(int8.output), strict=True):
+        assert np.linalg.norm(before - after) < 0.1 * np.linalg.norm(before)
+
+
 def test_optimize_full_rank_cache_keeps_decoding_exact(gpt2: Path, tmp_path: Path):
     report = optimized(gpt2, tmp_path, EXACT)
     for new, old in zip(decode(report.output), decode(gpt2), strict=True):
