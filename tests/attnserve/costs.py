@@ -56,10 +56,10 @@ def measure(
 
 
 def compare_speed(judge: Judge, model: ir.Model, workloads: Sequence[Workload]) -> list[Speed]:
-    given, speeds = judge.given, list[Speed]()
+    job, speeds = judge.given.job, list[Speed]()
     for workload in workloads:
-        feed = example_inputs(given.model, workload, given.context.seed)
-        before, after = (milliseconds(graph, feed) for graph in (given.model, model))
+        feed = example_inputs(job.original, workload, job.context.seed)
+        before, after = (milliseconds(graph, feed) for graph in (job.original, model))
         speeds.append(
             Speed(
                 batch=workload.batch,
@@ -74,7 +74,7 @@ def compare_speed(judge: Judge, model: ir.Model, workloads: Sequence[Workload]) 
 
 def paired_speedup(judge: Judge, slow: Built, fast: Built) -> Speedup:
     before, after = (
-        mean_speedup(judge.compare_speed(one.model, judge.given.workloads), judge.given.lengths)
+        mean_speedup(judge.compare_speed(one.model, judge.given.job.requested), judge.given.lengths)
         for one in (slow, fast)
     )
     return Speedup(after / before, after / before, after / before)
