@@ -12,13 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
-from attnserve.checks.compare import (
-    Fidelity,
-    compare,
-    empty_axes,
-    random_batches,
-    require_empty,
-)
+from attnserve.checks.compare import Fidelity, compare
 from attnserve.checks.measures import MIN_ROWS
 from attnserve.checks.quality import QualityMeter
 from attnserve.choices import Precision, SearchMeasure
@@ -33,7 +27,9 @@ from attnserve.data.lengths import length_bounds, middle_length
 from attnserve.data.token_statistics import calibration_of
 from attnserve.fusion import fuse_for
 from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
+from attnserve.models.example_inputs import random_batches
 from attnserve.models.lineage import ModelCost, RewriteRecord, StepRecord
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten

@@ -12,12 +12,13 @@ import onnx_ir as ir
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import enough, refit
 from attnserve.checks.certify import read_attention
-from attnserve.checks.compare import empty_axes, random_batches, shaped_for
 from attnserve.choices import Precision
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.fusion import DEFECT
 from attnserve.models.artifact import Artifact
+from attnserve.models.cache_inputs import empty_axes, shaped_for
+from attnserve.models.example_inputs import random_batches
 from attnserve.models.lineage import StepRecord
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding

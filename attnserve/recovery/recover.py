@@ -14,7 +14,7 @@ import onnx_ir.passes.common as common
 import torch
 from torch import Tensor
 
-from attnserve.checks.compare import Fidelity, compare, empty_axes, shaped_for
+from attnserve.checks.compare import Fidelity, compare
 from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.checks.scores import Score
 from attnserve.choices import Measure, Precision
@@ -29,6 +29,7 @@ from attnserve.data.datasets import (
 from attnserve.data.text_files import read_sentences
 from attnserve.fusion import fuse_for
 from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.masks import token_mask
 from attnserve.models.onnx_files import data_file, load_model

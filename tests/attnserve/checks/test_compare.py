@@ -11,7 +11,8 @@ import onnx_ir as ir
 import pytest
 from onnx import parser
 
-from attnserve.checks.compare import Tally, check_cosine_bound, compare, random_batches, verify
+from attnserve.checks.compare import Tally, check_cosine_bound, compare, verify
+from attnserve.models.example_inputs import random_batches
 from attnserve.models.onnx_files import load_model
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.errors import raises
