@@ -19,11 +19,14 @@ from typing import (
     ClassVar,
     Literal,
     NoReturn,
+    ParamSpec,
+    Protocol,
     TypeVar,
     Union,
     get_args,
     get_origin,
     get_type_hints,
+    overload,
 )
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -31,7 +34,22 @@ from pydantic.fields import FieldInfo
 
 __all__ = ["Cli", "OptionType", "Options", "option_name", "option_type", "with_keywords"]
 
-Result = TypeVar("Result")
+P = ParamSpec("P")
+Result = TypeVar("Result", covariant=True)
+
+
+class WithKeywords(Protocol[P, Result]):
+    """How a type checker sees a function of ``with_keywords``.
+
+    The first form has the parameters of the function. In the second one, fields of its groups are
+    keywords too; their names and types are checked by the call alone.
+    """
+
+    @overload
+    def __call__(self, *args: P.args, **values: P.kwargs) -> Result: ...
+
+    @overload
+    def __call__(self, *args: Any, **values: Any) -> Result: ...
 
 
 @dataclass(frozen=True)
@@ -200,7 +218,7 @@ def option_name(name: str, field: FieldInfo) -> str:
     return flags[0] if flags else "--" + name.replace("_", "-")
 
 
-def with_keywords(function: Callable[..., Result]) -> Callable[..., Result]:
+def with_keywords(function: Callable[P, Result]) -> WithKeywords[P, Result]:
     """Decorator: the fields of groups of options are keywords of the function too.
 
     ``optimize(model, keep=0.99)`` is ``optimize(model, goal=Goal(keep=0.99))``. A field that
