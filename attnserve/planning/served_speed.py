@@ -25,7 +25,7 @@ from attnserve.data.datasets import Dataset
 from attnserve.data.lengths import spread_lengths
 from attnserve.fusion import fuse_for
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import Ratio, Speedups
+from attnserve.models.lineage import Speedups
 from attnserve.models.onnx_files import save_model
 from attnserve.options import Lengths, Shape
 from attnserve.planning.plan import Plan
@@ -45,7 +45,6 @@ __all__ = [
     "ServedSpeed",
     "ServedTimer",
     "example_feeds",
-    "ratio_of",
     "served_lengths",
     "served_workloads",
     "time_models",
@@ -94,10 +93,10 @@ class ServedSpeed:
         return Speedups(
             shapes=tuple((each.batch, each.length) for each in self.workloads),
             phase=self.workloads[0].phase,
-            fusion=ratio_of(self.fusion),
-            precision=self.precision and ratio_of(self.precision),
-            removal=self.removal and ratio_of(self.removal),
-            served=ratio_of(self.served),
+            fusion=self.fusion,
+            precision=self.precision,
+            removal=self.removal,
+            served=self.served,
             served_by_shape=self.by_workload,
         )
 
@@ -111,10 +110,6 @@ class ServedSpeed:
         threads = self.device.threads
         where = f"{self.device.provider}, {threads or 'all'} thread{'s' * (threads != 1)}"
         return f"{', '.join(parts)} (at {', '.join(map(str, self.workloads))} tokens, {where})"
-
-
-def ratio_of(speedup: Speedup) -> Ratio:
-    return Ratio(value=speedup.value, ci95=(speedup.low, speedup.high))
 
 
 def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:
