@@ -282,11 +282,10 @@ def check_cpu(precision: Precision) -> None:
     Raises:
         InvalidArgument: It does not, or there is no such precision.
     """
-    if (refusal := SCHEMES[precision].refusal()) is not None:
+    scheme = SCHEMES[precision]
+    if (refusal := scheme.refusal()) is not None:
         raise InvalidArgument(
-            f"{precision}: {refusal.reason}",
-            "use int8, whose 7-bit weights are exact on every CPU",
-            code=f"precision.{refusal.code}",
+            f"{precision}: {refusal.reason}", scheme.instead, code=f"precision.{refusal.code}"
         )
 
 
