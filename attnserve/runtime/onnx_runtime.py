@@ -30,7 +30,7 @@ from attnserve.runtime.external_data import (
 )
 from attnserve.runtime.interface import DEFAULT_OPTIONS, Feed, RunFailed, SessionOptions, ValueInfo
 from attnserve.runtime.machine import available_cores
-from attnserve.runtime.memory import return_freed_memory
+from attnserve.runtime.memory_use import return_freed_memory
 from attnserve.runtime.profile import read_profile
 from attnserve.runtime.stop import STOP
 from attnserve.runtime.workarounds import crashes, safe_copy, safe_graph

@@ -23,7 +23,7 @@ from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
 from attnserve.runtime.interface import RunFailed, Session, ValueInfo
-from attnserve.runtime.memory import return_freed_memory
+from attnserve.runtime.memory_use import return_freed_memory
 from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_runner
 from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts

@@ -168,7 +168,7 @@ def test_model_without_glibc_is_closed(encoder: Path, monkeypatch: pytest.Monkey
     def refuse(name: object) -> None:
         raise TypeError("argument of type 'NoneType' is not iterable")
 
-    monkeypatch.setattr("attnserve.runtime.memory.ctypes.CDLL", refuse)
+    monkeypatch.setattr("attnserve.runtime.memory_use.ctypes.CDLL", refuse)
     Model(open_artifact(encoder)).close()
 
 
