@@ -27,7 +27,7 @@ from attnserve.runtime.memory_use import return_freed_memory
 from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_runner
 from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
-from attnserve.serving.tensor_codec import NAMES
+from attnserve.serving.tensor_codec import ONNX_TYPES
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
 __all__ = [
@@ -45,12 +45,6 @@ TextTask = Literal["embed", "classify", "rerank"]
 
 NOT_REWRITTEN: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
 """The operator report of a model that runs as it was exported."""
-
-ONNX_NAMES = {"float32": "float", "float64": "double"}
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    f"tensor({ONNX_NAMES.get(dtype.name, dtype.name)})": dtype for dtype in NAMES
-}
-"""Supported types, by their names in ONNX."""
 
 SHAPES_CACHED = 1024
 
@@ -650,12 +644,12 @@ def logits_of(scores: np.ndarray, activation: Activation | None) -> np.ndarray:
 
 
 def _tensor(value: ValueInfo) -> Tensor:
-    if value.type not in DTYPES:
+    if value.type not in ONNX_TYPES:
         raise InvalidModel(
             f"{value.name!r} is a {value.type}: expected a tensor of numbers or booleans",
             "export the model without it",
         )
-    return Tensor(value.name, DTYPES[value.type], tuple(value.shape))
+    return Tensor(value.name, ONNX_TYPES[value.type], tuple(value.shape))
 
 
 def _run_failed(error: RunFailed, inputs: Mapping[str, np.ndarray]) -> Exception:
