@@ -27,11 +27,11 @@ from attnserve.runtime.memory_use import return_freed_memory
 from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_runner
 from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
+from attnserve.serving.operator_report import NOT_REWRITTEN, OperatorReport
 from attnserve.serving.tensor_codec import ONNX_TYPES
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
 __all__ = [
-    "NOT_REWRITTEN",
     "Model",
     "ModelFailed",
     "OutOfMemory",
@@ -42,9 +42,6 @@ __all__ = [
 ]
 
 TextTask = Literal["embed", "classify", "rerank"]
-
-NOT_REWRITTEN: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
-"""The operator report of a model that runs as it was exported."""
 
 SHAPES_CACHED = 1024
 
@@ -93,7 +90,7 @@ class Model:
         name: By default the name of the artifact.
         graph: An equivalent file that is run instead of the artifact's; inputs and lineage come
             from the artifact.
-        operators: Report of the operator fusion of ``graph``, or the reason without fusion.
+        operators: The operators of ``graph``.
         facts: Facts of the artifact's graph, with the costs of the one that runs; None reads those
             of the artifact here.
 
@@ -111,7 +108,7 @@ class Model:
         *,
         name: str | None = None,
         graph: Path | None = None,
-        operators: Mapping[str, Any] = NOT_REWRITTEN,
+        operators: OperatorReport = NOT_REWRITTEN,
         facts: GraphFacts | None = None,
     ) -> None:
         self.artifact = artifact
@@ -397,7 +394,7 @@ class Model:
             "provider": self.provider,
             "source": artifact.source,
             "plan": artifact.plan_id,
-            "operators": dict(self.operators),
+            "operators": self.operators,
             "optimization": artifact.optimization,
         }
 
