@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from attnserve.choices import Activation
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
@@ -24,6 +23,7 @@ from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
 from attnserve.runtime.interface import RunFailed, Session, ValueInfo
 from attnserve.runtime.memory_use import return_freed_memory
+from attnserve.serving.activations import scores_of
 from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_runner
 from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
@@ -37,8 +37,6 @@ __all__ = [
     "OutOfMemory",
     "Tensor",
     "TextTask",
-    "logits_of",
-    "scores_of",
 ]
 
 TextTask = Literal["embed", "classify", "rerank"]
@@ -601,43 +599,6 @@ def _starts_with(longer: np.ndarray, array: np.ndarray) -> bool:
 def _close(array: np.ndarray, expected: np.ndarray) -> bool:
     one, other = (np.nan_to_num(values.astype(np.float64)) for values in (array, expected))
     return bool(np.linalg.norm(one - other) <= ROW_TOLERANCE * np.linalg.norm(other) + 1e-9)
-
-
-def scores_of(logits: np.ndarray, activation: Activation | None) -> np.ndarray:
-    """The scores of logits of shape (texts, classes).
-
-    Args:
-        activation: None for softmax, or the sigmoid of a single class.
-    """
-    if logits.ndim != 2:
-        raise InvalidData(
-            f"the output of the model has the shape {list(logits.shape)}:"
-            " expected [batch, classes]",
-            "use a model with a classification head",
-        )
-    logits = logits.astype(np.float64)
-    if activation is None:
-        activation = "sigmoid" if logits.shape[1] == 1 else "softmax"
-    if activation == "identity":
-        return logits
-    if activation == "sigmoid":
-        with np.errstate(over="ignore"):
-            return 1 / (1 + np.exp(-logits))
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
-
-
-def logits_of(scores: np.ndarray, activation: Activation | None) -> np.ndarray:
-    """The logits of scores; see ``scores_of``. Logits of a softmax are defined up to a constant."""
-    tiny = np.finfo(np.float64).tiny
-    if activation is None:
-        activation = "sigmoid" if scores.shape[1] == 1 else "softmax"
-    if activation == "identity":
-        return scores
-    logits = np.log(np.maximum(scores, tiny))
-    if activation == "sigmoid":
-        logits -= np.log(np.maximum(1 - scores, np.finfo(np.float64).epsneg))
-    return logits
 
 
 def _tensor(value: ValueInfo) -> Tensor:

@@ -12,7 +12,8 @@ import pytest
 from onnx import parser
 
 from attnserve.models.artifact import open_artifact
-from attnserve.serving.loaded_model import Model, Tensor, logits_of, scores_of
+from attnserve.serving.activations import logits_of, scores_of
+from attnserve.serving.loaded_model import Model, Tensor
 from graph_passes.errors import InvalidModel
 from tests.service.tiny import write_encoder, write_model
 
