@@ -28,6 +28,7 @@ from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_r
 from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.serving.operator_report import NOT_REWRITTEN, OperatorReport
+from attnserve.serving.row_independence import has_independent_rows, ignores_padding
 from attnserve.serving.tensor_codec import ONNX_TYPES
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
@@ -42,11 +43,6 @@ __all__ = [
 TextTask = Literal["embed", "classify", "rerank"]
 
 SHAPES_CACHED = 1024
-
-ROW_TOLERANCE = 0.05
-"""Largest relative difference between a row alone and the same row in a batch. Dynamic quantization
-over the whole batch gives about 1e-3; graphs that mix rows give about 1. ``batch_invariant`` finds
-the former by its operators."""
 
 
 class ModelFailed(AttnserveError):
@@ -492,13 +488,18 @@ class Model:
             except InvalidData:  # too long, or the graph needs other inputs
                 continue
             if self._fixed_rows is None:
-                self.rows_are_independent = all(
-                    self._is_independent(inputs, together, index) for index in range(WARM_UP_ROWS)
+                self.rows_are_independent = has_independent_rows(
+                    self.run, inputs, together, WARM_UP_ROWS
                 )
             if isinstance(self._session, GraphRunner | RunnerPool):
+                padded = [
+                    tensor.name
+                    for tensor in self.inputs
+                    if len(tensor.axes) > 1 and not isinstance(tensor.axes[1], int)
+                ]
                 self._session.allow_padding(
                     rows=self.batch_invariant and self.rows_are_independent,
-                    tokens=self.batch_invariant and self._ignores_padding(inputs),
+                    tokens=self.batch_invariant and ignores_padding(self.run, inputs, padded),
                 )
             break
         if not self.batch_invariant:
@@ -510,41 +511,6 @@ class Model:
         """Free the session and return its memory to the system; the model cannot run afterwards."""
         self._session = CLOSED
         return_freed_memory()
-
-    def _is_independent(
-        self,
-        inputs: Mapping[str, np.ndarray],
-        together: Mapping[str, np.ndarray],
-        index: int,
-    ) -> bool:
-        if any(array.shape[:1] != (WARM_UP_ROWS,) for array in inputs.values()):
-            return False
-        try:
-            alone = self.run({name: array[index : index + 1] for name, array in inputs.items()})
-        except InvalidData:
-            return False
-        return all(
-            row.shape[:1] == (1,)
-            and together[name].shape == (WARM_UP_ROWS, *row.shape[1:])
-            and _close(together[name][index], row[0])
-            for name, row in alone.items()
-        )
-
-    def _ignores_padding(self, inputs: Mapping[str, np.ndarray]) -> bool:
-        """Whether padding (zeros in tokens and mask) leaves the outputs unchanged."""
-        length = inputs["attention_mask"].shape[-1] if self.takes_mask else 0
-        if length < 2:
-            return False
-        short, padded = dict(inputs), {name: array.copy() for name, array in inputs.items()}
-        for tensor in self.inputs:
-            if len(tensor.axes) > 1 and not isinstance(tensor.axes[1], int):
-                short[tensor.name] = inputs[tensor.name][:, : length // 2]
-                padded[tensor.name][:, length // 2 :] = 0
-        try:
-            expected, outputs = self.run(short), self.run(padded)
-        except InvalidData:
-            return False
-        return all(_starts_with(outputs[name], array) for name, array in expected.items())
 
     @property
     def _fixed_rows(self) -> int | None:
@@ -588,17 +554,6 @@ class _Closed:
 
 
 CLOSED: Any = _Closed()
-
-
-def _starts_with(longer: np.ndarray, array: np.ndarray) -> bool:
-    """Whether ``array`` is the beginning of ``longer`` along every axis."""
-    start = longer[tuple(map(slice, array.shape))] if longer.ndim == array.ndim else longer
-    return start.shape == array.shape and _close(start, array)
-
-
-def _close(array: np.ndarray, expected: np.ndarray) -> bool:
-    one, other = (np.nan_to_num(values.astype(np.float64)) for values in (array, expected))
-    return bool(np.linalg.norm(one - other) <= ROW_TOLERANCE * np.linalg.norm(other) + 1e-9)
 
 
 def _tensor(value: ValueInfo) -> Tensor:
