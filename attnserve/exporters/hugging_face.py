@@ -124,7 +124,7 @@ class ExportReport:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        embedding = self.embedding.stated()
+        embedding = self.embedding.to_json()
         fields = {key: value for key, value in asdict(self).items() if key != "embedding"}
         return {**fields, **embedding, "path": str(self.path)}
 
@@ -686,7 +686,7 @@ def _record(report: ExportReport, settings: FolderSettings, source: str) -> Reco
     packages = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
     return Record.model_validate({
         **settings.stated_of_text(),
-        **report.embedding.stated(),
+        **report.embedding.to_json(),
         **scores,
         **{key: fields[key] for key in kept},
         "source": source,
