@@ -110,7 +110,7 @@ def roundings_of(
     """Compute the GPTQ rounding of int8 weights once, for reuse after training the weights.
 
     Raises:
-        Those of ``convert``.
+        InvalidArgument, CannotRewrite, InvalidData, MissingExtra: In the cases of ``convert``.
     """
     scheme = SCHEMES[precision]
     assert scheme.bits is not None
@@ -135,7 +135,7 @@ def convert_alone(
         precision: Name of a scheme in which single blocks may stay float32.
 
     Raises:
-        Those of ``convert``.
+        InvalidArgument, CannotRewrite, InvalidData, MissingExtra: In the cases of ``convert``.
     """
     scheme, activations = SCHEMES[precision], None
     for names in parts:
