@@ -41,7 +41,6 @@ __all__ = [
     "Fidelity",
     "OutputFidelity",
     "Tally",
-    "check_cosine_bound",
     "compare",
     "verify",
 ]
@@ -153,9 +152,6 @@ class Fidelity:
         return Measured(quality=found[0]) if found else Measured()
 
 
-RUN = Run()
-
-
 @with_keywords
 def verify(
     original: StrPath,
@@ -164,7 +160,7 @@ def verify(
     data: StrPath | None = None,
     measure: Measure = "auto",
     tokenizer: StrPath | None = None,
-    run: Run = RUN,
+    run: Run = Run(),
     progress: Progress | None = None,
 ) -> Fidelity:
     """Run both models on the same inputs, from ``data`` or random.
@@ -201,20 +197,6 @@ def verify(
         source = "random inputs"
     context = run.context(progress or ignore_progress)
     return compare(before, after, batches, source, meter=meter, context=context)
-
-
-def check_cosine_bound(bound: float | None) -> None:
-    """Check that a minimum cosine is between -1 and 1.
-
-    Raises:
-        InvalidArgument: It is not.
-    """
-    if bound is not None and not -1 <= bound <= 1:
-        raise InvalidArgument(
-            f"`min_cosine` is {bound}: expected a value between -1 and 1",
-            "pass for example 0.98",
-            code="compare.min_cosine",
-        )
 
 
 def compare(
