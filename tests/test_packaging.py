@@ -76,6 +76,13 @@ def committed() -> list[Path]:
     return [path for name in listed if name and (path := ROOT / name).is_file()]
 
 
+def test_packages_have_types_for_users():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    packages = settings["hatch"]["build"]["targets"]["wheel"]["packages"]
+    files = set(committed())
+    assert all(ROOT / package / "py.typed" in files for package in packages)
+
+
 def test_base_dependencies_are_without_torch_and_onnxruntime(project: dict[str, Any]):
     assert requirements(project["dependencies"]).keys() == BASE
 

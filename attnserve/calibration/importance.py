@@ -151,7 +151,7 @@ def leave_one_out_total(
         most_rows: As in ``leave_one_out``; the cost is ``SIGNS`` runs per block and batch.
 
     Raises:
-        InvalidArgument, InvalidModel, InvalidData: As ``leave_one_out``.
+        InvalidArgument, InvalidModel, InvalidData: In the cases of ``leave_one_out``.
     """
     signs = np.random.default_rng(context.seed)
     gates = [
@@ -209,7 +209,7 @@ def sensitivity(
         most_rows: As in ``leave_one_out``; the cost is two runs per head and batch.
 
     Raises:
-        InvalidArgument, InvalidModel, InvalidData: As ``leave_one_out``.
+        InvalidArgument, InvalidModel, InvalidData: In the cases of ``leave_one_out``.
     """
     gated = _Gated(model, blocks, context)
     totals = [np.zeros((block.num_heads, gated.num_outputs)) for block in blocks]

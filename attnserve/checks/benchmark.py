@@ -191,16 +191,13 @@ class BenchReport:
         }
 
 
-RUN = Run(threads=1)
-
-
 @with_keywords
 def bench(
     models: Sequence[Path | str],
     *,
     batches: Sequence[int] = (1,),
     sequences: Sequence[int] = (128,),
-    run: Run = RUN,
+    run: Run = Run(threads=1),
     rounds: int | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:

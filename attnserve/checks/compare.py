@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,14 @@ from attnserve.choices import Measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_progress
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.example_inputs import example_inputs
+from attnserve.models.cache_inputs import (
+    empty_axes,
+    is_reshaped_cache,
+    require_empty,
+    shaped_for,
+    stripped_caches,
+)
+from attnserve.models.example_inputs import random_batches
 from attnserve.models.lineage import FidelityRecord, Measured
 from attnserve.models.masks import flat_mask, token_mask
 from attnserve.models.onnx_files import load_model
@@ -28,20 +35,13 @@ from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, owned
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.shapes import SAMPLES
-from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
     "Fidelity",
     "OutputFidelity",
     "Tally",
-    "check_cosine_bound",
     "compare",
-    "empty_axes",
-    "random_batches",
-    "require_empty",
-    "shaped_for",
     "verify",
 ]
 
@@ -49,12 +49,6 @@ KEPT_BYTES = 2**26
 KEPT_SHARE = 0.25
 """Limits of the outputs of one model that are stored while the other one runs: bytes, and a share
 of the model's size; the larger limit applies."""
-
-RANDOM_SHAPES = ((1, 4), (1, 8), (2, 16), (4, 32))
-"""(batch, sequence) of the random inputs; models with few positions use the first of them."""
-
-AUDIO_SHAPES = tuple((batch, tokens * SAMPLES) for batch, tokens in RANDOM_SHAPES)
-"""Shapes for audio models, which accept none of those: convolutions shorten a recording."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +152,6 @@ class Fidelity:
         return Measured(quality=found[0]) if found else Measured()
 
 
-RUN = Run()
-
-
 @with_keywords
 def verify(
     original: StrPath,
@@ -169,7 +160,7 @@ def verify(
     data: StrPath | None = None,
     measure: Measure = "auto",
     tokenizer: StrPath | None = None,
-    run: Run = RUN,
+    run: Run = Run(),
     progress: Progress | None = None,
 ) -> Fidelity:
     """Run both models on the same inputs, from ``data`` or random.
@@ -208,133 +199,6 @@ def verify(
     return compare(before, after, batches, source, meter=meter, context=context)
 
 
-def check_cosine_bound(bound: float | None) -> None:
-    """Check that a minimum cosine is between -1 and 1.
-
-    Raises:
-        InvalidArgument: It is not.
-    """
-    if bound is not None and not -1 <= bound <= 1:
-        raise InvalidArgument(
-            f"`min_cosine` is {bound}: expected a value between -1 and 1",
-            "pass for example 0.98",
-            code="compare.min_cosine",
-        )
-
-
-def random_batches(
-    model: ir.Model, seed: int = 0, *, empty: Mapping[str, int] | None = None
-) -> list[Batch]:
-    """Valid random inputs at each of ``RANDOM_SHAPES`` that the model accepts; some have padding.
-
-    The number of positions is often not visible in the graph, so each shape is tried, and
-    ``AUDIO_SHAPES`` if there is none. Axes of fixed size keep their size.
-
-    Args:
-        empty: The empty inputs, and their axis of length 0.
-
-    Raises:
-        InvalidArgument, InvalidData: The model runs at none of the shapes.
-    """
-    session = open_session(model)
-    fixed_batch, fixed_sequence = fixed_axes(
-        value.shape for value in model.graph.inputs if value.shape
-    )
-    batches: list[Batch] = []
-    failure: InvalidArgument | InvalidData | None = None
-    for shapes in (RANDOM_SHAPES, AUDIO_SHAPES):
-        for index, (batch, sequence) in enumerate(shapes):
-            try:
-                workload = Workload.of(
-                    fixed_batch or batch, fixed_sequence or sequence,
-                    "prompt" if empty else "sequence",
-                )  # fmt: skip
-                inputs = example_inputs(model, workload, seed + index, padded=True)
-                for name, axis in (empty or {}).items():
-                    inputs[name] = inputs[name].take(range(0), axis)
-                session.run(None, inputs)
-            except (InvalidArgument, InvalidData) as error:  # the model has fewer positions
-                failure = failure or error
-                break
-            batches.append(inputs)
-        if batches:
-            return batches
-    assert failure is not None
-    raise failure
-
-
-def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
-    """Inputs that must be empty for two models to be comparable, and their axis of length 0.
-
-    These are the caches that differ in heads or head size, (B, H, P, K) and (B, 1, P, R), because
-    one model cannot read the other's cache, those that only the first model has, and all other
-    inputs with the same length P.
-    """
-    others = {value.name: value for value in after.graph.inputs}
-    pairs = ((value, others[value.name]) for value in before.graph.inputs if value.name in others)
-    changed = {a.name or "": a.shape[2] for a, b in pairs if _is_cache(a, b) and a.shape}
-    changed |= _stripped(before, after)
-    lengths = {str(dim) for dim in changed.values() if not isinstance(dim, int) and dim.value}
-    alike = {
-        value.name or "": axis
-        for value in before.graph.inputs
-        for axis, dim in enumerate(value.shape or ())
-        if str(dim) in lengths
-    }
-    return {**dict.fromkeys(changed, 2), **alike}
-
-
-def _stripped(before: ir.Model, after: ir.Model) -> dict[str, ir.SymbolicDim]:
-    """The caches (B, H, P, K) that the other model does not have, and their P (``StripCache``)."""
-    kept = {value.name for value in after.graph.inputs}
-    return {
-        value.name or "": length
-        for value in before.graph.inputs
-        if value.name not in kept and value.shape is not None and len(value.shape) == 4
-        if isinstance(length := value.shape[2], ir.SymbolicDim)
-    }
-
-
-def _is_cache(a: ir.Value, b: ir.Value) -> bool:
-    """Whether a value (B, H, T, K) with free T has another H or K in the other model."""
-    if a.shape is None or b.shape is None or not len(a.shape) == len(b.shape) == 4:
-        return False
-    other = [axis for axis in range(4) if a.shape[axis] != b.shape[axis]]
-    return bool(other) and set(other) <= {1, 3} and not isinstance(a.shape[2], int)
-
-
-def require_empty(batches: Sequence[Batch], empty: Collection[str]) -> None:
-    """Refuse data with filled caches, which only one of the models can read.
-
-    Raises:
-        InvalidData: A cache is not empty.
-    """
-    for batch in batches:
-        for name in empty:
-            if name in batch and batch[name].size:
-                raise InvalidData(
-                    f"the cache {name!r} has shape {batch[name].shape}: expected length 0, because "
-                    "the rewritten model has a different cache layout",
-                    "use whole sequences, empty caches, and masks of the sequences' length",
-                    code="compare.cache_not_empty",
-                )
-
-
-def shaped_for(model: ir.Model, batch: Batch, empty: Collection[str]) -> Batch:
-    """The inputs of a model from a batch; empty caches are reshaped, or left out if stripped."""
-    missing = set(empty) - {value.name for value in model.graph.inputs}
-    feed = {name: array for name, array in batch.items() if name not in missing}
-    for value in model.graph.inputs:
-        name = value.name or ""
-        array = batch.get(name)
-        if name not in empty or array is None or value.shape is None:
-            continue
-        if len(value.shape) == array.ndim:  # otherwise the model reports the error
-            pairs = zip(value.shape, array.shape, strict=True)
-            feed[name] = array.reshape([a if isinstance(a, int) else n for a, n in pairs])
-    return feed
-
-
 def compare(
     before: ir.Model,
     after: ir.Model,
@@ -357,7 +221,7 @@ def compare(
         InvalidData: A model refuses a batch, a batch fills a cache of different shape, or the masks
             hide all tokens.
     """
-    stripped = _stripped(before, after)
+    stripped = stripped_caches(before, after)
     for what, ours, theirs in (
         ("inputs", before.graph.inputs, after.graph.inputs),
         ("outputs", before.graph.outputs, after.graph.outputs),
@@ -389,7 +253,7 @@ def compare(
     tallies = {
         index: Tally(by_token=counts_tokens(before, a))
         for index, a in enumerate(before.graph.outputs)
-        if (b := counterparts.get(a.name)) is not None and not (empty and _is_cache(a, b))
+        if (b := counterparts.get(a.name)) is not None and not (empty and is_reshaped_cache(a, b))
         if index not in same
     }
     models = (before, after)

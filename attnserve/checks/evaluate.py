@@ -23,8 +23,6 @@ from graph_passes.errors import InvalidArgument
 
 __all__ = ["evaluate", "score_session"]
 
-RUN = Run()
-
 
 @with_keywords
 def evaluate(
@@ -35,7 +33,7 @@ def evaluate(
     pooling: Pooling | None = None,
     max_length: int | None = None,
     tokenizer: StrPath | None = None,
-    run: Run = RUN,
+    run: Run = Run(),
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> Score:

@@ -28,7 +28,8 @@ from attnserve.checks.task_data import (
 )
 from attnserve.choices import Pooling, TaskName
 from attnserve.context import RunContext
-from attnserve.data.datasets import load_inputs, read_arrays, wanted_inputs
+from attnserve.data.array_files import read_arrays
+from attnserve.data.datasets import load_inputs, wanted_inputs
 from attnserve.data.text_files import read_table
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import embed_texts, output_name, run_texts

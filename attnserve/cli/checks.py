@@ -52,8 +52,8 @@ def inspect(
         int, typer.Option(min=1, metavar="N", help="Sequence length to count MACs at.")
     ] = 128,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size to count at.")] = 1,
-    show: opt.Show = opt.SHOW,
-    run: Run = opt.ANY_RUN,
+    show: opt.Show = opt.Show(),
+    run: Run = Run(),
 ) -> None:
     """List the attention blocks of a model, with their costs and the passes that apply.
 
@@ -146,13 +146,18 @@ def verify(
         float | None,
         typer.Option(metavar="COSINE", help="Exit with code 1 if the mean cosine is lower."),
     ] = None,
-    show: opt.Show = opt.SHOW,
-    run: Run = opt.ANY_RUN,
+    show: opt.Show = opt.Show(),
+    run: Run = Run(),
 ) -> None:
     """Compare the outputs of a rewritten model with those of its original."""
-    from attnserve.checks.compare import check_cosine_bound
+    from graph_passes.errors import CheckFailed, InvalidArgument
 
-    check_cosine_bound(min_cosine)
+    if min_cosine is not None and not -1 <= min_cosine <= 1:
+        raise InvalidArgument(
+            f"`min_cosine` is {min_cosine}: expected a value between -1 and 1",
+            "pass for example 0.98",
+            code="compare.min_cosine",
+        )
     with progress_bars(show) as progress:
         report = attnserve.verify(
             original, new, data=data, measure=measure, tokenizer=tokenizer, run=run,
@@ -176,8 +181,6 @@ def verify(
             )
         out.print(table)
         print_qualities("quality", report)
-    from graph_passes.errors import CheckFailed
-
     warnings = report.warnings()
     if any(output.not_finite_rows for output in report.outputs):
         raise CheckFailed(
@@ -222,8 +225,8 @@ def evaluate(
         int | None, typer.Option(min=1, metavar="N", help="Truncate texts to N tokens.")
     ] = None,
     tokenizer: opt.DataTokenizer = None,
-    show: opt.Show = opt.SHOW,
-    run: Run = opt.ANY_RUN,
+    show: opt.Show = opt.Show(),
+    run: Run = Run(),
 ) -> None:
     """Compute a task score, such as a correlation, an accuracy, nDCG or perplexity."""
     with progress_bars(show) as progress:
@@ -272,7 +275,7 @@ def bench(
             min=1, metavar="N", help="Interleaved rounds per shape (default: about 8 seconds)."
         ),
     ] = None,
-    show: opt.Show = opt.SHOW,
+    show: opt.Show = opt.Show(),
     run: Run = ONE_THREAD,
 ) -> None:
     """Measure the latency and memory of models in interleaved rounds."""

@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 
 from attnserve.cli.display import with_options
 from attnserve.cli.options import limit_threads
-from attnserve.options import Options, OptionType, Run, option_type
+from attnserve.options import Options, OptionType, Run, is_group, option_type
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -62,7 +62,7 @@ def add_command(
         groups: dict[str, tuple[type[Options], list[_Field]]] = {}
         for parameter in signature(function).parameters.values():
             kind = hints[parameter.name]
-            if not _is_group(kind):
+            if not is_group(kind):
                 keyword = parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY)
                 parameters[parameter.name] = keyword
                 continue
@@ -93,10 +93,6 @@ def add_command(
         return function
 
     return add
-
-
-def _is_group(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Options)
 
 
 def _fields(

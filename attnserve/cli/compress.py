@@ -62,7 +62,7 @@ def optimize(
             rich_help_panel=Goal.panel,
         ),
     ] = None,
-    show: opt.Show = opt.SHOW,
+    show: opt.Show = opt.Show(),
 ) -> None:
     """Compress a model automatically (--keep) or by hand (--collab-dk, --prune, ...).
 
@@ -166,7 +166,7 @@ def plan(
         ),
     ] = None,
     force: opt.Force = False,
-    show: opt.Show = opt.SHOW,
+    show: opt.Show = opt.Show(),
 ) -> None:
     """Search for the fastest model and write the plan instead of the model.
 
@@ -280,7 +280,7 @@ def recover(
     run: Run,
     tokenizer: opt.DataTokenizer = None,
     force: opt.Force = False,
-    show: opt.Show = opt.SHOW,
+    show: opt.Show = opt.Show(),
 ) -> None:
     """Train a rewritten model to give the outputs of its original again (distillation).
 

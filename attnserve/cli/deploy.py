@@ -60,8 +60,8 @@ def export(
         ),
     ] = None,
     force: opt.Force = False,
-    show: opt.Show = opt.SHOW,
-    run: Run = opt.ANY_RUN,
+    show: opt.Show = opt.Show(),
+    run: Run = Run(),
 ) -> None:
     """Export a Hugging Face model to ONNX and compare it with PyTorch."""
     set_log_level(show)
@@ -85,7 +85,7 @@ def export(
     epilog="Example: attnserve serve model-optimized --port 8000",
     rich_help_panel=opt.DEPLOY,
 )
-def serve(settings: Settings, show: opt.Show = opt.SHOW) -> None:
+def serve(settings: Settings, show: opt.Show = opt.Show()) -> None:
     """Serve models over HTTP.
 
     Environment variables set options that are not given (ATTNSERVE_PORT=9000),
@@ -125,8 +125,8 @@ def triton(
     ] = 0,
     instances: Annotated[int, typer.Option(min=1, metavar="N", help="Model instances.")] = 1,
     force: opt.Force = False,
-    show: opt.Show = opt.SHOW,
-    run: Run = opt.ANY_RUN,
+    show: opt.Show = opt.Show(),
+    run: Run = Run(),
 ) -> None:
     """Write a Triton model repository: config.pbtxt, the model and warm-up requests."""
     from attnserve.exporters.triton_repository import write_repository
@@ -165,8 +165,8 @@ def genai(
         Path, typer.Option(metavar="PATH", help="An .onnx file or an artifact folder.")
     ],
     force: opt.Force = False,
-    show: opt.Show = opt.SHOW,
-    run: Run = opt.ANY_RUN,
+    show: opt.Show = opt.Show(),
+    run: Run = Run(),
 ) -> None:
     """Write a folder for onnxruntime-genai, which generates text: genai_config.json and the model.
 
@@ -197,7 +197,7 @@ SHARED = {"model", "host", "port", "threads", "provider", "runtime"}
 def ray(
     settings: Settings,
     scaling: RaySettings,
-    show: opt.Show = opt.SHOW,
+    show: opt.Show = opt.Show(),
 ) -> None:
     """Serve a model on Ray Serve, with autoscaling over several machines.
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from attnserve.choices import Measure
-from attnserve.options import Cli, Data, Options, Run, Training, Write
+from attnserve.options import Cli, Data, Options, Training, Write
 from attnserve.options.groups import OUTPUT
 from attnserve.runtime.machine import available_cores
 
@@ -54,10 +54,6 @@ class Show(Options):
     """Hide progress and warnings."""
     verbose: Annotated[bool, Cli(flags=("--verbose", "-v"))] = False
     """Print details, and the traceback of an error."""
-
-
-SHOW, ANY_RUN = Show(), Run()
-"""Defaults."""
 
 
 def limit_threads(threads: int) -> int:

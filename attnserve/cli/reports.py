@@ -45,8 +45,8 @@ def analyze(
     ] = None,
     tokenizer: opt.DataTokenizer = None,
     force: opt.Force = False,
-    show: opt.Show = opt.SHOW,
-    run: Run = opt.ANY_RUN,
+    show: opt.Show = opt.Show(),
+    run: Run = Run(),
 ) -> None:
     """Report redundancy and head importance per layer (HTML and JSON)."""
     with progress_bars(show) as progress:
@@ -115,8 +115,8 @@ def report(
         opt.output_option("DIR", "Folder for the pages (default: report.html beside each model)."),
     ] = None,
     force: opt.Force = False,
-    show: opt.Show = opt.SHOW,
-    run: Run = opt.ANY_RUN,
+    show: opt.Show = opt.Show(),
+    run: Run = Run(),
 ) -> None:
     """Write an HTML page per model: its rewrites, their cost and quality, and its attention."""
     with progress_bars(show) as progress:

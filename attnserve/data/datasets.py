@@ -12,12 +12,13 @@ from typing import Any, cast
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.data.array_files import array_batches, read_arrays, with_unequal_lengths
 from attnserve.data.lengths import length_bounds
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import path_sha256
 from attnserve.models.lineage import Calibration
-from attnserve.models.masks import is_mask, padding_value, token_mask
+from attnserve.models.masks import token_mask
 from attnserve.models.rows import filled, fixed_axes, row_content
 from attnserve.models.tokenizer import (
     Encoding,
@@ -37,7 +38,6 @@ __all__ = [
     "Dataset",
     "content_digest",
     "load_inputs",
-    "read_arrays",
     "thinned",
     "wanted_inputs",
 ]
@@ -254,7 +254,7 @@ def _read_file(
     if path.is_dir() or path.suffix.lower() == ".npz":
         arrays = read_arrays(path, {name: one.dtype for name, one in wanted.items()})
         if tokens is None:
-            arrays = [_with_unequal_lengths(row, artifact.max_length) for row in arrays]
+            arrays = [with_unequal_lengths(row, artifact.max_length) for row in arrays]
         rows = arrays
         shapes = [next((a.shape for a in row.values() if a.ndim in (2, 3)), None) for row in arrays]
         sizes = [128 if shape is None else shape[1] for shape in shapes]
@@ -262,7 +262,7 @@ def _read_file(
             size if shape is None else int(token_mask(row, shape[:2]).sum())
             for row, shape, size in zip(arrays, shapes, sizes, strict=True)
         ]
-        make = partial(_array_batches, size=size, fill=fixed is not None)
+        make = partial(array_batches, size=size, fill=fixed is not None)
     else:
         encoder_path = tokenizer or artifact.tokenizer
         if encoder_path is None:
@@ -482,90 +482,6 @@ def wanted_inputs(model: ir.Model) -> dict[str, TextInput]:
     }
 
 
-def read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
-    """One batch per row of an .npz or a folder of them; each array has a first axis of size 1.
-
-    Raises:
-        InvalidData: A file is not an .npz, or has not exactly the ``wanted`` arrays.
-    """
-    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
-    if not files:
-        raise InvalidData(
-            f"{path}: the folder has no .npz file",
-            "pass a text file or an .npz",
-            code="data.no_npz",
-        )
-    rows: list[Batch] = []
-    for file in files:
-        try:
-            with file.open("rb") as content, np.load(content, allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
-        except Exception as error:  # numpy and zipfile raise exceptions of many types
-            raise InvalidData(
-                f"{file}: not an .npz of arrays: {error}",
-                "write it with numpy.savez",
-                code="data.not_npz",
-            ) from error
-        missing, extra = (
-            sorted(wanted.keys() - arrays.keys()),
-            sorted(arrays.keys() - wanted.keys()),
-        )
-        if missing or extra:
-            raise InvalidData(
-                f"{file}: expected the arrays {', '.join(wanted)}; "
-                f"missing {missing or 'none'}, not an input {extra or 'none'}",
-                "use the input names of the model as array names",
-                code="data.array_names",
-            )
-        counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
-        if len(set(counts.values())) != 1 or not min(counts.values()):
-            raise InvalidData(
-                f"{file}: arrays have {counts} rows",
-                "give every input the same number of rows",
-                code="data.array_rows",
-            )
-        for name, dtype in wanted.items():
-            if arrays[name].dtype.kind != dtype.kind:
-                raise InvalidData(
-                    f"{file}: {name!r} is {arrays[name].dtype}, expected {dtype}",
-                    "convert the array",
-                    code="data.array_type",
-                )
-        for row in range(next(iter(counts.values()))):
-            rows.append(
-                {name: arrays[name][row : row + 1].astype(dtype) for name, dtype in wanted.items()}
-            )
-    return rows
-
-
-def _with_unequal_lengths(row: Batch, longest: int | None) -> Batch:
-    """The row with one more padded token of the source if the target has the same length.
-
-    ``token_mask`` selects a mask by its shape. With equal lengths, the mask of the source would
-    hide tokens of the target.
-    """
-    targets = [name for name in row if name.startswith("decoder_")]
-    if targets:
-        sources = [name for name in row if not name.startswith("decoder_")]
-    else:
-        sources = [name for name in row if name.startswith("encoder_")]
-        targets = [name for name in row if not name.startswith("encoder_")]
-    masks = [row[name] for name in sources if is_mask(name) and row[name].ndim == 2]
-    sizes = {row[name].shape[1] for name in targets if row[name].ndim == 2}
-    if not masks or masks[0].shape[1] not in sizes or any(a.ndim > 3 for a in row.values()):
-        return row
-    size = masks[0].shape[1]
-    if longest is not None and size >= longest:
-        return row
-    padded = dict(row)
-    for name in sources:
-        array = row[name]
-        if array.ndim in (2, 3) and array.shape[1] == size:
-            more = ((0, 0), (0, 1), *((0, 0),) * (array.ndim - 2))
-            padded[name] = np.pad(array, more, constant_values=padding_value(name, array))
-    return padded
-
-
 def _text_batches(
     encoder: TextEncoder,
     rows: Sequence[Encoding],
@@ -576,17 +492,3 @@ def _text_batches(
 ) -> list[Batch]:
     rows = filled(rows, size) if fill else rows
     return [feed for _, feed in encoder.batches(rows, size, inputs)]
-
-
-def _array_batches(rows: Sequence[Batch], *, size: int, fill: bool) -> list[Batch]:
-    """Batches of rows with equal shapes; all of ``size`` rows if ``fill``."""
-    groups: dict[tuple[tuple[int, ...], ...], list[Batch]] = {}
-    for row in rows:
-        groups.setdefault(tuple(array.shape for array in row.values()), []).append(row)
-    batches: list[Batch] = []
-    for group in groups.values():
-        group = filled(group, size) if fill else group
-        for start in range(0, len(group), size):
-            chosen = group[start : start + size]
-            batches.append({n: np.concatenate([row[n] for row in chosen]) for n in chosen[0]})
-    return batches

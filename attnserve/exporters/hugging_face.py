@@ -9,7 +9,6 @@ Their objects are typed ``Any``.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 import logging
@@ -17,8 +16,8 @@ import os
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import Generator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from attnserve.options import Run
 from attnserve.paths import StrPath
 from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
+from attnserve.runtime.silence import silenced
 from attnserve.versions import package_versions
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel, MissingExtra
 
@@ -85,9 +85,19 @@ TOLERANCE = 1e-3
 SCORING = Task("AutoModelForCausalLM", ("logits",), per_token=False)
 """The task "rerank" of a language model whose score is the logit of one token after the pair."""
 
+NO_EMBEDDING = EmbeddingSettings(pooling="none")
+
 EXAMPLE = (2, 7)
 CHECKED = ((3, 11), (1, 24))
 """(batch, sequence) of the check; different from ``EXAMPLE``, to detect constant sizes."""
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Suppress output, warnings and logs of exporters; they report failures as exceptions."""
+    silent = io.StringIO()
+    with silenced(logging.CRITICAL), redirect_stdout(silent), redirect_stderr(silent):
+        yield
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ class ExportReport:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        embedding = self.embedding.stated()
+        embedding = self.embedding.to_json()
         fields = {key: value for key, value in asdict(self).items() if key != "embedding"}
         return {**fields, **embedding, "path": str(self.path)}
 
@@ -169,87 +179,48 @@ def export(
     name = task or "feature-extraction"
     opset = DEFAULT_OPSET.get(exporter, 0) if opset is None else opset
     seed = Run(seed=seed).seed
-    _check_options(name, exporter, opset, attention)
-    if dimensions is not None and (dimensions < 1 or name != "feature-extraction"):
-        raise InvalidArgument(
-            f"`dimensions` is {dimensions} for the task {name}: expected a number above 0, and"
-            " the task feature-extraction",
-            "leave it out",
-            code="export.dimensions",
-        )
+    _check_options(name, exporter, opset, attention, dimensions)
     model, folder = os.fspath(model), Path(folder)
     check_output(folder, source=Path(model), force=force)
-    kind = TASKS[name]
     torch, transformers = _require_torch()
     source = _find(model)
     settings = read_settings(source)
     source = source / settings.encoder
-    if name == "rerank" and settings.is_language_model:
-        kind = SCORING
-    with _quiet():
-        network, tokenizer = _load(transformers, source, kind, attention)
+    is_scoring = name == "rerank" and settings.is_language_model
+    kind = SCORING if is_scoring else TASKS[name]
+    network, tokenizer = _load(transformers, source, kind, attention)
     if settings.transformer.do_lower_case:  # also for programs that read tokenizer.json alone
         lower_case(tokenizer.backend_tokenizer)
     limit = _position_limit(network)
-    embedding, head, activation, template = EmbeddingSettings(pooling="none"), None, None, None
-    width = network.config.hidden_size
     if name == "feature-extraction":
-        embedding = settings.embedding
-        embedding = replace(embedding, dimensions=dimensions or embedding.dimensions)
-        if embedding.head:
-            head = embedding_head(torch, embedding.head)
-            kind = Task(kind.auto_class, ("sentence_embedding",), per_token=False)
-            width = _head_width(torch, head, width, source)
-    elif kind is SCORING:
-        template = pair_template(settings, tokenizer, network.config.model_type)
-        with _quiet():
-            network, head = scorer(torch, network, token_score(settings, tokenizer))
-        activation = settings.activation(1, of_problem=False)
-    elif name == "rerank" and network.config.num_labels != 1:
-        raise InvalidArgument(
-            f"{model}: the model has {network.config.num_labels} classes: a reranker has one score",
-            "set `task` to sequence-classification",
-            code="export.not_reranker",
-        )
-    elif name in ("rerank", "sequence-classification"):
-        activation = settings.activation(network.config.num_labels, of_problem=name != "rerank")
-        embedding = replace(
-            embedding, prompts=settings.prompts, default_prompt=settings.default_prompt
-        )
-    if (embedding.dimensions or 0) > width:
-        raise InvalidArgument(
-            f"`dimensions` is {embedding.dimensions}: expected at most {width}, the size of the"
-            " embeddings",
-            "reduce it",
-            code="export.dimensions",
-        )
+        made = _embeddings(torch, settings, network, dimensions, source)
+    elif is_scoring:
+        made = _pair_scores(torch, settings, network, tokenizer)
+    else:
+        made = _logits(settings, network, name, model)
     max_length = _max_length(settings, tokenizer, limit)
     limit = limit and max(limit, max_length or 0)
-    inputs = _input_names(network, tokenizer)
-    wrapper = _wrapper(torch, network, inputs, kind.outputs, head)
+    inputs = _input_names(made.network, tokenizer)
+    wrapper = _wrapper(torch, inputs, made)
     example, *feeds = (
-        _example(network, tokenizer, inputs, batch, min(sequence, limit or sequence), seed)
+        _example(made.network, tokenizer, inputs, batch, min(sequence, limit or sequence), seed)
         for batch, sequence in (EXAMPLE, *CHECKED)
     )
-    with staged(folder) as stage:
-        with _quiet(), tempfile.TemporaryDirectory(dir=stage) as temporary:
-            scratch = Path(temporary)
-            try:
-                graph = _trace(torch, wrapper, example, kind, exporter, opset, limit, scratch)
-            except Exception as error:
-                raise InvalidModel(
-                    f"{model}: the {exporter} exporter failed at opset {opset}:"
-                    f" {first_line(error)}",
-                    "try the other `exporter`, eager `attention`, or another `opset`",
-                    code="export.failed",
-                ) from error
-            save_model(graph, stage / "model.onnx")
-            tokenizer.save_pretrained(scratch)
-            shutil.copyfile(source / "config.json", scratch / "config.json")
-            for file in COMPANIONS:
-                if (scratch / file).is_file():
-                    (scratch / file).replace(stage / file)
-        absolute, relative = _compare(torch, wrapper, stage / "model.onnx", feeds, kind.per_token)
+    with staged(folder) as stage, tempfile.TemporaryDirectory(dir=stage) as temporary:
+        scratch = Path(temporary)
+        try:
+            graph = _trace(torch, wrapper, example, made.kind, exporter, opset, limit, scratch)
+        except Exception as error:
+            raise InvalidModel(
+                f"{model}: the {exporter} exporter failed at opset {opset}: {first_line(error)}",
+                "try the other `exporter`, eager `attention`, or another `opset`",
+                code="export.failed",
+            ) from error
+        save_model(graph, stage / "model.onnx")
+        _copy_companions(tokenizer, source, stage, scratch)
+        absolute, relative = _compare(
+            torch, wrapper, stage / "model.onnx", feeds, made.kind.per_token
+        )
         report = ExportReport(
             path=folder / "model.onnx",
             task=name,
@@ -257,10 +228,10 @@ def export(
             opset=opset,
             attention=attention,
             inputs=inputs,
-            outputs=kind.outputs,
-            embedding=embedding,
-            activation=activation,
-            template=template,
+            outputs=made.kind.outputs,
+            embedding=made.embedding,
+            activation=made.activation,
+            template=made.template,
             max_length=max_length,
             max_abs_error=absolute,
             relative_error=relative,
@@ -270,7 +241,96 @@ def export(
     return report
 
 
-def _check_options(task: str, exporter: str, opset: int, attention: str) -> None:
+@dataclass(frozen=True)
+class _Outputs:
+    """What the graph computes, and how it is read.
+
+    Attributes:
+        network: The module of transformers.
+        head: A module that computes the output from the hidden states; None for the network's own.
+    """
+
+    kind: Task
+    network: Any
+    head: Any = None
+    embedding: EmbeddingSettings = NO_EMBEDDING
+    activation: Activation | None = None
+    template: str | None = None
+
+
+def _embeddings(
+    torch: Any, settings: FolderSettings, network: Any, dimensions: int | None, source: Path
+) -> _Outputs:
+    """Hidden states, or embeddings if pooling and normalization cannot express the modules.
+
+    Raises:
+        InvalidModel: The weights of a module have other sizes.
+        InvalidArgument: ``dimensions`` is more than the size of the embeddings.
+    """
+    embedding = settings.embedding
+    embedding = replace(embedding, dimensions=dimensions or embedding.dimensions)
+    kind, head, width = TASKS["feature-extraction"], None, network.config.hidden_size
+    if embedding.head:
+        head = embedding_head(torch, embedding.head)
+        kind = Task(kind.auto_class, ("sentence_embedding",), per_token=False)
+        width = _head_width(torch, head, width, source)
+    if (embedding.dimensions or 0) > width:
+        raise InvalidArgument(
+            f"`dimensions` is {embedding.dimensions}: expected at most {width}, the size of the"
+            " embeddings",
+            "reduce it",
+            code="export.dimensions",
+        )
+    return _Outputs(kind, network, head, embedding)
+
+
+def _pair_scores(torch: Any, settings: FolderSettings, network: Any, tokenizer: Any) -> _Outputs:
+    """The logit of one token after a pair of texts, from a language model."""
+    template = pair_template(settings, tokenizer, network.config.model_type)
+    with _quiet():
+        network, head = scorer(torch, network, token_score(settings, tokenizer))
+    activation = settings.activation(1, of_problem=False)
+    return _Outputs(SCORING, network, head, activation=activation, template=template)
+
+
+def _logits(settings: FolderSettings, network: Any, task: str, model: str) -> _Outputs:
+    """The outputs of a network with the head of a task.
+
+    Raises:
+        InvalidArgument: A reranker has several classes.
+    """
+    if task not in ("rerank", "sequence-classification"):
+        return _Outputs(TASKS[task], network)
+    classes = network.config.num_labels
+    if task == "rerank" and classes != 1:
+        raise InvalidArgument(
+            f"{model}: the model has {classes} classes: a reranker has one score",
+            "set `task` to sequence-classification",
+            code="export.not_reranker",
+        )
+    return _Outputs(
+        TASKS[task],
+        network,
+        embedding=replace(
+            NO_EMBEDDING, prompts=settings.prompts, default_prompt=settings.default_prompt
+        ),
+        activation=settings.activation(classes, of_problem=task != "rerank"),
+    )
+
+
+def _copy_companions(tokenizer: Any, source: Path, stage: Path, scratch: Path) -> None:
+    """Write the tokenizer and config.json to ``stage``, without files that nothing reads."""
+    with _quiet():
+        tokenizer.save_pretrained(scratch)
+    shutil.copyfile(source / "config.json", scratch / "config.json")
+    for file in COMPANIONS:
+        if (scratch / file).is_file():
+            (scratch / file).replace(stage / file)
+
+
+def _check_options(
+    task: str, exporter: str, opset: int, attention: str, dimensions: int | None
+) -> None:
     for option, value, allowed in (
         ("task", task, TASKS),
         ("exporter", exporter, OPSETS),
@@ -289,6 +349,13 @@ def _check_options(task: str, exporter: str, opset: int, attention: str) -> None
             f"leave `opset` out for {DEFAULT_OPSET[exporter]}",
             code="export.opset",
         )
+    if dimensions is not None and (dimensions < 1 or task != "feature-extraction"):
+        raise InvalidArgument(
+            f"`dimensions` is {dimensions} for the task {task}: expected a number above 0, and"
+            " the task feature-extraction",
+            "leave it out",
+            code="export.dimensions",
+        )
 
 
 def _require_torch() -> tuple[Any, Any]:
@@ -303,24 +370,6 @@ def _require_torch() -> tuple[Any, Any]:
             code="extra.torch",
         ) from error
     return torch, transformers
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Suppress output, warnings and logs of exporters; they report failures as exceptions."""
-    silent = io.StringIO()
-    disabled = logging.root.manager.disable
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(silent),
-        contextlib.redirect_stderr(silent),
-    ):
-        warnings.simplefilter("ignore")
-        logging.disable(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            logging.disable(disabled)
 
 
 def _find(model: str) -> Path:
@@ -356,6 +405,7 @@ def _find(model: str) -> Path:
     return found
 
 
+@_quiet()
 def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> tuple[Any, Any]:
     """The network in evaluation mode and float32, and its tokenizer.
 
@@ -465,9 +515,7 @@ def _input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
     return tuple(n for n in INPUTS if n in accepted and n in tokenizer.model_input_names)
 
 
-def _wrapper(
-    torch: Any, network: Any, names: tuple[str, ...], outputs: tuple[str, ...], head: Any
-) -> Any:
+def _wrapper(torch: Any, names: tuple[str, ...], outputs: _Outputs) -> Any:
     """Wrap the network as a module with positional tensors as inputs and a tuple as output.
 
     With a head, the output is computed by the head from the hidden states.
@@ -476,15 +524,15 @@ def _wrapper(
     class Wrapper(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.network = network
-            self.head = head
+            self.network = outputs.network
+            self.head = outputs.head
 
         def forward(self, *values: Any) -> Any:
             inputs = dict(zip(names, values, strict=True))
             result = self.network(**inputs, return_dict=True)
             if self.head is not None:
                 return (self.head(result.last_hidden_state, inputs["attention_mask"]),)
-            return tuple(getattr(result, output) for output in outputs)
+            return tuple(getattr(result, output) for output in outputs.kind.outputs)
 
     # dynamo uses the mode of the outermost module and exports Dropout nodes in training mode.
     return Wrapper().eval()
@@ -513,6 +561,7 @@ def _example(
     return {name: values[name] for name in names}
 
 
+@_quiet()
 def _trace(
     torch: Any,
     wrapper: Any,
@@ -637,7 +686,7 @@ def _record(report: ExportReport, settings: FolderSettings, source: str) -> Reco
     packages = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
     return Record.model_validate({
         **settings.stated_of_text(),
-        **report.embedding.stated(),
+        **report.embedding.to_json(),
         **scores,
         **{key: fields[key] for key in kept},
         "source": source,

@@ -33,23 +33,16 @@ from attnserve.models.rows import fixed_axes
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
+from attnserve.serving.tensor_codec import NAMES, ONNX_TYPES
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, InvalidOutput
 
 __all__ = ["TritonModel", "Value", "write_repository"]
 
 DATATYPES: Mapping[str, str] = {
-    **{
-        f"tensor({name})": f"TYPE_{name.upper()}"
-        for name in (
-            "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
-        )
-    },
-    "tensor(float16)": "TYPE_FP16",
+    **{name: f"TYPE_{NAMES[dtype]}" for name, dtype in ONNX_TYPES.items()},
     "tensor(bfloat16)": "TYPE_BF16",
-    "tensor(float)": "TYPE_FP32",
-    "tensor(double)": "TYPE_FP64",
-}  # fmt: skip
+}
 """Triton's name of each tensor type of ONNX Runtime."""
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")

@@ -132,7 +132,7 @@ class Artifact:
     def first_position(self) -> int:
         """The position id of the first token, for graphs with an input ``position_ids``.
 
-        Those of RoBERTa's family start after the id of the pad token.
+        Position ids of RoBERTa's family start after the id of the pad token.
 
         Raises:
             InvalidModel: config.json is not valid.

@@ -13,11 +13,14 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.masks import is_mask, marks_padding
-from graph_passes.analysis.shapes import bind_axes, input_shape
+from attnserve.models.rows import fixed_axes
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.shapes import SAMPLES, bind_axes, input_shape
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import InvalidArgument, InvalidModel
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
-__all__ = ["example_inputs", "id_bound"]
+__all__ = ["example_inputs", "id_bound", "random_batches"]
 
 FALLBACK_IDS = 16
 """Upper bound of ids if the table that they index is unknown."""
@@ -27,6 +30,12 @@ SAME_IDS = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsq
 
 FUSED_TABLES = {0: 2, 1: 4, 8: 3}
 """com.microsoft EmbedLayerNormalization: the input that holds ids -> the input it indexes."""
+
+RANDOM_SHAPES = ((1, 4), (1, 8), (2, 16), (4, 32))
+"""(batch, sequence) of the random inputs; models with few positions use the first of them."""
+
+AUDIO_SHAPES = tuple((batch, tokens * SAMPLES) for batch, tokens in RANDOM_SHAPES)
+"""Shapes for audio models, which accept none of those: convolutions shorten a recording."""
 
 
 def example_inputs(
@@ -76,6 +85,47 @@ def example_inputs(
                 content = ~content
         inputs[value.name] = np.array(content, dtype=_dtype(value), order="C")
     return inputs
+
+
+def random_batches(
+    model: ir.Model, seed: int = 0, *, empty: Mapping[str, int] | None = None
+) -> list[Batch]:
+    """Valid random inputs at each of ``RANDOM_SHAPES`` that the model accepts; some have padding.
+
+    The number of positions is often not visible in the graph, so each shape is tried, and
+    ``AUDIO_SHAPES`` if there is none. Axes of fixed size keep their size.
+
+    Args:
+        empty: The empty inputs, and their axis of length 0.
+
+    Raises:
+        InvalidArgument, InvalidData: The model runs at none of the shapes.
+    """
+    session = open_session(model)
+    fixed_batch, fixed_sequence = fixed_axes(
+        value.shape for value in model.graph.inputs if value.shape
+    )
+    batches: list[Batch] = []
+    failure: InvalidArgument | InvalidData | None = None
+    for shapes in (RANDOM_SHAPES, AUDIO_SHAPES):
+        for index, (batch, sequence) in enumerate(shapes):
+            try:
+                workload = Workload.of(
+                    fixed_batch or batch, fixed_sequence or sequence,
+                    "prompt" if empty else "sequence",
+                )  # fmt: skip
+                inputs = example_inputs(model, workload, seed + index, padded=True)
+                for name, axis in (empty or {}).items():
+                    inputs[name] = inputs[name].take(range(0), axis)
+                session.run(None, inputs)
+            except (InvalidArgument, InvalidData) as error:  # the model has fewer positions
+                failure = failure or error
+                break
+            batches.append(inputs)
+        if batches:
+            return batches
+    assert failure is not None
+    raise failure
 
 
 def id_bound(value: ir.Value) -> int | None:

@@ -95,7 +95,7 @@ class EmbeddingSettings:
     similarity: Similarity = "cosine"
     head: tuple[Module, ...] = ()
 
-    def stated(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The fields of a record; those without a value are left out."""
         default = EmbeddingSettings()
         names = ("dimensions", "prompts", "default_prompt", "similarity")
@@ -232,7 +232,7 @@ class FolderSettings:
         embedding = self.embedding
         if kinds:
             output = {"output": "sentence_embedding"} if embedding.head else {}
-            return {**embedding.stated(), **output, **stated}
+            return {**embedding.to_json(), **output, **stated}
         if embedding.pooling != "mean":
             stated["pooling"] = embedding.pooling
         activation = self.activation(self.model.classes)

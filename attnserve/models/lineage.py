@@ -11,19 +11,20 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
+from attnserve.runtime.interleaved_timer import Speedup
+
 __all__ = [
     "SIZES",
     "Asked",
     "BeforeRecovery",
     "Calibration",
     "FidelityRecord",
-    "FormRecord",
+    "FormReport",
     "Measured",
-    "MixingRecord",
+    "MixingChoice",
     "ModelCost",
     "ProofRecord",
     "QualityRecord",
-    "Ratio",
     "Recorded",
     "Recovered",
     "RewriteRecord",
@@ -199,7 +200,7 @@ class ShareRecord(Recorded):
 
 
 class FidelityRecord(Measured):
-    """A comparison with the original; ``outputs`` as in ``attnserve verify --json``."""
+    """A comparison with the original; ``outputs`` as of ``OutputFidelity.to_json``."""
 
     outputs: tuple[dict[str, Any], ...] = ()
     mean_cosine: FiniteFloat | None = None
@@ -218,40 +219,45 @@ class Speed(Whole):
     speedup: FiniteFloat
 
 
-class Ratio(Whole):
-    """A speed-up with its 95 % interval."""
-
-    value: FiniteFloat
-    ci95: tuple[FiniteFloat, FiniteFloat]
-
-
 class Speedups(Recorded):
     """Speed-ups as served: each step over the one before; ``served`` over the fused original."""
 
     shapes: tuple[tuple[int, int], ...] = ()
     phase: str = "sequence"
-    fusion: Ratio | None = None
-    precision: Ratio | None = None
-    removal: Ratio | None = None
-    served: Ratio | None = None
+    fusion: Speedup | None = None
+    precision: Speedup | None = None
+    removal: Speedup | None = None
+    served: Speedup | None = None
     served_by_shape: tuple[FiniteFloat, ...] = ()
 
 
-class FormRecord(Whole):
-    """A form of shared dimensions that was timed; see ``mixing_choice``."""
+class FormReport(Whole):
+    """A form of shared dimensions that was built and timed; see ``planning.mixing_choice``.
+
+    Attributes:
+        form: "dense", "sparse" or "own".
+        error: Error of the outputs on calibration data, or of the weights without data; None if the
+            form was too slow to be fitted.
+        speedup: Speed-up over the fused original, as served.
+        slowest: The speed-up at the slowest shape, by the upper end of its interval.
+    """
 
     form: str
     error: FiniteFloat | None
-    speedup: Ratio
-    slowest: Ratio
+    speedup: Speedup
+    slowest: Speedup
 
 
-class MixingRecord(Whole):
+class MixingChoice(Whole):
     """The chosen form of shared dimensions, the reason, and all forms that were timed."""
 
     chosen: str
     why: str
-    forms: tuple[FormRecord, ...]
+    forms: tuple[FormReport, ...]
+
+    @property
+    def record(self) -> MixingChoice:
+        return self
 
 
 def _present_name(measure: object) -> object:
@@ -375,7 +381,7 @@ class RewriteRecord(Measured):
         source: The model that the quality is measured against.
         rewritten: For a training, the model that was trained.
         plan: The plan that was applied, as ``Plan.to_json`` gives it.
-        scores: For a training with labels, the scores as in ``attnserve evaluate --json``.
+        scores: For a training with labels, the scores as of ``Score.to_json``.
     """
 
     rewrite: str
@@ -394,7 +400,7 @@ class RewriteRecord(Measured):
     plan: dict[str, Any] | None = None
     served_speedup: FiniteFloat | None = None
     speedups: Speedups | None = None
-    mixing: MixingRecord | None = None
+    mixing: MixingChoice | None = None
     int8_weight_bits: int | None = None
     int8_activations: str | None = None
     search: Search | None = None

@@ -29,7 +29,7 @@ def raise_opset(model: ir.Model, opset: int) -> None:
     raised = model.clone()  # a failing converter leaves a partly converted model
     map_external_data(raised)  # the fallback converter loses the folder of external tensors
     try:
-        with _quiet("onnxscript.version_converter"):
+        with _without_warnings("onnxscript.version_converter"):
             convert_version(raised, opset, fallback=True)
     except Exception as error:  # the libraries raise exceptions of many types
         raise _refused(before, opset) from error
@@ -49,7 +49,7 @@ def _refused(before: int, opset: int) -> CannotRewrite:
 
 
 @contextmanager
-def _quiet(name: str) -> Generator[None]:
+def _without_warnings(name: str) -> Generator[None]:
     """Suppress the warnings of this logger about each use of the fallback converter."""
     log = logging.getLogger(name)
     level = log.level

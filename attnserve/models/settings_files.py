@@ -380,9 +380,9 @@ class TransformersConfig(SettingsFile):
     is_causal: Any = True
     """False for a language model whose tokens see all others: mean pooling by default."""
     max_position_embeddings: Any = None
-    """The maximum number of tokens (``n_positions`` of GPT-2)."""
+    """The maximum number of tokens."""
     n_positions: Any = None
-    """See ``max_position_embeddings``."""
+    """The maximum number of tokens in configurations of GPT-2."""
     pad_token_id: Any = 1
     """Position ids of RoBERTa's family start after it."""
     id2label: Any = None

@@ -22,7 +22,6 @@ except ImportError as error:
 from attnserve.nn.attention import AttentionLayer, FeatureMaps, FixedHeadAttention
 from attnserve.nn.collaborative import CollaborativeAttention
 from attnserve.nn.grouped import (
-    Compactness,
     GroupedHeadAttention,
     group_loss,
     keep_pillars,
@@ -36,7 +35,6 @@ from attnserve.nn.trained import TrainedAttention, read_attention
 __all__ = [
     "AttentionLayer",
     "CollaborativeAttention",
-    "Compactness",
     "FeatureMaps",
     "FixedHeadAttention",
     "GroupedHeadAttention",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -17,21 +16,7 @@ from graph_passes.errors import InvalidArgument
 
 Batch = TypeVar("Batch")
 
-__all__ = ["Compactness", "GroupedHeadAttention", "group_loss", "keep_pillars", "voting_to_stay"]
-
-
-@dataclass(frozen=True)
-class Compactness:
-    """Compactness of the groups of heads; larger is more compact (section 5.1, figure 2).
-
-    Attributes:
-        silhouette: Mean silhouette coefficient, from -1 to 1; heads alone in a group count 0.
-        dunn: Least distance between groups relative to the largest within one; infinite if equal
-            heads make up each group, 0 for a single group.
-    """
-
-    silhouette: float
-    dunn: float
+__all__ = ["GroupedHeadAttention", "group_loss", "keep_pillars", "voting_to_stay"]
 
 
 class GroupedHeadAttention(FixedHeadAttention):
@@ -156,16 +141,6 @@ class GroupedHeadAttention(FixedHeadAttention):
         self.groups.copy_(found)
         self._seen = None
         return moved
-
-    def compactness(self) -> Compactness:
-        """Silhouette coefficient and Dunn index of the groups in the latest call."""
-        grams = _grams(self)
-        if self.groups[0] < 0:
-            self.reassign()
-        likeness = np.zeros((self.num_heads, self.num_heads))
-        for tau, gram in zip(self.tau, grams, strict=True):
-            likeness += tau / sum(self.tau) * cosines(gram)
-        return _compactness(np.sqrt(np.maximum(2 - 2 * likeness, 0)), self.groups.cpu().numpy())
 
     def pruned(self, mask: Iterable[int]) -> FixedHeadAttention:
         """A standard layer of the heads whose mask is 1, with the scale of this one.
@@ -310,26 +285,3 @@ def _gram(part: Tensor) -> np.ndarray:
 def _grams(layer: GroupedHeadAttention) -> np.ndarray:
     """Products (3, H, H) of the heads' maps of the latest call."""
     return np.stack([_gram(_flat(part)) for part in _maps(layer.latest.required())])
-
-
-def _compactness(distance: np.ndarray, groups: np.ndarray) -> Compactness:
-    """From distances (H, H) between heads."""
-    distance = distance - np.diag(np.diag(distance))  # rounding leaves the diagonal above 0
-    same = groups[:, None] == groups
-    if same.all():
-        return Compactness(0.0, 0.0)
-    labels = np.unique(groups)
-    to_group = np.stack([distance[:, groups == label].sum(1) for label in labels])  # C H
-    sizes = np.array([(groups == label).sum() for label in labels])[:, None]
-    own = np.searchsorted(labels, groups)
-    heads = np.arange(len(groups))
-    mates = sizes[own, 0] - 1
-    within = to_group[own, heads] / np.maximum(mates, 1)
-    means = to_group / sizes
-    means[own, heads] = np.inf
-    between = means.min(0)
-    largest = np.maximum(np.maximum(within, between), np.finfo(float).tiny)
-    scores = np.where(mates > 0, (between - within) / largest, 0.0)
-    diameter = float(distance[same].max())
-    separation = float(distance[~same].min())
-    return Compactness(float(scores.mean()), separation / diameter if diameter > 0 else np.inf)

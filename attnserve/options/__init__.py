@@ -6,7 +6,15 @@ Python functions (``with_keywords``), the reference and the tests of invalid val
 from these types. Nothing heavy is imported: ``attnserve --help`` needs them.
 """
 
-from attnserve.options.base import Cli, Options, OptionType, option_name, option_type, with_keywords
+from attnserve.options.base import (
+    Cli,
+    Options,
+    OptionType,
+    is_group,
+    option_name,
+    option_type,
+    with_keywords,
+)
 from attnserve.options.fields import Allowed, Lengths, Ranks
 from attnserve.options.groups import (
     GROUPS,
@@ -38,6 +46,7 @@ __all__ = [
     "Write",
     "check_files",
     "check_mode",
+    "is_group",
     "option_name",
     "option_type",
     "with_keywords",

@@ -19,19 +19,46 @@ from typing import (
     ClassVar,
     Literal,
     NoReturn,
+    ParamSpec,
+    Protocol,
+    TypeGuard,
     TypeVar,
     Union,
     get_args,
     get_origin,
     get_type_hints,
+    overload,
 )
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-__all__ = ["Cli", "OptionType", "Options", "option_name", "option_type", "with_keywords"]
+__all__ = [
+    "Cli",
+    "OptionType",
+    "Options",
+    "is_group",
+    "option_name",
+    "option_type",
+    "with_keywords",
+]
 
-Result = TypeVar("Result")
+P = ParamSpec("P")
+Result = TypeVar("Result", covariant=True)
+
+
+class WithKeywords(Protocol[P, Result]):
+    """How a type checker sees a function of ``with_keywords``.
+
+    The first form has the parameters of the function. In the second one, fields of its groups are
+    keywords too; their names and types are checked by the call alone.
+    """
+
+    @overload
+    def __call__(self, *args: P.args, **values: P.kwargs) -> Result: ...
+
+    @overload
+    def __call__(self, *args: Any, **values: Any) -> Result: ...
 
 
 @dataclass(frozen=True)
@@ -126,11 +153,6 @@ class Options(BaseModel):
             code=f"{cls.area}.range",
         ) from error
 
-    @property
-    def stated(self) -> dict[str, Any]:
-        """The values that were given, by field."""
-        return {name: getattr(self, name) for name in self.model_fields_set}
-
     def changed(self, *but: str) -> Iterator[tuple[str, Any]]:
         """The fields whose values are not the defaults, except the named ones."""
         for name, field in type(self).model_fields.items():
@@ -200,7 +222,7 @@ def option_name(name: str, field: FieldInfo) -> str:
     return flags[0] if flags else "--" + name.replace("_", "-")
 
 
-def with_keywords(function: Callable[..., Result]) -> Callable[..., Result]:
+def with_keywords(function: Callable[P, Result]) -> WithKeywords[P, Result]:
     """Decorator: the fields of groups of options are keywords of the function too.
 
     ``optimize(model, keep=0.99)`` is ``optimize(model, goal=Goal(keep=0.99))``. A field that
@@ -209,7 +231,7 @@ def with_keywords(function: Callable[..., Result]) -> Callable[..., Result]:
     hints = get_type_hints(function)
     parameters = signature(function).parameters
     groups: dict[str, type[Options]] = {
-        name: hints[name] for name in parameters if _is_group(hints.get(name))
+        name: hints[name] for name in parameters if is_group(hints.get(name))
     }
 
     @wraps(function)
@@ -221,7 +243,8 @@ def with_keywords(function: Callable[..., Result]) -> Callable[..., Result]:
             is_given, given = name in values, values.pop(name, parameters[name].default)
             _check_group(name, kind, given, own if is_given else {})
             used |= own.keys()
-            made[name] = kind(**{**given.stated, **own}) if own else given
+            stated = {field: getattr(given, field) for field in given.model_fields_set}
+            made[name] = kind(**{**stated, **own}) if own else given
         others = {name: value for name, value in values.items() if name not in used}
         return function(*args, **others, **made)
 
@@ -254,7 +277,8 @@ def _check_group(name: str, kind: type[Options], given: object, own: Collection[
             )
 
 
-def _is_group(hint: Any) -> bool:
+def is_group(hint: Any) -> TypeGuard[type[Options]]:
+    """Whether a type is a group of options."""
     return isinstance(hint, type) and issubclass(hint, Options)
 
 

@@ -188,7 +188,7 @@ class Goal(Options):
     ] = None
     """Minimum speed-up; minimizes the quality loss subject to it. Excludes `keep`."""
     eval_data: File | None = None
-    """Labeled data, as for `evaluate --data`: `keep` applies to its score."""
+    """Labeled data, as `evaluate` reads it: `keep` applies to its score."""
     task: TaskName | None = None
     """The score of `eval_data`."""
     measure: SearchMeasure = "auto"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -18,18 +18,18 @@ import onnx_ir as ir
 
 from attnserve.checks.compare import compare
 from attnserve.job import Job
-from attnserve.models.lineage import FormRecord, MixingRecord
+from attnserve.models.lineage import FormReport, MixingChoice
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.request.sharing import SharingForm
-from attnserve.planning.served_speed import ServedTimer, ratio_of
+from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
 from graph_passes.context import GraphContext
 from graph_passes.passes.collaborate import Collaborate
 
-__all__ = ["FormComparison", "FormReport", "MixingChoice", "choose_mixing"]
+__all__ = ["FormComparison", "MixingChoice", "choose_mixing"]
 
 
 class Form(Protocol):
@@ -59,47 +59,9 @@ SAME_SPEED = 1.01
 """If the speeds of two forms differ by less, the one with the smaller error is selected."""
 
 
-@dataclass(frozen=True)
-class FormReport:
-    """A form that was built and timed.
-
-    Attributes:
-        form: "dense", "sparse" or "own".
-        error: Error of the outputs on calibration data, or of the weights without data; None if the
-            form was too slow to be fitted.
-        speedup: Speed-up over the fused original, as served.
-        slowest: The speed-up at the slowest shape, by the upper end of its interval.
-    """
-
-    form: str
-    error: float | None
-    speedup: Speedup
-    slowest: Speedup
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether it is at no shape significantly slower than the fused original."""
-        return self.slowest.high >= NO_SLOWER
-
-    @property
-    def record(self) -> FormRecord:
-        speedup, slowest = ratio_of(self.speedup), ratio_of(self.slowest)
-        return FormRecord(form=self.form, error=self.error, speedup=speedup, slowest=slowest)
-
-
-@dataclass(frozen=True)
-class MixingChoice:
-    """The chosen form, all forms that were timed, and the reason."""
-
-    chosen: str
-    forms: tuple[FormReport, ...]
-    why: str
-
-    @property
-    def record(self) -> MixingRecord:
-        return MixingRecord(
-            chosen=self.chosen, why=self.why, forms=tuple(form.record for form in self.forms)
-        )
+def is_steady(form: FormReport) -> bool:
+    """Whether a form is at no shape significantly slower than the fused original."""
+    return form.slowest.high >= NO_SLOWER
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,13 +172,14 @@ def choose_mixing(
     if speeds is None:
         return built["dense"], None
     reports = {
-        kind: FormReport(kind, errors.get(kind), mean, slowest)
+        kind: FormReport(form=kind, error=errors.get(kind), speedup=mean, slowest=slowest)
         for kind, (mean, slowest) in zip(models, speeds, strict=True)
     }
     if sparse is not None and _fastest(reports).form == "sparse":
         built["sparse"] = build(sparse)
         errors["sparse"] = comparison.error(built["sparse"])
-        reports["sparse"] = replace(reports["sparse"], error=errors["sparse"])
+        error = errors["sparse"] if math.isfinite(errors["sparse"]) else None
+        reports["sparse"] = reports["sparse"].model_copy(update={"error": error})
     fitted = {
         kind: one for kind, one in reports.items() if one.error is not None and one.error <= bound
     }
@@ -225,16 +188,17 @@ def choose_mixing(
     lossier = [kind for kind, error in errors.items() if error > bound]
     why = (
         f"{chosen.speedup.value:.2f}x the speed of the fused original, "
-        + ("at no length measurably slower" if chosen.is_steady else "slower at a length")
+        + ("at no length measurably slower" if is_steady(chosen) else "slower at a length")
         + "".join(f"; {one.form} {one.speedup.value:.2f}x" for one in others)
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )
-    return built[chosen.form], MixingChoice(chosen.form, tuple(reports.values()), why)
+    choice = MixingChoice(chosen=chosen.form, why=why, forms=tuple(reports.values()))
+    return built[chosen.form], choice
 
 
 def _fastest(forms: Mapping[str, FormReport]) -> FormReport:
     """Select the fastest form, preferably slower at no shape; of equals, the smaller error."""
-    steady = [one for one in forms.values() if one.is_steady]
+    steady = [one for one in forms.values() if is_steady(one)]
     able = steady or list(forms.values())
     most = max(one.speedup.value for one in able)
     near = [one for one in able if SAME_SPEED * one.speedup.value >= most]

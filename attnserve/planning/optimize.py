@@ -8,13 +8,15 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from attnserve.checks.compare import Fidelity, compare, empty_axes, random_batches, require_empty
+from attnserve.checks.compare import Fidelity, compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
+from attnserve.models.example_inputs import random_batches
 from attnserve.models.lineage import ModelCost, StepRecord
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten

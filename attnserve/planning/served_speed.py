@@ -24,7 +24,7 @@ from attnserve.context import Device, RunContext
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import Ratio, Speedups
+from attnserve.models.lineage import Speedups
 from attnserve.models.onnx_files import save_model
 from attnserve.planning.plans.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
@@ -42,7 +42,6 @@ __all__ = [
     "ServedSpeed",
     "ServedTimer",
     "example_feeds",
-    "ratio_of",
     "time_models",
 ]
 
@@ -86,10 +85,10 @@ class ServedSpeed:
         return Speedups(
             shapes=tuple((each.batch, each.length) for each in self.workloads),
             phase=self.workloads[0].phase,
-            fusion=ratio_of(self.fusion),
-            precision=self.precision and ratio_of(self.precision),
-            removal=self.removal and ratio_of(self.removal),
-            served=ratio_of(self.served),
+            fusion=self.fusion,
+            precision=self.precision,
+            removal=self.removal,
+            served=self.served,
             served_by_shape=self.by_workload,
         )
 
@@ -103,10 +102,6 @@ class ServedSpeed:
         threads = self.device.threads
         where = f"{self.device.provider}, {threads or 'all'} thread{'s' * (threads != 1)}"
         return f"{', '.join(parts)} (at {', '.join(map(str, self.workloads))} tokens, {where})"
-
-
-def ratio_of(speedup: Speedup) -> Ratio:
-    return Ratio(value=speedup.value, ci95=(speedup.low, speedup.high))
 
 
 @dataclass(frozen=True, eq=False)

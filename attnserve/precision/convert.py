@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from attnserve.precision.schemes import SCHEMES, Activations, Conversion, Scheme
 from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import RUNTIMES, open_session
+from attnserve.runtime.silence import silenced
 from graph_passes.analysis.constants import constant_tensor
 from graph_passes.errors import (
     AttnserveError,
@@ -111,7 +110,7 @@ def roundings_of(
     """Compute the GPTQ rounding of int8 weights once, for reuse after training the weights.
 
     Raises:
-        Those of ``convert``.
+        InvalidArgument, CannotRewrite, InvalidData, MissingExtra: In the cases of ``convert``.
     """
     scheme = SCHEMES[precision]
     assert scheme.bits is not None
@@ -136,7 +135,7 @@ def convert_alone(
         precision: Name of a scheme in which single blocks may stay float32.
 
     Raises:
-        Those of ``convert``.
+        InvalidArgument, CannotRewrite, InvalidData, MissingExtra: In the cases of ``convert``.
     """
     scheme, activations = SCHEMES[precision], None
     for names in parts:
@@ -153,7 +152,7 @@ def convert_alone(
 def _conversion(precision: Precision) -> Generator[None]:
     """Suppress the tools' warnings, and turn their exceptions, of many types, into ours."""
     try:
-        with _quiet():
+        with silenced():
             yield
     except AttnserveError as error:
         if isinstance(error, CannotRewrite | InvalidArgument | InvalidData | InvariantBroken):
@@ -282,11 +281,10 @@ def check_cpu(precision: Precision) -> None:
     Raises:
         InvalidArgument: It does not, or there is no such precision.
     """
-    if (refusal := SCHEMES[precision].refusal()) is not None:
+    scheme = SCHEMES[precision]
+    if (refusal := scheme.refusal()) is not None:
         raise InvalidArgument(
-            f"{precision}: {refusal.reason}",
-            "use int8, whose 7-bit weights are exact on every CPU",
-            code=f"precision.{refusal.code}",
+            f"{precision}: {refusal.reason}", scheme.instead, code=f"precision.{refusal.code}"
         )
 
 
@@ -435,19 +433,3 @@ def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:
     after.metadata_props.clear()
     after.metadata_props.update(before.metadata_props)
     after.graph.name = before.graph.name
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Suppress warnings of the tools, which log to the root logger and add a handler to it."""
-    root, handler = logging.getLogger(), logging.NullHandler()
-    disabled = logging.root.manager.disable
-    root.addHandler(handler)
-    logging.disable(max(disabled, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-        root.removeHandler(handler)

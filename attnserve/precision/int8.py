@@ -144,7 +144,7 @@ def roundings(
     """Compute the rounding of weights of static activations, by ``Product.name``.
 
     Raises:
-        Those of ``quantize``.
+        CannotRewrite: There are no products to quantize, or weights are not finite.
     """
     groups = product_groups(model, bits, ranges, keep=keep)
     writer = _Writer(model, bits, groups, correct=True, moments=moments)
@@ -216,7 +216,7 @@ def product_groups(
     """The products that ``quantize`` converts, with the grids of their activations.
 
     Args:
-        Those of ``quantize``.
+        bits, ranges, keep, smooth, rounding: The same arguments as of ``quantize``.
         required: Whether a model without such products is refused.
 
     Raises:

@@ -106,6 +106,7 @@ class Scheme:
         runs_on_cpu: Whether ONNX Runtime has kernels for CPUs.
         oldest_opset: Minimum opset of the model.
         refusal: Returns why this machine does not compute the precision correctly.
+        instead: What to do on such a machine.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Scheme:
     runs_on_cpu: bool = True
     oldest_opset: int = 1
     refusal: Callable[[], Refusal | None] = _never
+    instead: str = "choose another precision"
 
     def has_weights(self, model: ir.Model) -> bool:
         """Whether the model has float32 weights that can be converted."""
@@ -181,7 +183,8 @@ SCHEMES = Registry[Scheme](
     ),
     INT8,
     replace(
-        INT8, name="int8-full", write=partial(_to_int8, 8), bits=8, refusal=_needs_dot_product
+        INT8, name="int8-full", write=partial(_to_int8, 8), bits=8, refusal=_needs_dot_product,
+        instead="use int8, whose 7-bit weights are exact on every CPU",
     ),
     Scheme("int4", _to_int4, _is_matmul, stored="int4", keeps_blocks=True, for_tokens=True),
 )  # fmt: skip

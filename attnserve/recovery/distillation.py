@@ -312,7 +312,8 @@ def served_vectors(
 ) -> Tensor:
     """Vectors of length one (B, D) of hidden states (B, T, D), or of pooled vectors (B, D).
 
-    As ``models.embeddings.pool``, with gradients; "none" pools hidden states by their mean.
+    The same function as ``models.embeddings.pool``, with gradients; "none" pools hidden states by
+    their mean.
     """
     if x.ndim == 3:
         mask = torch.tensor(vector_mask(x.shape, batch), device=x.device)

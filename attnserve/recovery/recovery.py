@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from attnserve.checks.compare import Fidelity, compare, empty_axes, shaped_for
+from attnserve.checks.compare import Fidelity, compare
 from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.choices import Measure, Precision
 from attnserve.data.datasets import (
@@ -19,6 +19,7 @@ from attnserve.data.datasets import (
     thinned,
 )
 from attnserve.job import Job
+from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.masks import token_mask
 from attnserve.models.output_kinds import is_cache_name, probability_outputs, resized_outputs
 from attnserve.models.quantized import Bits

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.compare import Fidelity, compare, empty_axes, shaped_for
+from attnserve.checks.compare import Fidelity, compare
 from attnserve.checks.quality import largest_loss
 from attnserve.checks.scores import Score
 from attnserve.job import Job
+from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.recovery.labels import Labeled, Labels
 from attnserve.runtime.session import open_session
 

@@ -62,9 +62,6 @@ class Finding:
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-RUN = Run()
-
-
 @with_keywords
 def analyze(
     model: StrPath,
@@ -73,7 +70,7 @@ def analyze(
     calib: StrPath,
     tokenizer: StrPath | None = None,
     groups: int | None = None,
-    run: Run = RUN,
+    run: Run = Run(),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Analysis:

@@ -133,7 +133,7 @@ class Runtime(Protocol):
     """A library that runs ONNX models."""
 
     name: str
-    """The value of ``--runtime``."""
+    """The name that selects it, such as "onnxruntime"."""
 
     def open(self, source: Path | ir.Model, device: Device, options: SessionOptions) -> Session:
         """Open a model on disk or in memory.

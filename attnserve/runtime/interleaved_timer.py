@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from attnserve.intervals import bootstrap_interval
 
@@ -104,13 +105,21 @@ RESAMPLES = 2000
 """Bootstrap samples of a speed-up."""
 
 
-@dataclass(frozen=True)
-class Speedup:
-    """A ratio of times with its 95 % interval; above 1 is faster."""
+class Speedup(BaseModel):
+    """A ratio of times with its 95 % interval; above 1 is faster. Records contain it as it is."""
 
-    value: float
-    low: float
-    high: float
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    value: FiniteFloat
+    ci95: tuple[FiniteFloat, FiniteFloat]
+
+    @property
+    def low(self) -> float:
+        return self.ci95[0]
+
+    @property
+    def high(self) -> float:
+        return self.ci95[1]
 
 
 def paired_speedup(
@@ -133,5 +142,5 @@ def paired_speedup(
     interval = bootstrap_interval(
         mean_of_medians, *map(len, ratios), seed=seed, resamples=RESAMPLES
     )
-    value = float(np.mean([np.median(x) for x in ratios]))
-    return Speedup(*np.exp(np.array([value, *interval])).tolist())
+    value = np.mean([np.median(x) for x in ratios])
+    return Speedup(value=float(np.exp(value)), ci95=(math.exp(interval[0]), math.exp(interval[1])))

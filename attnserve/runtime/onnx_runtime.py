@@ -30,7 +30,7 @@ from attnserve.runtime.external_data import (
 )
 from attnserve.runtime.interface import DEFAULT_OPTIONS, Feed, RunFailed, SessionOptions, ValueInfo
 from attnserve.runtime.machine import available_cores
-from attnserve.runtime.memory import return_freed_memory
+from attnserve.runtime.memory_use import return_freed_memory
 from attnserve.runtime.profile import read_profile
 from attnserve.runtime.stop import STOP
 from attnserve.runtime.workarounds import crashes, safe_copy, safe_graph
@@ -300,7 +300,7 @@ def _serialized_bytes(model: ir.Model, shared: Mapping[str, np.ndarray]) -> int:
 
 def _start(ort: Any, source: str | bytes, name: str, options: Any, providers: Sequence[Any]) -> Any:
     try:
-        with _quiet(ort) if len(providers) > 1 else nullcontext():
+        with _without_plugin_warning(ort) if len(providers) > 1 else nullcontext():
             session = ort.InferenceSession(source, options, providers=providers)
     except Exception as error:  # onnxruntime has an exception class for each status
         lacks_kernel = type(error).__name__ == "NotImplemented"  # for a valid graph
@@ -327,7 +327,7 @@ def _start(ort: Any, source: str | bytes, name: str, options: Any, providers: Se
 
 
 @contextmanager
-def _quiet(ort: Any) -> Generator[None]:
+def _without_plugin_warning(ort: Any) -> Generator[None]:
     """Suppress the warning of each session on CUDA that the provider is not a plugin.
 
     The process logs it, and its log level cannot be read, so the default level is set afterwards.

@@ -63,11 +63,12 @@ def open_runner(
     """Open the session that runs a model in a service.
 
     Args:
-        source, copied: See ``open_session``.
+        source: A model on disk or in memory.
+        copied: Files of external data to copy; see ``SessionOptions``.
         longest: Maximum sequence length of the model, if known.
 
     Raises:
-        As ``open_session``.
+        InvalidModel, InvalidArgument, MissingExtra: In the cases of ``open_session``.
     """
     cuda = options.cuda
     open_one = partial(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import check_files
-from attnserve.serving.graph_facts import GraphFacts
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.model_check import CheckResult
 from graph_passes.errors import AttnserveError, InvalidModel
@@ -68,20 +67,17 @@ def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Mo
     Raises:
         AttnserveError: The original cannot be loaded.
     """
-    facts = GraphFacts.from_json({**checked.facts, **checked.running})
     try:
         model = open_model(
-            artifact, graph=checked.rewritten, operators=checked.operators, facts=facts
-        )
+            artifact, graph=checked.rewritten, operators=checked.operators,
+            facts=checked.fused_facts or checked.facts,
+        )  # fmt: skip
         model.warm_up()
     except AttnserveError as error:
         if checked.rewritten is None:
             raise
         # For example a deleted file, or no memory.
-        why = {"rewritten": False, "why": error.what}
-        return _open(
-            artifact, replace(checked, rewritten=None, operators=why, running={}), open_model
-        )
+        return _open(artifact, checked.unfused(error.what), open_model)
     return model
 
 

@@ -92,6 +92,10 @@ class GraphFacts:
             "weight_bytes": self.weight_bytes,
         }
 
+    def with_costs(self, costs: Mapping[str, Any]) -> GraphFacts:
+        """The facts of an equivalent graph with this ``cost_json``."""
+        return self.from_json({**self.to_json(), **costs})
+
     def to_json(self) -> dict[str, Any]:
         """The properties as JSON values; arrays are base64 of the npz format."""
         return {

@@ -30,8 +30,9 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.lineage import Asked, RewriteRecord
 from attnserve.runtime.interface import Batch
+from attnserve.serving.activations import logits_of
 from attnserve.serving.backends import RunnerOptions
-from attnserve.serving.loaded_model import Model, TextTask, logits_of
+from attnserve.serving.loaded_model import Model, TextTask
 from graph_passes.errors import InvalidModel
 
 __all__ = [

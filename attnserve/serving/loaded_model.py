@@ -16,48 +16,33 @@ from typing import Any, Literal
 
 import numpy as np
 
-from attnserve.choices import Activation
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
 from attnserve.runtime.interface import RunFailed, Session, ValueInfo
-from attnserve.runtime.memory import return_freed_memory
+from attnserve.runtime.memory_use import return_freed_memory
+from attnserve.serving.activations import scores_of
 from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_runner
 from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
-from attnserve.serving.tensor_codec import NAMES
+from attnserve.serving.operator_report import NOT_REWRITTEN, OperatorReport
+from attnserve.serving.row_independence import has_independent_rows, ignores_padding
+from attnserve.serving.tensor_codec import ONNX_TYPES
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 
 __all__ = [
-    "NOT_REWRITTEN",
     "Model",
     "ModelFailed",
     "OutOfMemory",
     "Tensor",
     "TextTask",
-    "logits_of",
-    "scores_of",
 ]
 
 TextTask = Literal["embed", "classify", "rerank"]
 
-NOT_REWRITTEN: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
-"""The operator report of a model that runs as it was exported."""
-
-ONNX_NAMES = {"float32": "float", "float64": "double"}
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    f"tensor({ONNX_NAMES.get(dtype.name, dtype.name)})": dtype for dtype in NAMES
-}
-"""Supported types, by their names in ONNX."""
-
 SHAPES_CACHED = 1024
-
-ROW_TOLERANCE = 0.05
-"""Largest relative difference between a row alone and the same row in a batch. Dynamic quantization
-over the whole batch gives about 1e-3; graphs that mix rows give about 1. ``batch_invariant`` finds
-the former by its operators."""
 
 
 class ModelFailed(AttnserveError):
@@ -99,7 +84,7 @@ class Model:
         name: By default the name of the artifact.
         graph: An equivalent file that is run instead of the artifact's; inputs and lineage come
             from the artifact.
-        operators: Report of the operator fusion of ``graph``, or the reason without fusion.
+        operators: The operators of ``graph``.
         facts: Facts of the artifact's graph, with the costs of the one that runs; None reads those
             of the artifact here.
 
@@ -117,7 +102,7 @@ class Model:
         *,
         name: str | None = None,
         graph: Path | None = None,
-        operators: Mapping[str, Any] = NOT_REWRITTEN,
+        operators: OperatorReport = NOT_REWRITTEN,
         facts: GraphFacts | None = None,
     ) -> None:
         self.artifact = artifact
@@ -403,7 +388,7 @@ class Model:
             "provider": self.provider,
             "source": artifact.source,
             "plan": artifact.plan_id,
-            "operators": dict(self.operators),
+            "operators": self.operators,
             "optimization": artifact.optimization,
         }
 
@@ -503,13 +488,18 @@ class Model:
             except InvalidData:  # too long, or the graph needs other inputs
                 continue
             if self._fixed_rows is None:
-                self.rows_are_independent = all(
-                    self._is_independent(inputs, together, index) for index in range(WARM_UP_ROWS)
+                self.rows_are_independent = has_independent_rows(
+                    self.run, inputs, together, WARM_UP_ROWS
                 )
             if isinstance(self._session, GraphRunner | RunnerPool):
+                padded = [
+                    tensor.name
+                    for tensor in self.inputs
+                    if len(tensor.axes) > 1 and not isinstance(tensor.axes[1], int)
+                ]
                 self._session.allow_padding(
                     rows=self.batch_invariant and self.rows_are_independent,
-                    tokens=self.batch_invariant and self._ignores_padding(inputs),
+                    tokens=self.batch_invariant and ignores_padding(self.run, inputs, padded),
                 )
             break
         if not self.batch_invariant:
@@ -521,41 +511,6 @@ class Model:
         """Free the session and return its memory to the system; the model cannot run afterwards."""
         self._session = CLOSED
         return_freed_memory()
-
-    def _is_independent(
-        self,
-        inputs: Mapping[str, np.ndarray],
-        together: Mapping[str, np.ndarray],
-        index: int,
-    ) -> bool:
-        if any(array.shape[:1] != (WARM_UP_ROWS,) for array in inputs.values()):
-            return False
-        try:
-            alone = self.run({name: array[index : index + 1] for name, array in inputs.items()})
-        except InvalidData:
-            return False
-        return all(
-            row.shape[:1] == (1,)
-            and together[name].shape == (WARM_UP_ROWS, *row.shape[1:])
-            and _close(together[name][index], row[0])
-            for name, row in alone.items()
-        )
-
-    def _ignores_padding(self, inputs: Mapping[str, np.ndarray]) -> bool:
-        """Whether padding (zeros in tokens and mask) leaves the outputs unchanged."""
-        length = inputs["attention_mask"].shape[-1] if self.takes_mask else 0
-        if length < 2:
-            return False
-        short, padded = dict(inputs), {name: array.copy() for name, array in inputs.items()}
-        for tensor in self.inputs:
-            if len(tensor.axes) > 1 and not isinstance(tensor.axes[1], int):
-                short[tensor.name] = inputs[tensor.name][:, : length // 2]
-                padded[tensor.name][:, length // 2 :] = 0
-        try:
-            expected, outputs = self.run(short), self.run(padded)
-        except InvalidData:
-            return False
-        return all(_starts_with(outputs[name], array) for name, array in expected.items())
 
     @property
     def _fixed_rows(self) -> int | None:
@@ -601,61 +556,13 @@ class _Closed:
 CLOSED: Any = _Closed()
 
 
-def _starts_with(longer: np.ndarray, array: np.ndarray) -> bool:
-    """Whether ``array`` is the beginning of ``longer`` along every axis."""
-    start = longer[tuple(map(slice, array.shape))] if longer.ndim == array.ndim else longer
-    return start.shape == array.shape and _close(start, array)
-
-
-def _close(array: np.ndarray, expected: np.ndarray) -> bool:
-    one, other = (np.nan_to_num(values.astype(np.float64)) for values in (array, expected))
-    return bool(np.linalg.norm(one - other) <= ROW_TOLERANCE * np.linalg.norm(other) + 1e-9)
-
-
-def scores_of(logits: np.ndarray, activation: Activation | None) -> np.ndarray:
-    """The scores of logits of shape (texts, classes).
-
-    Args:
-        activation: None for softmax, or the sigmoid of a single class.
-    """
-    if logits.ndim != 2:
-        raise InvalidData(
-            f"the output of the model has the shape {list(logits.shape)}:"
-            " expected [batch, classes]",
-            "use a model with a classification head",
-        )
-    logits = logits.astype(np.float64)
-    if activation is None:
-        activation = "sigmoid" if logits.shape[1] == 1 else "softmax"
-    if activation == "identity":
-        return logits
-    if activation == "sigmoid":
-        with np.errstate(over="ignore"):
-            return 1 / (1 + np.exp(-logits))
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
-
-
-def logits_of(scores: np.ndarray, activation: Activation | None) -> np.ndarray:
-    """The logits of scores; see ``scores_of``. Logits of a softmax are defined up to a constant."""
-    tiny = np.finfo(np.float64).tiny
-    if activation is None:
-        activation = "sigmoid" if scores.shape[1] == 1 else "softmax"
-    if activation == "identity":
-        return scores
-    logits = np.log(np.maximum(scores, tiny))
-    if activation == "sigmoid":
-        logits -= np.log(np.maximum(1 - scores, np.finfo(np.float64).epsneg))
-    return logits
-
-
 def _tensor(value: ValueInfo) -> Tensor:
-    if value.type not in DTYPES:
+    if value.type not in ONNX_TYPES:
         raise InvalidModel(
             f"{value.name!r} is a {value.type}: expected a tensor of numbers or booleans",
             "export the model without it",
         )
-    return Tensor(value.name, DTYPES[value.type], tuple(value.shape))
+    return Tensor(value.name, ONNX_TYPES[value.type], tuple(value.shape))
 
 
 def _run_failed(error: RunFailed, inputs: Mapping[str, np.ndarray]) -> Exception:

@@ -20,7 +20,6 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -46,7 +45,8 @@ from attnserve.runtime.temporary import temporary_folder
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.check_cache import CheckCache
 from attnserve.serving.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphFacts
-from attnserve.serving.loaded_model import NOT_REWRITTEN, Model
+from attnserve.serving.loaded_model import Model
+from attnserve.serving.operator_report import NOT_REWRITTEN, PENDING, OperatorReport, unfused
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -94,13 +94,6 @@ run in the background."""
 FUSION_MEMORY_BYTES, FUSION_MEMORY_PER_BYTE = 1 << 29, 5
 """Memory of operator fusion: the program, and several copies of the weights."""
 
-PENDING: Mapping[str, Any] = {
-    "rewritten": False,
-    "pending": True,
-    "why": "operator fusion is being tried in the background",
-}
-"""The operator report of a model until the fusion has ended."""
-
 NICE = 5
 """Nice value of the fusion, so that requests have priority."""
 
@@ -116,18 +109,18 @@ class CheckResult:
         identity: A checksum of all its files.
         external: Its external data files with their checksums.
         rewritten: The model with fused operators; None if the original is run.
-        operators: The fusion report, or the reason without fusion.
-        facts: ``GraphFacts`` as JSON.
-        running: Properties of the fused model, which replace those in ``facts``.
+        operators: The operators that are run.
+        facts: Facts of the original.
+        fused_facts: Facts of the fused model; None if the original is run.
         fusion: Future result of the fusion in the background; None if none runs.
     """
 
     identity: str
     external: tuple[tuple[Path, str], ...]
     rewritten: Path | None
-    operators: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    running: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    operators: OperatorReport
+    facts: GraphFacts = field(compare=False)
+    fused_facts: GraphFacts | None = field(default=None, compare=False)
     fusion: Future[CheckResult] | None = field(default=None, compare=False)
 
     @property
@@ -136,6 +129,10 @@ class CheckResult:
         with suppress(InvalidModel):
             return all(sha256(path) == checksum for path, checksum in self.external)
         return False
+
+    def unfused(self, why: str) -> CheckResult:
+        """The result for the model as it was exported, and why it is run."""
+        return replace(self, rewritten=None, operators=unfused(why), fused_facts=None)
 
 
 class IsolationChecker:
@@ -192,7 +189,7 @@ class IsolationChecker:
         result = self._recall(artifact, content) or self._try(artifact, content)
         if result.operators != PENDING:
             return result
-        idle_s = _idle_fusion_s(GraphFacts.from_json(result.facts))
+        idle_s = _idle_fusion_s(result.facts)
         timeout_s = min(max(FUSION_TIMEOUT_S, round(BUSY * idle_s)), MAX_FUSION_TIMEOUT_S)
         fusion = self._start_fusion(artifact, content, result, timeout_s)
         with suppress(TimeoutError):
@@ -217,14 +214,16 @@ class IsolationChecker:
             return None
         try:
             operators, running = stored["operators"], stored["running"]
-            result = _result(artifact, content, stored["facts"], operators)
+            facts = GraphFacts.from_json(stored["facts"])
+            result = _result(artifact, content, facts, operators)
             is_fused = operators["rewritten"]
+            fused_facts = facts.with_costs(running) if is_fused else None
         except Exception:  # of another version, or damaged
             return None
         if result.identity != stored["identity"]:
             return None
         fused = self._cache.file(content) if is_fused else None
-        return replace(result, rewritten=fused, running=running)
+        return replace(result, rewritten=fused, fused_facts=fused_facts)
 
     def _try(self, artifact: Artifact, content: str) -> CheckResult:
         """Run a new check.
@@ -242,7 +241,7 @@ class IsolationChecker:
                 on_start=self._on_start,
                 silent=True,
             ) as child:  # fmt: skip
-                facts = child.call("facts", timeout_s=deadline - monotonic())
+                facts = GraphFacts.from_json(child.call("facts", timeout_s=deadline - monotonic()))
                 # Before the run, so that a file that is replaced meanwhile is detected.
                 result = _result(artifact, content, facts, self._first_report)
                 child.call("run", timeout_s=deadline - monotonic())
@@ -262,20 +261,20 @@ class IsolationChecker:
         return result
 
     @property
-    def _first_report(self) -> Mapping[str, Any]:
+    def _first_report(self) -> OperatorReport:
         """The operator report of a model that was not fused yet."""
         if not self._rewrite:
             return NOT_REWRITTEN
         if self._cache.folder is None:
-            return {"rewritten": False, "why": "there is no folder for it"}
+            return unfused("there is no folder for it")
         return PENDING
 
     def _write(self, content: str, result: CheckResult, *, is_final: bool = True) -> None:
         stored = {
             "identity": result.identity,
-            "facts": result.facts,
+            "facts": result.facts.to_json(),
             "operators": result.operators,
-            "running": dict(result.running),
+            "running": {} if result.fused_facts is None else result.fused_facts.cost_json(),
         }
         is_fused = result.rewritten is not None
         self._cache.write(content, stored, fused=is_fused, is_final=is_final)
@@ -305,7 +304,7 @@ class IsolationChecker:
             try:
                 found = self._fuse_alone(artifact, content, result, timeout_s)
             except Exception as error:  # for example a full disk
-                found = _unfused(result, f"{type(error).__name__}: {error}")
+                found = result.unfused(f"{type(error).__name__}: {error}")
             self._fusions.pop(result.identity, None)
             fusion.set_result(found)
 
@@ -322,7 +321,7 @@ class IsolationChecker:
         """
         with self._cache.lock(lambda: self._is_closed) as is_locked:
             if not is_locked:
-                return _unfused(result, "the server stops")
+                return result.unfused("the server stops")
             found = self._recall(artifact, content)
             if (
                 found is not None
@@ -341,12 +340,11 @@ class IsolationChecker:
         all.
         """
         with self._cache.new_file(content) as new:
-            why = _lacks_resources(GraphFacts.from_json(result.facts).weight_bytes, new)
+            why = _lacks_resources(result.facts.weight_bytes, new)
             if new is None or why is not None:
-                return _unfused(result, why or "there is no folder for it")
-            is_final = True
+                return result.unfused(why or "there is no folder for it")
             try:
-                operators = run_isolated(
+                operators, costs = run_isolated(
                     _fuse_in_child, artifact, new, self._device,
                     timeout_s=timeout_s,
                     environment=allowed_environment(),
@@ -357,14 +355,15 @@ class IsolationChecker:
             except AttnserveError as error:
                 is_stopped = isinstance(error, WorkerCrashed) and -(error.status or 0) in STOPS
                 if self._is_closed or is_stopped:
-                    return _unfused(result, f"the fusion was stopped: {error.what}")
-                operators = {"rewritten": False, "why": error.what}
-                is_final = isinstance(error, CannotRewrite)
+                    return result.unfused(f"the fusion was stopped: {error.what}")
+                found, is_final = result.unfused(error.what), isinstance(error, CannotRewrite)
+            else:
+                facts, is_final = result.facts.with_costs(costs), True
+                found = replace(result, operators=operators, fused_facts=facts)
             if not _is_current(artifact, result):
-                return _unfused(result, "the files changed during the fusion")
-            fused = self._cache.keep(new) if operators["rewritten"] else None
-        running = operators.pop("running", {}) if fused is not None else {}
-        found = replace(result, operators=operators, rewritten=fused, running=running)
+                return result.unfused("the files changed during the fusion")
+            if found.fused_facts is not None:
+                found = replace(found, rewritten=self._cache.keep(new))
         self._write(content, found, is_final=is_final)
         return found
 
@@ -381,8 +380,8 @@ def identify(artifact: Artifact) -> CheckResult:
     Raises:
         InvalidModel: It cannot be read.
     """
-    content, facts = _content(artifact), GraphFacts.read(artifact).to_json()
-    return _result(artifact, content, facts, {"rewritten": False, "why": "it is not probed"})
+    content, facts = _content(artifact), GraphFacts.read(artifact)
+    return _result(artifact, content, facts, unfused("it is not probed"))
 
 
 def _content(artifact: Artifact) -> str:
@@ -397,13 +396,12 @@ def _content(artifact: Artifact) -> str:
 
 
 def _result(
-    artifact: Artifact, content: str, facts: Mapping[str, Any], operators: Mapping[str, Any]
+    artifact: Artifact, content: str, facts: GraphFacts, operators: OperatorReport
 ) -> CheckResult:
     """The result for a model; ``content`` is its checksum without the external data."""
     folder = artifact.folder
-    locations = GraphFacts.from_json(facts).external
-    external = [folder / location for location in locations]
-    if any(external_file(artifact.model, location) is None for location in locations):
+    external = [folder / location for location in facts.external]
+    if any(external_file(artifact.model, location) is None for location in facts.external):
         raise InvalidModel(f"{artifact.model}: external data is outside its folder", FIX)
     checksums = tuple((path, sha256(path)) for path in external)
     digest = hashlib.sha256(content.encode())
@@ -443,14 +441,16 @@ class _CheckProcess:
             )
 
 
-def _fuse_in_child(artifact: Artifact, new: Path, device: Device) -> dict[str, Any]:
-    """Write the fused model and return its report; "running" contains its costs."""
+def _fuse_in_child(
+    artifact: Artifact, new: Path, device: Device
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write the fused model and return its report and ``GraphFacts.cost_json``."""
     # Imported here: only this process needs the modules that rewrite graphs.
     from attnserve.planning.lossless_passes import fuse_lossless
 
     found = fuse_lossless(artifact, new, device)
-    running = GraphFacts.read(replace(artifact, model=new)).cost_json()
-    return {"rewritten": True, **asdict(found), "running": running}
+    costs = GraphFacts.read(replace(artifact, model=new)).cost_json()
+    return {"rewritten": True, **asdict(found)}, costs
 
 
 def _idle_fusion_s(facts: GraphFacts) -> float:
@@ -478,10 +478,6 @@ def _lacks_resources(weights: int, new: Path | None) -> str | None:
     if new is not None and weights > free:
         return f"it needs {weights / 1e9:.1f} GB in the cache folder, which has {free / 1e9:.1f} GB"
     return None
-
-
-def _unfused(result: CheckResult, why: str) -> CheckResult:
-    return replace(result, operators={"rewritten": False, "why": why}, running={})
 
 
 def _is_current(artifact: Artifact, result: CheckResult) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from graph_passes.errors import InvalidData
 
-__all__ = ["DATATYPES", "NAMES", "Datatype", "from_bytes", "from_values", "to_bytes"]
+__all__ = ["DATATYPES", "NAMES", "ONNX_TYPES", "Datatype", "from_bytes", "from_values", "to_bytes"]
 
 Datatype = Literal[
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
@@ -28,6 +28,13 @@ DATATYPES: dict[Datatype, np.dtype[Any]] = {
     name: np.dtype(name.lower().replace("fp", "float")) for name in get_args(Datatype)
 }
 NAMES: dict[np.dtype[Any], Datatype] = {dtype: name for name, dtype in DATATYPES.items()}
+
+_ONNX_NAMES = {"float32": "float", "float64": "double"}
+ONNX_TYPES: dict[str, np.dtype[Any]] = {
+    f"tensor({_ONNX_NAMES.get(dtype.name, dtype.name)})": dtype for dtype in NAMES
+}
+"""The data types, by their names in ONNX Runtime."""
+
 JSON_TYPES = {"b": {bool}, "u": {int}, "i": {int}, "f": {int, float}}
 """Python types of JSON values that are valid for each numpy kind."""
 

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -131,20 +131,30 @@ class RewritePass(ir.passes.InPlacePass):
 class BlockPass(RewritePass, Generic[Block, Params]):
     """A rewrite of single blocks.
 
-    A subclass defines ``params``, ``refusal`` and ``rewrite``. This class finds the blocks, checks
-    them, keeps their names, and removes unused nodes after the rewrite.
+    A subclass defines ``refusal`` and ``rewrite``. This class finds the blocks, checks them, keeps
+    their names, and removes unused nodes after the rewrite.
 
     Attributes:
         targets: The parameters for each block to rewrite, by the block's name.
-        params: Validates the parameters of one block, and writes them as JSON.
+        params: Validates the parameters of one block, and writes them as JSON: the adapter of the
+            type ``Params`` of the class.
         noun: The word for a block in error messages.
     """
 
-    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(NoParams)
+    params: ClassVar[TypeAdapter[Any]]
     noun: ClassVar[str] = "block"
 
-    def __init__(self, targets: Mapping[str, Any] | Collection[str]) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__dict__.get("__orig_bases__", ()):
+            if (kinds := get_args(base)) and not isinstance(kinds[-1], TypeVar):
+                cls.params = TypeAdapter(kinds[-1])
+
+    def __init__(self, targets: Mapping[str, object] | Collection[str]) -> None:
         """Validate the parameters of each block; a pass without parameters takes names alone.
+
+        Args:
+            targets: ``Params`` by block, or what pydantic converts to them.
 
         Raises:
             InvalidArgument: The parameters of a block are invalid.
@@ -156,7 +166,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         }
 
     @classmethod
-    def _validated(cls, name: str, value: Any) -> Any:
+    def _validated(cls, name: str, value: object) -> Params:
         try:
             return cls.params.validate_python(value)
         except ValidationError as error:
@@ -192,6 +202,19 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """
 
     # ---- overridden by some rewrites -------------------------------------------------------------
+
+    def sizes(self, name: str, block: Block | None) -> dict[str, int | None]:
+        """The sizes of a rewritten block by their names in reports.
+
+        Args:
+            name: The block's name in ``targets``.
+            block: The block after the rewrite; None if it was removed.
+        """
+        return {}
+
+    def approximation_error(self, name: str) -> float | None:
+        """The error of a block in the metric that the pass minimizes; None if there is none."""
+        return None
 
     @classmethod
     def changes(cls, block: Block, params: Params) -> bool:
@@ -254,13 +277,16 @@ class BlockPass(RewritePass, Generic[Block, Params]):
                 "write {block name: parameters}",
                 code="pass.params",
             )
-        return cls(cast(Mapping[str, Any], targets))
+        return cls(cast(Mapping[str, object], targets))
 
 
 class AttentionPass(BlockPass[AttentionBlock, Params]):
     """A rewrite of attention blocks."""
 
     noun: ClassVar[str] = "attention"
+
+    def sizes(self, name: str, block: AttentionBlock | None) -> dict[str, int | None]:
+        return {"heads": 0 if block is None else block.q.num_heads}
 
     @classmethod
     def find(cls, context: GraphContext) -> Sequence[AttentionBlock]:
@@ -271,6 +297,9 @@ class FeedForwardPass(BlockPass[FeedForwardBlock, Params]):
     """A rewrite of feed-forward blocks."""
 
     noun: ClassVar[str] = "feed-forward"
+
+    def sizes(self, name: str, block: FeedForwardBlock | None) -> dict[str, int | None]:
+        return {"neurons": 0 if block is None else block.num_neurons}
 
     @classmethod
     def find(cls, context: GraphContext) -> Sequence[FeedForwardBlock]:

@@ -6,11 +6,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
@@ -111,7 +111,6 @@ class Collaborate(AttentionPass[SharedDimensions]):
 
     name: ClassVar[str] = "collaborate"
     lossy: ClassVar[bool] = True
-    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(SharedDimensions)
 
     @classmethod
     def with_factors(
@@ -199,6 +198,19 @@ class Collaborate(AttentionPass[SharedDimensions]):
             factors = CollaborativeFactors(query, key, mixing, content, 1.0, 0)
             targets[block.name] = params.model_copy(update={"factors": factors})
         return Collaborate(targets)
+
+    def sizes(self, name: str, block: AttentionBlock | None) -> dict[str, int | None]:
+        params = self.targets[name]
+        if block is None or (factors := params.factors) is None:
+            return super().sizes(name, block)
+        sizes = super().sizes(name, block) | {"rank": factors.rank, "head_size": params.head_size}
+        if block.k.past is not None and isinstance(factors, CollaborativeFactors):
+            sizes["cache_width"] = cache_width(factors)
+        return sizes
+
+    def approximation_error(self, name: str) -> float | None:
+        factors = self.targets[name].factors
+        return None if factors is None else factors.relative_error
 
     @classmethod
     def refusal(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, get_args
+from typing import ClassVar, get_args
 
 import onnx_ir as ir
-from pydantic import TypeAdapter
 
 from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo
@@ -70,7 +69,6 @@ class FuseAttention(AttentionPass[FusedOperator]):
     """
 
     name: ClassVar[str] = "fuse_attention"
-    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(FusedOperator)
 
     @classmethod
     def changes(cls, block: AttentionBlock, params: FusedOperator) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, Field
 
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
@@ -37,7 +37,7 @@ HeadMask = Annotated[
 """1 for each head that stays, 0 for each that is removed."""
 
 
-class PruneHeads(AttentionPass[Sequence[int]]):
+class PruneHeads(AttentionPass[HeadMask]):
     """Remove masked heads (Voting-to-Stay of arXiv 2305.14380; Michel et al. 2019).
 
     Before: out = sum over heads h of softmax(s q_h k_h^T) v_h W_O^h + b
@@ -54,7 +54,6 @@ class PruneHeads(AttentionPass[Sequence[int]]):
 
     name: ClassVar[str] = "prune_heads"
     lossy: ClassVar[bool] = True
-    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(HeadMask)
 
     @classmethod
     def changes(cls, block: AttentionBlock, params: Sequence[int]) -> bool:

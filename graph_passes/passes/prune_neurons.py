@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from graph_passes.analysis.constants import (
     constant_array,
@@ -75,7 +75,7 @@ NeuronMask = Annotated[
 """1 for each neuron that stays, 0 for each that is removed; hexadecimal in JSON."""
 
 
-class PruneNeurons(FeedForwardPass[Sequence[int]]):
+class PruneNeurons(FeedForwardPass[NeuronMask]):
     """Remove masked neurons of feed-forwards.
 
     Before: out = sum over neurons j of f(x W_1 + b_1)_j W_2[j] + b_2
@@ -92,7 +92,6 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
 
     name: ClassVar[str] = "prune_neurons"
     lossy: ClassVar[bool] = True
-    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(NeuronMask)
 
     @classmethod
     def changes(cls, block: FeedForwardBlock, params: Sequence[int]) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
@@ -43,13 +43,13 @@ __all__ = [
     "source_refusal",
 ]
 
-ReusedHeads = Mapping[int, tuple[str, int]]
+_HeadIndex = Annotated[int, Field(ge=0)]
+
+ReusedHeads = Mapping[_HeadIndex, tuple[str, _HeadIndex]]
 """For each reusing head, the earlier layer and the head whose probabilities it reuses."""
 
 Edges = Mapping[str, ReusedHeads]
 """``ReusedHeads`` by layer."""
-
-_HeadIndex = Annotated[int, Field(ge=0)]
 
 
 class ReuseAttention(AttentionPass[ReusedHeads]):
@@ -71,7 +71,6 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 
     name: ClassVar[str] = "reuse_attention"
     lossy: ClassVar[bool] = True
-    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(dict[_HeadIndex, tuple[str, _HeadIndex]])
 
     @classmethod
     def changes(cls, block: AttentionBlock, params: ReusedHeads) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
 from graph_passes.analysis.constants import constant_array
 from graph_passes.analysis.shapes import ShapeInfo
@@ -110,7 +110,6 @@ class SkipAttention(AttentionPass[Replacement]):
 
     name: ClassVar[str] = "skip_attention"
     lossy: ClassVar[bool] = True
-    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(Replacement)
 
     @classmethod
     def refusal(

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from attnserve.choices import Activation
-from attnserve.serving.loaded_model import scores_of
+from attnserve.serving.activations import scores_of
 from service.api.openai import OpenAIError
 from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import respond

@@ -94,7 +94,7 @@ def _declare_version(version: str) -> None:
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
     """Get the engine of a model to read its description; use ``acquire_engine`` to run it.
 
-    Args, Raises: See ``acquire_engine``.
+    Arguments and errors are those of ``acquire_engine``.
     """
     repository: Repository = request.app.state.repository
     return repository.engine(name, version or request.path_params.get("version"))

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from attnserve.models.artifact import open_artifact
 from attnserve.models.model_folder import Place, find_models
@@ -25,6 +25,7 @@ from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.checked_loading import LoadedModel, load_checked
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.model_check import CheckResult, IsolationChecker, identify
+from attnserve.serving.operator_report import OperatorReport, unfused
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
@@ -370,7 +371,7 @@ class Repository:
                 return False
             done = current.model.operators
             is_news = checked.rewritten is not None or checked.fusion is not None
-            return bool(done.get("rewritten") or done.get("pending") or not is_news)
+            return done["rewritten"] or "pending" in done or not is_news
 
         try:
             loaded = await asyncio.to_thread(self._load, name, version, place, is_served)
@@ -429,7 +430,7 @@ class Repository:
                 loaded = await asyncio.to_thread(self._load, name, version, place)
             except Exception as error:  # the model is served as it is
                 log.warning("%s version %s is not fused: %s", name, version, error)
-                engine.model.operators = self._shown({"rewritten": False, "why": str(error)})
+                engine.model.operators = self._shown(unfused(str(error)))
                 return
             assert loaded is not None
             if loaded.identity != engine.content:  # the files were replaced
@@ -437,7 +438,7 @@ class Repository:
                 return
             if loaded.fusion is not None:  # its result could not be stored: do not retry forever
                 why = "the result of the load check could not be stored"
-                engine.model.operators = {"rewritten": False, "why": why}
+                engine.model.operators = unfused(why)
                 await asyncio.to_thread(loaded.model.close)
                 return
             self._engines[name][version] = self._serve(name, version, place, loaded)
@@ -482,10 +483,11 @@ class Repository:
             log.warning("%s version %s: %s", name, version, NOT_BATCH_INVARIANT)
         return loaded
 
-    def _shown(self, operators: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _shown(self, operators: OperatorReport) -> OperatorReport:
         """A report of operators without paths of this server, because clients see it."""
-        why = operators.get("why")
-        return {**operators, "why": hide_folders(why, self.settings.model)} if why else operators
+        if operators["rewritten"] is True:
+            return operators
+        return {**operators, "why": hide_folders(operators["why"], self.settings.model)}
 
     def _retire(self, engine: Engine) -> None:
         task = asyncio.ensure_future(engine.retire())
@@ -521,7 +523,7 @@ class Repository:
 
 def _log_operators(engine: Engine) -> None:
     done = engine.model.operators
-    if done["rewritten"]:
+    if done["rewritten"] is True:
         log.info(
             "%s runs with fused operators: %d attention, %d GELU; speed-up %.2fx, cosine %.9f",
             engine.name, done["attention"], done["gelu"], done["speedup"], done["min_cosine"],

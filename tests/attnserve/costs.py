@@ -77,7 +77,7 @@ def paired_speedup(judge: Judge, slow: Built, fast: Built) -> Speedup:
         mean_speedup(judge.compare_speed(one.model, judge.given.job.requested), judge.given.lengths)
         for one in (slow, fast)
     )
-    return Speedup(after / before, after / before, after / before)
+    return Speedup(value=after / before, ci95=(after / before, after / before))
 
 
 def time_models(

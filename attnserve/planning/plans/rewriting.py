@@ -10,9 +10,10 @@ import onnx_ir as ir
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import enough, refit
 from attnserve.checks.certify import read_attention
-from attnserve.checks.compare import empty_axes, random_batches, shaped_for
 from attnserve.fusion import DEFECT
 from attnserve.job import Job
+from attnserve.models.cache_inputs import empty_axes, shaped_for
+from attnserve.models.example_inputs import random_batches
 from attnserve.models.lineage import StepRecord
 from graph_passes.analysis.cost import count_macs, infer_at, macs_at
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock

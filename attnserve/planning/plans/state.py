@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import onnx_ir as ir
 
-from attnserve.checks.compare import empty_axes, shaped_for
 from attnserve.choices import Precision
 from attnserve.job import Job
+from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.planning.plans.rewriting import ApplyReport, Rewriting
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding

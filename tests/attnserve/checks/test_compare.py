@@ -11,7 +11,8 @@ import onnx_ir as ir
 import pytest
 from onnx import parser
 
-from attnserve.checks.compare import Tally, check_cosine_bound, compare, random_batches, verify
+from attnserve.checks.compare import Tally, compare, verify
+from attnserve.models.example_inputs import random_batches
 from attnserve.models.onnx_files import load_model
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.errors import raises
@@ -234,17 +235,6 @@ def test_verify_model_without_inputs(tmp_path: Path):
         tmp_path / "m.onnx", "() => (float[2] y) { y = Constant<value_floats = [1.0, 2.0]>() }"
     )
     assert verify(path, path).min_cosine == 1
-
-
-@pytest.mark.parametrize("bound", [1.01, -1.01, float("nan"), float("inf")])
-def test_check_cosine_bound_outside_range_is_refused(bound: float):
-    with raises(InvalidArgument, "compare.min_cosine", bound):
-        check_cosine_bound(bound)
-
-
-@pytest.mark.parametrize("bound", [None, -1, 0, 0.98, 1])
-def test_check_cosine_bound_inside_range_passes(bound: float | None):
-    check_cosine_bound(bound)
 
 
 def test_model_of_a_fixed_shape_is_compared_at_that_shape(tmp_path: Path):

@@ -28,6 +28,7 @@ from tests.attnserve.cli.commands import Cli, Outcome, process, python, refused
         (["inspect", "m", "--seed", "one"], "--seed"),
         (["inspect", "m", "--batch", "1.5"], "--batch"),
         (["verify", "a", "b", "--min-cosine", "2"], "--min-cosine is 2.0"),
+        (["verify", "a", "b", "--min-cosine", "-1.01"], "--min-cosine is -1.01"),
         (["verify", "a", "b", "--min-cosine", "nan"], "--min-cosine is nan"),
         (["evaluate", "m", "--task", "poetry", "--data", "d"], "--task"),
         (["evaluate", "m", "--task", "sts", "--data", "d", "--pooling", "max"], "--pooling"),

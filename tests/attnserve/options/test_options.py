@@ -71,7 +71,7 @@ def test_seed_outside_of_a_group_is_checked_too(function: Callable[..., Any], ti
 
 
 @with_keywords
-def given(path: str, *, goal: Goal = Goal(), rewrites: Rewrites = Rewrites()) -> Any:  # noqa: B008
+def given(path: str, *, goal: Goal = Goal(), rewrites: Rewrites = Rewrites()) -> Any:
     return path, goal, rewrites
 
 

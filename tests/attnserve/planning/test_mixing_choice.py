@@ -34,6 +34,10 @@ from tests.jobs import job_of
 FORMS = [SharingForm("dense"), SharingForm("sparse"), *(SharingForm("own", i) for i in range(3))]
 
 
+def steady(value: float) -> Speedup:
+    return Speedup(value=value, ci95=(value, value))
+
+
 @dataclass
 class Comparison:
     """Errors by form, and (mean, slowest) speed-ups by kind; a built form is its own model."""
@@ -57,7 +61,7 @@ class Comparison:
         if self.known is None:
             return None
         found = [self.known[form.kind] for form in models]
-        return [(Speedup(*(mean,) * 3), Speedup(*(slowest,) * 3)) for mean, slowest in found]
+        return [(steady(mean), steady(slowest)) for mean, slowest in found]
 
 
 def choose(
@@ -160,7 +164,7 @@ def test_shapes_at_which_a_form_seems_slower_are_timed_again(tiny: Path) -> None
     found = FormComparison(timer).speeds([model])
     assert found is not None
     ((mean, slowest),) = found
-    assert mean == Speedup(1.25, 1.25, 1.25)
+    assert mean == Speedup(value=1.25, ci95=(1.25, 1.25))
     assert slowest.value == pytest.approx((1.1 * 0.9) ** -0.5)
     assert slowest.low == pytest.approx(1 / 1.1) and slowest.high == pytest.approx(1 / 0.9)
     assert list(asked[1]) == [Workload.of(1, 512)]

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
-from attnserve.checks.compare import random_batches  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
+from attnserve.models.example_inputs import random_batches  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.recovery.distillation import matching_states, rotary_constants  # noqa: E402
 from attnserve.recovery.module import (  # noqa: E402

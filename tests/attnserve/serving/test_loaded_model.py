@@ -12,7 +12,8 @@ import pytest
 from onnx import parser
 
 from attnserve.models.artifact import open_artifact
-from attnserve.serving.loaded_model import Model, Tensor, logits_of, scores_of
+from attnserve.serving.activations import logits_of, scores_of
+from attnserve.serving.loaded_model import Model, Tensor
 from graph_passes.errors import InvalidModel
 from tests.service.tiny import write_encoder, write_model
 
@@ -168,7 +169,7 @@ def test_model_without_glibc_is_closed(encoder: Path, monkeypatch: pytest.Monkey
     def refuse(name: object) -> None:
         raise TypeError("argument of type 'NoneType' is not iterable")
 
-    monkeypatch.setattr("attnserve.runtime.memory.ctypes.CDLL", refuse)
+    monkeypatch.setattr("attnserve.runtime.memory_use.ctypes.CDLL", refuse)
     Model(open_artifact(encoder)).close()
 
 

@@ -148,6 +148,23 @@ def test_refusal_raises_cannot_rewrite_with_its_code() -> None:
     assert dict(model.meta) == {}
 
 
+def test_sizes_of_a_block_are_those_after_the_rewrite() -> None:
+    model = layers(2)
+    pruned, collaborative = PruneHeads({FIRST: (1, 0, 1)}), Collaborate({FIRST: {"rank": 5}})
+    with GraphContext.of(model) as context:
+        pruned(model)
+        assert pruned.sizes(FIRST, context.get(find_attention)[0][0]) == {"heads": 2}
+        factored = collaborative.factored(context, {})
+        factored(model)
+        block = context.get(find_attention)[0][0]
+        expected = {"heads": 2, "rank": 5, "head_size": None}
+        assert factored.sizes(FIRST, block) == expected
+        assert (factored.approximation_error(FIRST) or 0) > 0
+    assert collaborative.sizes(FIRST, block) == {"heads": 2}
+    assert collaborative.approximation_error(FIRST) is None
+    assert SkipAttention({FIRST: "affine"}).sizes(FIRST, None) == {"heads": 0}
+
+
 BAD_PARAMS: dict[str, tuple[type[BlockPass[Any, Any]], Any]] = {
     "mask entry": (PruneHeads, (1, 2, 0)),
     "mask share": (PruneHeads, (1, 0.5, 0)),

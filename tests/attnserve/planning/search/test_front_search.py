@@ -15,7 +15,7 @@ from attnserve.planning.search import verdict
 from attnserve.planning.search.front_search import FrontSearch, bisect
 from attnserve.runtime.interleaved_timer import Speedup
 
-NO_GAIN = Speedup(1.0, 0.98, 1.02)
+NO_GAIN = Speedup(value=1.0, ci95=(0.98, 1.02))
 FUSED, INT8 = Choice(0.0, 10.0, (0,)), Choice(0.004, 6.0, (1,))
 FRONT = [FUSED, INT8, Choice(0.005, 5.05, (2,)), Choice(0.009, 5.0, (3,)), Choice(0.05, 2.0, (4,))]
 
@@ -87,7 +87,9 @@ def test_bisect_keeps_its_aim_inside_and_stops_at_what_is_close_or_near_or_enoug
     assert run(near=7) == (0, 8)
 
 
-@pytest.mark.parametrize(("gain", "index"), [(NO_GAIN, 2), (Speedup(1.05, 1.01, 1.09), 3)])
+@pytest.mark.parametrize(
+    ("gain", "index"), [(NO_GAIN, 2), (Speedup(value=1.05, ci95=(1.01, 1.09)), 3)]
+)
 def test_as_fast_with_less_loss_takes_less_loss_at_the_same_speed(
     gain: Speedup, index: int
 ) -> None:
@@ -156,10 +158,14 @@ class Settling:
 @pytest.mark.parametrize(
     ("gain", "keeps", "removes"),
     [
-        (Speedup(1.10, 1.03, 1.2), True, True),
-        (Speedup(1.10, 1.029, 1.2), True, False),  # within the interval
-        (Speedup(0.99, 0.98, 1.0), True, False),
-        (Speedup(0.99, 0.98, 1.0), False, True),  # the other one failed its proof by chance
+        (Speedup(value=1.10, ci95=(1.03, 1.2)), True, True),
+        (Speedup(value=1.10, ci95=(1.029, 1.2)), True, False),  # within the interval
+        (Speedup(value=0.99, ci95=(0.98, 1.0)), True, False),
+        (
+            Speedup(value=0.99, ci95=(0.98, 1.0)),
+            False,
+            True,
+        ),  # the other one failed its proof by chance
     ],
 )
 def test_removal_must_gain_three_percent_outside_the_interval(
@@ -173,7 +179,8 @@ def test_removal_must_gain_three_percent_outside_the_interval(
 
 
 @pytest.mark.parametrize(
-    ("careful", "removes"), [(Speedup(1.5, 1.4, 1.6), True), (Speedup(1.0, 0.9, 1.1), False)]
+    ("careful", "removes"),
+    [(Speedup(value=1.5, ci95=(1.4, 1.6)), True), (Speedup(value=1.0, ci95=(0.9, 1.1)), False)],
 )
 def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
     careful: Speedup, removes: bool, monkeypatch: pytest.MonkeyPatch
