@@ -654,6 +654,7 @@ def _tensor(value: ValueInfo) -> Tensor:
         raise InvalidModel(
             f"{value.name!r} is a {value.type}: expected a tensor of numbers or booleans",
             "export the model without it",
+            code="model.datatype",
         )
     return Tensor(value.name, DTYPES[value.type], tuple(value.shape))
 

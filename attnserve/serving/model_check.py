@@ -404,7 +404,11 @@ def _result(
     locations = GraphFacts.from_json(facts).external
     external = [folder / location for location in locations]
     if any(external_file(artifact.model, location) is None for location in locations):
-        raise InvalidModel(f"{artifact.model}: external data is outside its folder", FIX)
+        raise InvalidModel(
+            f"{artifact.model}: external data is outside its folder",
+            FIX,
+            code="artifact.external_outside",
+        )
     checksums = tuple((path, sha256(path)) for path in external)
     digest = hashlib.sha256(content.encode())
     for path, checksum in checksums:
