@@ -8,6 +8,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["ATTNSERVE_PROBE_CACHE"] = "false"  # results of one test must not serve another
+# Without bytecode, every child process compiles all modules, and every test process all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if hasattr(os, "sched_setaffinity") and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
     # One core per test process, set before any library counts the cores: thread pools of two
     # processes on the same cores slow each other down.
