@@ -155,7 +155,15 @@ def _counted() -> Generator[None]:
 
 
 @pytest.fixture
-def real_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def served_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fuse what is served before it is compared."""
+    from tests.attnserve.costs import MEASURE
+
+    monkeypatch.setattr("attnserve.planning.served_speed.ServedTimer.measure", MEASURE)
+
+
+@pytest.fixture
+def real_clock(monkeypatch: pytest.MonkeyPatch, served_fused: None) -> None:
     """Time what is served."""
     from tests.attnserve.costs import TIME_MODELS
 

@@ -21,6 +21,8 @@ from graph_passes.analysis.workload import Workload
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 
+pytestmark = pytest.mark.usefixtures("served_fused")
+
 SHAPES = [Workload.of(1, 5), Workload.of(1, 9)]
 
 
