@@ -167,12 +167,13 @@ class Preparation:
 
     def __init__(self, *, held: bool = False) -> None:
         self.threads: list[str] = []
-        self.go = threading.Event()
+        self.started, self.go = threading.Event(), threading.Event()
         if not held:
             self.go.set()
 
     def of(self, *payloads: Any) -> Callable[[], list[Row]]:
         def make() -> list[Row]:
+            self.started.set()
             assert self.go.wait(10)
             self.threads.append(threading.current_thread().name.partition("_")[0])
             return rows(*payloads)
@@ -503,9 +504,9 @@ def test_run_that_nobody_waits_for_is_ended() -> None:
         two.cancel()
         with suppress(asyncio.CancelledError):
             await two
-        while batcher._runs:
-            await asyncio.sleep(0.001)
-        assert ended.is_set()
+        async with asyncio.timeout(10):
+            while not ended.is_set():
+                await asyncio.sleep(0.001)
         await batcher.submit(rows("first"), perf_counter() + 10)  # the slot is free again
 
     play(script, run, on_failure=failed.append)
@@ -524,9 +525,9 @@ def test_run_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.sleep(0.2)
         assert batcher.is_stuck
         run.go.set()
-        while batcher._runs:
-            await asyncio.sleep(0.001)
-        assert not batcher.is_stuck
+        async with asyncio.timeout(10):
+            while batcher.is_stuck:
+                await asyncio.sleep(0.001)
 
     play(script, run)
 
@@ -537,15 +538,14 @@ def test_preparation_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPat
 
     async def script(batcher: Batcher) -> None:
         request = start(batcher.submit_from(making.of("endless"), 1))
-        while not batcher._runs:  # it is being prepared
-            await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(making.started.wait, 10)
         request.cancel()
         while not batcher.is_stuck:
             await asyncio.sleep(0.001)
         making.go.set()
-        while batcher._runs:
-            await asyncio.sleep(0.001)
-        assert not batcher.is_stuck
+        async with asyncio.timeout(10):
+            while batcher.is_stuck:
+                await asyncio.sleep(0.001)
 
     play(script)
 

@@ -583,13 +583,12 @@ def test_load_failed_probe_is_refused_and_others_serve(
     text: str,
 ) -> None:
     write_scale(tmp_path / "good", 2)
-    client = start(tmp_path)
+    client = start(tmp_path, probe_timeout_s=1)
     repository: Repository = client.app.state.repository  # type: ignore[attr-defined]
     write_scale(tmp_path / "evil", 1)
     interpreter(command)
     chosen = repository.settings.model_copy(update={"probe": True})
     monkeypatch.setattr(repository, "settings", chosen)
-    monkeypatch.setattr(repository._checker, "_timeout_s", 1)
     with raises(InvalidModel, code, text):
         client.portal.call(repository.load, "evil")  # type: ignore[union-attr]
     evil = repository.index()[0]
