@@ -8,6 +8,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["ATTNSERVE_PROBE_CACHE"] = "false"  # results of one test must not serve another
+# Without bytecode, every child process compiles all modules, and every test process all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if hasattr(os, "sched_setaffinity") and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
     # One core per test process, set before any library counts the cores: thread pools of two
     # processes on the same cores slow each other down.
@@ -153,7 +155,15 @@ def _counted() -> Generator[None]:
 
 
 @pytest.fixture
-def real_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def served_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fuse what is served before it is compared."""
+    from tests.attnserve.costs import MEASURE
+
+    monkeypatch.setattr("attnserve.planning.served_speed.ServedTimer.measure", MEASURE)
+
+
+@pytest.fixture
+def real_clock(monkeypatch: pytest.MonkeyPatch, served_fused: None) -> None:
     """Time what is served."""
     from tests.attnserve.costs import TIME_MODELS
 

@@ -183,6 +183,7 @@ def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examin
             raise InvalidModel(
                 f"{artifact.model}: ONNX Runtime cannot run it: {error.reason}",
                 "check the file with `attnserve inspect`, or export it again",
+                code="triton.does_not_run",
             ) from error
         warm_up = warm_up or feeds
     with suppress(AttnserveError):  # the model may have fewer positions
@@ -325,6 +326,7 @@ def _write(
         raise InvalidOutput(
             f"{folder}: writing failed: {error.strerror or error}",
             "free some space, or choose another `repository`",
+            code="output.write_failed",
         ) from error
     finally:
         if stage is not None:

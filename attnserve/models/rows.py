@@ -125,6 +125,7 @@ def join_values(parts: Sequence[np.ndarray]) -> np.ndarray:
             f"the rows of an output have the shapes {', '.join(map(str, sorted(shapes)))}:"
             " expected equal shapes",
             "run one row at a time",
+            code="rows.shapes",
         )
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
@@ -142,4 +143,5 @@ def check_rows(inputs: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]) 
                 f"an output has the shape {list(output.shape)} for {rows[0]} rows of input:"
                 " expected one row for each",
                 "use the tensors of the output, one row at a time",
+                code="rows.count",
             )

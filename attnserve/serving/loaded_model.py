@@ -561,6 +561,7 @@ def _tensor(value: ValueInfo) -> Tensor:
         raise InvalidModel(
             f"{value.name!r} is a {value.type}: expected a tensor of numbers or booleans",
             "export the model without it",
+            code="model.datatype",
         )
     return Tensor(value.name, ONNX_TYPES[value.type], tuple(value.shape))
 

@@ -402,7 +402,11 @@ def _result(
     folder = artifact.folder
     external = [folder / location for location in facts.external]
     if any(external_file(artifact.model, location) is None for location in facts.external):
-        raise InvalidModel(f"{artifact.model}: external data is outside its folder", FIX)
+        raise InvalidModel(
+            f"{artifact.model}: external data is outside its folder",
+            FIX,
+            code="artifact.external_outside",
+        )
     checksums = tuple((path, sha256(path)) for path in external)
     digest = hashlib.sha256(content.encode())
     for path, checksum in checksums:

@@ -49,17 +49,19 @@ def from_values(values: list[Any], datatype: Datatype, shape: Sequence[int]) -> 
     """
     nesting, flat = _flatten(values)
     if len(flat) != math.prod(shape):
-        raise InvalidData(f"{len(flat)} values for shape {list(shape)}")
+        raise InvalidData(f"{len(flat)} values for shape {list(shape)}", code="tensor.count")
     if len(nesting) > 1 and nesting != list(shape):
-        raise InvalidData(f"data nested as {nesting}, shape {list(shape)}")
+        raise InvalidData(f"data nested as {nesting}, shape {list(shape)}", code="tensor.nesting")
     dtype = DATATYPES[datatype]
     if not set(map(type, flat)) <= JSON_TYPES[dtype.kind]:
-        raise InvalidData(f"its data is not all of {datatype}")
+        raise InvalidData(f"its data is not all of {datatype}", code="tensor.datatype")
     try:
         with np.errstate(over="raise"):
             array = np.array(flat, dtype)
     except (FloatingPointError, OverflowError) as error:
-        raise InvalidData(f"its data holds numbers out of the range of {datatype}") from error
+        raise InvalidData(
+            f"its data holds numbers out of the range of {datatype}", code="tensor.range"
+        ) from error
     return _reshape(array, shape)
 
 
@@ -73,11 +75,12 @@ def from_bytes(raw: memoryview, datatype: Datatype, shape: Sequence[int]) -> np.
     expected = math.prod(shape) * dtype.itemsize
     if len(raw) != expected:
         raise InvalidData(
-            f"{len(raw)} bytes for shape {list(shape)} of {datatype}: expected {expected}"
+            f"{len(raw)} bytes for shape {list(shape)} of {datatype}: expected {expected}",
+            code="tensor.size",
         )
     array = np.frombuffer(raw, dtype.newbyteorder("<"))
     if dtype.kind == "b" and array.size and array.view(np.uint8).max() > 1:
-        raise InvalidData("a BOOL must be a byte 0 or 1")
+        raise InvalidData("a BOOL must be a byte 0 or 1", code="tensor.bool")
     # Vector instructions need aligned addresses.
     return _reshape(array.astype(dtype, copy=not array.flags.aligned), shape)
 
@@ -93,7 +96,7 @@ def _flatten(values: list[Any]) -> tuple[list[int], list[Any]]:
     nesting = [len(values)]
     while values and type(values[0]) is list:
         if set(map(type, values)) != {list} or len(set(map(len, values))) != 1:
-            raise InvalidData("its data is ragged")
+            raise InvalidData("its data is ragged", code="tensor.ragged")
         nesting.append(len(values[0]))
         values = list(chain.from_iterable(values))
     return nesting, values
@@ -103,4 +106,6 @@ def _reshape(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     try:
         return array.reshape(shape)
     except (OverflowError, ValueError) as error:  # next to an axis of 0, any length is possible
-        raise InvalidData(f"an axis of shape {list(shape)} is too long") from error
+        raise InvalidData(
+            f"an axis of shape {list(shape)} is too long", code="tensor.shape"
+        ) from error

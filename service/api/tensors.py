@@ -75,11 +75,15 @@ def split(body: bytes | bytearray, header_length: str | None) -> tuple[memoryvie
         return view, view[:0]
     if not re.fullmatch(r"[0-9]{1,19}", header_length, re.ASCII):
         raise MalformedRequest(
-            f"{HEADER_LENGTH} is {header_length[:32]!r}: expected the length of the JSON in bytes"
+            f"{HEADER_LENGTH} is {header_length[:32]!r}: expected the length of the JSON in bytes",
+            code="request.header_length",
         )
     end = int(header_length)
     if end > len(view):
-        raise MalformedRequest(f"{HEADER_LENGTH} is {end}, but the body has {len(view)} bytes")
+        raise MalformedRequest(
+            f"{HEADER_LENGTH} is {end}, but the body has {len(view)} bytes",
+            code="request.header_length",
+        )
     return view[:end], view[end:]
 
 
@@ -98,12 +102,14 @@ def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.
         what, size = f"input {tensor.name!r}", tensor.parameters.binary_data_size
         if size is not None and size > len(raw):
             raise InvalidData(
-                f"{what}: binary_data_size is {size}, but {len(raw)} bytes are left in the body"
+                f"{what}: binary_data_size is {size}, but {len(raw)} bytes are left in the body",
+                code="tensor.size",
             )
         if (size is None) == (tensor.data is None):
             raise InvalidData(
                 f"{what} has {'no data' if size is None else 'data twice'}",
                 "give 'data', or 'binary_data_size' in its parameters and the bytes after the JSON",
+                code="tensor.data",
             )
         try:
             arrays[tensor.name] = (
@@ -112,12 +118,13 @@ def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.
                 else from_values(tensor.data, tensor.datatype, tensor.shape)
             )
         except InvalidData as error:
-            raise InvalidData(f"{what}: {error.what}", error.fix) from error
+            raise InvalidData(f"{what}: {error.what}", error.fix, code=error.code) from error
         raw = raw[size or 0 :]
     if len(raw):
         raise InvalidData(
             f"{len(raw)} bytes follow the last tensor",
             "set binary_data_size of each binary input",
+            code="tensor.extra_bytes",
         )
     return arrays
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from attnserve.models.lineage import Speed
 from attnserve.planning import served_speed
 from attnserve.planning.search.judge import Built, Judge
 from attnserve.planning.search.report import mean_speedup
+from attnserve.planning.served_speed import ServedSpeed, ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import Part
 from graph_passes.analysis.cost import macs_at
@@ -21,6 +23,7 @@ from graph_passes.analysis.shapes import infer_shapes_at, named_axes, read_axes
 from graph_passes.analysis.workload import Workload
 
 TIME_MODELS = served_speed.time_models
+MEASURE = ServedTimer.measure
 """What ``count_served`` replaces."""
 
 FUSED = STANDARD = 0.9
@@ -89,6 +92,20 @@ def time_models(
     return (list(feeds), times) if times else None
 
 
+def equal_times(
+    models: Sequence[ir.Model], feeds: Mapping[Workload, Any], **_: Any
+) -> tuple[list[Workload], list[np.ndarray]]:
+    return list(feeds), [np.ones((len(models), 2)) for _ in feeds]
+
+
+def measure_unfused(timer: ServedTimer, *arguments: Any, **named: Any) -> ServedSpeed | None:
+    """Report equal speeds: to fuse and to count models takes half of the time of ``optimize``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served_speed, "fuse_for", lambda *_, **__: ())
+        patch.setattr(served_speed, "time_models", equal_times)
+        return MEASURE(replace(timer, made={}), *arguments, **named)
+
+
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.runtime.part_latency.LatencyTable.measure", measure)
     monkeypatch.setattr(Judge, "compare_speed", compare_speed)
@@ -97,5 +114,6 @@ def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not time what is served; searches still measure."""
-    monkeypatch.setattr("attnserve.planning.served_speed.time_models", time_models)
+    """Do not time what is served, and do not fuse it; searches still measure."""
+    monkeypatch.setattr(served_speed, "time_models", time_models)
+    monkeypatch.setattr(ServedTimer, "measure", measure_unfused)

@@ -26,6 +26,7 @@ from graph_passes.errors import InvalidArgument
 from service.app import create_app
 from service.launch import serve
 from service.settings import Settings
+from tests.errors import raises
 from tests.service.conftest import listening, until
 from tests.service.fake_nvml import FakeNvml, use_nvml
 from tests.service.processes import serving
@@ -281,9 +282,8 @@ def test_request_of_disconnected_client_leaves_queue(
 def test_port_in_use_is_refused_before_loading(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(InvalidArgument, match=str(port)) as caught:
+        with raises(InvalidArgument, "address.unavailable", port):
             serve(Settings(model=tmp_path / "nothing.onnx", port=port))
-        assert caught.value.code == "address.unavailable"
 
 
 @pytest.mark.process

@@ -14,6 +14,7 @@ from service import auth
 from service.app import create_app
 from service.auth import read_keys
 from service.settings import Settings
+from tests.errors import raises
 
 EMBED = {"inputs": "a"}
 
@@ -91,9 +92,8 @@ def test_read_keys_unusable_file_is_refused(
 
 def test_read_keys_empty_key_is_refused(tmp_path: Path) -> None:
     settings = Settings.model_validate({"model": tmp_path, "api_keys": ["one", ""]})
-    with pytest.raises(InvalidArgument, match="key 2 of 2") as error:
+    with raises(InvalidArgument, "keys.empty", "key 2 of 2"):
         read_keys(settings)
-    assert error.value.code == "keys.empty"
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_api_keys_variable_empty_or_misspelled_is_refused(
     """A secret that a deployment forgot to set must not disable authentication."""
     monkeypatch.setenv("ATTNSERVE_MODEL", str(encoder))
     monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidArgument, match=text) as error:
+    with raises(InvalidArgument, code, text) as error:
         create_app()
-    assert error.value.code == code and "secret" not in str(error.value)
+    assert "secret" not in str(error.value)
 
 
 def test_settings_repr_hides_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from attnserve.cli import app as cli
 from attnserve.runtime.cuda import Cuda
 from graph_passes.errors import InvalidArgument
 from service.settings import Settings
+from tests.errors import raises
 from tests.service.conftest import HeldRuns
 from tests.service.tiny import write_encoder
 
@@ -76,7 +77,7 @@ def test_serve_options_set_their_settings(told: list[Settings], tmp_path: Path) 
     ],
 )
 def test_invalid_setting_is_refused(given: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidArgument, match=text):
+    with raises(InvalidArgument, "settings.invalid", text):
         Settings(model="m", **given)
 
 
@@ -108,7 +109,7 @@ def test_gpu_settings_are_read_from_environment(
 def test_invalid_environment_variable_is_named_in_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     """No option is named that does not exist."""
     monkeypatch.setenv("ATTNSERVE_CUDA_GRAPHS", "many")
-    with pytest.raises(InvalidArgument, match="valid integer") as caught:
+    with raises(InvalidArgument, "settings.invalid", "valid integer") as caught:
         Settings(model=Path("model"))
     assert caught.value.fix == "set ATTNSERVE_CUDA_GRAPHS"
 
@@ -146,7 +147,7 @@ def test_model_limits_are_json_in_the_environment(
     )
     for wrong in ('{"one": {"max_quue": 2}}', '{"one": {"max_queue": -1}}', "{", "3"):
         monkeypatch.setenv("ATTNSERVE_MODEL_LIMITS", wrong)
-        with pytest.raises(InvalidArgument, match="model_limits") as error:
+        with raises(InvalidArgument, "settings.invalid", "model_limits") as error:
             Settings(model=tmp_path)
         assert "ATTNSERVE_MODEL_LIMITS" in error.value.fix
 
@@ -168,6 +169,6 @@ def test_serve_leaves_the_threads_of_libraries_to_the_environment(
 
 def test_missing_model_tells_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSERVE_API_KEYS", "topsecret")
-    with pytest.raises(InvalidArgument, match="model: Field required") as caught:
+    with raises(InvalidArgument, "settings.invalid", "model: Field required") as caught:
         Settings.model_validate({})
     assert "topsecret" not in str(caught.value)

@@ -14,6 +14,7 @@ import pytest
 from graph_passes.errors import InvalidArgument
 from service.server import check_tls
 from service.settings import Settings
+from tests.errors import raises
 from tests.service.conftest import until
 from tests.service.test_startup import serving
 from tests.service.tiny import write_encoder
@@ -86,6 +87,5 @@ def test_unusable_tls_files_are_refused(
     files: dict[str, Path], given: dict[str, str], text: str
 ) -> None:
     paths = {name: files.get(value, Path(value)) for name, value in given.items()}
-    with pytest.raises(InvalidArgument, match=text) as error:
+    with raises(InvalidArgument, "server.tls", text):
         check_tls(Settings.model_validate({"model": "m", **paths}))
-    assert error.value.code == "server.tls"

@@ -147,15 +147,21 @@ def test_encode_unknown_token_missing_is_invalid_data(tokenizer: Tokenizer) -> N
 
 
 PANICS = {
-    "when it is read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-    "when it encodes": {
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}],
-            "pair": [],
-            "special_tokens": {},
-        }
-    },
+    "when it is read": (
+        "text.not_tokenizer",
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    ),
+    "when it encodes": (
+        "text.tokenizer_failed",
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+    ),
 }
 
 
@@ -164,8 +170,9 @@ def test_load_encoder_that_panics_is_invalid_model(
     tokenizer: Tokenizer, tmp_path: Path, when: str
 ) -> None:
     path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(tokenizer.to_str()) | PANICS[when]))
-    with pytest.raises(InvalidModel, match=r"tokenizer\.json"):
+    code, settings = PANICS[when]
+    path.write_text(json.dumps(json.loads(tokenizer.to_str()) | settings))
+    with raises(InvalidModel, code, "tokenizer.json"):
         encoder_of(path)
 
 

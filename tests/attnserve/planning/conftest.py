@@ -1,5 +1,67 @@
-"""Fixtures of the isolation check."""
+"""Fixtures of searches and plans, whose times are counted, and of the isolation check."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attnserve
+from attnserve.planning.search.report import PlanReport
+from tests.attnserve.costs import count_instead_of_timing
 from tests.fixtures.checked_child import bert, child
 
 __all__ = ["bert", "child"]
+
+Planner = Callable[..., PlanReport]
+Optimizer = Callable[..., Any]
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("ATTNSERVE_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count operations instead of measuring times, so that results are the same everywhere."""
+    count_instead_of_timing(monkeypatch)
+
+
+@pytest.fixture
+def planned(model: Path, sentences: Path, tmp_path: Path) -> Planner:
+    """Plan the tiny model; the output is a name in ``tmp_path``."""
+
+    def plan(output: str = "p.json", **options: Any) -> PlanReport:
+        keep = {} if "target_speedup" in options else {"keep": 0.97}
+        request = {"calib": sentences, "sequence": 32, "threads": 1, **keep, **options}
+        return attnserve.plan(model, tmp_path / output, **request)
+
+    return plan
+
+
+@pytest.fixture
+def optimized(model: Path, sentences: Path, tmp_path: Path) -> Optimizer:
+    """Optimize the tiny model; the output is a name in ``tmp_path``."""
+
+    def optimize(output: str = "out.onnx", **options: Any) -> Any:
+        request = {"calib": sentences, "sequence": 32, "threads": 1, **options}
+        return attnserve.optimize(model, tmp_path / output, **request)
+
+    return optimize
+
+
+@pytest.fixture
+def replays(optimized: Optimizer, tmp_path: Path) -> Callable[[], bool]:
+    """Whether applying p.json twice gives the same bytes, in a.onnx and b.onnx."""
+
+    def replay() -> bool:
+        for name in ("a.onnx", "b.onnx"):
+            optimized(name, plan=tmp_path / "p.json")
+        return (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+    return replay

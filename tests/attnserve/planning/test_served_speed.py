@@ -24,6 +24,8 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.jobs import job_of
 
+pytestmark = pytest.mark.usefixtures("served_fused")
+
 AT = Target(sequence=(5, 6))
 SHAPES = [Workload.of(1, 5), Workload.of(1, 6)]
 

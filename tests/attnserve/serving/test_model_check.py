@@ -341,7 +341,7 @@ def test_check_external_data_outside_the_folder_is_refused(bert: Path, child: Ch
         "    return {**self._facts.to_json(), 'external': ['../../../../../../etc/passwd']}\n"
         "attnserve.serving.model_check._CheckProcess.facts = facts"
     )
-    with pytest.raises(InvalidModel, match="outside"):
+    with raises(InvalidModel, "artifact.external_outside"):
         checker(rewrite=False).check(open_artifact(bert))
 
 
@@ -354,7 +354,7 @@ def test_check_external_data_that_is_no_file_is_refused(tmp_path: Path, child: C
         "    return {**self._facts.to_json(), 'external': ['pipe']}\n"
         "attnserve.serving.model_check._CheckProcess.facts = facts"
     )
-    with pytest.raises(InvalidModel, match="it is no file"):
+    with raises(InvalidModel, "artifact.file", "it is no file"):
         checker(rewrite=False).check(open_artifact(folder))
 
 
@@ -389,7 +389,7 @@ def test_check_cached_result_needs_no_child_in_the_next_process(bert: Path, chec
     found = checker(cached=True).check(open_artifact(bert))
     assert found.rewritten is not None and found.rewritten.parent == checked
     for other in (checker(), checker(cached=True, device=Device(threads=2))):
-        with pytest.raises(InvalidModel, match="exit status 5"):
+        with raises(InvalidModel, "model.crash", "exit status 5"):
             other.check(open_artifact(bert))
 
 
@@ -417,7 +417,7 @@ def test_check_damaged_or_foreign_cache_entry_is_ignored(
     pattern, spoil = SPOILS[way]
     (path,) = checked.glob(pattern) if pattern else [checked]
     spoil(path)
-    with pytest.raises(InvalidModel, match="exit status 5"):
+    with raises(InvalidModel, "model.crash", "exit status 5"):
         checker(cached=True).check(open_artifact(bert))
     if path != checked:  # a new check mends it
         child("")
@@ -442,7 +442,7 @@ def test_check_cached_result_of_other_external_data_is_ignored(
     content = bytearray((folder / "weights.bin").read_bytes())
     content[0] ^= 1
     (folder / "weights.bin").write_bytes(content)
-    with pytest.raises(InvalidModel, match="exit status 5"):
+    with raises(InvalidModel, "model.crash", "exit status 5"):
         checker(cached=True).check(open_artifact(folder))
 
 

@@ -16,6 +16,7 @@ from attnserve.serving.tensor_codec import DATATYPES
 from graph_passes.errors import InvalidData
 from service.api.tensors import InputTensor, decode_all, encode_all, split
 from service.errors import MalformedRequest
+from tests.errors import raises
 
 NO_BYTES = memoryview(b"")
 
@@ -110,24 +111,24 @@ def test_decode_aligned_bytes_are_not_copied() -> None:
     "header", ["", "-1", "+1", "1.0", "0x1", " 1", "\u0661", "9" * 20, "x" * 99]
 )
 def test_split_invalid_header_is_refused(header: str) -> None:
-    with pytest.raises(MalformedRequest, match="expected the length of the JSON"):
+    with raises(MalformedRequest, "request.header_length"):
         split(b"{}", header)
 
 
 def test_split_header_longer_than_body_is_refused() -> None:
     assert [bytes(part) for part in split(b"{}", "2")] == [b"{}", b""]
     assert [bytes(part) for part in split(b"{}", None)] == [b"{}", b""]
-    with pytest.raises(MalformedRequest, match="is 3, but the body has 2 bytes"):
+    with raises(MalformedRequest, "request.header_length", "is 3", "2 bytes"):
         split(b"{}", "3")
 
 
 def test_decode_all_checks_number_of_bytes() -> None:
     raw = memoryview(bytes(4))
-    with pytest.raises(InvalidData, match="binary_data_size is 5, but 4 bytes are left"):
+    with raises(InvalidData, "tensor.size", "binary_data_size is 5", "4 bytes"):
         decode_all([binary("INT8", [5], 5)], raw)
-    with pytest.raises(InvalidData, match=f"binary_data_size is {2**63}, but 4 bytes"):
+    with raises(InvalidData, "tensor.size", f"binary_data_size is {2**63}", "4 bytes"):
         decode_all([binary("INT8", [2**63], 2**63)], raw)
-    with pytest.raises(InvalidData, match=r"1 bytes follow the last tensor\nset binary_data_size"):
+    with raises(InvalidData, "tensor.extra_bytes", "1 bytes", "set binary_data_size"):
         decode_all([binary("INT8", [3], 3)], raw)
 
 
@@ -139,9 +140,9 @@ def test_input_tensor_invalid_binary_size_is_refused(size: Any) -> None:
 
 def test_decode_missing_or_repeated_data_is_refused() -> None:
     twice = binary("INT8", [1], 1).model_copy(update={"data": [1]})
-    with pytest.raises(InvalidData, match="input 'x' has data twice"):
+    with raises(InvalidData, "tensor.data", "input 'x' has data twice"):
         decode_all([twice], memoryview(b"\0"))
-    with pytest.raises(InvalidData, match="input 'x' has no data\ngive 'data', or"):
+    with raises(InvalidData, "tensor.data", "input 'x' has no data", "give 'data', or"):
         decode_all([binary("INT8", [1], None)], memoryview(b""))
 
 

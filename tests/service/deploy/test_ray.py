@@ -26,6 +26,7 @@ from service.deploy import ray
 from service.deploy.ray import deployment_options, replica_settings
 from service.errors import NotReady
 from service.settings import RaySettings, Settings
+from tests.errors import raises
 from tests.service.conftest import until
 
 ROOT = Path(__file__).parents[3]
@@ -61,9 +62,8 @@ def test_ray_settings_are_read_from_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_deployment_options_max_replicas_below_replicas_is_refused(encoder: Path):
-    with pytest.raises(InvalidArgument, match="`max_replicas` is 1") as caught:
+    with raises(InvalidArgument, "ray.replicas", "`max_replicas` is 1"):
         deployment_options(Settings(model=encoder), RaySettings(replicas=2, max_replicas=1))
-    assert caught.value.code == "ray.replicas"
 
 
 def test_deployment_options_ray_limit_exceeds_own_queue(encoder: Path):
@@ -129,7 +129,7 @@ def test_replica_check_fails_while_a_model_cannot_run(encoder: Path, bound: dict
     with TestClient(app):
         replica.check_health()
         app.state.repository.engine()._broken = "its device is gone"
-        with pytest.raises(NotReady, match="its device is gone"):
+        with raises(NotReady, "model.not_ready", "its device is gone"):
             replica.check_health()
 
 

@@ -25,8 +25,9 @@ from starlette.testclient import TestClient
 from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidModel
 from service.engine.repository import MAX_LOADS, Entry, Repository
-from service.errors import NotFound, NotReady, hide_folders
+from service.errors import NotFound, NotReady, UnknownModel, hide_folders
 from service.settings import Settings
+from tests.errors import raises
 from tests.service.conftest import until
 from tests.service.test_startup import FOREVER
 from tests.service.tiny import ids_request, write_encoder, write_model
@@ -118,11 +119,11 @@ def test_engine_default_is_the_highest_version(tmp_path: Path) -> None:
         assert repository.index() == [Entry(*key, "READY") for key in ready]
         assert repository.versions("many") == ["2", "10"]
         assert [await ask(repository, "many", v) for v in (None, "2", "10")] == [10, 2, 10]
-        with pytest.raises(NotFound, match="unknown version '3' of 'many': it has 2, 10"):
+        with raises(NotFound, "request.not_found", "version '3' of 'many'", "2, 10"):
             repository.engine("many", "3")
-        with pytest.raises(NotFound, match="unknown model 'x': this server has 'many', 'one'"):
+        with raises(UnknownModel, "model.unknown", "'x'", "'many', 'one'"):
             repository.engine("x")
-        with pytest.raises(NotFound, match="several models: many, one"):
+        with raises(NotFound, "request.not_found", "several models: many, one"):
             repository.engine()
 
     play(tmp_path, script)
@@ -211,7 +212,7 @@ def test_start_invalid_model_is_unavailable_and_others_serve(tmp_path: Path) -> 
         bad, good = repository.index()
         assert bad.state == "UNAVAILABLE" and "not an ONNX file" in bad.reason
         assert good.state == "READY" and await ask(repository, "good") == 1
-        with pytest.raises(NotReady, match="'bad' is not loaded"):
+        with raises(NotReady, "model.not_ready", "'bad' is not loaded"):
             repository.engine("bad")
 
     play(tmp_path, script)
@@ -231,13 +232,13 @@ def test_load_unload_and_load_again_serves(tmp_path: Path) -> None:
         await repository.load("b")
         assert await ask(repository, "b") == 2
         await repository.unload("b")
-        with pytest.raises(NotReady, match="'b' is not loaded"):
+        with raises(NotReady, "model.not_ready", "'b' is not loaded"):
             repository.engine("b")
         await repository.unload("b")  # has no effect
         await repository.load("b")
         assert await ask(repository, "b") == 2
         for call in (repository.load, repository.unload):
-            with pytest.raises(NotFound, match=r"unknown model '\.\./a'"):
+            with raises(UnknownModel, "model.unknown", "'../a'"):
                 await call("../a")
 
     play(tmp_path, script)
@@ -264,7 +265,7 @@ def test_load_replaced_engine_answers_accepted_requests(
         assert answer.outputs["y"] == [1]
         old.release()
         await repository.settled()
-        with pytest.raises(NotReady, match="unloaded"):  # its session is freed
+        with raises(NotReady, "model.not_ready", "unloaded"):  # its session is freed
             await old.infer({"x": np.ones(1, np.float32)})
 
     play(tmp_path, script)
@@ -291,7 +292,7 @@ def test_load_invalid_replacement_keeps_the_old_engine(tmp_path: Path) -> None:
 
     async def script(repository: Repository) -> None:
         write_broken(tmp_path / "a")
-        with pytest.raises(InvalidModel, match="not an ONNX file"):
+        with raises(InvalidModel, "artifact.not_onnx"):
             await repository.load("a")
         assert await ask(repository, "a") == 1
         assert repository.ready
@@ -308,7 +309,7 @@ def test_load_of_only_a_broken_version_keeps_the_old_engine(tmp_path: Path) -> N
     async def script(repository: Repository) -> None:
         (tmp_path / "a" / "1").rename(tmp_path / "kept")
         write_broken(tmp_path / "a" / "2")
-        with pytest.raises(InvalidModel, match="not an ONNX file"):
+        with raises(InvalidModel, "artifact.not_onnx"):
             await repository.load("a")
         await repository.settled()
         assert await ask(repository, "a") == 1
@@ -582,16 +583,14 @@ def test_load_failed_probe_is_refused_and_others_serve(
     text: str,
 ) -> None:
     write_scale(tmp_path / "good", 2)
-    client = start(tmp_path)
+    client = start(tmp_path, probe_timeout_s=1)
     repository: Repository = client.app.state.repository  # type: ignore[attr-defined]
     write_scale(tmp_path / "evil", 1)
     interpreter(command)
     chosen = repository.settings.model_copy(update={"probe": True})
     monkeypatch.setattr(repository, "settings", chosen)
-    monkeypatch.setattr(repository._checker, "_timeout_s", 1)
-    with pytest.raises(InvalidModel, match=text) as error:
+    with raises(InvalidModel, code, text):
         client.portal.call(repository.load, "evil")  # type: ignore[union-attr]
-    assert error.value.code == code
     evil = repository.index()[0]
     assert evil.state == "UNAVAILABLE" and evil.reason
     x = {"name": "x", "shape": [1], "datatype": "FP32", "data": [1.5]}

@@ -39,6 +39,7 @@ from service.settings import Settings
 from service.workers import shared_repository
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState, Status
+from tests.errors import raises
 from tests.service.conftest import until
 from tests.service.tiny import write_encoder
 
@@ -599,9 +600,8 @@ def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
         state.set_complete()
         write_encoder(models / "tiny" / "2")
         two._load = out_of_memory  # type: ignore[method-assign, assignment]
-        with pytest.raises(NotReady, match="MemoryError") as failed:
+        with raises(NotReady, "model.unexpected", "MemoryError"):
             await one.load("tiny")
-        assert failed.value.code == "model.unexpected"
         assert one._ready_here and not two._ready_here
         assert one.ready and two.ready  # one of two can answer
         del two._load

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from attnserve.checks.compare import Fidelity
+from attnserve.checks.quality import Quality
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.search import verdict
-from attnserve.planning.search.front_search import FrontSearch, bisect
+from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch, bisect
 from attnserve.runtime.interleaved_timer import Speedup
 
 NO_GAIN = Speedup(value=1.0, ci95=(0.98, 1.02))
@@ -196,3 +198,76 @@ def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyP
     front: Any = SimpleNamespace(nothing_removed=None)
     plain: Any = SimpleNamespace(plan=SimpleNamespace(changed=[]))
     assert verdict.worth_removing(front, plain, ["proof"]) == (plain, ["proof"], "")
+
+
+class Front:
+    """Candidates with this front only."""
+
+    def __init__(self) -> None:
+        self.front = [Choice(n / 1000, 10 - n / 20, (n,)) for n in range(100)]
+
+    def predicted_ms(self, choice: Choice) -> float:
+        return choice.ms
+
+
+class FakeJudge:
+    """A judge whose losses follow from the predicted ones by a function."""
+
+    def __init__(self, measure: Callable[[float], float]) -> None:
+        self.measure = measure
+        self.measured: dict[tuple[int, ...], tuple[float, float]] = {}
+
+    def loss(self, choice: Choice) -> float:
+        loss = self.measure(choice.loss) if choice.loss else 0.0
+        self.measured[choice.picks] = loss, 1 - loss
+        return loss
+
+    def build(self, choice: Choice) -> Any:
+        found = Quality("r2", 1.0, 1.0, 1.0, None, 1.0, 0.0, 60)
+        fidelity = Fidelity((), 1.0, 1.0, "", (found,))
+        return SimpleNamespace(choice=choice, loss=self.loss(choice), fidelity=fidelity)
+
+
+@pytest.mark.parametrize(
+    ("loss", "least"),
+    [(lambda x: x, 0.009), (lambda x: 0.3 * x, 0.025), (lambda x: 3 * x, 0.0025),
+     (lambda x: 0.0093 + 0.1 * x, 0.004)],
+    ids=["as predicted", "less", "more", "an uncertainty that is nearly all that is allowed"],
+)  # fmt: skip
+def test_front_search_uses_up_the_allowed_loss_in_few_builds(
+    loss: Callable[[float], float], least: float
+):
+    fake: Any = FakeJudge(loss)
+    candidates: Any = Front()
+    found: Any = FrontSearch(Goal(keep=0.99), candidates, fake).run()
+    assert found.choice.loss >= least
+    assert loss(found.choice.loss) <= 0.01
+    assert len(fake.measured) <= 1 + MAX_BUILDS
+
+
+@pytest.mark.parametrize(
+    ("losses", "kept", "proofs"),
+    [
+        ([0.01], 0.03, 1),
+        ([0.011, 0.01], 0.02, 2),
+        ([0.011, 0.012, 0.0099], 0.01, 3),  # on all held-out data, by its bounds
+        ([0.011, 0.012, 0.0101, 0.0], 0.0, 4),  # what loses nothing
+        ([0.011, 0.0], 0.0, 2),  # nothing more careful was found
+    ],
+)
+def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: float, proofs: int):
+    measured = iter(losses)
+    choices = [SimpleNamespace(choice=Choice(loss, 1.0, ())) for loss in (0.03, 0.02, 0.01, 0.0)]
+    careful = iter(choices[1:] if len(losses) != 2 or losses[1] else choices[-1:])
+    judged: Any = SimpleNamespace(
+        prove=lambda built, part: SimpleNamespace(loss=next(measured), on=part),
+        prove_on_all=lambda built: SimpleNamespace(loss=next(measured), on="all"),
+        candidates=SimpleNamespace(front=[None]), build=lambda _: choices[-1],
+    )  # fmt: skip
+    front: Any = SimpleNamespace(
+        goal=Goal(keep=0.99), judge=judged, more_careful=lambda built, loss, keep: next(careful)
+    )
+    best, found = verdict.verified(front, choices[0])  # type: ignore[arg-type]
+    assert best is not None and best.choice.loss == kept
+    assert len(found) == proofs
+    assert [proof.on for proof in found][:3] == [0, 1, "all"][:proofs]

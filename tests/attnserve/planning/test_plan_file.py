@@ -1,0 +1,124 @@
+"""plan.json is checked when it is read, and its promise when it is applied."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnserve.checks.compare import Fidelity
+from attnserve.checks.quality import Quality
+from attnserve.data.datasets import load_inputs
+from attnserve.models.artifact import open_artifact
+from attnserve.models.checksums import fingerprint
+from attnserve.models.onnx_files import load_model
+from attnserve.planning.optimize import _require_promise
+from attnserve.planning.plans.plan_file import SavedPlan
+from graph_passes.errors import (
+    AttnserveError,
+    CheckFailed,
+    InvalidArgument,
+    InvalidData,
+)
+from tests.attnserve.planning.conftest import Optimizer, Planner
+from tests.errors import raises
+
+pytestmark = pytest.mark.usefixtures("cache", "counted")
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "code"),
+    [
+        ("", InvalidData, "plan.invalid"),
+        ("[]", InvalidData, "plan.format"),
+        ("{}", InvalidData, "plan.format"),
+        ('{"format": 2}', InvalidArgument, "plan.other_input"),
+        ('{"format": 1, "rewrites": {}}', InvalidData, "plan.format"),
+        ('{"format": 3, "plan": {}}', InvalidData, "plan.format"),
+        ('{"format": "2", "plan": {}}', InvalidData, "plan.format"),
+        ('{"format": 2, "plan": {}, "model": {"sha256": "0"}}', InvalidArgument,
+         "plan.other_input"),
+        ("[" * 10**5, InvalidData, "plan.invalid"),
+    ],
+)  # fmt: skip
+def test_optimize_plan_file_that_is_no_plan_is_refused(
+    optimized: Optimizer, content: str, error: type[AttnserveError], code: str, tmp_path: Path
+):
+    path = tmp_path / "p.json"
+    path.write_text(content)
+    with raises(error, code, path):
+        optimized(plan=path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"plan": None}, "plan.invalid"),
+        ({"plan": {"passes": [{"pass": "truncate"}]}}, "pass.unknown"),
+        ({"asked": {"seed": -1}}, "plan.invalid"),
+        ({"asked": {"provider": "tpu"}}, "plan.invalid"),
+        ({"plan": {"precision": "int3"}}, "plan.invalid"),
+    ],
+)
+def test_optimize_plan_file_with_invalid_content_is_refused(
+    optimized: Optimizer,
+    changes: dict[str, Any],
+    code: str,
+    model: Path,
+    sentences: Path,
+    tmp_path: Path,
+):
+    artifact = open_artifact(model)
+    data = load_inputs(sentences, load_model(artifact), artifact)
+    content = {
+        "format": 2, "plan": {}, "model": {"sha256": fingerprint(artifact)},
+        "calibration": {"sha256": data.source.sha256},
+    }  # fmt: skip
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(content))
+    optimized("same.onnx", plan=path)
+    path.write_text(json.dumps(content | changes))
+    with raises(AttnserveError, code, path):
+        optimized(plan=path)
+
+
+def test_optimize_plan_that_is_a_folder_is_refused(optimized: Optimizer, tmp_path: Path):
+    with raises(InvalidData, "plan.file", tmp_path):
+        optimized(plan=tmp_path)
+
+
+@pytest.mark.timing
+def test_optimize_plan_of_other_data_is_refused(
+    optimized: Optimizer, planned: Planner, model: Path, sentences: Path, tmp_path: Path
+):
+    planned()
+    other = tmp_path / "other.txt"
+    other.write_text(sentences.read_text(encoding="utf-8") + "one more\n", encoding="utf-8")
+    with raises(InvalidArgument, "plan.other_input", "calibration"):
+        optimized(calib=other, plan=tmp_path / "p.json")
+    with raises(InvalidData, "plan.file", "none.json"):
+        optimized(plan=tmp_path / "none.json")
+
+
+def test_plan_that_certainly_keeps_less_than_it_promises_is_refused():
+    def check(ci95: tuple[float, float] | None) -> None:
+        found = Quality("similarity", 0.97, 0.96, 0.965, ci95, 0.9, 0.0, 60)
+        _require_promise(Fidelity((), 0.99, 0.9, "held out", (found,)), 0.985)
+
+    check(None)
+    check((0.95, 0.99))
+    with raises(CheckFailed, "plan.promise", "0.985"):
+        check((0.95, 0.98))
+
+
+def test_promise_is_checked_in_its_own_measure(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    for asked, given, expected in (("cosine", "auto", "cosine"), ("auto", "auto", "auto"),
+                                   ("r2", "r2", "r2"), ("score", "r2", "r2")):  # fmt: skip
+        path.write_text(json.dumps({"format": 2, "asked": {"measure": asked}}))
+        assert SavedPlan.read(path).measure(given) == expected  # type: ignore[arg-type]
+    path.write_text(json.dumps({"format": 2, "asked": {"measure": "cosine"}}))
+    with raises(InvalidArgument, "optimize.conflict", "cosine", "r2"):
+        SavedPlan.read(path).measure("r2")
