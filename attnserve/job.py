@@ -34,8 +34,6 @@ DEFAULT_LENGTHS = (16, 128, 512)
 DEFAULT_LENGTH = 128
 """Length at which costs are reported without data and without a requested length."""
 
-ANY_TARGET, NO_DATA = Target(), Data()
-
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -57,7 +55,7 @@ class Job:
     others: Sequence[tuple[str, Dataset]] = ()
     tokenizer: Path | None = None
     measure: SearchMeasure = "auto"
-    target: Target = ANY_TARGET
+    target: Target = Target()
     context: RunContext = DEFAULT_CONTEXT
 
     @classmethod
@@ -65,8 +63,8 @@ class Job:
         cls,
         artifact: Artifact,
         original: ir.Model,
-        options: Data = NO_DATA,
-        target: Target = ANY_TARGET,
+        options: Data = Data(),
+        target: Target = Target(),
         *,
         measure: SearchMeasure = "auto",
         joined: Lengths | None = None,

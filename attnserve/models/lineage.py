@@ -255,10 +255,6 @@ class MixingChoice(Whole):
     why: str
     forms: tuple[FormReport, ...]
 
-    @property
-    def record(self) -> MixingChoice:
-        return self
-
 
 def _present_name(measure: object) -> object:
     """Current name of a measure; 0.1 wrote "mean output cosine" or "share of the X score"."""

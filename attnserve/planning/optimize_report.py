@@ -74,7 +74,7 @@ class OptimizeReport:
             speedups=self.speed and self.speed.record,
         )
         optional = {
-            "mixing": self.mixing and self.mixing.record,
+            "mixing": self.mixing,
             "int8_weight_bits": self.int8_weight_bits,
             "int8_activations": self.int8_activations,
             "search": found and found.summary,

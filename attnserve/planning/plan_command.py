@@ -23,18 +23,16 @@ __all__ = ["plan"]
 
 log = logging.getLogger("attnserve")
 
-NO_GOAL, NO_DATA, ANY_TARGET, DEFAULT_RUN = Goal(), Data(), Target(), Run()
-
 
 @with_keywords
 def plan(
     model: StrPath,
     output: StrPath | None = None,
     *,
-    goal: Goal = NO_GOAL,
-    data: Data = NO_DATA,
-    target: Target = ANY_TARGET,
-    run: Run = DEFAULT_RUN,
+    goal: Goal = Goal(),
+    data: Data = Data(),
+    target: Target = Target(),
+    run: Run = Run(),
     force: bool = False,
     progress: Progress = ignore_progress,
 ) -> PlanReport:

@@ -39,8 +39,6 @@ from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel
 
 __all__ = ["recover"]
 
-DEFAULT_TRAINING, DEFAULT_RUN = Training(), Run()
-
 
 @with_keywords
 def recover(
@@ -49,8 +47,8 @@ def recover(
     *,
     teacher: StrPath,
     data: StrPath | Sequence[StrPath],
-    training: Training = DEFAULT_TRAINING,
-    run: Run = DEFAULT_RUN,
+    training: Training = Training(),
+    run: Run = Run(),
     tokenizer: StrPath | None = None,
     force: bool = False,
     progress: Progress | None = None,

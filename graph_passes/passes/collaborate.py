@@ -203,10 +203,11 @@ class Collaborate(AttentionPass[SharedDimensions]):
         params = self.targets[name]
         if block is None or (factors := params.factors) is None:
             return super().sizes(name, block)
-        sizes = super().sizes(name, block) | {"rank": factors.rank, "head_size": params.head_size}
+        width = None
         if block.k.past is not None and isinstance(factors, CollaborativeFactors):
-            sizes["cache_width"] = cache_width(factors)
-        return sizes
+            width = cache_width(factors)
+        own = {"rank": factors.rank, "head_size": params.head_size, "cache_width": width}
+        return super().sizes(name, block) | own
 
     def approximation_error(self, name: str) -> float | None:
         factors = self.targets[name].factors

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
+from attnserve.checks.compare import Fidelity
 from attnserve.choices import SearchMeasure
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
@@ -22,7 +23,7 @@ from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
 from graph_passes.analysis.workload import Phase
-from graph_passes.errors import InvalidArgument, InvalidData
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
 __all__ = [
     "FORMAT",
@@ -118,6 +119,27 @@ class SavedPlan:
         """The guaranteed quality; None if the search guaranteed a task score, or had no gain."""
         asked = self.file.asked
         return asked.keep if self.file.gain and asked.measure != "score" else None
+
+    def require_promise(self, fidelity: Fidelity) -> None:
+        """Check that the model of the plan keeps what its search promised.
+
+        The interval is compared, because these rows differ from the verification rows of the
+        search.
+
+        Raises:
+            CheckFailed: It certainly keeps less.
+        """
+        quality, promised = fidelity.quality, self.promised
+        if promised is None or quality is None or quality.ci95 is None:
+            return
+        if quality.ci95[1] < promised:
+            raise CheckFailed(
+                f"the plan keeps {quality.value:.4f} ({quality.measure}, at most "
+                f"{quality.ci95[1]:.4f}) on {fidelity.data}, and its target is {promised:g}: "
+                "nothing was written",
+                "make a new plan on this machine",
+                code="plan.promise",
+            )
 
     @property
     def key(self) -> str:

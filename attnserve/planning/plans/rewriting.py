@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import onnx_ir as ir
 
@@ -18,14 +18,12 @@ from attnserve.models.lineage import StepRecord
 from graph_passes.analysis.cost import count_macs, infer_at, macs_at
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
-from graph_passes.emit.collaborative import cache_width
 from graph_passes.errors import InvalidModel
-from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import RewritePass, targets_of
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions
+from graph_passes.passes.base import BlockPass, RewritePass, targets_of
+from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = ["ApplyReport", "Rewriting"]
@@ -88,8 +86,8 @@ class Rewriting:
         """
         if isinstance(rewrite, Collaborate) and rewrite.targets:
             rewrite = self._with_factors(rewrite)
-        if rewrite.lossy:
-            self._run_lossy(rewrite)
+        if rewrite.lossy and isinstance(rewrite, BlockPass):
+            self._run_lossy(cast("BlockPass[Any, Any]", rewrite))
         else:
             self._run_exact(rewrite)
 
@@ -123,28 +121,27 @@ class Rewriting:
             moments = collect_moments(self.model, lossy, batches, context=self.job.context)
         return rewrite.factored(self.graph_context, moments, self.job.context.stage("factor"))
 
-    def _run_lossy(self, rewrite: RewritePass) -> None:
-        targets = targets_of(rewrite)
+    def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> None:
+        targets = rewrite.targets
         if not targets:
             return
         before, macs = self._macs_by_block(), self._macs()
         rewrite(self.model)
         after, total = self._macs_by_block(), self._macs()
         blocks = self._blocks()
-        for place, (name, params) in enumerate(targets.items(), start=1):
+        for place, name in enumerate(targets, start=1):
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
             last = place == len(targets)  # the whole model: other blocks may have changed too
-            factors = params.factors if isinstance(params, SharedDimensions) else None
-            error = None if factors is None else factors.relative_error
+            error = rewrite.approximation_error(name)
             if error is not None:
                 self.errors[len(self.steps)] = error
             if error != 0:
                 self.changed.append(name)
                 self.is_measured = self.is_measured and error is not None and not self.fit
-            facts = _facts(blocks.get(name), params)
+            sizes = rewrite.sizes(name, blocks.get(name))
             self.steps.append(
                 StepRecord(
-                    rewrite=rewrite.name, block=name, macs_after=total if last else macs, **facts
+                    rewrite=rewrite.name, block=name, macs_after=total if last else macs, **sizes
                 )
             )
         self.uncertified |= targets.keys()
@@ -224,17 +221,3 @@ class Rewriting:
 
     def _macs(self) -> int | None:
         return self.graph_context.get(count_macs, self.job.counted)
-
-
-def _facts(block: AttentionBlock | FeedForwardBlock | None, params: Any) -> dict[str, int | None]:
-    """The sizes of a rewritten block, as fields of ``StepRecord``; None: removed attention."""
-    if isinstance(block, FeedForwardBlock):
-        return {"neurons": block.num_neurons}
-    facts: dict[str, int | None] = {"heads": 0 if block is None else block.q.num_heads}
-    factors = params.factors if isinstance(params, SharedDimensions) else None
-    if block is not None and factors is not None:
-        facts |= {"rank": factors.rank, "head_size": params.head_size}
-        facts["cache_width"] = None
-        if block.k.past is not None and isinstance(factors, CollaborativeFactors):
-            facts["cache_width"] = cache_width(factors)
-    return facts

@@ -13,9 +13,9 @@ from attnserve.checks.quality import Quality
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
+from attnserve.models.lineage import Asked
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.optimize import _require_promise
-from attnserve.planning.plans.plan_file import SavedPlan
+from attnserve.planning.plans.plan_file import PlanFile, SavedPlan
 from graph_passes.errors import (
     AttnserveError,
     CheckFailed,
@@ -103,9 +103,13 @@ def test_optimize_plan_of_other_data_is_refused(
 
 
 def test_plan_that_certainly_keeps_less_than_it_promises_is_refused():
+    file = PlanFile(format=2, gain=True, asked=Asked(keep=0.985))
+
     def check(ci95: tuple[float, float] | None) -> None:
         found = Quality("similarity", 0.97, 0.96, 0.965, ci95, 0.9, 0.0, 60)
-        _require_promise(Fidelity((), 0.99, 0.9, "held out", (found,)), 0.985)
+        SavedPlan(Path("plan.json"), file).require_promise(
+            Fidelity((), 0.99, 0.9, "held out", (found,))
+        )
 
     check(None)
     check((0.95, 0.99))
