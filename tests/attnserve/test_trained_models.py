@@ -70,6 +70,7 @@ def test_optimize_sorting_decoder_keeps_sorting(shared: Path, tmp_path: Path):
     assert [count_sorted(path) for path in (model, tmp_path / "exact.onnx")] == [729, 729]
 
 
+@pytest.mark.timing(seconds=20)
 def test_cosine_of_a_language_model_is_high_although_tokens_change(shared: Path, tmp_path: Path):
     """Half of the heads pruned keep a cosine of 0.99, and change one token in seven."""
     folder = shared / "models" / "stories260K"

@@ -191,6 +191,7 @@ def test_expressions_compute_attention(name: str):
 # Shared queries and keys, end to end
 
 
+@pytest.mark.timing
 def test_collab_dk_forms_are_built_as_served(tmp_path: Path):
     """Dense and sparse mixing and own dimensions, each beside the original."""
     shapes = ((1, 8), (2, 16))

@@ -129,6 +129,7 @@ def test_optimize_bfloat16_is_verified_on_cpu_and_warns(
     assert "computes in bfloat16" in error and "cuda" in error
 
 
+@pytest.mark.timing
 def test_cli_unreachable_goal_exits_with_1(
     model: Path, sentences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
