@@ -26,7 +26,7 @@ FROM_EXTRAS = (
     "transformers",
 )
 
-WITH_TORCH = ("attnserve.nn.", "attnserve.recovery.")
+WITH_TORCH = ("attnserve.nn.", "attnserve.planning.recover_command.", "attnserve.recovery.")
 """Packages that need the extra [torch]."""
 
 

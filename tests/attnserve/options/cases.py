@@ -12,7 +12,7 @@ from attnserve.options import (
     Options,
     Rewrites,
     Run,
-    Shape,
+    Target,
     Training,
     Write,
     option_type,
@@ -22,7 +22,7 @@ COMMANDS: dict[type[Options], list[str]] = {
     Rewrites: ["optimize", "model.onnx"],
     Goal: ["optimize", "model.onnx"],
     Data: ["optimize", "model.onnx"],
-    Shape: ["optimize", "model.onnx"],
+    Target: ["optimize", "model.onnx"],
     Run: ["optimize", "model.onnx"],
     Write: ["optimize", "model.onnx"],
     Training: [

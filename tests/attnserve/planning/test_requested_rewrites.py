@@ -18,7 +18,7 @@ from attnserve.checks.certify import MatchReport, read_attention, require_attent
 from attnserve.context import RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.lineage import Calibration
-from attnserve.options import Rewrites
+from attnserve.options import Data, Goal, Rewrites, Target, check_mode
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.request.rewrites import PlannedRequest, plan_request
 from attnserve.runtime.interface import Batch
@@ -97,7 +97,7 @@ def skipped_of(plan: Plan) -> dict[str, str]:
 
 def test_request_without_rewrites_is_refused():
     with raises(InvalidArgument, "request.empty", "`reuse`", "`prune`"):
-        Rewrites(layers=("1",)).require()
+        check_mode(Goal(), Rewrites(layers=("1",)), Data(), Target(), None)
 
 
 @pytest.mark.parametrize(

@@ -265,8 +265,9 @@ def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: f
         candidates=SimpleNamespace(front=[None]), build=lambda _: choices[-1],
     )  # fmt: skip
     front: Any = SimpleNamespace(
-        goal=Goal(keep=0.99), judge=judged, more_careful=lambda built, loss, keep: next(careful)
-    )
+        goal=Goal(keep=0.99), precision="float32", judge=judged,
+        more_careful=lambda built, loss, keep: next(careful),
+    )  # fmt: skip
     best, found = verdict.verified(front, choices[0])  # type: ignore[arg-type]
     assert best is not None and best.choice.loss == kept
     assert len(found) == proofs
