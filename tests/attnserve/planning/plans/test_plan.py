@@ -31,7 +31,7 @@ from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import SkipAttention
 from graph_passes.passes.strip_cache import StripCache
-from tests.attnserve.planning.test_requested_rewrites import NAMES, planned, stack
+from tests.attnserve.planning.request.test_rewrites import NAMES, planned, stack
 from tests.errors import raises
 from tests.graph_passes.graphs import H, K, layers
 from tests.jobs import job_of
