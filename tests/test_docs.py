@@ -83,6 +83,13 @@ def split_command(arguments: list[str]) -> tuple[str, list[str]]:
     return " ".join(arguments[:words]), arguments[words:]
 
 
+def test_layout_names_existing_folders():
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
+    paths = [path for row in rows for path in re.findall(r"`([\w./]+)`", row)]
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_readme_has_at_most_150_lines():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 

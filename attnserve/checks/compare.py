@@ -214,7 +214,7 @@ def compare(
 
     If caches have different shapes (``empty_axes``), the batches must leave them empty, and the
     returned caches are not compared. On the CPU a bfloat16 model is computed in float32 with each
-    result rounded (``precision.on_cpu``); ``Fidelity.data`` mentions it.
+    result rounded (``precision.convert.on_cpu``); ``Fidelity.data`` mentions it.
 
     Raises:
         InvalidModel: The models do not have the same inputs and outputs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -46,6 +46,7 @@ def add_command(
     *,
     left_out: Collection[str] = (),
     required: Collection[str] = (),
+    panels: Sequence[str] = (),
     **options: Any,
 ) -> Callable[[Function], Function]:
     """Decorator: a command with the options of the groups among the parameters of a function.
@@ -53,6 +54,7 @@ def add_command(
     Args:
         left_out: Fields without an option.
         required: Fields whose option must be given.
+        panels: The order of the panels in the help; those of the groups by default.
         options: Options of ``typer.Typer.command``.
     """
 
@@ -73,8 +75,7 @@ def add_command(
                 for each in _fields(name, field, kind, parameter.default)
             ]
             groups[parameter.name] = kind, fields
-            for each in fields:  # an option of several groups is shown with the last one
-                parameters.pop(each.parameter.name, None)
+            for each in fields:
                 is_required = each.parameter.name in required
                 parameters[each.parameter.name] = (
                     each.parameter.replace(default=Parameter.empty)
@@ -87,12 +88,20 @@ def add_command(
             own = {name: values[name] for name in hints if name in values and name not in made}
             function(**own, **made)
 
-        run.__signature__ = Signature(_with_options([*parameters.values()]))  # type: ignore[attr-defined]
+        shown = sorted(parameters.values(), key=lambda parameter: _place(parameter, panels))
+        run.__signature__ = Signature(_with_options(shown))  # type: ignore[attr-defined]
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         app.command(**options)(run)
         return function
 
     return add
+
+
+def _place(parameter: Parameter, panels: Sequence[str]) -> int:
+    """The place of a parameter's panel; 0 if it is in none of them."""
+    parts = get_args(parameter.annotation)
+    panel = getattr(parts[-1], "rich_help_panel", None) if parts else None
+    return panels.index(panel) + 1 if panel in panels else 0
 
 
 def _fields(

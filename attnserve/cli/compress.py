@@ -22,6 +22,7 @@ from attnserve.cli.display import (
     shorten_names,
 )
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
+from attnserve.options.fields import CALIBRATION, PRECISION
 
 if TYPE_CHECKING:
     from attnserve.planning.optimize import OptimizeReport
@@ -33,11 +34,14 @@ __all__ = ["app"]
 
 app = typer.Typer()
 
+PANELS = (Goal.panel, Rewrites.panel, PRECISION, CALIBRATION, Write.panel, Run.panel)
+
 
 @add_command(
     app,
     epilog="Example: attnserve optimize model.onnx --keep 0.99 --calib sentences.txt",
     rich_help_panel=opt.COMPRESS,
+    panels=PANELS,
 )
 def optimize(
     model: opt.Model,
@@ -150,6 +154,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     required=("calib",),
     epilog="Example: attnserve plan model.onnx --keep 0.99 --calib sentences.txt",
     rich_help_panel=opt.COMPRESS,
+    panels=PANELS,
 )
 def plan(
     model: opt.Model,

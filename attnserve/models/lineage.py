@@ -348,7 +348,7 @@ class Search(Measured):
 
 
 class TrainingRecord(Recorded):
-    """The course of a training; see ``recovery.training.Training``.
+    """The course of a training; see ``recovery.training.Course``.
 
     ``history`` has (seconds, training loss, loss on held-out rows). Numbers that are not finite are
     null.

@@ -14,9 +14,9 @@ from attnserve.choices import Precision
 from attnserve.options.base import Cli
 from attnserve.paths import as_paths
 
+# Panels of the help; ``groups`` has the others.
 CALIBRATION = "Calibration"
 PRECISION = "Precision"
-"""Panels of the help."""
 
 
 def fail(what: str, fix: str, code: str) -> NoReturn:

@@ -54,11 +54,11 @@ __all__ = [
     "check_files",
 ]
 
+# The panels of the help.
 SEARCH = "Automatic search"
 REWRITES = "Rewrites by hand"
 OUTPUT = "Output"
 RUN = "Run"
-"""Panels of the help."""
 
 
 class Rewrites(Options):
@@ -94,8 +94,8 @@ class Rewrites(Options):
 
     It holds R shared dimensions (and H content logits) per token instead of H*K."""
     reuse: Annotated[StrPath | Mapping[str, Any] | None, Cli(metavar="FORM")] = None
-    """Reuse attention probabilities of earlier layers: partial:K[:P], full:P, alternate, all-end,
-    auto, or a .json file of edges."""
+    """Reuse attention probabilities of earlier layers: partial:K[:P], full:P, alternate,
+    all-end[:P], auto, or a .json file of edges."""
     align: Alignment = "similarity"
     """Heads whose probabilities `reuse` takes: the most similar ones, or those with the same
     index."""

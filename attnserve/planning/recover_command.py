@@ -56,9 +56,9 @@ def recover(
     """Train the weights of a rewritten model on outputs and hidden states of its original.
 
     The graph keeps its names, inputs and outputs, and without ``int8`` its nodes; weights that are
-    nodes become initializers. The rows are
-    split into parts to fit, to choose the best weights, and to verify the result. If the result is
-    not better on the last part, the weights of ``model`` are returned.
+    nodes become initializers. The rows are split into parts to fit, to choose the best weights, and
+    to verify the result. If the result is not better on the last part, the weights of ``model`` are
+    returned.
 
     The state is saved in the user's cache folder with each measurement, so that an interrupted
     training continues when it is called again; with ``minutes`` 0 its best weights are written.

@@ -145,7 +145,7 @@ def conversion_losses(
     """The loss if each group alone is converted to a precision, by its key.
 
     Args:
-        precision: One of ``INTEGER``.
+        precision: A scheme in which single blocks may stay float32 (``Scheme.keeps_blocks``).
         new_meter: See ``LossEstimator``.
 
     Raises:

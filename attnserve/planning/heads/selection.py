@@ -30,7 +30,7 @@ __all__ = [
 
 ReuseKind = Literal["partial", "full", "alternate", "all-end", "auto"]
 
-REUSE_FORMS = "partial:K[:P], full:P, alternate, all-end, auto or a .json file of edges"
+REUSE_FORMS = "partial:K[:P], full:P, alternate, all-end[:P], auto or a .json file of edges"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Search for the fastest plan that keeps the requested quality, by measurement.
 
 1. Time: every configuration of every block, each in its fastest implementation (``model_timing``).
-2. Loss: the loss of the model's output for each of them, on calibration data (``block_loss``); the
-   losses of different blocks nearly add up.
+2. Loss: the loss of the model's output for each of them, on calibration data
+   (``blocks.loss_curves``); the losses of different blocks nearly add up.
 3. Candidates: the Pareto front of predicted time and loss (``candidate_set``).
 4. Select: choices of the front are built, refitted, and measured on the data to choose until the
    allowed loss is used up (``front_search``). The whole model is then timed beside the original.

@@ -95,7 +95,7 @@ def test_default_output_that_exists_needs_force(
         (written / "plan.svg").write_text("mine")
     before = tree(tmp_path)
     with monkeypatch.context() as patch:
-        for module in ("planning.optimize", "reports.analyze", "planning.plan_command"):
+        for module in ("job", "reports.analyze"):
             patch.setattr(import_module(f"attnserve.{module}"), "load_inputs", work_is_refused)
         refused(cli(*without_output(command, model, sentences)), "--force")
     assert tree(tmp_path) == before

@@ -157,7 +157,7 @@ def test_sizes_of_a_block_are_those_after_the_rewrite() -> None:
         factored = collaborative.factored(context, {})
         factored(model)
         block = context.get(find_attention)[0][0]
-        expected = {"heads": 2, "rank": 5, "head_size": None}
+        expected = {"heads": 2, "rank": 5, "head_size": None, "cache_width": None}
         assert factored.sizes(FIRST, block) == expected
         assert (factored.approximation_error(FIRST) or 0) > 0
     assert collaborative.sizes(FIRST, block) == {"heads": 2}
