@@ -37,11 +37,11 @@ from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 
 log = logging.getLogger(__name__)
 
-__all__ = ["DEFECT", "FORMS", "fuse", "fuse_for", "fusion_passes"]
+__all__ = ["ATTENTION_OPERATORS", "DEFECT", "fuse", "fuse_for", "fusion_passes"]
 
 DEFECT = "this is a defect of attnserve: please report it with the model; nothing was written"
 
-FORMS: Mapping[Provider, Sequence[FusedOperator]] = {
+ATTENTION_OPERATORS: Mapping[Provider, Sequence[FusedOperator]] = {
     "cpu": ("onnx", "attention", "multi_head"),
     "cuda": ("attention", "multi_head", "onnx"),
 }
@@ -53,22 +53,25 @@ PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
 COUNTED = tuple(Workload.of(*shape) for shape in ((1, 1), (2, 1), (1, 512), (1, 4096)))
 """What MACs are compared at."""
 
-RESIDUALS: Mapping[Provider, type[RewritePass]] = {"cpu": FuseResiduals, "cuda": FuseSkipNorm}
-"""The fastest form of residual additions."""
+FASTEST_RESIDUALS: Mapping[Provider, type[RewritePass]] = {
+    "cpu": FuseResiduals,
+    "cuda": FuseSkipNorm,
+}
+"""The passes for residual additions that are fastest."""
 
 
 def fusion_passes(
     model: ir.Model,
     provider: Provider = "cpu",
-    forms: Sequence[FusedOperator] | None = None,
+    operators: Sequence[FusedOperator] | None = None,
     *,
     is_timed_only: bool = False,
 ) -> tuple[RewritePass, ...]:
     """The passes that fuse every possible block.
 
     Args:
-        forms: Attention operators, of which the first that applies is used (None: ``FORMS`` of the
-            provider).
+        operators: Attention operators, of which the first that applies is used (None:
+            ``ATTENTION_OPERATORS`` of the provider).
         is_timed_only: See ``fuse``.
 
     Raises:
@@ -84,15 +87,15 @@ def fusion_passes(
     else:
         report = read_attention(model)
         blocks, unmatched = report.blocks, report.unmatched
-    reasons = [one.reason for one in unmatched]
+    reasons = [failure.reason for failure in unmatched]
     chosen: dict[str, FusedOperator] = {}
     for block in blocks:
         if block.graph is not model.graph or block.idiom in IDIOMS.values():
             continue
-        for form in forms or FORMS[provider]:
-            refusal = fusion_refusal(block, form, shapes, opsets)
+        for operator in operators or ATTENTION_OPERATORS[provider]:
+            refusal = fusion_refusal(block, operator, shapes, opsets)
             if refusal is None:
-                chosen[block.name] = form
+                chosen[block.name] = operator
                 break
             reasons.append(refusal.reason)
     gelu = fusible_gelus(model)
@@ -104,7 +107,7 @@ def fusion_passes(
         )
     fused: list[RewritePass] = [FuseAttention(chosen)] if chosen else []
     fused += [FuseGelu(gelu)] if gelu else []
-    return (*fused, FoldBiases(), RESIDUALS[provider]())
+    return (*fused, FoldBiases(), FASTEST_RESIDUALS[provider]())
 
 
 def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool = False) -> None:
@@ -118,13 +121,15 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
         InvalidModel: A rewritten block fails certification, or costs more than before.
     """
     before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
-    attention = [one for one in passes if isinstance(one, FuseAttention)]
-    forms: set[FusedOperator] = {form for one in attention for form in one.targets.values()}
-    if needed := max((OPSETS.get(form, 0) for form in forms), default=0):
+    attention = [rewrite for rewrite in passes if isinstance(rewrite, FuseAttention)]
+    operators: set[FusedOperator] = {
+        operator for rewrite in attention for operator in rewrite.targets.values()
+    }
+    if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
         raise_opset(model, needed)
     with GraphContext.of(model) as context:
-        for one in passes:
-            one(model)
+        for rewrite in passes:
+            rewrite(model)
         if is_timed_only:
             return
         certified = {block.name for block in context.get(read_attention).blocks}
@@ -136,7 +141,7 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
                 DEFECT,
                 code="internal.fusion_macs",
             )
-    names = {name for one in attention for name in one.targets}
+    names = {name for rewrite in attention for name in rewrite.targets}
     if lost := sorted(names - certified):
         raise InvalidModel(
             f"{lost[0]} is not certified after its fusion",
@@ -166,17 +171,17 @@ def fuse_for(
     """
     scheme = SCHEMES[precision]
     runs_on: Provider = "cuda" if scheme.provider == "cuda" else provider
-    forms: Sequence[FusedOperator] = FORMS[runs_on]
+    operators: Sequence[FusedOperator] = ATTENTION_OPERATORS[runs_on]
     if scheme.keeps_blocks:
-        forms = [form for form in forms if form not in PROJECTING]
+        operators = [operator for operator in operators if operator not in PROJECTING]
     fused = model.clone()
     try:
-        passes = fusion_passes(fused, runs_on, forms, is_timed_only=is_timed_only)
+        passes = fusion_passes(fused, runs_on, operators, is_timed_only=is_timed_only)
         fuse(fused, passes, is_timed_only=is_timed_only)
         if not (is_timed_only or _is_loaded(fused)):  # this ONNX Runtime lacks the new operators
-            forms = [form for form in forms if form not in OPSETS]
+            operators = [operator for operator in operators if operator not in OPSETS]
             fused = model.clone()
-            passes = fusion_passes(fused, runs_on, forms)
+            passes = fusion_passes(fused, runs_on, operators)
             fuse(fused, passes)
     except CannotRewrite:
         return ()

@@ -147,12 +147,12 @@ def measure(folder: Path, goal: str, keep: float, files: dict[str, Path]) -> dic
         calib=[files["calibration sentences"], files["calibration paragraphs"]],
     )  # fmt: skip
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    assert report.found is not None
+    assert report.search is not None
     return {
-        "verdict": report.found.verdict, "seconds": seconds, "cpu_seconds": cpu_seconds,
-        "proofs": [proof.record.to_json() for proof in report.found.proofs],
+        "verdict": report.search.verdict, "seconds": seconds, "cpu_seconds": cpu_seconds,
+        "proofs": [proof.record.to_json() for proof in report.search.proofs],
         "layers": [
-            [d.block, d.kept, d.count, d.written, d.in_float] for d in report.found.decisions
+            [d.block, d.kept, d.count, d.written, d.in_float] for d in report.search.layers
         ],
         **compared(original, output, files),
     }  # fmt: skip

@@ -103,14 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
             )  # fmt: skip
             seconds = time.perf_counter() - start
             kept = {pairs.name: sts_score(output, pairs) / base for pairs, base in bases.items()}
-            search, quality = report.found, attnserve.verify(original, output, data=texts).quality
+            search, quality = report.search, attnserve.verify(original, output, data=texts).quality
             assert search is not None and quality is not None
             plans.append({
                 "calibrated_on": kind, "goal": goal, "asked": GOALS[goal], "seconds": seconds,
                 "kept": kept, "mean_cosine": report.fidelity.mean_cosine,
                 "verdict": search.verdict, "quality_unseen": quality.record.to_json(),
                 "proofs": [proof.record.to_json() for proof in search.proofs],
-                "layers": [[d.block, d.kept, d.count, d.written] for d in search.decisions],
+                "layers": [[d.block, d.kept, d.count, d.written] for d in search.layers],
             })  # fmt: skip
             if kind == "--train":
                 models[goal] = output

@@ -230,7 +230,7 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
         case.model, output, calib=case.calibration, keep=keep, allow=["ffn"], threads=1
     )
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    search, proved = report.found, report.fidelity.quality
+    search, proved = report.search, report.fidelity.quality
     assert search is not None and proved is not None
     unseen, *others = (
         quality_as_searched(case.model, output, file, case.calibration, proved.lengths)
@@ -247,7 +247,7 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
         "other": other and {**other.record.to_json(), "loss": other.loss(bounded=False)},
         "task": {"name": case.task, "original": case.score(case.model), "new": case.score(output)},
         "disagree": disagreements(keep, proved, unseen) if search.gain else [],
-        "layers": [[d.block, d.kept, d.count, d.written] for d in search.decisions],
+        "layers": [[d.block, d.kept, d.count, d.written] for d in search.layers],
     }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
                     target=Target(sequence=LENGTH), context=RunContext(threads=1),
                 )  # fmt: skip
                 state = State(job, model, fit=False)
-                apply_plan(Plan.of([Collaborate(dict.fromkeys(names, params))]), state)
+                apply_plan(Plan.merged([Collaborate(dict.fromkeys(names, params))]), state)
                 got = logits(model, ids[FITTED:])
                 results.append({
                     "form": form, "key_elements": GROUPS * size, "calibrated": calibrated,

@@ -133,10 +133,10 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     )
     if report.mixing is not None:
         print_line(f"mixing {report.mixing.chosen}: {report.mixing.why}")
-    if report.found is not None:
-        print_line(report.found.verdict)
+    if report.search is not None:
+        print_line(report.search.verdict)
     if (speed := report.speed) is not None:
-        if report.found is None or report.found.speed is None:  # part of the verdict
+        if report.search is None or report.search.served_speed is None:  # part of the verdict
             print_line(f"speed: {speed.describe(report.plan.precision)}")
         if steps or report.plan.precision != "float32":
             gains = speed.served.value >= NO_GAIN
@@ -199,13 +199,13 @@ def plan(
 
 def _show_plan(report: PlanReport) -> None:
     """Print the decision for each block, the Pareto front, and the measured speed-ups."""
-    if report.decisions:
-        names, legend = shorten_names([d.block for d in report.decisions], width=out.width - 56)
+    if report.layers:
+        names, legend = shorten_names([d.block for d in report.layers], width=out.width - 56)
         table = make_table(
             "plan, block by block",
             ("block", "kept", "form", ">original ms", ">ms", ">speed-up", ">loss"),
         )
-        for decision, name in zip(report.decisions, names, strict=True):
+        for decision, name in zip(report.layers, names, strict=True):
             what = "heads" if decision.kind == "attention" else "neurons"
             size = "" if decision.head_size is None else f" x {decision.head_size}"
             size += "" if decision.rank is None else f" of {decision.rank} shared"
@@ -221,7 +221,7 @@ def _show_plan(report: PlanReport) -> None:
         out.print(table)
         if legend:
             print_line(legend)
-        for decision, name in zip(report.decisions, names, strict=True):
+        for decision, name in zip(report.layers, names, strict=True):
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
     table = make_table(
         "fastest candidates by loss (Pareto front)",

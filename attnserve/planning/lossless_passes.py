@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import CPU, Device
-from attnserve.fusion import DEFECT, FORMS, fuse, fusion_passes
+from attnserve.fusion import ATTENTION_OPERATORS, DEFECT, fuse, fusion_passes
 from attnserve.models.artifact import Artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import data_file, load_model, save_model
@@ -86,21 +86,21 @@ COMPARED = tuple(Workload.of(*shape) for shape in ((1, 1), (1, 7), (3, 16), (4, 
 the model refuses are left out, but at least one must run."""
 
 TIMED = ((1, 16), (8, 16), (1, 128), (1, 384))
-"""(batch, sequence) at which the forms are timed, if the model accepts them; no length is above the
-longest that is served. Fused attention gains most at the longest."""
+"""(batch, sequence) at which the variants are timed, if the model accepts them; no length is above
+the longest that is served. Fused attention gains most at the longest."""
 
 TIMED_S = 1.6
-"""Approximate time of all measurements of two forms."""
+"""Approximate time of all measurements of two variants."""
 
-MANY_FORMS_BYTES = 300_000_000
-"""Weight size above which only the fully fused form is built, because each form is a copy."""
+MANY_VARIANTS_BYTES = 300_000_000
+"""Weight size above which only the fully fused variant is built, because each variant is a copy."""
 
-MAX_FORMS = 4
-"""Maximum number of fused forms that are timed; each is a session with its own weights."""
+MAX_VARIANTS = 4
+"""Maximum number of fused variants that are timed; each is a session with its own weights."""
 
 BETTER = 1.01
-"""Minimum speed-up (lower end of its interval) over the best form so far for which a partly fused
-form is selected."""
+"""Minimum speed-up (lower end of its interval) over the best variant so far for which a partly
+fused variant is selected."""
 
 TIMER = InterleavedTimer(sample_seconds=5e-4, min_rounds=8, max_rounds=80)
 """Large models run for seconds at the longest shape."""
@@ -132,12 +132,12 @@ class FusionReport:
 
 
 def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionReport:
-    """Write the fused form of a model to ``path``, if it is equal and faster.
+    """Write the fused variant of a model to ``path``, if it is equal and faster.
 
     For rows with at least one token that is not masked, every output must equal the original's
     within ``TOLERANCES``. Inputs and outputs keep names, types and shapes. The mean speed-up over
     ``TIMED`` must be at least ``MIN_LOSSLESS_GAIN``. At each shape the upper end of its interval
-    must be at least ``MIN_SPEEDUP``. If a form seems too slow, all are timed once more, and both
+    must be at least ``MIN_SPEEDUP``. If a variant seems too slow, all are timed once more, and both
     runs decide. Attention of one kind stays unfused if that is faster by ``BETTER`` outside the
     interval. The written file is what is compared and timed.
 
@@ -156,8 +156,10 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
     try:
         return _fuse_and_check(source, model, passes, path, device)
     except AttnserveError:
-        forms: list[FusedOperator] = [form for form in FORMS[device.provider] if form not in OPSETS]
-        older = fusion_passes(model, device.provider, forms)
+        operators: list[FusedOperator] = [
+            name for name in ATTENTION_OPERATORS[device.provider] if name not in OPSETS
+        ]
+        older = fusion_passes(model, device.provider, operators)
         if _operators(older) == _operators(passes):
             raise
     # Some versions of ONNX Runtime have no fast kernel for the newest operator. Not in the handler:
@@ -168,7 +170,7 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
 def _operators(passes: Sequence[RewritePass]) -> dict[str, FusedOperator]:
     """The operator of each fused attention block."""
     fused = (one.targets for one in passes if isinstance(one, FuseAttention))
-    return {name: form for targets in fused for name, form in targets.items()}
+    return {name: operator for targets in fused for name, operator in targets.items()}
 
 
 def _fuse_and_check(
@@ -178,13 +180,14 @@ def _fuse_and_check(
     path: Path,
     device: Device,
 ) -> FusionReport:
-    """Write the fastest fused form, and check it; see ``fuse_lossless``."""
-    forms = _forms(model, passes)
-    files = [path, *(path.with_name(f"{path.stem}.{i}{path.suffix}") for i in range(1, len(forms)))]
+    """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
+    variants = _variants(model, passes)
+    others = (f"{path.stem}.{i}{path.suffix}" for i in range(1, len(variants)))
+    files = [path, *map(path.with_name, others)]
     try:
-        for form, file in zip(forms, files, strict=True):
+        for variant, file in zip(variants, files, strict=True):
             new = model.clone()
-            fuse(new, form)
+            fuse(new, variant)
             save_model(new, file)
             del new  # only its file is used
         sessions = [open_session(file, device) for file in (source.model, *files)]
@@ -195,12 +198,12 @@ def _fuse_and_check(
         row = _fastest(times)
         if (slow := _too_slow(times, row)) is not None:
             raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
-        fastest = forms[row - 1]
+        fastest = variants[row - 1]
         plain = None
         if rounds_activations(model):
             plain = open_session(source.model, device, optimize=False)
         min_cosine, max_error = _compare(model, (sessions[0], sessions[row]), plain)
-        if fastest is not forms[0]:  # not a renamed file: it names the file of its external data
+        if fastest is not variants[0]:  # not a renamed file: it names the file of its external data
             new = model.clone()
             fuse(new, fastest)
             save_model(new, path)
@@ -221,13 +224,13 @@ def _fuse_and_check(
     )
 
 
-def _forms(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
-    """Candidate forms: all blocks fused; then, for each kind of attention, all but that kind.
+def _variants(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
+    """Variants: all blocks fused; then, for each kind of attention, all but that kind.
 
     Attention of a kind has the same operator, heads and widths, and so the same speed.
     """
     operators = _operators(passes)
-    if weight_bytes(model) > MANY_FORMS_BYTES:
+    if weight_bytes(model) > MANY_VARIANTS_BYTES:
         return [passes]
     kinds: dict[Hashable, list[str]] = {}
     for block in find_attention(model)[0]:
@@ -235,11 +238,11 @@ def _forms(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[Rewr
             sizes = (block.num_heads, block.head_size, block.v_head_size, block.input_size)
             kinds.setdefault((operators[block.name], block.kind, *sizes), []).append(block.name)
     others = [one for one in passes if not isinstance(one, FuseAttention)]
-    forms: list[Sequence[RewritePass]] = [passes]
+    variants: list[Sequence[RewritePass]] = [passes]
     for names in kinds.values():
-        rest = {name: form for name, form in operators.items() if name not in names}
-        forms.append([FuseAttention(rest), *others] if rest else others)
-    return forms[:MAX_FORMS]
+        rest = {name: operator for name, operator in operators.items() if name not in names}
+        variants.append([FuseAttention(rest), *others] if rest else others)
+    return variants[:MAX_VARIANTS]
 
 
 def _compare(
@@ -337,26 +340,26 @@ def _add_times(
 
 
 def _forms_timed(times: Times) -> range:
-    """The rows of fused forms."""
+    """The rows of fused variants."""
     return range(1, len(next(iter(times.values()))))
 
 
 def _speedup(times: Times, row: int, over: int = 0) -> Speedup:
-    """The speed-up of a form over another one, over all shapes."""
+    """The speed-up of a variant over another one, over all shapes."""
     return paired_speedup(
         [each[over] for each in times.values()], [each[row] for each in times.values()]
     )
 
 
 def _by_shape(times: Times, row: int) -> dict[str, Speedup]:
-    """The speed-up of a form over the original, at each shape."""
+    """The speed-up of a variant over the original, at each shape."""
     return {shape: _speedup({shape: each}, row) for shape, each in times.items()}
 
 
 def _fastest(times: Times) -> int:
-    """The row of the form to run: all blocks fused, unless another form is faster by ``BETTER``.
+    """The row of the variant to run: all blocks fused, unless another one is faster by ``BETTER``.
 
-    Forms that are too slow are taken only if all are.
+    Variants that are too slow are taken only if all are.
     """
     rows = _forms_timed(times)
     best, *others = [row for row in rows if _too_slow(times, row) is None] or rows
@@ -367,7 +370,7 @@ def _fastest(times: Times) -> int:
 
 
 def _seems_slow(times: Times) -> bool:
-    """Whether a form is below a limit, inside or outside of its interval."""
+    """Whether a variant is below a limit, inside or outside of its interval."""
     return any(
         _speedup(times, row).value < MIN_LOSSLESS_GAIN
         or min(speedup.value for speedup in _by_shape(times, row).values()) < MIN_SPEEDUP
@@ -376,7 +379,7 @@ def _seems_slow(times: Times) -> bool:
 
 
 def _too_slow(times: Times, row: int) -> str | None:
-    """Why a form is not faster than the original; None if it is."""
+    """Why a variant is not faster than the original; None if it is."""
     mean = _speedup(times, row).value
     if mean < MIN_LOSSLESS_GAIN:
         return f"the fused model runs {mean:.2f}x as fast, expected at least {MIN_LOSSLESS_GAIN}x"

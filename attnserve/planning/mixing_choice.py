@@ -41,7 +41,7 @@ class Form(Protocol):
     def applied(self) -> ApplyReport: ...
 
 
-Built = TypeVar("Built", bound=Form)
+BuiltForm = TypeVar("BuiltForm", bound=Form)
 
 STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
 """(batch, length) at which a form must not be slower either, if the model takes them."""
@@ -142,8 +142,10 @@ def _speedups(times: np.ndarray) -> list[Speedup]:
 
 
 def choose_mixing(
-    plans: Mapping[SharingForm, Plan], build: Callable[[Plan], Built], comparison: FormComparison
-) -> tuple[Built, MixingChoice | None]:
+    plans: Mapping[SharingForm, Plan],
+    build: Callable[[Plan], BuiltForm],
+    comparison: FormComparison,
+) -> tuple[BuiltForm, MixingChoice | None]:
     """Build the forms, compare them, and return the fastest one.
 
     Sparse mixing takes longest to fit: its speed is measured first, and it is fitted if it would be

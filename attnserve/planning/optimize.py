@@ -153,7 +153,7 @@ class _Rewritten:
     plan: Plan
     state: State
     warnings: tuple[str, ...] = ()
-    found: PlanReport | None = None
+    search: PlanReport | None = None
     mixing: MixingChoice | None = None
 
     @property
@@ -168,7 +168,7 @@ class _Rewritten:
 
 def _searched(job: Job, goal: Goal) -> _Rewritten:
     result = search(goal, job)
-    return _Rewritten(result.report.rewrites, result.state, found=result.report)
+    return _Rewritten(result.report.plan, result.state, search=result.report)
 
 
 def _replayed(job: Job, saved: SavedPlan) -> _Rewritten:
@@ -187,7 +187,7 @@ def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
         """The model in float32, which is fused before its conversion."""
         _require_empty_caches(job, plan)
         state = prepare(plan, State(job, job.original.clone(), rewrites.refit))
-        return _Rewritten(plan, apply_steps(plan.in_order(plan.passes).steps, state))
+        return _Rewritten(plan, apply_steps(plan.without_conversion, state))
 
     if planned.forms:
         rewritten, form = choose_mixing(planned.forms, build, FormComparison(timer))
@@ -223,7 +223,7 @@ def _fused(rewritten: _Rewritten) -> _Rewritten:
     ]
     applied = rewritten.applied
     rewritten.state.applied = replace(applied, steps=(*applied.steps, *steps))
-    fused = Plan.of([*plan.passes, *passes], plan.precision, plan.float_blocks)
+    fused = Plan.merged([*plan.passes, *passes], plan.precision, plan.float_blocks)
     return replace(rewritten, plan=fused)
 
 
@@ -232,9 +232,9 @@ def _fused(rewritten: _Rewritten) -> _Rewritten:
 
 def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> OptimizeReport:
     """Time the converted model, and compare it with the original."""
-    original, found, plan = job.original, rewritten.found, rewritten.plan
+    original, found, plan = job.original, rewritten.search, rewritten.plan
     converted = rewritten.state.result
-    speed = found and found.speed
+    speed = found and found.served_speed
     speed = speed or timer.measure(rewritten.model, converted, plan)
     compared = partial(compare, original, converted, context=job.context)
     if found is not None and found.gain:
@@ -269,7 +269,7 @@ def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> 
         sequence=job.counted.length,
         warnings=(*rewritten.warnings, *warnings),
         plan=plan,
-        found=found,
+        search=found,
         also_proved=also,
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),

@@ -23,7 +23,7 @@ class OptimizeReport:
 
     Attributes:
         after: Parameters and MACs of the rewritten model in float32, bytes of its written weights.
-        found: The report of the search, if there was one.
+        search: The report of the search, if there was one.
         also_proved: The comparison on each file of ``also_prove``.
         int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
             without int8.
@@ -40,7 +40,7 @@ class OptimizeReport:
     sequence: int
     warnings: tuple[str, ...]
     plan: Plan
-    found: PlanReport | None = None
+    search: PlanReport | None = None
     also_proved: tuple[Fidelity, ...] = ()
     int8_weight_bits: Literal[7, 8] | None = None
     int8_activations: Int8Activations | None = None
@@ -53,7 +53,7 @@ class OptimizeReport:
     @property
     def record(self) -> RewriteRecord:
         """The entry of the lineage; ``_write`` adds the inputs."""
-        found = self.found
+        found = self.search
         kinds = [step.rewrite for step in self.steps]
         if found is not None and found.recovered is not None and found.recovered.gain:
             kinds.append("recover")

@@ -161,7 +161,7 @@ def test_quantized_model_is_fused_as_it_is(architecture: str, tool: str, tmp_pat
     new = model.clone()
     # Later opsets: ONNX Runtime 1.31 refuses a Reshape behind a DequantizeLinear of unsigned bytes.
     old = tool.startswith("static") and architecture in ("GPT-2", "Llama")
-    fuse(new, fusion_passes(new, forms=["multi_head"] if old else None))
+    fuse(new, fusion_passes(new, operators=["multi_head"] if old else None))
     before, after = kinds(model), kinds(new)
     assert after["Softmax"] == after["Erf"] == after["Tanh"] == 0
     attention = after["Attention"] + after["MultiHeadAttention"]

@@ -94,7 +94,7 @@ def test_search_of_a_vision_transformer_keeps_its_promise(shared: Path, tmp_path
         model, tmp_path / "fast", calib=tmp_path / "calibration.npz", keep=0.95, allow=["ffn"],
         threads=1,
     )  # fmt: skip
-    assert report.found is not None and report.found.gain
+    assert report.search is not None and report.search.gain
     found = verify(model, tmp_path / "fast", data=tmp_path / "unseen.npz").quality
     assert found is not None and found.measure == "kl" and found.ci95 is not None
     assert found.ci95[1] >= 0.95
@@ -110,7 +110,7 @@ def test_search_of_a_language_model_keeps_its_promise(shared: Path, tmp_path: Pa
         model, tmp_path / "fast", calib=tmp_path / "calibration.npz", keep=0.95, allow=["ffn"],
         threads=1,
     )  # fmt: skip
-    assert report.found is not None
+    assert report.search is not None
     new = tmp_path / "fast" / "model.onnx"
     found = verify(model, new, data=tmp_path / "unseen.npz").quality
     assert found is not None and found.measure == "top1" and found.ci95 is not None

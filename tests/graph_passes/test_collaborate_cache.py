@@ -16,7 +16,22 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, factor, sharing_refusal
 from graph_passes.passes.invariants import CacheShape, check_invariants, interface
 from tests.errors import raises
-from tests.graph_passes.graphs import FUSED, PARTS, SCALE, D, H, K, V, attention, only, weights
+from tests.graph_passes.graphs import (
+    FUSED,
+    PARTS,
+    PLAIN_INPUT,
+    SCALE,
+    TENSOR,
+    D,
+    H,
+    K,
+    V,
+    attention,
+    graph,
+    only,
+    renamed,
+    weights,
+)
 
 EXACT = H * K
 
@@ -76,6 +91,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "the length of the present is read": {
         "mask": "\n sizes = Shape <start = 2, end = 3> (keys)\n floats = Cast <to = 1> (sizes)"
                 "\n none = Mul(floats, zero)\n m = Add(s, none)"
+    },
+    "the length is a slice of the present's shape": {
+        "mask": "\n sizes = Shape(keys)\n length = Slice(sizes, a2, a3)"
+                "\n floats = Cast <to = 1> (length)\n none = Mul(floats, zero)"
+                "\n m = Add(s, none)"
+    },
+    "the length is a slice along an axis": {
+        "mask": "\n sizes = Shape(keys)\n length = Slice(sizes, a2, a3, a0)"
+                "\n floats = Cast <to = 1> (length)\n none = Mul(floats, zero)"
+                "\n m = Add(s, none)"
     },
     "a bias is as long as the cached values": {
         "mask": "\n sizes = Shape(values)\n length = Gather(sizes, i2)"
@@ -178,7 +203,20 @@ def test_collaborate_cache_not_requested_is_refused() -> None:
     assert shapes(model) == shapes(decoder())
 
 
+SINGLE_HEAD = {
+    "past": PAST.replace(f"{H},", "1,"),
+    "present": PRESENT.replace(f"{H},", "1,"),
+    "q": "\n q0 = MatMul(x, Wk1)\n q1 = Add(q0, bk1)\n q2 = Reshape(q1, one_head)"
+         "\n q = Transpose <perm = [0, 2, 1, 3]> (q2)",
+    "k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
+         "\n k = Transpose <perm = [0, 2, 1, 3]> (k2)" + JOIN,
+    "v": "\n v0 = MatMul(x, Wv1)\n v2 = Reshape(v0, one_v_head)"
+         "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)\n values = Concat <axis = 2> (pv, v)",
+    "output": "\n o = MatMul(c, Wo1)\n out = Add(o, bo)",
+}  # fmt: skip
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a single head": (SINGLE_HEAD, "single_head"),
     "present keys that are not returned": (
         {"present": f"float[batch, {H}, total, {V}] values"},
         "cache_present",
@@ -206,6 +244,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                  "\n m = Add(s, floats)"},
         "cache_shared",
     ),
+    "a shape of the head size alone": (
+        {"mask": "\n wide = Shape <start = 3> (keys)\n floats = Cast <to = 1> (wide)"
+                 "\n m = Add(s, floats)"},
+        "cache_shared",
+    ),
+    "a slice of the shape with the head size": (
+        {"mask": "\n sizes = Shape(keys)\n wide = Slice(sizes, a3, n12)"
+                 "\n floats = Cast <to = 1> (wide)\n m = Add(s, floats)"},
+        "cache_shared",
+    ),
+    "any size, which an input picks": (
+        {"past": f"{PAST}, int64 which",
+         "mask": "\n sizes = Shape(keys)\n any = Gather(sizes, which)"
+                 "\n floats = Cast <to = 1> (any)\n m = Add(s, floats)"},
+        "cache_shared",
+    ),
     "q/k norm": (
         {"scores": "\n q9 = LayerNormalization(q, k_ones)\n s0 = MatMul(q9, kT)"
                    "\n s = Mul(s0, scale)"},
@@ -224,6 +278,22 @@ def test_collaborate_cache_unsupported_is_refused(case: str) -> None:
     with raises(CannotRewrite, code):
         Collaborate({block.name: SharedDimensions(rank=4, cache=True)})(model)
     assert shapes(model) == shapes(decoder(**parts))
+
+
+def test_collaborate_cache_of_an_outer_graph_is_refused() -> None:
+    """The inputs of a graph do not change with the body of one of its nodes."""
+    inside = renamed("".join((PARTS | DECODER).values()), "_yes")
+    body = f"""
+    out = If (flag) <
+        then_branch = yes () => ({TENSOR} out_yes) {{{inside}
+        }},
+        else_branch = no () => ({TENSOR} out_no) {{
+        out_no = Identity(x)
+        }}>"""
+    model = graph(body, inputs=f"{PLAIN_INPUT}, {PAST}, bool flag")
+    (block,) = find_attention(model)[0]
+    refusal = sharing_refusal(block, caches=True)
+    assert refusal and refusal.code == "cache_scope"
 
 
 def test_interface_with_caches_accepts_only_named_caches() -> None:

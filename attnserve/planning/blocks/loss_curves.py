@@ -25,7 +25,7 @@ from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
 from attnserve.data.datasets import thinned
-from attnserve.planning.blocks.candidates import (
+from attnserve.planning.blocks.configurations import (
     MAX_CONFIGS,
     BlockConfig,
     LossCurve,

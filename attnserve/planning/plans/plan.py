@@ -63,7 +63,7 @@ class Plan:
     steps: tuple[PlanStep, ...] = ()
 
     @classmethod
-    def in_order(
+    def listed(
         cls,
         passes: Iterable[RewritePass],
         precision: Precision = "float32",
@@ -79,7 +79,7 @@ class Plan:
         return cls((*map(Rewrite, passes), *trainings, *last))
 
     @classmethod
-    def of(
+    def merged(
         cls,
         passes: Iterable[RewritePass],
         precision: Precision = "float32",
@@ -103,11 +103,11 @@ class Plan:
         place = {name: float(index) for index, name in enumerate(ORDER)}
         unlisted = place["fuse_attention"] - 0.5
         ordered = sorted(merged.values(), key=lambda rewrite: place.get(rewrite.name, unlisted))
-        return cls.in_order(ordered, precision, float_blocks)
+        return cls.listed(ordered, precision, float_blocks)
 
     def trained(self, training: Train) -> Plan:
         """The plan with a training before its conversion."""
-        return self.in_order(
+        return self.listed(
             self.passes, self.precision, self.float_blocks, (*self.trainings, training)
         )
 
@@ -123,6 +123,11 @@ class Plan:
     def conversion(self) -> tuple[PlanStep, ...]:
         """The last step, if the plan converts to another precision."""
         return tuple(step for step in self.steps if isinstance(step, Cast))
+
+    @property
+    def without_conversion(self) -> tuple[PlanStep, ...]:
+        """The rewrites and trainings."""
+        return tuple(step for step in self.steps if not isinstance(step, Cast))
 
     @property
     def precision(self) -> Precision:
@@ -181,7 +186,7 @@ class Plan:
             for entry in plan.passes
         ]
         trainings = [_read_training(entry) for entry in plan.trainings]
-        return cls.in_order(passes, plan.precision, plan.float_blocks, trainings)
+        return cls.listed(passes, plan.precision, plan.float_blocks, trainings)
 
 
 def _read_training(content: Mapping[str, Any]) -> Train:

@@ -21,10 +21,10 @@ from graph_passes.passes.base import RewritePass
 if TYPE_CHECKING:  # it needs PyTorch
     from attnserve.recovery.labels import Labels
 
-__all__ = ["Course", "State"]
+__all__ = ["State", "TrainingResult"]
 
 
-class Course(Protocol):
+class TrainingResult(Protocol):
     """The result of a training."""
 
     @property
@@ -66,7 +66,7 @@ class State:
     converted: ir.Model | None = None
     rounding: Mapping[tuple[str, bool], Rounding] | None = None
     labels: Labels | None = None
-    training: Course | None = None
+    training: TrainingResult | None = None
     _rewriting: Rewriting | None = None
     _scope: ExitStack = field(default_factory=ExitStack)
 

@@ -37,9 +37,9 @@ from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention, reuse_refusal
 from graph_passes.passes.skip_attention import SkipAttention
 
-__all__ = ["Skipped", "choose_edges", "choose_masks", "choose_skipped", "removed_layers"]
+__all__ = ["Replacements", "choose_edges", "choose_masks", "choose_skipped", "removed_layers"]
 
-Skipped = dict[str, Literal["affine", "constant"]]
+Replacements = dict[str, Literal["affine", "constant"]]
 """What replaces the attention of a layer."""
 
 AUTO_BUDGET = 0.04
@@ -49,19 +49,19 @@ about 0.96, and more after it."""
 KINDS = (":affine", ":constant")
 
 
-def removed_layers(skipped: Skipped, masks: Masks) -> set[str]:
+def removed_layers(skipped: Replacements, masks: Masks) -> set[str]:
     """Layers that lose all heads."""
     return {name for name, mask in masks.items() if not any(mask)} | set(skipped)
 
 
-def choose_skipped(request: Request) -> Skipped:
+def choose_skipped(request: Request) -> Replacements:
     """What replaces the attention of each layer that ``skip`` names.
 
     Raises:
         InvalidArgument: A layer is unknown or named twice, or there is no data to fit on.
         CannotRewrite: The attention of a layer cannot be replaced.
     """
-    skipped: Skipped = {}
+    skipped: Replacements = {}
     for entry in request.rewrites.skip:
         layer, _, kind = entry.rpartition(":") if entry.endswith(KINDS) else (entry, "", "")
         name = layer_name(layer, request.names, "skip")
@@ -80,7 +80,7 @@ def choose_skipped(request: Request) -> Skipped:
     return skipped
 
 
-def choose_masks(request: Request, skipped: Skipped) -> Masks:
+def choose_masks(request: Request, skipped: Replacements) -> Masks:
     """1 for each head that stays, by layer that loses heads."""
     rewrites = request.rewrites
     if rewrites.prune_heads is not None:
@@ -132,7 +132,7 @@ def _with_all_sharing(request: Request, blocks: Sequence[AttentionBlock]) -> lis
 
 
 def _explicit_masks(
-    request: Request, skipped: Skipped, source: StrPath | Mapping[str, Any]
+    request: Request, skipped: Replacements, source: StrPath | Mapping[str, Any]
 ) -> Masks:
     masks = read_masks(source, request.blocks)
     masks = {name: mask for name, mask in masks.items() if not all(mask)}
@@ -147,7 +147,7 @@ def _explicit_masks(
     return masks
 
 
-def choose_edges(request: Request, skipped: Skipped, masks: Masks) -> MutableEdges:
+def choose_edges(request: Request, skipped: Replacements, masks: Masks) -> MutableEdges:
     """Reused heads and their sources, numbered as in the original model."""
     form = request.rewrites.reuse
     if form is None:
@@ -183,7 +183,7 @@ def choose_edges(request: Request, skipped: Skipped, masks: Masks) -> MutableEdg
 
 
 def _configured_edges(
-    request: Request, skipped: Skipped, masks: Masks, reuse: Reuse, names: Sequence[str]
+    request: Request, skipped: Replacements, masks: Masks, reuse: Reuse, names: Sequence[str]
 ) -> MutableEdges:
     removed = removed_layers(skipped, masks)
     blocks = [block for block in request.blocks if block.name not in removed]
@@ -208,7 +208,7 @@ def _configured_edges(
 
 
 def _explicit_edges(
-    request: Request, skipped: Skipped, masks: Masks, form: StrPath | Mapping[str, Any]
+    request: Request, skipped: Replacements, masks: Masks, form: StrPath | Mapping[str, Any]
 ) -> MutableEdges:
     edges = read_edges(form, request.blocks)
     _require_not_skipped("reuse", edges, skipped)
@@ -231,7 +231,7 @@ def _explicit_edges(
     return edges
 
 
-def _require_not_skipped(parameter: str, layers: Mapping[str, Any], skipped: Skipped) -> None:
+def _require_not_skipped(parameter: str, layers: Mapping[str, Any], skipped: Replacements) -> None:
     if both := [name for name in layers if name in skipped]:
         raise InvalidArgument(
             f"`{parameter}` names {both[0]}, which `skip` removes",

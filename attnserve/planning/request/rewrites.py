@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from attnserve.checks.certify import require_attention
 from attnserve.job import Job
 from attnserve.options import Rewrites
-from attnserve.planning.blocks.candidates import group_blocks
+from attnserve.planning.blocks.configurations import group_blocks
 from attnserve.planning.blocks.limits import MULTIPLE
 from attnserve.planning.blocks.loss_curves import loss_curves
 from attnserve.planning.heads.files import Masks, MutableEdges, layer_name
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.request.heads import (
-    Skipped,
+    Replacements,
     choose_edges,
     choose_masks,
     choose_skipped,
@@ -78,7 +78,7 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
     has_others = bool(skipped or masks or edges)
     plans: dict[SharingForm, Plan] = {}
     for form, shared in _shared(request, own_heads, others=has_others).items():
-        plan = Plan.of([*others, Collaborate(shared)], job.target.precision)
+        plan = Plan.merged([*others, Collaborate(shared)], job.target.precision)
         if plan.to_json() not in [known.to_json() for known in plans.values()]:
             plans[form] = plan
     plan = next(iter(plans.values()))
@@ -88,7 +88,7 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
 
 
 def _own_heads(
-    request: Request, skipped: Skipped, masks: Masks, edges: MutableEdges
+    request: Request, skipped: Replacements, masks: Masks, edges: MutableEdges
 ) -> dict[str, int]:
     """The number of heads that compute their own probabilities, by layer that keeps any head."""
     removed, counts = removed_layers(skipped, masks), dict[str, int]()

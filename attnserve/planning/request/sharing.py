@@ -47,7 +47,7 @@ class SharingChooser:
         warnings: Receives the reasons of layers that are left as they are.
     """
 
-    request: Rewrites
+    rewrites: Rewrites
     own_heads: Mapping[str, int]
     unobserved: Collection[str]
     warnings: list[str] = field(default_factory=list[str])
@@ -55,11 +55,11 @@ class SharingChooser:
     @property
     def forms(self) -> tuple[SharingForm, ...]:
         """The forms that the request allows; several forms are compared later."""
-        request = self.request
-        if request.head_dk is not None:
-            return (SharingForm("sparse" if request.collab_dk is not None else "own"),)
-        if request.mixing != "auto":
-            return (SharingForm(request.mixing),)
+        rewrites = self.rewrites
+        if rewrites.head_dk is not None:
+            return (SharingForm("sparse" if rewrites.collab_dk is not None else "own"),)
+        if rewrites.mixing != "auto":
+            return (SharingForm(rewrites.mixing),)
         own = (SharingForm("own", step) for step in range(OWN_STEPS))
         return (SharingForm("dense"), SharingForm("sparse"), *own)
 
@@ -75,8 +75,8 @@ class SharingChooser:
             InvalidArgument: A size is out of range.
             CannotRewrite: A layer that the request names cannot be factored.
         """
-        request = self.request
-        is_named = request.layers is not None or isinstance(request.collab_dk, Mapping)
+        rewrites = self.rewrites
+        is_named = rewrites.layers is not None or isinstance(rewrites.collab_dk, Mapping)
         shared: dict[str, SharedDimensions] = {}
         for block, rank in layers:
             name = block.name
@@ -87,7 +87,7 @@ class SharingChooser:
             if own is None or not (own or refusal):
                 continue  # no head is left to factor
             size = self._head_size(block, own, rank, form)
-            if form.kind == "own" and (cut := request.head_dk or size):
+            if form.kind == "own" and (cut := rewrites.head_dk or size):
                 rank = max(own, 1) * cut  # nothing is shared: each head is truncated
             if refusal is not None and is_named:
                 raise refused(name, refusal, "leave this layer out of `layers`")
@@ -107,12 +107,12 @@ class SharingChooser:
                     f"{name} lies in the body of another node, which calibration cannot observe: "
                     "it is factored by its weights alone"
                 )
-            shared[name] = SharedDimensions(rank=rank, head_size=size, cache=request.collab_cache)
+            shared[name] = SharedDimensions(rank=rank, head_size=size, cache=rewrites.collab_cache)
         return shared
 
     def _refusal(self, block: AttentionBlock, form: SharingForm) -> Refusal | None:
-        caches = self.request.collab_cache
-        shared = self.request.head_dk is None and form.kind != "own"
+        caches = self.rewrites.collab_cache
+        shared = self.rewrites.head_dk is None and form.kind != "own"
         refusal = collaborate_refusal(block, caches=caches, shared=shared)
         if refusal is None or refusal.code != "cached":
             return refusal
@@ -124,7 +124,7 @@ class SharingChooser:
         )
 
     def _check_sizes(self, block: AttentionBlock, rank: int) -> None:
-        collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
+        collab_dk, head_dk = self.rewrites.collab_dk, self.rewrites.head_dk
         size = exact_rank(block)
         if block.q.rotary_terms:
             for parameter, number in (
@@ -170,7 +170,7 @@ class SharingChooser:
         self, block: AttentionBlock, own: int, rank: int, form: SharingForm
     ) -> int | None:
         """The mean number of dimensions that a head reads; None for dense mixing."""
-        head_dk, is_asked = self.request.head_dk, self.request.mixing == "sparse"
+        head_dk, is_asked = self.rewrites.head_dk, self.rewrites.mixing == "sparse"
         if block.q.rotary_terms:
             if head_dk is None and is_asked:
                 self.warnings.append(
@@ -178,7 +178,7 @@ class SharingChooser:
                     "mixing"
                 )
             return head_dk or (_own_size(block, own, rank, form) if form.kind == "own" else None)
-        is_exact = self.request.mixing == "auto" and rank >= exact_rank(block)
+        is_exact = self.rewrites.mixing == "auto" and rank >= exact_rank(block)
         if form.kind == "dense" or is_exact:
             return head_dk
         if block.k.past is not None:

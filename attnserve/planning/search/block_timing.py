@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from attnserve.choices import Precision
 from attnserve.context import Progress, Provider, ignore_progress
-from attnserve.planning.blocks.candidates import (
+from attnserve.planning.blocks.configurations import (
     Block,
     BlockConfig,
     BlockLatency,
@@ -45,14 +45,14 @@ from graph_passes.passes.reuse_attention import reuse_refusal
 
 __all__ = ["BlockTimer", "without_casts"]
 
-FORMS: Sequence[FusedOperator] = get_args(FusedOperator)
+OPERATORS: Sequence[FusedOperator] = get_args(FusedOperator)
 
-RESIDUAL_FORMS: Mapping[Provider, Sequence[RewritePass]] = {
+RESIDUAL_PASSES: Mapping[Provider, Sequence[RewritePass]] = {
     "cpu": (FuseResiduals(),),
     "cuda": (FuseResiduals(), FuseSkipNorm()),
 }
-"""Forms of residual additions that may be faster. On CPUs, ONNX Runtime itself writes the operator
-of ``FuseSkipNorm``."""
+"""Passes that write residual additions in a way that may be faster. On CPUs, ONNX Runtime itself
+writes the operator of ``FuseSkipNorm``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,15 +81,16 @@ class BlockTimer:
         alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
         shapes = infer_shapes_small(self.model, batch=2, sequence=5)
         frozen = {block for group in groups if group.refusal is not None for block in group.blocks}
-        forms = {block: _forms(block, shapes, self.model.opset_imports) for block in blocks}
+        opsets = self.model.opset_imports
+        able = {block: _operators(block, shapes, opsets) for block in blocks}
         for block, part in zip(blocks, parts, strict=True):
             keys = (part.key(index) for index in range(len(self.feeds)))
-            alike.setdefault((*keys, forms[block], block in frozen), []).append((block, part))
+            alike.setdefault((*keys, able[block], block in frozen), []).append((block, part))
         latencies: dict[Block, BlockLatency] = {}
-        for done, ((*_, able, whole), same) in enumerate(alike.items(), start=1):
-            block, part = same[0]
-            latency = self._time_block(block, part, able, whole=whole)
-            latencies |= {each: latency for each, _ in same}
+        for done, ((*_, operators, whole), same) in enumerate(alike.items(), start=1):
+            first, part = same[0]
+            latency = self._time_block(first, part, operators, whole=whole)
+            latencies |= {block: latency for block, _ in same}
             self.report("time blocks", done, len(alike))
         return latencies
 
@@ -124,7 +125,7 @@ class BlockTimer:
         return pairs
 
     def residual_fusion(self) -> tuple[RewritePass | None, float]:
-        """The fastest form of residual additions, and the milliseconds that it saves in a run.
+        """The fastest pass for residual additions, and the milliseconds that it saves in a run.
 
         Milliseconds are a mean over the target shapes. There is no pass if the original is the
         fastest at any shape.
@@ -137,24 +138,24 @@ class BlockTimer:
             assert node is not None
             cuts.append(Cut(norm.outputs[0], tuple(v for v in node.inputs if v is not None)))
         best: tuple[RewritePass | None, float] = (None, 0.0)
-        for form in RESIDUAL_FORMS[self.table.device.provider] if cuts else ():
-            total = self._saved_by(form, cuts)
+        for rewrite in RESIDUAL_PASSES[self.table.device.provider] if cuts else ():
+            total = self._saved_by(rewrite, cuts)
             if (total > 0).all() and self.mean(total) > best[1]:
-                best = form, self.mean(total)
+                best = rewrite, self.mean(total)
         return best
 
-    def _saved_by(self, form: RewritePass, cuts: Sequence[Cut]) -> np.ndarray:
-        """Milliseconds saved by one form of all residual additions, by shape."""
+    def _saved_by(self, rewrite: RewritePass, cuts: Sequence[Cut]) -> np.ndarray:
+        """Milliseconds that a pass saves over all residual additions, by shape."""
         saved: list[np.ndarray] = []
-        known: dict[str, np.ndarray] = {}
+        saved_by_part: dict[str, np.ndarray] = {}
         for part in self._cut_out(self.model, cuts):
             key = part.key(0)
-            if key not in known:
+            if key not in saved_by_part:
                 new = part.model.clone()
-                form(new)
-                times = self._measure(self._converted(part), {form.name: Part(new, part.feeds)})
-                known[key] = np.array(times[None]) - np.array(times[form.name])
-            saved.append(known[key])
+                rewrite(new)
+                times = self._measure(self._converted(part), {"new": Part(new, part.feeds)})
+                saved_by_part[key] = np.array(times[None]) - np.array(times["new"])
+            saved.append(saved_by_part[key])
         return np.sum(saved, axis=0)
 
     def mean(self, times: Sequence[float] | np.ndarray) -> float:
@@ -162,31 +163,33 @@ class BlockTimer:
         return float(np.mean(times[: self.target]))
 
     def _time_block(
-        self, block: Block, part: Part, forms: Sequence[Implementation], *, whole: bool
+        self, block: Block, part: Part, operators: Sequence[Implementation], *, whole: bool
     ) -> BlockLatency:
         """Time the implementations of a block, then its configurations in the fastest one.
 
         Args:
+            operators: Fused operators that may implement it.
             whole: Skip the configurations, because nothing can be removed.
         """
         original = self._converted(part)
-        written: dict[Implementation, Part] = {}
-        for form in forms:
-            made = _written(part, form)
-            if made is not None and self._runs(self._converted(made)):
-                written[form] = made
-        times = self._measure(original, written)
+        fused: dict[Implementation, Part] = {}
+        for operator in operators:
+            in_operator = _fused(part, operator)
+            if in_operator is not None and self._runs(self._converted(in_operator)):
+                fused[operator] = in_operator
+        times = self._measure(original, fused)
         bounds = MAX_BLOCK_SLOWDOWN * np.array(times[None])
         fastest: Implementation = "as exported"
         least = self.mean(times[None])
-        for form, _ in written.items():
-            if (np.array(times[form]) <= bounds).all() and self.mean(times[form]) < least:
-                fastest, least = form, self.mean(times[form])
+        for operator in fused:
+            is_steady = (np.array(times[operator]) <= bounds).all()
+            if is_steady and self.mean(times[operator]) < least:
+                fastest, least = operator, self.mean(times[operator])
         start = times[None if fastest == "as exported" else fastest]
-        forms_ms: dict[Implementation, tuple[float, ...]] = {form: times[form] for form in written}
+        fused_ms: dict[Implementation, tuple[float, ...]] = {name: times[name] for name in fused}
         count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
         if whole:
-            return BlockLatency(times[None], fastest, {BlockConfig(count): start}, forms_ms)
+            return BlockLatency(times[None], fastest, {BlockConfig(count): start}, fused_ms)
         wanted = configs_of(block)
         configs = self._time_configs(part, wanted, fastest, original)
         for config in [
@@ -195,24 +198,25 @@ class BlockTimer:
             own = configs.get(config._replace(rank=None))
             if own is not None and SHARED_GAIN * self.mean(configs[config]) < self.mean(own):
                 fewer = [
-                    config.of(each.kept) for each in wanted if each.head_size and not each.rank
+                    config.of(other.kept) for other in wanted if other.head_size and not other.rank
                 ]
                 configs |= self._time_configs(part, fewer, fastest, original)
-        return BlockLatency(times[None], fastest, {**configs, BlockConfig(count): start}, forms_ms)
+        return BlockLatency(times[None], fastest, {**configs, BlockConfig(count): start}, fused_ms)
 
     def _time_configs(
-        self, part: Part, wanted: Sequence[BlockConfig], form: Implementation, original: Part
+        self, part: Part, wanted: Sequence[BlockConfig], written: Implementation, original: Part
     ) -> dict[BlockConfig, tuple[float, ...]]:
         """The times of the possible configurations, in a fused operator if one implements them."""
-        made: dict[BlockConfig, Part] = {}
+        parts: dict[BlockConfig, Part] = {}
         for config in wanted:
-            less = _smaller(part, config)
-            if less is not None and form != "as exported" and not config.needs_plain_operators:
-                less = _written(less, form)
-            if less is not None:
-                made[config] = less
-        times = self._measure(original, made)
-        return {config: times[config] for config in made}
+            smaller = _smaller(part, config)
+            is_fused = written != "as exported" and not config.needs_plain_operators
+            if smaller is not None and is_fused:
+                smaller = _fused(smaller, written)
+            if smaller is not None:
+                parts[config] = smaller
+        times = self._measure(original, parts)
+        return {config: times[config] for config in parts}
 
     def _time_pair(
         self, source: TiedBlocks, reader: TiedBlocks, now: tuple[BlockLatency, BlockLatency]
@@ -240,8 +244,8 @@ class BlockTimer:
         times = timed([source.count])
         if not times:
             return {}, 0.0
-        fused = sum(self.mean(each.configs[BlockConfig(source.count)]) for each in now)
-        saved_ms = fused - self.mean(times[source.count])
+        fused_ms = sum(self.mean(block.configs[BlockConfig(source.count)]) for block in now)
+        saved_ms = fused_ms - self.mean(times[source.count])
         if saved_ms > 0:
             times |= timed([config.kept for config in now[0].configs
                             if 0 < config.kept < source.count
@@ -274,9 +278,9 @@ class BlockTimer:
             return False
         return True
 
-    def _measure(self, original: Part, forms: Mapping[Any, Part]) -> dict[Any, tuple[float, ...]]:
+    def _measure(self, original: Part, others: Mapping[Any, Part]) -> dict[Any, tuple[float, ...]]:
         """The times by key; None is the original."""
-        parts = {None: original, **{key: self._converted(form) for key, form in forms.items()}}
+        parts = {None: original, **{key: self._converted(part) for key, part in others.items()}}
         times = self.table.measure({str(key): part for key, part in parts.items()})
         return {key: times[str(key)] for key in parts}
 
@@ -287,18 +291,18 @@ class BlockTimer:
             model = convert(part.model, self.precision, part.feeds, to_nearest=True)
         except AttnserveError:  # nothing can be converted
             return part
-        made = Part(model, part.feeds)
+        converted = Part(model, part.feeds)
         # numpy has no bfloat16, so that such a part is timed with its casts.
-        return without_casts(made) if self.precision == "float16" else made
+        return without_casts(converted) if self.precision == "float16" else converted
 
 
-def _forms(
+def _operators(
     block: Block, shapes: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[Implementation, ...]:
     """The fused operators that can implement a block in this model."""
     if isinstance(block, FeedForwardBlock):
         return () if gelu_refusal(block, shapes, opsets) else ("gelu",)
-    return tuple(form for form in FORMS if fusion_refusal(block, form, shapes, opsets) is None)
+    return tuple(name for name in OPERATORS if fusion_refusal(block, name, shapes, opsets) is None)
 
 
 def _cut(block: Block) -> Cut:
@@ -364,19 +368,19 @@ def _smaller(part: Part, config: BlockConfig) -> Part | None:
     return Part(small, part.feeds)
 
 
-def _written(part: Part, form: Implementation) -> Part | None:
+def _fused(part: Part, operator: Implementation) -> Part | None:
     """The part with its block in a fused operator; None if that is impossible."""
     small = part.model.clone()
     attention, neurons = find_attention(small)[0], find_feed_forward(small)
     try:
-        if form == "gelu":
+        if operator == "gelu":
             if not neurons:
                 return None
             FuseGelu([neurons[0].name])(small)
             return Part(small, part.feeds)
-        if form == "as exported" or not attention:
+        if operator == "as exported" or not attention:
             return None
-        FuseAttention({attention[0].name: form})(small)
+        FuseAttention({attention[0].name: operator})(small)
     except AttnserveError:
         return None
     block = next(iter(find_attention(small)[0]), None)

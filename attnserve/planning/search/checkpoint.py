@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from attnserve.planning.blocks.candidates import LossCurve, ReusePair
+from attnserve.planning.blocks.configurations import LossCurve, ReusePair
 from attnserve.planning.blocks.loss_curves import Losses
 from attnserve.runtime.checkpoint import Checkpoint
 

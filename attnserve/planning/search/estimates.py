@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from attnserve.planning.blocks.candidates import (
+from attnserve.planning.blocks.configurations import (
     Block,
     BlockConfig,
     BlockLatency,
@@ -36,13 +36,13 @@ class UnitOption:
         configs: The configuration of each of its groups.
         loss: The predicted loss at the model's output.
         ms: The mean latency over the target shapes.
-        in_float: The groups that stay float32 in an int8 or int4 model, by index.
+        float_groups: The groups that stay float32 in an int8 or int4 model, by index.
     """
 
     configs: tuple[BlockConfig, ...]
     loss: float
     ms: float
-    in_float: frozenset[int] = frozenset()
+    float_groups: frozenset[int] = frozenset()
 
     def removes_nothing(self, unit: ChoiceUnit) -> bool:
         """Whether all of its groups stay whole."""
@@ -92,14 +92,16 @@ class Estimates:
         timed: Latencies in the precision of the goal, by block.
         curves: Losses by the key of a group.
         target: The number of shapes at which the model should be fast.
-        in_float: Latencies in float32, if the goal is an int8 or int4 model.
+        float_latencies: Latencies in float32, if the goal is an int8 or int4 model.
         conversion: The loss if a group alone is converted to that precision, by its key.
     """
 
     timed: Mapping[Block, BlockLatency]
     curves: Mapping[str, LossCurve]
     target: int
-    in_float: Mapping[Block, BlockLatency] = field(default_factory=dict["Block", "BlockLatency"])
+    float_latencies: Mapping[Block, BlockLatency] = field(
+        default_factory=dict["Block", "BlockLatency"]
+    )
     conversion: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def options(self, unit: ChoiceUnit, pair: ReusePair | None = None) -> list[UnitOption]:
@@ -134,9 +136,9 @@ class Estimates:
         converted = self._in_precision(group, self.timed)
         loss = self.conversion.get(group.key, 0.0)
         options = [UnitOption((config,), lost + loss, ms) for config, lost, ms in converted]
-        if all(block in self.in_float for block in group.blocks):
-            in_float = self._in_precision(group, self.in_float)
-            options += [UnitOption((c,), lost, ms, frozenset({0})) for c, lost, ms in in_float]
+        if all(block in self.float_latencies for block in group.blocks):
+            in_float32 = self._in_precision(group, self.float_latencies)
+            options += [UnitOption((c,), lost, ms, frozenset({0})) for c, lost, ms in in_float32]
         return options
 
     def _in_precision(
@@ -165,7 +167,7 @@ def _joined(options: Sequence[UnitOption]) -> UnitOption:
         tuple(config for option in options for config in option.configs),
         sum(option.loss for option in options),
         sum(option.ms for option in options),
-        frozenset(i for i, option in enumerate(options) if option.in_float),
+        frozenset(i for i, option in enumerate(options) if option.float_groups),
     )
 
 

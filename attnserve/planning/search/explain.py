@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from attnserve.planning.blocks.candidates import BlockConfig, LossCurve, ReusePair, TiedBlocks
+from attnserve.planning.blocks.configurations import BlockConfig, LossCurve, ReusePair, TiedBlocks
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.plan_file import Decision, Point
-from attnserve.planning.search.candidate_set import CandidateSet, Picked
+from attnserve.planning.search.choice_set import ChoiceSet, Picked
 
 __all__ = ["explain", "front_points"]
 
@@ -18,14 +18,14 @@ MAX_POINTS = 50
 
 
 def front_points(
-    candidates: CandidateSet, measured: Mapping[tuple[int, ...], tuple[float, float]]
+    choices: ChoiceSet, measured: Mapping[tuple[int, ...], tuple[float, float]]
 ) -> list[Point]:
     """Points of the front, evenly by their index, and all that were built.
 
     Args:
         measured: (loss, cosine) of the built choices, by their option indices.
     """
-    front = candidates.front
+    front = choices.front
     indices = np.linspace(0, len(front) - 1, min(len(front), MAX_POINTS)).round().astype(int)
     chosen = {*indices.tolist(), *(i for i, c in enumerate(front) if c.picks in measured)}
     points: list[Point] = []
@@ -34,7 +34,7 @@ def front_points(
         loss, cosine = measured.get(choice.picks, (None, None))
         points.append(
             Point(
-                speedup=candidates.predicted_speedup(choice),
+                speedup=choices.predicted_speedup(choice),
                 predicted_loss=choice.loss,
                 measured_loss=loss,
                 cosine=cosine,
@@ -43,15 +43,15 @@ def front_points(
     return points
 
 
-def explain(candidates: CandidateSet, choice: Choice) -> list[Decision]:
+def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
     """The decision for each block in a choice, with the reason, in order of execution."""
-    timing, found = candidates.timing, list[Decision]()
-    for picked in candidates.picked(choice):
+    timing, found = choices.timing, list[Decision]()
+    for picked in choices.picked(choice):
         for group, config in picked:
-            curve, is_float = candidates.curves.get(group.key), picked.is_float(group)
-            is_int8 = bool(timing.in_float) and not is_float
+            curve, stays_float = choices.curves.get(group.key), picked.stays_float(group)
+            is_int8 = bool(timing.float_latencies) and not stays_float
             for block in group.blocks:
-                ms_after, written = _ms_after(candidates, picked, group, config, block.name)
+                ms_after, written = _ms_after(choices, picked, group, config, block.name)
                 found.append(
                     Decision(
                         block=block.name,
@@ -65,8 +65,8 @@ def explain(candidates: CandidateSet, choice: Choice) -> list[Decision]:
                         ms_before=timing.mean(timing.blocks[block].original),
                         ms_after=ms_after,
                         predicted_loss=_predicted_loss(curve, group, config, picked.pair)
-                        + (candidates.conversion.get(group.key, 0.0) if is_int8 else 0.0),
-                        in_float=is_float,
+                        + (choices.conversion.get(group.key, 0.0) if is_int8 else 0.0),
+                        in_float=stays_float,
                         why=_reason(picked, group, config, curve),
                     )
                 )
@@ -86,15 +86,15 @@ def _predicted_loss(
 
 
 def _ms_after(
-    candidates: CandidateSet, picked: Picked, group: TiedBlocks, config: BlockConfig, name: str
+    choices: ChoiceSet, picked: Picked, group: TiedBlocks, config: BlockConfig, name: str
 ) -> tuple[float, str]:
     """The time of one block and its implementation; half of both blocks of a reusing pair."""
-    timing = candidates.timing
+    timing = choices.timing
     if picked.pair is not None and picked.reuses:
         both = timing.mean(picked.pair.times[config.kept])
         return both / 2, "reuse" if config.source else "as exported"
     block = next(block for block in group.blocks if block.name == name)
-    latency = timing.latency(block, is_float=picked.is_float(group))
+    latency = timing.latency(block, stays_float=picked.stays_float(group))
     written = latency.implementation if config.kept else "skip"
     written = "sparse" if config.rank is not None else written
     return timing.mean(latency.configs[config]), written
@@ -109,7 +109,7 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
         return f"it has too few {what} to remove any"
     if len(picked.options) == 1:
         return f"no smaller number of {what} is faster at every length"
-    parts = ["it stays in float32"] if picked.is_float(group) else list[str]()
+    parts = ["it stays in float32"] if picked.stays_float(group) else list[str]()
     removed = group.count - config.kept
     if not config.kept:
         parts.append(f"replacing it by an affine map loses {curve.of(config) or 0:.4f}")
@@ -132,7 +132,7 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
         (following,) = others
         place = picked.unit.index(group)
         smaller = f"{following.configs[place]} {what}"
-        if place in now.in_float and place not in following.in_float:
+        if place in now.float_groups and place not in following.float_groups:
             smaller += " without float32"
         others = " and its pair" if len(picked.unit) > 1 else ""
         parts.append(

@@ -10,7 +10,7 @@ import numpy as np
 from attnserve.checks.quality import allowed_loss
 from attnserve.choices import Precision
 from attnserve.options import Goal
-from attnserve.planning.search.candidate_set import CandidateSet
+from attnserve.planning.search.choice_set import ChoiceSet
 from attnserve.planning.search.judge import Built, Judge
 from graph_passes.errors import CheckFailed
 
@@ -95,7 +95,7 @@ class FrontSearch:
     """Searches the front by ``bisect``, aiming between measured choices."""
 
     goal: Goal
-    candidates: CandidateSet
+    choices: ChoiceSet
     judge: Judge
 
     @property
@@ -115,7 +115,7 @@ class FrontSearch:
 
     def fastest(self, keep: float) -> Built | None:
         """The fastest choice that meets the quality target."""
-        front = self.candidates.front
+        front = self.choices.front
         lossless = self.judge.build(front[0])  # fused operators, and the precision
         measure, allowed = self.measure(lossless), 1 - keep
         if (constant := self._constant(lossless)) >= keep:
@@ -157,9 +157,9 @@ class FrontSearch:
 
     def as_fast_with_less_loss(self, built: Built) -> Built:
         """A choice that loses less and is as fast within the interval of paired times."""
-        candidates, choice = self.candidates, built.choice
-        most = SAME_MS * candidates.predicted_ms(choice)
-        other = next(c for c in candidates.front if candidates.predicted_ms(c) <= most)
+        choices, choice = self.choices, built.choice
+        most = SAME_MS * choices.predicted_ms(choice)
+        other = next(c for c in choices.front if choices.predicted_ms(c) <= most)
         if other.loss >= choice.loss:
             return built
         lean = self.judge.build(other)
@@ -172,10 +172,8 @@ class FrontSearch:
         It is the fused original in the precision of the goal, if that keeps enough: otherwise some
         of its blocks stay float32.
         """
-        front = replace(
-            self, candidates=replace(self.candidates, front=self.candidates.nothing_removed)
-        )
-        fastest = self.judge.build(front.candidates.front[-1])
+        front = replace(self, choices=replace(self.choices, front=self.choices.nothing_removed))
+        fastest = self.judge.build(front.choices.front[-1])
         keep, speedup = self.goal.keep, self.goal.target_speedup
         if keep is not None:
             keeps = fastest.loss <= allowed_loss(keep)
@@ -190,7 +188,7 @@ class FrontSearch:
         Its loss is estimated from the mean of both measurements of the failed choice, because a
         failed verification alone is biased: it failed partly by chance.
         """
-        front, allowed = self.candidates.front, 1 - keep
+        front, allowed = self.choices.front, 1 - keep
         estimate = max((built.loss + loss) / 2, allowed)
         index = self.index_of(CAREFUL * built.choice.loss * allowed / estimate)
         return self.judge.build(front[max(index, 0)])
@@ -208,7 +206,7 @@ class FrontSearch:
 
     def least_loss(self, speedup: float) -> Built:
         """The choice with the least loss that reaches a speed-up, by the time of whole models."""
-        front = self.candidates.front
+        front = self.choices.front
         first = self._speedup_at(0)
         if first >= speedup:
             return self.judge.build(front[0])
@@ -233,20 +231,20 @@ class FrontSearch:
         return self.judge.build(front[high])
 
     def _speedup_at(self, index: int) -> float:
-        return self.judge.speedup(self.judge.build(self.candidates.front[index]))
+        return self.judge.speedup(self.judge.build(self.choices.front[index]))
 
     def _predicted_ms(self, index: int) -> float:
-        return self.candidates.predicted_ms(self.candidates.front[index])
+        return self.choices.predicted_ms(self.choices.front[index])
 
     def is_near(self, low: int, high: int) -> bool:
         """Whether two choices are so close that nothing between them is worth a build."""
-        if high == len(self.candidates.front):
+        if high == len(self.choices.front):
             return False
         return self._predicted_ms(low) < NEAR * self._predicted_ms(high)
 
     def index_of(self, predicted_loss: float) -> int:
         """The index of the fastest choice with at most this predicted loss."""
-        losses = [choice.loss for choice in self.candidates.front]
+        losses = [choice.loss for choice in self.choices.front]
         return int(np.searchsorted(losses, predicted_loss, side="right")) - 1
 
     def _next_guess(
@@ -256,7 +254,7 @@ class FrontSearch:
 
         It is interpolated between the measured neighbors, or extrapolated from the lower one.
         """
-        front, lossless = self.candidates.front, measured[0]
+        front, lossless = self.choices.front, measured[0]
         below, loss_below = front[low].loss, measured[low]
         if high == len(front):
             gain = (allowed - lossless) / max(loss_below - lossless, 1e-9)
@@ -273,5 +271,5 @@ class FrontSearch:
         slow, fast = 1 / reached[low], 1 / reached[high]
         start, end = self._predicted_ms(low), self._predicted_ms(high)
         share = min(max((slow - 1 / speedup) / max(slow - fast, 1e-9), 0.05), 0.95)
-        times = np.array([self.candidates.predicted_ms(c) for c in self.candidates.front])
+        times = np.array([self.choices.predicted_ms(c) for c in self.choices.front])
         return int(np.searchsorted(-times, -(start + share * (end - start))))

@@ -22,8 +22,8 @@ from attnserve.planning.plans.apply import apply_plan, apply_steps, prepare
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import Train
-from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.checkpoint import SearchCheckpoint
+from attnserve.planning.search.choice_set import ChoiceSet
 from attnserve.planning.search.report import Proof, mean_speedup
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
@@ -86,13 +86,13 @@ class Judge:
     the search ends with one of them.
 
     Attributes:
-        candidates: The choices.
+        choices: The choices.
         original_score: The original's score, if the goal has a task.
         measured: (loss, cosine) of each built choice, those before an interruption included.
     """
 
     given: SearchInput
-    candidates: CandidateSet
+    choices: ChoiceSet
     checkpoint: SearchCheckpoint
     original_score: Score | None = None
     measured: dict[tuple[int, ...], tuple[float, float]] = field(
@@ -182,7 +182,7 @@ class Judge:
 
         Workloads at which the model seems slower are timed again.
         """
-        job, table = self.given.job, self.candidates.timing.table
+        job, table = self.given.job, self.choices.timing.table
         feeds = tuple(
             example_inputs(job.original, workload, job.context.seed) for workload in workloads
         )
@@ -263,7 +263,7 @@ class Judge:
         return Proof(fidelity, share, max(losses, default=0.0))
 
     def _plan(self, choice: Choice) -> Plan:
-        return self.candidates.plan(choice, self.given.job.target.precision)
+        return self.choices.plan(choice, self.given.job.target.precision)
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:

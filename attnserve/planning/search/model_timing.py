@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.blocks.candidates import (
+from attnserve.planning.blocks.configurations import (
     Block,
     BlockConfig,
     BlockLatency,
@@ -37,7 +37,7 @@ class ModelTiming:
         workloads: The timed workloads: the requested ones, and two others.
         target: Number of requested workloads, which come first.
         blocks: The latencies of each block's implementations and configurations.
-        in_float: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
+        float_latencies: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
         residual_fusion: The fastest form of residual additions; None for that of the model.
         residual_fusion_ms: The time that it saves.
@@ -49,7 +49,7 @@ class ModelTiming:
     target: int
     table: LatencyTable
     blocks: Mapping[Block, BlockLatency]
-    in_float: Mapping[Block, BlockLatency]
+    float_latencies: Mapping[Block, BlockLatency]
     pairs: Sequence[ReusePair]
     residual_fusion: RewritePass | None
     residual_fusion_ms: float
@@ -59,9 +59,9 @@ class ModelTiming:
         """The mean over the workloads that the model should be fast at."""
         return float(np.mean(times[: self.target]))
 
-    def latency(self, block: Block, *, is_float: bool) -> BlockLatency:
+    def latency(self, block: Block, *, stays_float: bool) -> BlockLatency:
         """The latencies of a block in float32, or in the precision of the goal."""
-        return (self.in_float if is_float else self.blocks)[block]
+        return (self.float_latencies if stays_float else self.blocks)[block]
 
     @property
     def original_ms(self) -> float:
@@ -76,7 +76,7 @@ class ModelTiming:
         """The latencies of each distinct block."""
         rows: list[dict[str, Any]] = []
         seen: set[int] = set()
-        for timed, group in product(filter(None, (self.blocks, self.in_float)), self.groups):
+        for timed, group in product(filter(None, (self.blocks, self.float_latencies)), self.groups):
             for block in group.blocks:
                 latency = timed[block]
                 if id(latency) in seen:
@@ -86,7 +86,7 @@ class ModelTiming:
                 rows.append({
                     "block": block.name,
                     "kind": group.kind,
-                    **({"precision": "float32"} if timed is self.in_float else {}),
+                    **({"precision": "float32"} if timed is self.float_latencies else {}),
                     "sequences": [each.length for each in self.workloads],
                     "as_exported": list(latency.original),
                     "written": latency.implementation,
@@ -125,9 +125,9 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     table = LatencyTable(default_cache(), context.device)
     timer = BlockTimer(model, feeds, table, target, precision, context.progress)
     blocks = timer.time_blocks(groups)
-    in_float: Mapping[Block, BlockLatency] = {}
+    float_latencies: Mapping[Block, BlockLatency] = {}
     if SCHEMES[precision].keeps_blocks:
-        in_float = replace(timer, precision="float32").time_blocks(groups)
+        float_latencies = replace(timer, precision="float32").time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()
     converted = convert(job.original, precision, given.data.fit, to_nearest=True)
@@ -139,5 +139,5 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     # Blocks may take longer alone than in the model; the rest then counts as 0.
     other = max(total - in_blocks - saved, 0.0)
     return ModelTiming(
-        groups, workloads, target, table, blocks, in_float, pairs, residuals, saved, other
+        groups, workloads, target, table, blocks, float_latencies, pairs, residuals, saved, other
     )

@@ -116,7 +116,7 @@ class RecoverySearch:
         if keep is None:
             self._train(plain.choice, plain.loss * (1 - ROUNDING), self.seconds)
             return
-        allowed, front = 1 - keep, self.front.candidates.front
+        allowed, front = 1 - keep, self.front.choices.front
         if allowed <= ROUNDING:
             return
         measure = self.front.measure(plain)
@@ -157,7 +157,7 @@ class RecoverySearch:
         keeps = best.loss <= allowed
         self.rounds.append(
             Round(
-                predicted_speedup=self.front.candidates.predicted_speedup(choice),
+                predicted_speedup=self.front.choices.predicted_speedup(choice),
                 predicted_loss=choice.loss,
                 built_loss=built.loss,
                 loss=best.loss,

@@ -67,17 +67,17 @@ class PlanReport:
 
     Attributes:
         asked: The request.
-        decisions: One per block.
-        timed: The latencies of every distinct block.
-        rewrites: The plan; empty if the original is returned.
+        layers: One per block.
+        latency_ms: The latencies of every distinct block.
+        plan: The plan; empty if the original is returned.
         gain: Whether the plan is worth applying.
         fidelity, share: The verification on held-out data that no selection used; ``share`` is the
             kept share of the task score, if the goal has a task.
         speeds: Speed of the whole model, at all checked lengths.
-        chosen: The same comparison on the data to choose.
+        choose: The same comparison on the data to choose.
         proofs: All verifications, in order; all but the last missed the target.
         recovered: The rounds of training; None without training.
-        speed: What fusion, precision and removal gave; None if the original is returned.
+        served_speed: What fusion, precision and removal gave; None if the original is returned.
         output: The file that the report was written to, if any; not part of the content.
     """
 
@@ -85,20 +85,20 @@ class PlanReport:
     calibration: Calibration
     asked: Asked
     verdict: str
-    decisions: Sequence[Decision]
+    layers: Sequence[Decision]
     front: Sequence[Point]
-    timed: Sequence[Mapping[str, Any]]
+    latency_ms: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
     machine: str
-    rewrites: Plan = field(default_factory=Plan)
+    plan: Plan = field(default_factory=Plan)
     gain: bool = False
     fidelity: Fidelity = ITSELF
     share: Share | None = None
     speeds: Sequence[Speed] = ()
-    chosen: Fidelity | None = None
+    choose: Fidelity | None = None
     proofs: Sequence[Proof] = ()
     recovered: Recovered | None = None
-    speed: ServedSpeed | None = None
+    served_speed: ServedSpeed | None = None
     output: Path | None = None
 
     @property
@@ -128,15 +128,15 @@ class PlanReport:
             verdict=self.verdict,
             gain=self.gain,
             fidelity=self.fidelity.cosines.model_copy(update=shared),
-            choose=self.chosen and self.chosen.measured.quality,
+            choose=self.choose and self.choose.measured.quality,
             proofs=tuple(proof.record for proof in self.proofs),
             speedup=self.speedup,
             speeds=tuple(self.speeds),
-            speedups=self.speed and self.speed.record,
-            layers=tuple(self.decisions),
-            plan=self.rewrites.to_json(),
+            speedups=self.served_speed and self.served_speed.record,
+            layers=tuple(self.layers),
+            plan=self.plan.to_json(),
             front=tuple(self.front),
-            latency_ms=tuple(self.timed),
+            latency_ms=tuple(self.latency_ms),
             machine=self.machine,
             versions=self.versions,
         )

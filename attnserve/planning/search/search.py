@@ -3,7 +3,7 @@
 1. Time: every configuration of every block, each in its fastest implementation (``model_timing``).
 2. Loss: the loss of the model's output for each of them, on calibration data
    (``blocks.loss_curves``); the losses of different blocks nearly add up.
-3. Candidates: the Pareto front of predicted time and loss (``candidate_set``).
+3. Candidates: the Pareto front of predicted time and loss (``choice_set``).
 4. Select: choices of the front are built, refitted, and measured on the data to choose until the
    allowed loss is used up (``front_search``). The whole model is then timed beside the original.
 5. Verify: the choice is measured once on unused held-out data. If it misses the target, a choice
@@ -34,11 +34,11 @@ from attnserve.models.lineage import Asked
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
-from attnserve.planning.blocks.candidates import group_blocks
+from attnserve.planning.blocks.configurations import group_blocks
 from attnserve.planning.blocks.loss_curves import Losses, conversion_losses, loss_curves
 from attnserve.planning.plans.state import State
-from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.checkpoint import SearchCheckpoint
+from attnserve.planning.search.choice_set import ChoiceSet
 from attnserve.planning.search.estimates import changes_to_measure
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Built, Judge, score_model
@@ -80,7 +80,7 @@ def search(goal: Goal, job: Job) -> SearchResult:
         require_measurable(job.original)
     given, precision = _search_input(goal, job), job.target.precision
     newest = job.original.clone()
-    with suppress(CannotRewrite):  # operators of newer opsets are then no candidates
+    with suppress(CannotRewrite):  # operators of newer opsets are then no choices
         raise_opset(newest, max(OPSETS.values()))
     attention = read_attention(newest, seed=job.context.seed)
     require_attention(attention)
@@ -96,8 +96,8 @@ def search(goal: Goal, job: Job) -> SearchResult:
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     timing = time_model(given, newest, groups)
     losses = _estimate_losses(given, newest, timing, checkpoint)
-    candidates = CandidateSet.of(timing, losses)
-    front = FrontSearch(goal, candidates, Judge(given, candidates, checkpoint, original_score))
+    choices = ChoiceSet.of(timing, losses)
+    front = FrontSearch(goal, choices, Judge(given, choices, checkpoint, original_score))
     best = front.run()
     if best is not None and goal.keep is not None:
         best = front.as_fast_with_less_loss(best)
@@ -203,7 +203,7 @@ def _key(given: SearchInput) -> str:
 def _estimate_losses(
     given: SearchInput, model: ir.Model, timing: ModelTiming, checkpoint: SearchCheckpoint
 ) -> Losses:
-    """The losses of all candidates, from the checkpoint if it has them."""
+    """The losses of all choices, from the checkpoint if it has them."""
     known = checkpoint.losses(timing.pairs)
     if known is not None:
         return known
@@ -217,7 +217,7 @@ def _estimate_losses(
         model, timing.groups, given.data.fit, changes, timing.pairs, new_meter=job.meter,
         context=context,
     )  # fmt: skip
-    if timing.in_float:
+    if timing.float_latencies:
         conversion = conversion_losses(
             model, timing.groups, given.data.fit, job.target.precision, new_meter=job.meter,
             context=context,

@@ -49,7 +49,7 @@ def verified(front: FrontSearch, best: Built | None) -> tuple[Built | None, list
         if attempt < 3:
             best = front.more_careful(best, proofs[-1].loss, goal.keep)
         else:
-            best = judge.build(judge.candidates.front[0])
+            best = judge.build(judge.choices.front[0])
         proofs.append(judge.prove_on_all(best) if attempt == 2 else judge.prove(best, attempt))
     if goal.keep is not None and (best.choice.loss or front.precision != "float32"):
         best = best if proofs[-1].loss <= allowed_loss(goal.keep) else None
@@ -92,7 +92,7 @@ def result_of(
     if best is not None:
         best, proofs, note = worth_removing(front, best, proofs)
     if best is None:
-        best = judge.build(judge.candidates.front[0])
+        best = judge.build(judge.choices.front[0])
         reason = (
             f"the best candidate reaches {1 - proofs[-1].loss:.4f} on held-out data, "
             f"target {goal.keep:g}"
@@ -126,15 +126,15 @@ def result_of(
     verdict += f"; {note}" if note else ""
     report = replace(
         _report(judge, best, verdict),
-        rewrites=best.plan,
+        plan=best.plan,
         gain=True,
         fidelity=proof.fidelity,
         share=proof.share,
         speeds=timed.speeds,
-        chosen=best.fidelity,
+        choose=best.fidelity,
         proofs=tuple(proofs),
         recovered=recovered,
-        speed=speed,
+        served_speed=speed,
     )
     return SearchResult(report, best.state)
 
@@ -176,15 +176,15 @@ def _no_gain(
 
 def _report(judge: Judge, best: Built, verdict: str) -> PlanReport:
     """The report of a search that returns the original."""
-    given, timing, artifact = judge.given, judge.candidates.timing, judge.given.job.artifact
+    given, timing, artifact = judge.given, judge.choices.timing, judge.given.job.artifact
     return PlanReport(
         model=Source(file=artifact.model.name, sha256=fingerprint(artifact)),
         calibration=given.data.source,
         asked=given.asked,
         verdict=verdict,
-        decisions=explain(judge.candidates, best.choice),
-        front=front_points(judge.candidates, judge.measured),
-        timed=timing.to_json(),
+        layers=explain(judge.choices, best.choice),
+        front=front_points(judge.choices, judge.measured),
+        latency_ms=timing.to_json(),
         versions=versions(),
         machine=timing.table.setting,
     )

@@ -169,6 +169,38 @@ def test_certify_without_working_evaluator_reports_first_reason(graph: ir.Model)
     )
 
 
+def test_certify_error_of_the_project_is_reported_as_it_is(graph: ir.Model):
+    def own(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        raise InvalidModel("no such operator")
+
+    block = find_attention(graph)[0][0]
+    result = prove(graph, block, runs=[own])
+    assert isinstance(result, Unmatched)
+    assert result.reason == f"read as attention {block.name!r}, not certified: no such operator"
+
+
+def test_certify_positions_differ():
+    """Equal positions would hide that a block reads the wrong rows of its table of angles."""
+    angles = np.random.default_rng(0).uniform(0, 6, (16, 2))
+    model = attention(
+        scores="\n q9 = RotaryEmbedding(q, cos, sin, where)\n s0 = MatMul(q9, kT)"
+        "\n s = Mul(s0, scale)",
+        inputs="float[batch, sequence, 12] x, float[batch, 1, 1, sequence] mask,"
+        " int64[batch, sequence] where",
+        constants={"cos": np.cos(angles).astype("f4"), "sin": np.sin(angles).astype("f4")},
+        opset=23,
+    )
+    seen: list[np.ndarray] = []
+
+    def watched(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        seen.append(feeds["where"])
+        return onnx_runtime(model, feeds)
+
+    (block,), _ = find_attention(model)
+    assert isinstance(prove(model, block, runs=[watched]), Certified)
+    assert all(len(np.unique(where)) > 1 for where in seen)
+
+
 def test_certify_nan_result_is_unmatched(graph: ir.Model):
     def nothing(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.full_like(array, np.nan) for array in onnx_runtime(model, feeds)]

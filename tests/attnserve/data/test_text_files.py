@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from attnserve.data.text_files import read_sentences
+from attnserve.data.text_files import read_sentences, read_table
 from graph_passes.errors import InvalidData
 from tests.errors import raises
 
@@ -35,14 +35,16 @@ def test_read_sentences_empty_or_binary_file_is_refused(
 ) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(content)
-    with raises(InvalidData, code):
+    with raises(InvalidData, code, path) as caught:
         read_sentences(path)
+    assert caught.value.fix
 
 
 def test_read_sentences_unreadable_path_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.txt"):
-        with raises(InvalidData, "text.unreadable"):
+        with raises(InvalidData, "text.unreadable", path) as caught:
             read_sentences(path)
+        assert caught.value.fix
 
 
 def test_calibration_text_is_varied() -> None:
@@ -65,3 +67,22 @@ def test_tables_give_the_texts_of_their_columns(tmp_path: Path) -> None:
     path.write_text("label\tsentence\n1\n")
     with raises(InvalidData, "evaluate.field_count", "line 2"):
         read_sentences(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "fix"),
+    [
+        ("text\n1\n", "evaluate.no_column", "text, score"),
+        ("score\ttext\n1\n", "evaluate.field_count", "row"),
+        ("score\ttext\n1\t \n", "evaluate.empty_field", "row"),
+        ("score\ttext\n \n", "evaluate.no_rows", "row"),
+    ],
+)
+def test_read_table_errors_name_the_file_and_the_fix(
+    content: str, code: str, fix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "table.tsv"
+    path.write_text(content)
+    with raises(InvalidData, code, path) as caught:
+        read_table(path, ("text", "sentence"), ("score",))
+    assert fix in caught.value.fix

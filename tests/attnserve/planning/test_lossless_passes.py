@@ -154,7 +154,7 @@ def test_plan_that_fuses_residuals_before_a_lossy_pass_is_refused() -> None:
     block = read_attention(model).blocks[0]
     prune = PruneHeads({block.name: [1] + [0] * (block.num_heads - 1)})
     with raises(CannotRewrite, "refit.residual", block.name):
-        plan = Plan.in_order((FuseSkipNorm(), prune))
+        plan = Plan.listed((FuseSkipNorm(), prune))
         apply_plan(plan, State(job_of(original), model))
 
 
@@ -247,7 +247,7 @@ def test_fuse_lossless_slow_result_is_refused(
     gains: dict[int, float],
     why: str | None,
 ) -> None:
-    timed(lambda length: [gains[length]] * lossless_passes.MAX_FORMS)
+    timed(lambda length: [gains[length]] * lossless_passes.MAX_VARIANTS)
     if why is None:
         lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
         return

@@ -538,6 +538,15 @@ def test_require_finite_weights_accepts_infinity_in_the_row_of_padding(precision
     np.testing.assert_array_equal(got[0, 0], 0)
 
 
+def test_require_finite_weights_accepts_infinity_in_the_column_of_padding():
+    """A table may hold the values of an id in a column: ``axis`` of the Gather says so."""
+    table = np.ones((4, 6), np.float32)
+    table[:, 0] = -np.inf
+    require_finite_weights(of_table("y = Gather <axis = 1> (table, ids)", table))
+    with raises(InvalidModel, "model.not_finite", "'table'"):
+        require_finite_weights(of_table("y = Gather <axis = 0> (table, ids)", table))
+
+
 @pytest.mark.parametrize(
     ("bad", "body"),
     [

@@ -51,7 +51,7 @@ def test_optimize_keep_writes_report_and_lineage(
     assert report.steps[-1].macs_after == report.after.macs
     record = json.loads((tmp_path / "attnserve.json").read_text(encoding="utf-8"))
     entry = record["lineage"][-1]
-    assert entry["search"]["verdict"] == report.found.verdict
+    assert entry["search"]["verdict"] == report.search.verdict
     assert entry["search"]["asked"]["keep"] == 0.95
     again = verify(model, tmp_path / "out.onnx", data=sentences)
     assert again.mean_cosine > 0.93

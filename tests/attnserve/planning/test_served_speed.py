@@ -44,7 +44,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def lossy(precision: Precision) -> Plan:
-    return Plan.of([PruneHeads({"a": [1, 0]})], precision, ())
+    return Plan.merged([PruneHeads({"a": [1, 0]})], precision, ())
 
 
 def values(speed: ServedSpeed | None) -> list[Any]:
@@ -90,7 +90,7 @@ def test_served_timer_leaves_the_same_blocks_in_float(
     monkeypatch.setattr(served_speed, "convert", converted)
     timed += [12, 10, 4, 5]
     name = find_attention(original)[0][0].name
-    plan = Plan.of([PruneHeads({name: [1, 0, 1, 1]})], "int8", (name,))
+    plan = Plan.merged([PruneHeads({name: [1, 0, 1, 1]})], "int8", (name,))
     assert ServedTimer(job_of(original, target=AT)).measure(
         original.clone(), original.clone(), plan
     )

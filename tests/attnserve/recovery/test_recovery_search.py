@@ -108,9 +108,9 @@ def test_search_with_training_finds_a_faster_model(
     found = optimized(recover=MINUTES, progress=lambda *stage: stages.append(stage)).found
     recovered = found.recovered
     assert recovered.gain and 1 <= len(recovered.rounds) <= recovery_search.ROUNDS
-    assert plain.found is not None and found.speedup > 1.01 * plain.found.speedup
+    assert plain.search is not None and found.speedup > 1.01 * plain.search.speedup
     # The promise of the search, on data to choose and on data that nothing has seen.
-    assert found.chosen.quality.loss(bounded=True) <= 1 - KEEP
+    assert found.choose.quality.loss(bounded=True) <= 1 - KEEP
     assert found.proofs[-1].loss <= 1 - KEEP
     assert found.fidelity.quality.split == "prove"
     kept = [one for one in recovered.rounds if one.keeps]
@@ -132,8 +132,8 @@ def test_training_that_fails_returns_the_model_of_the_plain_search(
 ):
     monkeypatch.setattr(training, "LEARNING_RATE", 1e30)
     report = optimized(recover=MINUTES / 8)
-    assert report.found.gain and not report.found.recovered.gain
-    assert "not finite" in report.found.recovered.verdict
+    assert report.search.gain and not report.search.recovered.gain
+    assert "not finite" in report.search.recovered.verdict
     assert any(warning.startswith("no gain by training") for warning in report.warnings)
     assert report.plan.to_json() == plain.plan.to_json()
     assert report.fidelity == plain.fidelity
@@ -160,15 +160,15 @@ def test_interrupted_round_continues_from_its_checkpoint(optimized: Optimize, tm
 
     report = optimized(recover=minutes, progress=count)
     assert trained[0] > 2  # the seconds before the interruption count
-    assert report.found.recovered.rounds[0].seconds >= 9
+    assert report.search.recovered.rounds[0].seconds >= 9
     assert not checkpoints()
 
 
 @pytest.mark.timing(seconds=20)
 def test_training_for_a_target_speedup_loses_less(optimized: Optimize):
     report = optimized(keep=None, target_speedup=1.8, recover=MINUTES / 3)
-    recovered = report.found.recovered
-    assert len(recovered.rounds) == 1 and report.found.speedup >= 1.8
+    recovered = report.search.recovered
+    assert len(recovered.rounds) == 1 and report.search.speedup >= 1.8
     assert recovered.gain and recovered.rounds[0].loss < recovered.rounds[0].built_loss
 
 
@@ -177,7 +177,7 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
     artifact = open_artifact(tiny)
     model = load_model(artifact)
     data = load_inputs([texts], model, artifact)
-    plan = Plan.in_order(
+    plan = Plan.listed(
         (), precision, (find_attention(model)[0][0].name,) * (precision != "float32")
     )
     state = State(Job(artifact, model, data), model.clone())

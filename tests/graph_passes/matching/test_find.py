@@ -13,7 +13,7 @@ import pytest
 
 from attnserve.checks import certify
 from attnserve.checks.certify import read_attention
-from graph_passes.blocks import Mask, PositionBias, Scaled
+from graph_passes.blocks import Causal, Mask, PositionBias, Scaled
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
 from tests.graph_passes.graphs import (
@@ -25,6 +25,7 @@ from tests.graph_passes.graphs import (
     K,
     V,
     attention,
+    fused_parts,
     graph,
     only,
     reasons,
@@ -385,6 +386,33 @@ def test_read_attention_wrong_scale_is_unmatched(monkeypatch: pytest.MonkeyPatch
     """Certification rejects a block whose scale is doubled."""
     blocks, unmatched = find_attention(model := attention())
     wrong = [replace(blocks[0], scale=2 * blocks[0].scale)]
+    monkeypatch.setattr(certify, "find_attention", lambda _: (wrong, unmatched))
+    (block,) = read_attention(model).unmatched
+    assert "the graph computes something else" in block.reason
+
+
+def test_find_attention_output_by_time_is_certified() -> None:
+    """The output is (S, B, D), as nn.MultiheadAttention returns it without ``batch_first``."""
+    context = PARTS["context"].replace("0, 2, 1, 3", "2, 0, 1, 3")
+    model = attention(context=context, output_type=f"float[sequence, batch, {D}] out")
+    block = only(model)
+    assert block.output is not None and block.output.sequence_first
+
+
+def test_read_attention_lengths_that_differ_tell_causal_masks_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether a causal mask begins or ends with the keys shows only if S is not T."""
+    model = attention(
+        inputs=f"float[batch, sequence, {D}] x, float[batch, memory, {D}] y",
+        opset=23,
+        **MEMORY
+        | fused_parts(f"Attention <is_causal = 1, scale = {SCALE}> (q, k, v)")
+        | {"k": MEMORY["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3")},
+    )
+    assert only(model).steps == (Causal(),)
+    blocks, unmatched = find_attention(model)
+    wrong = [replace(blocks[0], steps=(Causal(ends_together=True),))]
     monkeypatch.setattr(certify, "find_attention", lambda _: (wrong, unmatched))
     (block,) = read_attention(model).unmatched
     assert "the graph computes something else" in block.reason

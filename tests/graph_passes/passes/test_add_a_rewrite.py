@@ -106,7 +106,9 @@ def test_new_pass_is_unknown_without_its_definition() -> None:
 def test_new_pass_in_a_plan_is_read_back_from_json(
     remove_constant_bias: type[AttentionPass[NoParams]],
 ) -> None:
-    plan = Plan.of([remove_constant_bias(["attention_1"]), remove_constant_bias(["attention_0"])])
+    plan = Plan.merged(
+        [remove_constant_bias(["attention_1"]), remove_constant_bias(["attention_0"])]
+    )
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert again.to_json() == plan.to_json()
     assert set(again.targets(remove_constant_bias)) == {"attention_0", "attention_1"}
@@ -127,7 +129,7 @@ def test_new_pass_applied_by_a_plan_keeps_the_output(
     remove_constant_bias: type[AttentionPass[NoParams]],
 ) -> None:
     model, original = layers(2, **BIASED), layers(2, **BIASED)
-    plan = Plan.in_order([remove_constant_bias(["attention_0", "attention_1"])])
+    plan = Plan.listed([remove_constant_bias(["attention_0", "attention_1"])])
     report = apply_plan(plan, State(job_of(original), model)).applied
     assert report.is_exact
     assert [(step.rewrite, step.block) for step in report.steps] == [

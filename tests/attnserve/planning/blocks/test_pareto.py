@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.planning.blocks.candidates import BlockConfig
+from attnserve.planning.blocks.configurations import BlockConfig
 from attnserve.planning.blocks.pareto import pareto_front
 from attnserve.planning.search.estimates import UnitOption
 
@@ -64,6 +64,24 @@ def test_pareto_front_equals_exhaustive_search(pairs: list[list[tuple[float, flo
         chosen = [options[pick] for options, pick in zip(given_parts, choice.picks, strict=True)]
         assert choice.loss == sum(o.loss for o in chosen)
         assert choice.ms == sum(o.ms for o in chosen)
+
+
+def test_pareto_front_thinned_keeps_the_fastest_of_each_cell():
+    """Cells are even in the logarithm of the loss, from the least to the largest."""
+    logs = (0.7, 1.9, 2.5, 2.8, 3.1, 3.7)
+    options = part(*((10**log, 6.0 - i) for i, log in enumerate(logs)))
+    assert [choice.picks for choice in pareto_front([options], most=4)] == [(0,), (2,), (4,), (5,)]
+
+
+def test_pareto_front_that_is_no_longer_than_its_limit_is_whole():
+    options = part(*((10.0**i, 6.0 - i) for i in (0, 0.1, 0.2, 3)))
+    assert len(pareto_front([options], most=4)) == 4 > len(pareto_front([options], most=3))
+
+
+def test_pareto_front_thinned_keeps_the_least_loss():
+    """Also where a faster choice is in the same cell."""
+    options = part(*((10.0**i, 6.0 - i) for i in (0, 0.1, 2, 3)))
+    assert pareto_front([options], most=3)[0].picks == (0,)
 
 
 def test_pareto_front_thinned_keeps_both_ends():

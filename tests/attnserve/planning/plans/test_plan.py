@@ -83,7 +83,7 @@ def test_plan_order_names_registered_passes():
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8", "int8-full"])
 def test_plan_round_trip_keeps_every_pass_and_the_precision(precision: Any):
-    plan = Plan.in_order(passes(), precision)
+    plan = Plan.listed(passes(), precision)
     again = reread(plan)
     assert again.to_json() == plan.to_json()
     assert again.precision == precision
@@ -94,10 +94,10 @@ def test_plan_round_trip_keeps_every_pass_and_the_precision(precision: Any):
 
 
 def test_plan_round_trip_keeps_order_empty_and_measured_plans():
-    backwards = Plan.in_order(reversed(passes()))
+    backwards = Plan.listed(reversed(passes()))
     assert [rewrite.name for rewrite in reread(backwards).passes] == list(reversed(ORDER))
     assert reread(Plan()).to_json() == {"passes": [], "precision": "float32"}
-    assert reread(Plan.in_order((), "int8", ("a", "b"))).float_blocks == ("a", "b")
+    assert reread(Plan.listed((), "int8", ("a", "b"))).float_blocks == ("a", "b")
     assert Plan.from_json({}).passes == ()
     plan = planned(skip=["2:constant"], prune=0.25, reuse="partial:1", collab_dk=6, head_dk=2)
     assert plan.changed and reread(plan).to_json() == plan.to_json()
@@ -110,23 +110,21 @@ def test_plan_of_merges_passes_of_a_kind_and_sorts_them():
         PruneHeads({}),
         PruneHeads({NAMES[1]: [1, 0, 1]}),
     ]
-    plan = Plan.of(singles, "int8")
+    plan = Plan.merged(singles, "int8")
     assert [rewrite.name for rewrite in plan.passes] == ["prune_heads", "collaborate"]
     masks = {name: list(mask) for name, mask in plan.targets(PruneHeads).items()}
     assert masks == {NAMES[1]: [1, 0, 1], NAMES[2]: [0, 1, 1]}
     assert plan.find(Collaborate) is not None and plan.find(SkipAttention) is None
     assert plan.targets(SkipAttention) == {}
     assert plan.precision == "int8"
-    assert Plan.of([PruneHeads({})]).passes == ()
+    assert Plan.merged([PruneHeads({})]).passes == ()
 
 
 def test_plan_changed_lists_blocks_of_lossy_passes_once():
-    assert Plan.in_order(passes()).changed == [
+    assert Plan.listed(passes()).changed == [
         NAMES[0], NAMES[1], NAMES[3], "ffn_0", "ffn_1", NAMES[2],
     ]  # fmt: skip
-    assert (
-        Plan.in_order((FuseAttention({NAMES[1]: "attention"}), FuseGelu(["ffn_1"]))).changed == []
-    )
+    assert Plan.listed((FuseAttention({NAMES[1]: "attention"}), FuseGelu(["ffn_1"]))).changed == []
 
 
 # Content that is not a plan
@@ -333,7 +331,7 @@ def test_plan_with_a_training_that_is_invalid_is_refused(change: dict[str, Any],
 
 
 def test_plan_with_a_training_is_read_again():
-    plan = Plan.in_order(passes(), "int8", (NAMES[0],), [Train(minutes=2.0, measure="r2")])
+    plan = Plan.listed(passes(), "int8", (NAMES[0],), [Train(minutes=2.0, measure="r2")])
     again = reread(plan)
     assert again.to_json() == plan.to_json() and again.trainings == plan.trainings
     assert [type(step) for step in again.steps[-2:]] == [Train, Quantize]

@@ -19,7 +19,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.options import Rewrites
-from attnserve.planning.blocks.candidates import LossCurve, TiedBlocks
+from attnserve.planning.blocks.configurations import LossCurve, TiedBlocks
 from attnserve.planning.optimize import optimize
 from attnserve.planning.request.neurons import choose_neurons
 from attnserve.planning.request.rewrites import PlannedRequest, plan_request
@@ -115,6 +115,21 @@ def test_choose_neurons_unmeasurable_losses_follow_own_losses(blocks: list[FeedF
     flat = [LossCurve(c.order, c.own_loss, c.gone, (1.0,) * 3) for c in [curve_of(F, 1)] * 2]
     curves = {group.key: curve for group, curve in zip(groups, flat, strict=True)}
     assert kept_by(choose_neurons(groups, curves, 0.5), groups) == [F // 2, F // 2]
+
+
+@pytest.mark.parametrize("measured", [(0.2, 1.0, 1.0), (0.2, 0.2, 1.0)])
+def test_choose_neurons_losses_that_differ_anywhere_are_used(
+    measured: tuple[float, ...], blocks: list[FeedForwardBlock]
+):
+    """By its own losses, the second layer would lose its neurons: a tenth of the first's."""
+    groups = groups_of(blocks, F, F)
+    first, second = curve_of(F, 1), curve_of(F, 1)
+    own = tuple(loss / 10 for loss in second.own_loss)
+    curves = {
+        groups[0].key: LossCurve(first.order, first.own_loss, first.gone, measured),
+        groups[1].key: LossCurve(second.order, own, second.gone, (1.0,) * 3),
+    }
+    assert kept_by(choose_neurons(groups, curves, 1 / 8), groups) == [F - 16, F]
 
 
 def test_choose_neurons_equal_losses_remove_no_more_than_requested(

@@ -52,8 +52,8 @@ class Judge:
 
 
 def search(judge: Any, **goal: Any) -> FrontSearch:
-    candidates: Any = Candidates()
-    return FrontSearch(Goal(**goal), candidates, judge)
+    choices: Any = Candidates()
+    return FrontSearch(Goal(**goal), choices, judge)
 
 
 @pytest.mark.parametrize("border", [0, 1, 40, 98, 99])
@@ -110,7 +110,7 @@ def test_as_fast_with_less_loss_builds_nothing_where_no_choice_is_as_fast() -> N
 def test_nothing_removed_is_the_fastest_precision_that_keeps_enough() -> None:
     front, found = search(Judge(), keep=0.99).nothing_removed()
     assert found is not None and found.choice == INT8
-    assert list(front.candidates.front) == [FUSED, INT8]
+    assert list(front.choices.front) == [FUSED, INT8]
 
 
 @pytest.mark.parametrize(("speedup", "choice"), [(1.6, INT8), (1.0, FUSED), (1.7, None)])
@@ -238,8 +238,8 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
     loss: Callable[[float], float], least: float
 ):
     fake: Any = FakeJudge(loss)
-    candidates: Any = Front()
-    found: Any = FrontSearch(Goal(keep=0.99), candidates, fake).run()
+    choices: Any = Front()
+    found: Any = FrontSearch(Goal(keep=0.99), choices, fake).run()
     assert found.choice.loss >= least
     assert loss(found.choice.loss) <= 0.01
     assert len(fake.measured) <= 1 + MAX_BUILDS
@@ -262,7 +262,7 @@ def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: f
     judged: Any = SimpleNamespace(
         prove=lambda built, part: SimpleNamespace(loss=next(measured), on=part),
         prove_on_all=lambda built: SimpleNamespace(loss=next(measured), on="all"),
-        candidates=SimpleNamespace(front=[None]), build=lambda _: choices[-1],
+        choices=SimpleNamespace(front=[None]), build=lambda _: choices[-1],
     )  # fmt: skip
     front: Any = SimpleNamespace(
         goal=Goal(keep=0.99), precision="float32", judge=judged,

@@ -28,9 +28,9 @@ def test_optimize_real_encoder_is_faster_by_the_clock(
     report = attnserve.optimize(
         source, tmp_path / "out", calib=calib, keep=0.98, sequence=128, threads=1
     )
-    assert report.found is not None and report.found.gain
-    assert report.found.speedup > 1.1
-    assert min(speed.speedup for speed in report.found.speeds) > 0.97
+    assert report.search is not None and report.search.gain
+    assert report.search.speedup > 1.1
+    assert min(speed.speedup for speed in report.search.speeds) > 0.97
     quality = verify(source, tmp_path / "out", data=unseen).quality
     assert quality is not None and quality.measure == "similarity"
     assert quality.value > 0.98 - 0.005

@@ -48,18 +48,18 @@ Build = Callable[..., Path]
 def test_search_truncates_queries_and_keys(
     replays: Callable[[], bool], planned: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("attnserve.planning.blocks.candidates.MULTIPLE", 4)
+    monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", 4)
     report = planned(keep=0.9)
-    cut = [decision for decision in report.decisions if decision.head_size is not None]
+    cut = [decision for decision in report.layers if decision.head_size is not None]
     assert cut and all(decision.head_size == 4 for decision in cut)
     assert all("queries and keys of 4 dimensions lose" in decision.why for decision in cut)
-    shared = report.rewrites.targets(Collaborate)
+    shared = report.plan.targets(Collaborate)
     assert {n: params.head_size for n, params in shared.items()} == {d.block: 3 for d in cut}
     assert report.fidelity.mean_cosine >= 0.9
     assert replays()
     again = {row.block.name: row.block.head_size
              for row in attnserve.inspect(tmp_path / "a.onnx").reading.certified}  # fmt: skip
-    assert again == {d.block: d.head_size or 8 for d in report.decisions if d.kind == "attention"}
+    assert again == {d.block: d.head_size or 8 for d in report.layers if d.kind == "attention"}
 
 
 @pytest.mark.timing
@@ -70,26 +70,26 @@ def test_search_keeps_the_requested_quality_and_uses_the_allowance(planned: Plan
         assert report.gain and quality is not None
         # The third choice, if proofs fail by chance, is measured on all rows that were held out.
         assert quality.measure == "similarity" and quality.split in ("prove", "held out")
-        assert quality.loss(bounded=False) <= 1 - keep and report.chosen is not None
+        assert quality.loss(bounded=False) <= 1 - keep and report.choose is not None
         assert (
-            report.chosen.quality is not None
-            and report.chosen.quality.loss(bounded=True) <= 1 - keep
+            report.choose.quality is not None
+            and report.choose.quality.loss(bounded=True) <= 1 - keep
         )
     speeds = [report.speedup for report in found.values()]
     assert speeds == sorted(speeds) and speeds[-1] > 1.2 * speeds[0]
     assert found[0.4].proofs[-1].loss > 0.1  # a larger allowance is used
-    for decisions in (report.decisions for report in found.values()):  # every block is explained
+    for decisions in (report.layers for report in found.values()):  # every block is explained
         assert len(decisions) == 4 and all(decision.why for decision in decisions)
         assert all(decision.ms_after <= decision.ms_before for decision in decisions)
-    assert any("others cannot reproduce" in decision.why for decision in found[0.9].decisions)
+    assert any("others cannot reproduce" in decision.why for decision in found[0.9].layers)
 
 
 @pytest.mark.timing
 def test_search_keep_one_is_lossless(planned: Planner):
     report = planned(keep=1.0, allow=["ffn"])
-    assert report.gain and not report.rewrites.changed
+    assert report.gain and not report.plan.changed
     assert report.fidelity.mean_cosine > 1 - 1e-5
-    assert {d.written for d in report.decisions} == {"attention", "gelu"}
+    assert {d.written for d in report.layers} == {"attention", "gelu"}
 
 
 @pytest.mark.timing
@@ -103,9 +103,9 @@ def test_search_removes_unimportant_attention(
     weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-3))
     ir.save(graph, model / "model.onnx")
     report = planned(keep=0.999)
-    decision = next(d for d in report.decisions if d.block == last.name)
+    decision = next(d for d in report.layers if d.block == last.name)
     assert (decision.kept, decision.written) == (0, "skip")
-    assert report.rewrites.targets(SkipAttention)[last.name].kind == "affine"
+    assert report.plan.targets(SkipAttention)[last.name].kind == "affine"
     assert "affine map" in decision.why
     assert report.gain and report.fidelity.mean_cosine >= 0.999
     assert replays()
@@ -125,13 +125,13 @@ def test_search_reuses_probabilities_without_fused_operators(
     ir.save(graph, model / "model.onnx")
     monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
     refusal = Refusal("test", "not here")
-    monkeypatch.setattr("attnserve.planning.blocks.candidates.skip_refusal", lambda *_: refusal)
+    monkeypatch.setattr("attnserve.planning.blocks.configurations.skip_refusal", lambda *_: refusal)
     report = planned(keep=0.95)
-    source, reader = (d for d in report.decisions if d.kind == "attention")
+    source, reader = (d for d in report.layers if d.kind == "attention")
     assert reader.source == source.block and source.source is None
     assert reader.kept == source.kept > 0
     assert f"the probabilities of {source.block}" in reader.why
-    edges = report.rewrites.targets(ReuseAttention)[reader.block]
+    edges = report.plan.targets(ReuseAttention)[reader.block]
     assert len(edges) == reader.kept and {layer for layer, _ in edges.values()} == {source.block}
     assert report.gain and report.proofs[-1].loss <= 0.05
     assert replays()
@@ -148,7 +148,7 @@ def test_search_raises_the_opset_for_a_newer_operator(
     monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
     assert load_model(open_artifact(model)).opset_imports[""] < 23
     found = optimized("a.onnx", keep=0.95)
-    fused = [d.block for d in found.found.decisions if d.written == "onnx"]
+    fused = [d.block for d in found.search.layers if d.written == "onnx"]
     written = load_model(open_artifact(tmp_path / "a.onnx"))
     assert written.opset_imports[""] == 23
     assert [n.op_type for n in written.graph].count("Attention") == len(fused) > 0
@@ -166,14 +166,14 @@ def test_search_without_newer_opset_uses_older_operators(
     monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
     monkeypatch.setattr(search, "raise_opset", refuse)
     report = planned(keep=1.0)
-    assert {d.written for d in report.decisions if d.kind == "attention"} == {"attention"}
+    assert {d.written for d in report.layers if d.kind == "attention"} == {"attention"}
 
 
 @pytest.mark.timing(seconds=5)
 def test_search_without_ffn_keeps_neurons(planned: Planner):
     report = planned(keep=0.96, measure="cosine")
-    assert report.rewrites.changed and not report.rewrites.targets(PruneNeurons)
-    kinds = {d.kind: d for d in report.decisions}
+    assert report.plan.changed and not report.plan.targets(PruneNeurons)
+    kinds = {d.kind: d for d in report.layers}
     assert "`allow`" in kinds["feed_forward"].why
 
 
@@ -209,9 +209,9 @@ def test_search_without_gain_returns_the_original(
 
     monkeypatch.setattr(Judge, "compare_speed", slow)
     report = optimized(keep=0.9)
-    assert report.found is not None and not report.found.gain
-    assert report.found.verdict.startswith("no gain: ")
-    assert "0.91x" in report.found.verdict and "64 tokens" in report.found.verdict
+    assert report.search is not None and not report.search.gain
+    assert report.search.verdict.startswith("no gain: ")
+    assert "0.91x" in report.search.verdict and "64 tokens" in report.search.verdict
     assert any(warning.startswith("no gain") for warning in report.warnings)
     same = verify(model, tmp_path / "out.onnx")
     assert same.outputs[0].max_abs_error == 0
@@ -292,7 +292,7 @@ def test_search_of_several_files_proves_each_of_them(
     both: Any = {"calib": [sentences, str(other)], "calib_weights": (1, 2)}
     report = planned(**both)
     assert report.gain
-    for fidelity in (report.fidelity, report.chosen):
+    for fidelity in (report.fidelity, report.choose):
         assert fidelity is not None and fidelity.quality is not None
         assert {quality.file for quality in fidelity.qualities} == {"sentences.txt", "other.txt"}
         losses = [quality.loss(bounded=True) for quality in fidelity.qualities]

@@ -20,7 +20,7 @@ from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.blocks.candidates import (
+from attnserve.planning.blocks.configurations import (
     Block,
     BlockConfig,
     BlockLatency,
@@ -323,7 +323,7 @@ def test_eliminate_neurons_uneven_steps_remove_all():
 @pytest.fixture
 def short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model's heads have 8 dimensions: half of them is no multiple of 8."""
-    monkeypatch.setattr("attnserve.planning.blocks.candidates.MULTIPLE", 4)
+    monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", 4)
 
 
 def cut_attention(group: TiedBlocks) -> bool:

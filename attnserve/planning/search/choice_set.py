@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from attnserve.planning.blocks.candidates import (
+from attnserve.planning.blocks.configurations import (
     BlockConfig,
     LossCurve,
     ReusePair,
@@ -24,7 +24,7 @@ from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
 
-__all__ = ["CandidateSet", "Picked"]
+__all__ = ["ChoiceSet", "Picked"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +51,16 @@ class Picked:
         """Whether the second attention reuses the probabilities of the first."""
         return any(config.source is not None for config in self.configs)
 
-    def is_float(self, group: TiedBlocks) -> bool:
+    def stays_float(self, group: TiedBlocks) -> bool:
         """Whether a group stays float32 in an int8 or int4 model."""
-        return self.unit.index(group) in self.options[self.index].in_float
+        return self.unit.index(group) in self.options[self.index].float_groups
 
     def __iter__(self) -> Iterator[tuple[TiedBlocks, BlockConfig]]:
         return zip(self.unit, self.configs, strict=True)
 
 
 @dataclass(frozen=True, eq=False)
-class CandidateSet:
+class ChoiceSet:
     """The candidates of a search.
 
     Attributes:
@@ -82,11 +82,11 @@ class CandidateSet:
     nothing_removed: Sequence[Choice] = ()
 
     @classmethod
-    def of(cls, timing: ModelTiming, losses: Losses) -> CandidateSet:
+    def of(cls, timing: ModelTiming, losses: Losses) -> ChoiceSet:
         """Build the candidate set from latencies and losses."""
         units = units_of(timing.groups, losses.pairs)
         estimates = Estimates(
-            timing.blocks, losses.curves, timing.target, timing.in_float, losses.conversion
+            timing.blocks, losses.curves, timing.target, timing.float_latencies, losses.conversion
         )
         options = [estimates.options(unit, pair) for unit, pair in units]
         whole = [
@@ -120,7 +120,7 @@ class CandidateSet:
 
     def plan(self, choice: Choice, precision: Precision) -> Plan:
         """Build the plan of a choice."""
-        passes, in_float = list[RewritePass](), list[str]()
+        passes, float_blocks = list[RewritePass](), list[str]()
         masks: dict[str, list[int]] = {}
         edges: dict[str, dict[int, tuple[str, int]]] = {}
         for picked in self.picked(choice):
@@ -133,18 +133,20 @@ class CandidateSet:
                     if config.source is not None:
                         assert picked.pair is not None
                         edges[block.name] = picked.pair.edges(mask)
-                    is_float = picked.is_float(group)
-                    form = self.timing.latency(block, is_float=is_float).implementation
-                    in_float += [block.name] if is_float else []
+                    stays_float = picked.stays_float(group)
+                    implementation = self.timing.latency(
+                        block, stays_float=stays_float
+                    ).implementation
+                    float_blocks += [block.name] if stays_float else []
                     needs_plain = config.needs_plain_operators or block.name in sources
-                    if form == "gelu":
+                    if implementation == "gelu":
                         passes.append(FuseGelu([block.name]))
-                    elif form != "as exported" and not needs_plain:
-                        passes.append(FuseAttention({block.name: form}))
+                    elif implementation != "as exported" and not needs_plain:
+                        passes.append(FuseAttention({block.name: implementation}))
         passes.append(ReuseAttention(renumbered(edges, masks)))
         if self.timing.residual_fusion is not None:
             passes += [FoldBiases(), self.timing.residual_fusion]
-        return Plan.of(passes, precision, in_float)
+        return Plan.merged(passes, precision, float_blocks)
 
     def _mask(self, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None) -> list[int]:
         """1 for each head or neuron of a group that is kept."""
