@@ -114,7 +114,7 @@ class Job:
     @cached_property
     def workloads(self) -> tuple[Workload, ...]:
         """The same, at the sizes that the model fixes."""
-        fixed = (with_fixed_sizes(self.original, each) for each in self.requested)
+        fixed = (with_fixed_sizes(self.original, workload) for workload in self.requested)
         return tuple(dict.fromkeys(fixed))
 
     @cached_property
@@ -167,5 +167,5 @@ def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int,
         return spread_lengths(sequence)
     if data is None or not data.lengths:
         return DEFAULT_LENGTHS
-    found = np.quantile(data.lengths, (0.125, 0.375, 0.625, 0.875)).round().astype(int)
-    return tuple(dict.fromkeys(max(int(length), 1) for length in found))
+    quartiles = np.quantile(data.lengths, (0.125, 0.375, 0.625, 0.875)).round().astype(int)
+    return tuple(dict.fromkeys(max(int(length), 1) for length in quartiles))

@@ -188,7 +188,7 @@ def verify(
         meter = QualityMeter(before, artifact, measure=measure, data=found)
     elif measure != "auto":
         raise InvalidArgument(
-            "`measure` is of `data`, which is not given",
+            "`measure` needs `data`, which is not given",
             "give `data`, or leave `measure` out",
             code="compare.measure",
         )

@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 CHOICE = 0.8
-"""Confidence of the bounds that select a candidate. The reported result is the verification on
+"""Confidence of the bounds that select a choice. The reported result is the verification on
 held-out data: a higher confidence would cost speed, a lower one would make more verifications
 fail."""
 

@@ -224,7 +224,7 @@ def _show_plan(report: PlanReport) -> None:
         for decision, name in zip(report.layers, names, strict=True):
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
     table = make_table(
-        "fastest candidates by loss (Pareto front)",
+        "fastest choices by loss (Pareto front)",
         (">predicted speed-up", ">predicted loss", ">measured loss", ">cosine"),
     )
     for point in _sample_front(report.front):

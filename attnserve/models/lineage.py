@@ -285,14 +285,14 @@ class Asked(Recorded):
 
 
 class ProofRecord(Measured):
-    """Verification of a built candidate on held-out data that no selection used."""
+    """Verification of a built choice on held-out data that no selection used."""
 
     loss: FiniteFloat
     share: ShareRecord | None = None
 
 
 class Round(Whole):
-    """One candidate that was built and trained.
+    """One choice that was built and trained.
 
     Attributes:
         predicted_speedup, predicted_loss: As in ``Point``.
@@ -329,9 +329,9 @@ class Search(Measured):
     """The part of plan.json that is recorded with an optimized model.
 
     Attributes:
-        fidelity, quality, qualities: Verification of the returned candidate.
+        fidelity, quality, qualities: Verification of the returned choice.
         choose: The same quality on the data to choose.
-        proofs: All verifications of candidates, in order; all but the last missed the target.
+        proofs: All verifications of choices, in order; all but the last missed the target.
         speedup: The geometric mean over the requested lengths.
     """
 

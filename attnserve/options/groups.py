@@ -182,7 +182,7 @@ class Goal(Options):
     """Find the fastest model that keeps this share of the quality, for example 0.99. The quality is
     the value of `measure`; with `eval_data`, the task score must be kept as well.
 
-    Candidates are selected by a confidence bound and verified on held-out data."""
+    Models are selected by a confidence bound and verified on held-out data."""
     target_speedup: Annotated[
         float | None, Field(ge=1, lt=1000, examples=[1.5]), Cli(metavar="FACTOR")
     ] = None
@@ -205,7 +205,7 @@ class Goal(Options):
     recover: Annotated[
         Minutes | None, BeforeValidator(read_minutes), Cli(metavar="TIME", is_text=True)
     ] = None
-    """Train faster candidates on the calibration data within the search, for example 20m (extra
+    """Train faster models on the calibration data within the search, for example 20m (extra
     torch)."""
     training: Annotated[str, Cli(metavar="NAME")] = "distill"
     """Training method of `recover` (distill; other packages may add methods)."""

@@ -91,8 +91,8 @@ class FormComparison:
         """Build the graph of a plan with unfitted weights, for timing."""
         model = self.job.original.clone()
         with GraphContext.of(model) as context:
-            for one in plan.passes:
-                (one.unfitted(context) if isinstance(one, Collaborate) else one)(model)
+            for rewrite in plan.passes:
+                (rewrite.unfitted(context) if isinstance(rewrite, Collaborate) else rewrite)(model)
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:
@@ -183,15 +183,17 @@ def choose_mixing(
         error = errors["sparse"] if math.isfinite(errors["sparse"]) else None
         reports["sparse"] = reports["sparse"].model_copy(update={"error": error})
     fitted = {
-        kind: one for kind, one in reports.items() if one.error is not None and one.error <= bound
+        kind: report
+        for kind, report in reports.items()
+        if report.error is not None and report.error <= bound
     }
     chosen = _fastest(fitted)
-    others = [one for one in reports.values() if one.form != chosen.form]
+    others = [report for report in reports.values() if report.form != chosen.form]
     lossier = [kind for kind, error in errors.items() if error > bound]
     why = (
         f"{chosen.speedup.value:.2f}x the speed of the fused original, "
         + ("at no length measurably slower" if is_steady(chosen) else "slower at a length")
-        + "".join(f"; {one.form} {one.speedup.value:.2f}x" for one in others)
+        + "".join(f"; {report.form} {report.speedup.value:.2f}x" for report in others)
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )
     choice = MixingChoice(chosen=chosen.form, why=why, forms=tuple(reports.values()))
@@ -200,8 +202,8 @@ def choose_mixing(
 
 def _fastest(forms: Mapping[str, FormReport]) -> FormReport:
     """Select the fastest form, preferably slower at no shape; of equals, the smaller error."""
-    steady = [one for one in forms.values() if is_steady(one)]
+    steady = [report for report in forms.values() if is_steady(report)]
     able = steady or list(forms.values())
-    most = max(one.speedup.value for one in able)
-    near = [one for one in able if SAME_SPEED * one.speedup.value >= most]
-    return min(near, key=lambda one: math.inf if one.error is None else one.error)
+    most = max(report.speedup.value for report in able)
+    near = [report for report in able if SAME_SPEED * report.speedup.value >= most]
+    return min(near, key=lambda report: math.inf if report.error is None else report.error)

@@ -77,7 +77,7 @@ def optimize(
         output: An .onnx file, or a folder that receives model.onnx; the folder NAME-optimized
             beside the model by default.
         rewrites: Rewrites by hand.
-        goal: Goal of a search. The original is written if no candidate is faster.
+        goal: Goal of a search. The original is written if nothing is faster.
         data: Calibration data.
         target: Precision, and shape at which the model should be fast. The sequence defaults to the
             calibration data's median length, else 128.
@@ -98,6 +98,7 @@ def optimize(
     file = _output_file(artifact, original, Path(model), as_path(output), write)
     context = run.context(progress)
     if saved is None:
+        # A score is measured on texts of the task, whose lengths should not be mixed with others.
         joined = None if goal.measure == "score" else target.sequence
         measure = goal.measure
     else:
@@ -217,9 +218,9 @@ def _fused(rewritten: _Rewritten) -> _Rewritten:
     passes = fuse_for(model, plan.precision, job.context.provider)
     macs = count_macs(model, job.counted)
     steps = [
-        StepRecord(rewrite=one.name, block=name, macs_after=macs)
-        for one in passes
-        for name in targets_of(one)
+        StepRecord(rewrite=rewrite.name, block=name, macs_after=macs)
+        for rewrite in passes
+        for name in targets_of(rewrite)
     ]
     applied = rewritten.applied
     rewritten.state.applied = replace(applied, steps=(*applied.steps, *steps))
@@ -232,13 +233,15 @@ def _fused(rewritten: _Rewritten) -> _Rewritten:
 
 def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> OptimizeReport:
     """Time the converted model, and compare it with the original."""
-    original, found, plan = job.original, rewritten.search, rewritten.plan
+    original, search_report, plan = job.original, rewritten.search, rewritten.plan
     converted = rewritten.state.result
-    speed = found and found.served_speed
-    speed = speed or timer.measure(rewritten.model, converted, plan)
+    if search_report is not None and search_report.served_speed is not None:
+        speed = search_report.served_speed
+    else:
+        speed = timer.measure(rewritten.model, converted, plan)
     compared = partial(compare, original, converted, context=job.context)
-    if found is not None and found.gain:
-        fidelity = found.fidelity  # the verification
+    if search_report is not None and search_report.gain:
+        fidelity = search_report.fidelity  # the verification
     elif job.data is not None:
         meter = job.meter(data=job.data, split="prove")
         fidelity = compared(job.data.held_out, f"held out of {job.data.source.file}", meter=meter)
@@ -256,7 +259,7 @@ def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> 
     old, new = (cost.macs for cost in costs)
     even = break_even(old, new) if old and new else None
     warnings = warnings_of(
-        job, plan, rewritten.applied, found, (before, after), even, (fidelity, *also)
+        job, plan, rewritten.applied, search_report, (before, after), even, (fidelity, *also)
     )
     return OptimizeReport(
         output=file,
@@ -269,7 +272,7 @@ def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> 
         sequence=job.counted.length,
         warnings=(*rewritten.warnings, *warnings),
         plan=plan,
-        search=found,
+        search=search_report,
         also_proved=also,
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),

@@ -53,9 +53,9 @@ class OptimizeReport:
     @property
     def record(self) -> RewriteRecord:
         """The entry of the lineage; ``_write`` adds the inputs."""
-        found = self.search
+        search = self.search
         kinds = [step.rewrite for step in self.steps]
-        if found is not None and found.recovered is not None and found.recovered.gain:
+        if search is not None and search.recovered is not None and search.recovered.gain:
             kinds.append("recover")
         if self.plan.precision != "float32":
             kinds.append(self.plan.precision)
@@ -77,10 +77,10 @@ class OptimizeReport:
             "mixing": self.mixing,
             "int8_weight_bits": self.int8_weight_bits,
             "int8_activations": self.int8_activations,
-            "search": found and found.summary,
+            "search": search and search.summary,
             "also_proved": tuple(fidelity.record for fidelity in self.also_proved),
         }
-        given: dict[str, Any] = {name: value for name, value in optional.items() if value}
-        if found is not None:
-            given["choose"] = found.summary.choose
-        return entry.model_copy(update={**self.fidelity.measured.stated, **given})
+        present: dict[str, Any] = {name: value for name, value in optional.items() if value}
+        if search is not None:
+            present["choose"] = search.summary.choose
+        return entry.model_copy(update={**self.fidelity.measured.stated, **present})

@@ -32,7 +32,7 @@ def warnings_of(
     job: Job,
     plan: Plan,
     applied: ApplyReport,
-    found: PlanReport | None,
+    search: PlanReport | None,
     costs: tuple[ModelCost, ModelCost],
     even: int | None,
     fidelities: Sequence[Fidelity],
@@ -47,21 +47,21 @@ def warnings_of(
         fidelities: The comparison with the original, and those on other data.
     """
     return (
-        *((found.verdict,) if found and not found.gain else ()),
-        *_training_warnings(found),
+        *((search.verdict,) if search and not search.gain else ()),
+        *_training_warnings(search),
         *_shared_warnings(applied),
         *_size_warnings(*costs),
         *_cost_warnings(even, job.counted.length, job.artifact.max_length),
         *_data_warnings(job, plan, applied),
         *_cache_warnings(job.report.blocks, applied.steps),
         *_fidelity_warnings(fidelities[0], plan),
-        *(warning for each in fidelities for warning in each.warnings()),
+        *(warning for fidelity in fidelities for warning in fidelity.warnings()),
         *((GPU_ONLY,) if plan.precision == "bfloat16" else ()),
     )
 
 
-def _training_warnings(found: PlanReport | None) -> list[str]:
-    recovered = None if found is None else found.recovered
+def _training_warnings(search: PlanReport | None) -> list[str]:
+    recovered = None if search is None else search.recovered
     return [] if recovered is None or recovered.gain else [recovered.verdict]
 
 

@@ -83,7 +83,7 @@ class ServedSpeed:
     @property
     def record(self) -> Speedups:
         return Speedups(
-            shapes=tuple((each.batch, each.length) for each in self.workloads),
+            shapes=tuple((workload.batch, workload.length) for workload in self.workloads),
             phase=self.workloads[0].phase,
             fusion=self.fusion,
             precision=self.precision,
@@ -169,7 +169,7 @@ class ServedTimer:
             None if the models take different inputs, or cannot be timed here; the log contains the
             reason.
         """
-        inputs = ([v.name for v in one.graph.inputs] for one in (self.job.original, converted))
+        inputs = ([v.name for v in model.graph.inputs] for model in (self.job.original, converted))
         if len(set(map(tuple, inputs))) > 1:
             return None
         if is_bfloat16(converted) and self.job.context.provider == "cpu":
@@ -187,15 +187,15 @@ class ServedTimer:
             elif is_lossy:
                 named |= {"final": rewritten, "final fused": self.served(rewritten)}
             distinct = {id(model): model for model in named.values()}
-            rows.update({name: list(distinct).index(id(one)) for name, one in named.items()})
+            rows.update({name: list(distinct).index(id(model)) for name, model in named.items()})
             return list(distinct.values())
 
-        found = self.time(models, self.job.workloads)
-        if found is None:
+        timed = self.time(models, self.job.workloads)
+        if timed is None:
             return None
-        times = {name: [each[row] for each in found[1]] for name, row in rows.items()}
+        times = {name: [runs[row] for runs in timed[1]] for name, row in rows.items()}
         device = self.job.context.device
-        return _speed(found[0], times, plan.precision, is_lossy=is_lossy, device=device)
+        return _speed(timed[0], times, plan.precision, is_lossy=is_lossy, device=device)
 
 
 def _speed(
@@ -210,7 +210,7 @@ def _speed(
 
     def faster(*names: str) -> str:
         able = [name for name in names if name in times]
-        return min(able, key=lambda name: sum(np.log(np.median(each)) for each in times[name]))
+        return min(able, key=lambda name: sum(np.log(np.median(runs)) for runs in times[name]))
 
     def gain(before: str, after: str) -> Speedup:
         return paired_speedup(times[before], times[after])

@@ -59,7 +59,7 @@ def measure(
 
 
 def compare_speed(judge: Judge, model: ir.Model, workloads: Sequence[Workload]) -> list[Speed]:
-    job, speeds = judge.given.job, list[Speed]()
+    job, speeds = judge.search_input.job, list[Speed]()
     for workload in workloads:
         feed = example_inputs(job.original, workload, job.context.seed)
         before, after = (milliseconds(graph, feed) for graph in (job.original, model))
@@ -77,7 +77,10 @@ def compare_speed(judge: Judge, model: ir.Model, workloads: Sequence[Workload]) 
 
 def paired_speedup(judge: Judge, slow: Built, fast: Built) -> Speedup:
     before, after = (
-        mean_speedup(judge.compare_speed(one.model, judge.given.job.requested), judge.given.lengths)
+        mean_speedup(
+            judge.compare_speed(one.model, judge.search_input.job.requested),
+            judge.search_input.lengths,
+        )
         for one in (slow, fast)
     )
     return Speedup(value=after / before, ci95=(after / before, after / before))

@@ -1,4 +1,4 @@
-"""Candidates of each block: configurations, with what was measured of them.
+"""Configurations of each block, with what was measured of them.
 
 ``search.block_timing`` measures the latencies, ``loss_curves`` the losses at the model's output.
 """
@@ -229,17 +229,17 @@ def group_blocks(
     Args:
         ffn: Allow the removal of neurons.
     """
-    found: dict[object, list[Block]] = {}
+    blocks_by_weight: dict[object, list[Block]] = {}
     context = GraphContext(model)
     for block in attention:
         if block.graph is model.graph and block.output is not None:
-            found.setdefault(origin(block.output.weight), []).append(block)
+            blocks_by_weight.setdefault(origin(block.output.weight), []).append(block)
     for block in find_feed_forward(model):
         if block.graph is model.graph:
-            found.setdefault(origin(block.second.weight), []).append(block)
+            blocks_by_weight.setdefault(origin(block.second.weight), []).append(block)
     names = {block.name for block in attention}
     groups: list[TiedBlocks] = []
-    for blocks in found.values():
+    for blocks in blocks_by_weight.values():
         first = blocks[0]
         if isinstance(first, FeedForwardBlock):
             if any(block.name in names for block in blocks):
@@ -250,7 +250,7 @@ def group_blocks(
         else:
             refusals = [_refusal(b, context) for b in blocks if isinstance(b, AttentionBlock)]
             kind, count = "attention", first.num_heads
-        refusal = next((each for each in refusals if each is not None), None)
+        refusal = next((refusal_ for refusal_ in refusals if refusal_ is not None), None)
         groups.append(TiedBlocks(kind, tuple(blocks), count, refusal))
     return groups
 
@@ -326,11 +326,11 @@ def apply_config(
     count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
     mask = [1] * config.kept + [0] * (count - config.kept)
     with GraphContext.of(model) as context:
-        for each in passes_of(block, config, mask):
-            if isinstance(each, Collaborate) and moments is not None:
-                each.factored(context, {block.name: moments})(model)
+        for rewrite in passes_of(block, config, mask):
+            if isinstance(rewrite, Collaborate) and moments is not None:
+                rewrite.factored(context, {block.name: moments})(model)
             else:
-                each(model)
+                rewrite(model)
 
 
 def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> None:

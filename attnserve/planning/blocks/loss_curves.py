@@ -107,28 +107,28 @@ def loss_curves(
     curves: dict[str, LossCurve] = {}
     sums = _by_group(able, context_moments(model, blocks, enough(rest, blocks), context=context))
     for done, (group, total) in enumerate(sums, start=1):
-        found, rows, weight = _elimination(group, total)
+        elimination, rows, weight = _elimination(group, total)
         count, gone, losses = group.count, list[int](), list[float]()
         for share in PROBES:
             n = max(round(share * count), 1)
             if n >= count or n in gone:
                 continue
-            kept = np.setdiff1d(np.arange(count), found.order[:n])
+            kept = np.setdiff1d(np.arange(count), elimination.order[:n])
             fitted = _fitted(total, weight, rows[kept].reshape(-1))
             gone.append(n)
             losses.append(estimator.loss(dict.fromkeys(group.names, fitted)))
         rising = np.maximum.accumulate(np.maximum(losses, 1e-9)) if losses else np.zeros(0)
-        own = np.maximum.accumulate(found.losses)
+        own = np.maximum.accumulate(elimination.losses)
         if losses:
             curves[group.key] = LossCurve(
-                tuple(found.order.tolist()), tuple(own.tolist()), tuple(gone),
+                tuple(elimination.order.tolist()), tuple(own.tolist()), tuple(gone),
                 tuple(rising.tolist()),
             )  # fmt: skip
         context.progress("measure block losses", done, len(able))
     others = _ChangeLosses(model, estimator, thinned(rest, MOMENT_TOKENS), context)
     wanted = {g: changes[g.key] for g in able if changes and g.key in changes and g.key in curves}
-    for key, found in others.changes(wanted).items():
-        curves[key] = replace(curves[key], changed=tuple(found))
+    for key, elimination in others.changes(wanted).items():
+        curves[key] = replace(curves[key], changed=tuple(elimination))
     faster = [p for p in pairs if p.saved_ms > 0 and {p.source.key, p.reader.key} <= curves.keys()]
     return Losses(curves, tuple(others.pairs(faster)), {})
 
@@ -154,11 +154,11 @@ def conversion_losses(
     probes, rest = _split(batches)
     estimator = LossEstimator(model, [], probes, new_meter, context)
     parts = convert_alone(model, precision, rest, [group.names for group in groups])
-    found: dict[str, float] = {}
+    losses: dict[str, float] = {}
     for group, converted in zip(groups, parts, strict=True):
-        found[group.key] = estimator.loss_of(converted)
-        context.progress(f"measure {precision} losses", len(found), len(groups))
-    return found
+        losses[group.key] = estimator.loss_of(converted)
+        context.progress(f"measure {precision} losses", len(losses), len(groups))
+    return losses
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +201,7 @@ class _ChangeLosses:
             block, name = group.blocks[0], group.names[0]
             for config in configs:
                 new = plain.clone() if config.head_size else self.model.clone()
-                with suppress(AttnserveError):  # an impossible change is no candidate
+                with suppress(AttnserveError):  # an impossible change is left out
                     apply_config(new, block, config, moments.get(name))
                     loss = self._loss(new, name, [] if config.kept else [name])
                     found.setdefault(group.key, []).append((config, loss))
@@ -223,7 +223,7 @@ class _ChangeLosses:
             zip(pairs, both, measured, strict=True), start=1
         ):
             if alike is not None:
-                with suppress(AttnserveError):  # an impossible change is no candidate
+                with suppress(AttnserveError):  # an impossible change is left out
                     found = self._reusing(pair, pair_blocks, alike)
                     if found is not None:
                         yield found

@@ -1,8 +1,8 @@
-"""Estimate the output loss of a candidate by overriding output-projection weights at run time.
+"""Estimate the output loss of a configuration by overriding output-projection weights at run time.
 
 The output projections of attention blocks and the second matrices of feed-forward blocks become
-inputs of the model. A removed head or neuron is then a set of zero rows, so that a candidate costs
-one run and no graph is rewritten. The run starts in front of the first changed block; what comes
+inputs of the model. A removed head or neuron is then a set of zero rows, so that a configuration
+costs one run and no graph is rewritten. The run starts in front of the first changed block; what comes
 before is computed once if blocks are changed in the order of execution.
 """
 

@@ -106,12 +106,12 @@ def by_voting(given: PruningInput) -> Masks:
     votes = voting_to_stay(decomposed, plain, given.batches, groups=groups, context=given.context)
     masks: Masks = {}
     for group in given.groups:
-        found = [votes[block.name] for block in group if block.name in votes]
-        if len(found) < len(group):
+        group_votes = [votes[block.name] for block in group if block.name in votes]
+        if len(group_votes) < len(group):
             continue  # a layer of the group cannot be observed
-        first, mask = group[0].name, [int(x) for x in found[0].mask]
-        if len(found) > 1:
-            total = np.sum([vote.votes for vote in found], axis=0)
+        first, mask = group[0].name, [int(x) for x in group_votes[0].mask]
+        if len(group_votes) > 1:
+            total = np.sum([vote.votes for vote in group_votes], axis=0)
             mask = [0] * len(mask)
             for head in np.argsort(-total, kind="stable")[: groups[first]].tolist():
                 mask[head] = 1

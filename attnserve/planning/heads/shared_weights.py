@@ -25,8 +25,8 @@ def sharing_groups(blocks: Sequence[AttentionBlock]) -> list[list[AttentionBlock
                 weights, members = weights | group[0], [*group[1], *members]
         groups = [*apart, (weights, members)]
     order = {block.name: place for place, block in enumerate(blocks)}
-    found = [sorted(members, key=lambda block: order[block.name]) for _, members in groups]
-    return sorted(found, key=lambda members: order[members[0].name])
+    in_order = [sorted(members, key=lambda block: order[block.name]) for _, members in groups]
+    return sorted(in_order, key=lambda members: order[members[0].name])
 
 
 def _weights(block: AttentionBlock) -> set[ir.Value]:

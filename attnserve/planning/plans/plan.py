@@ -136,8 +136,8 @@ class Plan:
     @property
     def float_blocks(self) -> tuple[str, ...]:
         """Blocks that stay float32 in an int8 or int4 model."""
-        kept = [step.keep for step in self.steps if isinstance(step, Quantize)]
-        return kept[0] if kept else ()
+        blocks = [step.keep for step in self.steps if isinstance(step, Quantize)]
+        return blocks[0] if blocks else ()
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """The first pass of a kind."""
@@ -161,7 +161,11 @@ class Plan:
         """The plan as in plan.json."""
         return {
             "passes": [rewrite.to_json() for rewrite in self.passes],
-            **({"trainings": [one.to_json() for one in self.trainings]} if self.trainings else {}),
+            **(
+                {"trainings": [training.to_json() for training in self.trainings]}
+                if self.trainings
+                else {}
+            ),
             "precision": self.precision,
             **({"float_blocks": list(self.float_blocks)} if self.float_blocks else {}),
         }

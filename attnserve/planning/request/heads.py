@@ -98,12 +98,14 @@ def choose_masks(request: Request, skipped: Replacements) -> Masks:
     blocks = _with_all_sharing(request, blocks)
     masks = {}
     if blocks:
-        given = PruningInput(request.model, blocks, batches, rewrites.prune, request.job.context)
-        masks = CRITERIA[rewrites.importance](given)
+        pruning = PruningInput(request.model, blocks, batches, rewrites.prune, request.job.context)
+        masks = CRITERIA[rewrites.importance](pruning)
     masks = {name: mask for name, mask in masks.items() if not all(mask)}
     if blocks and not masks:
         heads = sum(block.num_heads for block in blocks)
-        request.warnings.append(f"prune {rewrites.prune} of {heads} heads is none")
+        request.warnings.append(
+            f"`prune` {rewrites.prune} rounds to 0 of {heads} heads: nothing is removed"
+        )
     return masks
 
 
@@ -137,7 +139,7 @@ def _explicit_masks(
     masks = read_masks(source, request.blocks)
     masks = {name: mask for name, mask in masks.items() if not all(mask)}
     if not masks:
-        request.warnings.append("prune_heads removes no head")
+        request.warnings.append("`prune_heads` removes no head")
     _require_not_skipped("prune_heads", masks, skipped)
     for block in request.blocks:
         if block.name in masks and (
@@ -174,7 +176,7 @@ def choose_edges(request: Request, skipped: Replacements, masks: Masks) -> Mutab
     edges = _configured_edges(request, skipped, masks, reuse, [block.name for block in able])
     if reuse.kind == "auto":
         if not edges:
-            request.warnings.append("reuse auto: every reuse would change the output too much")
+            request.warnings.append("`reuse` auto: every reuse would change the output too much")
         return edges
     for block in able:
         if block.name not in edges:

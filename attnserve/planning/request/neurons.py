@@ -42,18 +42,23 @@ def choose_neurons(
     least = total - round(share * total)
     choice = [choice for choice in pareto_front(options) if choice.ms >= least][-1]
     masks: Masks = {}
-    for group, found, pick in zip(groups, options, choice.picks, strict=True):
-        kept = found[pick].ms
+    for group, numbers, pick in zip(groups, options, choice.picks, strict=True):
+        kept = numbers[pick].neurons
         if kept < group.count:
             masks |= {name: curves[group.key].mask(kept) for name in group.names}
     return masks
 
 
 class _Kept(NamedTuple):
-    """A number of remaining neurons, which takes the place of a time, and its loss."""
+    """A number of remaining neurons, and its loss."""
 
-    ms: int
+    neurons: int
     loss: float
+
+    @property
+    def ms(self) -> float:
+        """What ``pareto_front`` reduces: here the neurons, which take the time."""
+        return self.neurons
 
 
 def _options(group: TiedBlocks, curve: LossCurve | None, is_measured: bool) -> list[_Kept]:

@@ -96,8 +96,10 @@ def _own_heads(
         if block.name not in removed:
             mask = masks.get(block.name, [1] * block.num_heads)
             reused = edges.get(block.name, {})
-            own = (head for head in block.own_heads.tolist() if mask[head] and head not in reused)
-            counts[block.name] = sum(1 for _ in own)
+            computed = (
+                head for head in block.own_heads.tolist() if mask[head] and head not in reused
+            )
+            counts[block.name] = sum(1 for _ in computed)
     return counts
 
 
@@ -162,16 +164,20 @@ def _neurons(request: Request) -> Masks:
         return {}
     batches = request.batches("`ffn` measures the loss of removed neurons", "leave `ffn` out")
     if request.rewrites.layers is not None:
-        request.warnings.append("layers names attention blocks: ffn removes neurons of any layer")
-    found = group_blocks(request.model, request.blocks, ffn=True)
-    groups = [group for group in found if group.kind == "feed_forward"]
+        request.warnings.append(
+            "`layers` names attention blocks: `ffn` removes neurons of any layer"
+        )
+    tied = group_blocks(request.model, request.blocks, ffn=True)
+    groups = [group for group in tied if group.kind == "feed_forward"]
     refusals = {name: group.refusal for group in groups for name in group.names}
     for block in request.graph_context.get(find_feed_forward):
         if refusal := request.in_body(block) or refusals.get(block.name, SAME_NAME):
             request.warnings.append(f"{block.name} keeps all its neurons: {refusal}")
     groups = [group for group in groups if group.refusal is None]
     if not groups:
-        request.warnings.append("ffn: no feed-forward was found whose neurons can be removed")
+        request.warnings.append(
+            "`ffn` removes nothing: no feed-forward has neurons that can be removed"
+        )
         return {}
     losses = loss_curves(
         request.model, groups, batches, new_meter=request.job.meter, context=request.job.context
@@ -180,7 +186,7 @@ def _neurons(request: Request) -> Masks:
     if not masks:
         total = sum(group.count for group in groups)
         request.warnings.append(
-            f"ffn {share} of {total} neurons is none: the number of remaining neurons of a "
+            f"`ffn` {share} rounds to 0 of {total} neurons: the number of remaining neurons of a "
             f"layer is a multiple of {MULTIPLE}"
         )
     return masks

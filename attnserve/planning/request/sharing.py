@@ -60,8 +60,8 @@ class SharingChooser:
             return (SharingForm("sparse" if rewrites.collab_dk is not None else "own"),)
         if rewrites.mixing != "auto":
             return (SharingForm(rewrites.mixing),)
-        own = (SharingForm("own", step) for step in range(OWN_STEPS))
-        return (SharingForm("dense"), SharingForm("sparse"), *own)
+        own_forms = (SharingForm("own", step) for step in range(OWN_STEPS))
+        return (SharingForm("dense"), SharingForm("sparse"), *own_forms)
 
     def choose(
         self, layers: Sequence[tuple[AttentionBlock, int]], form: SharingForm
@@ -83,20 +83,25 @@ class SharingChooser:
             refusal = self._refusal(block, form)
             if refusal is None:
                 self._check_sizes(block, rank)
-            own = self.own_heads.get(name)
-            if own is None or not (own or refusal):
+            own_heads = self.own_heads.get(name)
+            if own_heads is None or not (own_heads or refusal):
                 continue  # no head is left to factor
-            size = self._head_size(block, own, rank, form)
+            size = self._head_size(block, own_heads, rank, form)
             if form.kind == "own" and (cut := rewrites.head_dk or size):
-                rank = max(own, 1) * cut  # nothing is shared: each head is truncated
+                rank = max(own_heads, 1) * cut  # nothing is shared: each head is truncated
             if refusal is not None and is_named:
                 raise refused(name, refusal, "leave this layer out of `layers`")
-            left = -(-own * exact_rank(block) // block.num_heads)
+            left = -(-own_heads * exact_rank(block) // block.num_heads)
             is_truncated = bool(block.q.rotary_terms) and size is not None
-            if refusal is None and own < block.num_heads and rank >= left and not is_truncated:
+            if (
+                refusal is None
+                and own_heads < block.num_heads
+                and rank >= left
+                and not is_truncated
+            ):
                 refusal = Refusal(
                     "nothing_shared",
-                    f"R = {rank} >= {left}, the size of the keys of {own} heads: nothing to "
+                    f"R = {rank} >= {left}, the size of the keys of {own_heads} heads: nothing to "
                     "compress",
                 )
             if refusal is not None:

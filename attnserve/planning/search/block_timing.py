@@ -60,14 +60,15 @@ class BlockTimer:
     """Times blocks of a model at several shapes, as exported and rewritten.
 
     Attributes:
-        feeds: Inputs of the model at each shape; the model should be fast at the first ``target``.
+        feeds: Inputs of the model at each shape; the first ``num_requested`` are those at which it
+            should be fast.
         precision: Precision of the model after all rewrites.
     """
 
     model: ir.Model
     feeds: Sequence[Batch]
     table: LatencyTable
-    target: int
+    num_requested: int
     precision: Precision = "float32"
     report: Progress = ignore_progress
 
@@ -108,7 +109,7 @@ class BlockTimer:
             if group.kind == "attention" and group.refusal is None and len(group.blocks) == 1
         ]
         pairs: list[ReusePair] = []
-        known: dict[
+        timed_pairs: dict[
             tuple[BlockLatency, BlockLatency], tuple[Mapping[int, tuple[float, ...]], float]
         ] = {}
         for index, reader in enumerate(able):
@@ -116,9 +117,9 @@ class BlockTimer:
             if source is None:
                 continue
             now = timed[source.blocks[0]], timed[reader.blocks[0]]
-            if now not in known:  # blocks with equal work are timed once
-                known[now] = self._time_pair(source, reader, now)
-            times, saved_ms = known[now]
+            if now not in timed_pairs:  # blocks with equal work are timed once
+                timed_pairs[now] = self._time_pair(source, reader, now)
+            times, saved_ms = timed_pairs[now]
             if times:
                 pairs.append(ReusePair(source, reader, times, saved_ms))
             self.report("time pairs", index + 1, len(able))
@@ -127,7 +128,7 @@ class BlockTimer:
     def residual_fusion(self) -> tuple[RewritePass | None, float]:
         """The fastest pass for residual additions, and the milliseconds that it saves in a run.
 
-        Milliseconds are a mean over the target shapes. There is no pass if the original is the
+        Milliseconds are a mean over the requested shapes. There is no pass if the original is the
         fastest at any shape.
         """
         norms = [node for node in find_residuals(self.model) if node.graph is self.model.graph]
@@ -160,7 +161,7 @@ class BlockTimer:
 
     def mean(self, times: Sequence[float] | np.ndarray) -> float:
         """The mean over the shapes at which the model should be fast."""
-        return float(np.mean(times[: self.target]))
+        return float(np.mean(times[: self.num_requested]))
 
     def _time_block(
         self, block: Block, part: Part, operators: Sequence[Implementation], *, whole: bool

@@ -46,8 +46,8 @@ class SearchCheckpoint:
         if self._content.curves is None:
             return None
         stored = {pair: self._content.pairs.get(pair.reader.key) for pair in pairs}
-        known = (replace(pair, heads=v[0], loss=v[1]) for pair, v in stored.items() if v)
-        return Losses(self._content.curves, tuple(known), self._content.conversion)
+        measured_pairs = (replace(pair, heads=v[0], loss=v[1]) for pair, v in stored.items() if v)
+        return Losses(self._content.curves, tuple(measured_pairs), self._content.conversion)
 
     def put_losses(self, losses: Losses) -> None:
         """Store losses."""

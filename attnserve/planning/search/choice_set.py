@@ -1,4 +1,4 @@
-"""All candidates of a model: the options of each block, their Pareto front, and their plans."""
+"""All choices for a model: the options of each block, their Pareto front, and their plans."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Picked:
 
 @dataclass(frozen=True, eq=False)
 class ChoiceSet:
-    """The candidates of a search.
+    """The choices of a search.
 
     Attributes:
         curves: The estimated losses of each group of tied blocks, by its key.
@@ -83,10 +83,14 @@ class ChoiceSet:
 
     @classmethod
     def of(cls, timing: ModelTiming, losses: Losses) -> ChoiceSet:
-        """Build the candidate set from latencies and losses."""
+        """Build the set from latencies and losses."""
         units = units_of(timing.groups, losses.pairs)
         estimates = Estimates(
-            timing.blocks, losses.curves, timing.target, timing.float_latencies, losses.conversion
+            timing.blocks,
+            losses.curves,
+            timing.num_requested,
+            timing.float_latencies,
+            losses.conversion,
         )
         options = [estimates.options(unit, pair) for unit, pair in units]
         whole = [

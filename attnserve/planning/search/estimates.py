@@ -35,7 +35,7 @@ class UnitOption:
     Attributes:
         configs: The configuration of each of its groups.
         loss: The predicted loss at the model's output.
-        ms: The mean latency over the target shapes.
+        ms: The mean latency over the requested shapes.
         float_groups: The groups that stay float32 in an int8 or int4 model, by index.
     """
 
@@ -49,20 +49,22 @@ class UnitOption:
         return self.configs == tuple(BlockConfig(group.count) for group in unit)
 
 
-def changes_to_measure(group: TiedBlocks, timed: BlockLatency, *, target: int) -> list[BlockConfig]:
+def changes_to_measure(
+    group: TiedBlocks, timed: BlockLatency, *, num_requested: int
+) -> list[BlockConfig]:
     """The changes, besides removal, whose loss must be measured.
 
     Shared dimensions are left out unless they are faster, by ``SHARED_GAIN``, than as many separate
     dimensions of each head, which lose less.
     """
-    configs = {config: float(np.mean(ms[:target])) for config, ms in timed.configs.items()}
-    found: list[BlockConfig] = []
+    configs = {config: float(np.mean(ms[:num_requested])) for config, ms in timed.configs.items()}
+    changes: list[BlockConfig] = []
     for config, ms in configs.items():
         own = configs.get(config._replace(rank=None), ms)
         whole = config.kept in (0, group.count) and config != BlockConfig(group.count)
         if whole and (config.rank is None or SHARED_GAIN * ms < own):
-            found.append(config)
-    return found
+            changes.append(config)
+    return changes
 
 
 def units_of(
@@ -75,13 +77,13 @@ def units_of(
         if np.isfinite(pair.loss) and taken.isdisjoint((pair.source, pair.reader)):
             taken |= {pair.source, pair.reader}
             chosen[pair.source] = pair
-    found: list[tuple[ChoiceUnit, ReusePair | None]] = []
+    units: list[tuple[ChoiceUnit, ReusePair | None]] = []
     for group in groups:
         if pair := chosen.get(group):
-            found.append(((pair.source, pair.reader), pair))
+            units.append(((pair.source, pair.reader), pair))
         elif group not in taken:
-            found.append(((group,), None))
-    return found
+            units.append(((group,), None))
+    return units
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,14 +93,14 @@ class Estimates:
     Attributes:
         timed: Latencies in the precision of the goal, by block.
         curves: Losses by the key of a group.
-        target: The number of shapes at which the model should be fast.
+        num_requested: The number of shapes at which the model should be fast.
         float_latencies: Latencies in float32, if the goal is an int8 or int4 model.
         conversion: The loss if a group alone is converted to that precision, by its key.
     """
 
     timed: Mapping[Block, BlockLatency]
     curves: Mapping[str, LossCurve]
-    target: int
+    num_requested: int
     float_latencies: Mapping[Block, BlockLatency] = field(
         default_factory=dict["Block", "BlockLatency"]
     )
@@ -109,10 +111,10 @@ class Estimates:
 
         Options without removal are included even if another option is faster and loses less.
         """
-        found = self._fast(unit, pair)
+        options = self._fast(unit, pair)
         per_group = [[o for o in self._of_group(g) if o.removes_nothing((g,))] for g in unit]
         whole = [_joined(options) for options in product(*per_group)]
-        return [*found, *(option for option in whole if option not in found)]
+        return [*options, *(option for option in whole if option not in options)]
 
     def _fast(self, unit: ChoiceUnit, pair: ReusePair | None) -> list[UnitOption]:
         if pair is None:
@@ -146,19 +148,19 @@ class Estimates:
     ) -> list[tuple[BlockConfig, float, float]]:
         """Configurations with their losses and their mean latencies."""
         times = [timed[block] for block in group.blocks]
-        original = np.sum([each.original for each in times], axis=0)
+        original = np.sum([latency.original for latency in times], axis=0)
         whole, curve = BlockConfig(group.count), self.curves.get(group.key)
-        found: list[tuple[BlockConfig, float, float]] = []
-        for config in set.intersection(*(set(each.configs) for each in times)):
-            ms = np.sum([each.configs[config] for each in times], axis=0)
+        able: list[tuple[BlockConfig, float, float]] = []
+        for config in set.intersection(*(set(latency.configs) for latency in times)):
+            ms = np.sum([latency.configs[config] for latency in times], axis=0)
             loss = 0.0 if config == whole else curve and curve.of(config)
             is_fast = config == whole or (ms <= MAX_BLOCK_SLOWDOWN * original).all()
             if loss is not None and is_fast:
-                found.append((config, loss, self._mean(ms)))
-        return found
+                able.append((config, loss, self._mean(ms)))
+        return able
 
     def _mean(self, times: Sequence[float] | np.ndarray) -> float:
-        return float(np.mean(times[: self.target]))
+        return float(np.mean(times[: self.num_requested]))
 
 
 def _joined(options: Sequence[UnitOption]) -> UnitOption:

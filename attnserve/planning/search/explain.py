@@ -45,14 +45,14 @@ def front_points(
 
 def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
     """The decision for each block in a choice, with the reason, in order of execution."""
-    timing, found = choices.timing, list[Decision]()
+    timing, decisions = choices.timing, list[Decision]()
     for picked in choices.picked(choice):
         for group, config in picked:
             curve, stays_float = choices.curves.get(group.key), picked.stays_float(group)
             is_int8 = bool(timing.float_latencies) and not stays_float
             for block in group.blocks:
                 ms_after, written = _ms_after(choices, picked, group, config, block.name)
-                found.append(
+                decisions.append(
                     Decision(
                         block=block.name,
                         kind=group.kind,
@@ -71,7 +71,7 @@ def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
                     )
                 )
     names = [block.name for group in timing.groups for block in group.blocks]
-    return sorted(found, key=lambda decision: names.index(decision.block))
+    return sorted(decisions, key=lambda decision: names.index(decision.block))
 
 
 def _predicted_loss(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from attnserve.planning.search.choice_set import ChoiceSet
 from attnserve.planning.search.judge import Built, Judge
 from graph_passes.errors import CheckFailed
 
-__all__ = ["INTERPOLATE", "TIGHT", "FrontSearch", "bisect", "first_guess", "power_of"]
+__all__ = ["INTERPOLATE", "TIGHT", "FrontSearch", "Probe", "bisect", "first_guess", "power_of"]
 
 MAX_BUILDS = 6
 """The number of choices that are built besides the first and the last."""
@@ -53,6 +54,18 @@ def power_of(measure: str) -> int:
     return 2 if measure in SQUARED else 1
 
 
+class Probe(NamedTuple):
+    """The side of a limit on which a measured choice is.
+
+    Attributes:
+        is_low: It is on the side of the start of the front.
+        is_close: It is close enough to the limit to end the search.
+    """
+
+    is_low: bool
+    is_close: bool
+
+
 def bisect(
     low: int,
     high: int,
@@ -60,7 +73,7 @@ def bisect(
     *,
     aim: Callable[[int, int], int],
     is_near: Callable[[int, int, int], bool],
-    measure: Callable[[int], tuple[bool, bool]],
+    probe: Callable[[int], Probe],
 ) -> tuple[int, int]:
     """Narrow the part of a front in which a measured loss or speed crosses a limit.
 
@@ -73,8 +86,7 @@ def bisect(
         aim: The index between two others at which the limit is expected.
         is_near: Given the lower side, the next choice and the upper side: whether they are so close
             that the choice is not measured.
-        measure: Measures a choice: whether it is on the side of ``low``, and whether it is close
-            enough to the limit to end the search.
+        probe: Measures a choice.
 
     Returns:
         The measured choices that are next to the limit, by index.
@@ -83,9 +95,9 @@ def bisect(
         index = min(max(aim(low, high), low + 1), high - 1)
         if not low < index < high or is_near(low, index, high):
             break
-        is_low, is_close = measure(index)
-        low, high = (index, high) if is_low else (low, index)
-        if is_close:
+        probed = probe(index)
+        low, high = (index, high) if probed.is_low else (low, index)
+        if probed.is_close:
             break
     return low, high
 
@@ -100,7 +112,7 @@ class FrontSearch:
 
     @property
     def precision(self) -> Precision:
-        return self.judge.given.job.target.precision
+        return self.judge.search_input.job.target.precision
 
     def run(self) -> Built | None:
         """Search for a choice that meets the goal; None if even lossless rewrites lose too much.
@@ -117,7 +129,7 @@ class FrontSearch:
         """The fastest choice that meets the quality target."""
         front = self.choices.front
         lossless = self.judge.build(front[0])  # fused operators, and the precision
-        measure, allowed = self.measure(lossless), 1 - keep
+        measure, allowed = self.worst_measure(lossless), 1 - keep
         if (constant := self._constant(lossless)) >= keep:
             raise CheckFailed(
                 f"`keep` is {keep}, and a constant predictor keeps {constant:.3f} "
@@ -145,13 +157,13 @@ class FrontSearch:
                 return self.index_of(first_guess(measure, limit - start))
             return self.index_of(self._next_guess(low, high, limit, measured))
 
-        def keeps(index: int) -> tuple[bool, bool]:
+        def keeps(index: int) -> Probe:
             loss = measured[index] = self.judge.loss(front[index]) ** power
-            return loss <= limit, TIGHT * limit <= loss <= limit
+            return Probe(loss <= limit, TIGHT * limit <= loss <= limit)
 
         low, _ = bisect(
             0, len(front), MAX_BUILDS,
-            aim=aim, is_near=lambda low, _, high: self.is_near(low, high), measure=keeps,
+            aim=aim, is_near=lambda low, _, high: self.is_near(low, high), probe=keeps,
         )  # fmt: skip
         return self.judge.build(front[low])
 
@@ -193,7 +205,7 @@ class FrontSearch:
         index = self.index_of(CAREFUL * built.choice.loss * allowed / estimate)
         return self.judge.build(front[max(index, 0)])
 
-    def measure(self, built: Built) -> str:
+    def worst_measure(self, built: Built) -> str:
         """The measure with the largest loss of a built choice."""
         quality = built.fidelity.quality
         return "score" if self.goal.measure == "score" or quality is None else quality.measure
@@ -219,14 +231,14 @@ class FrontSearch:
             )
         reached = {0: first, len(front) - 1: last}
 
-        def is_slow(index: int) -> tuple[bool, bool]:
-            found = reached[index] = self._speedup_at(index)
-            return found < speedup, speedup <= found < NEAR * speedup
+        def is_slow(index: int) -> Probe:
+            speedup_here = reached[index] = self._speedup_at(index)
+            return Probe(speedup_here < speedup, speedup <= speedup_here < NEAR * speedup)
 
         _, high = bisect(
             0, len(front) - 1, MAX_BUILDS,
             aim=lambda low, high: self._expected(low, high, speedup, reached),
-            is_near=lambda low, _, high: self.is_near(low, high), measure=is_slow,
+            is_near=lambda low, _, high: self.is_near(low, high), probe=is_slow,
         )  # fmt: skip
         return self.judge.build(front[high])
 

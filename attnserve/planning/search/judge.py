@@ -86,12 +86,12 @@ class Judge:
     the search ends with one of them.
 
     Attributes:
-        choices: The choices.
+        choices: What it builds.
         original_score: The original's score, if the goal has a task.
         measured: (loss, cosine) of each built choice, those before an interruption included.
     """
 
-    given: SearchInput
+    search_input: SearchInput
     choices: ChoiceSet
     checkpoint: SearchCheckpoint
     original_score: Score | None = None
@@ -104,10 +104,10 @@ class Judge:
 
     def loss(self, choice: Choice) -> float:
         """The measured loss of a choice, from the checkpoint or by building it."""
-        known = self.checkpoint.build(digest(self._plan(choice).to_json()))
-        if known is not None:
-            self.measured[choice.picks] = known
-            return known[0]
+        stored = self.checkpoint.build(digest(self._plan(choice).to_json()))
+        if stored is not None:
+            self.measured[choice.picks] = stored
+            return stored[0]
         return self.build(choice).loss
 
     def build(self, choice: Choice) -> Built:
@@ -115,12 +115,14 @@ class Judge:
         for held in (self._latest, self._enough, self._whole):
             if held is not None and held.choice.picks == choice.picks:
                 return held
-        given, plan = self.given, self._plan(choice)
+        search_input, plan = self.search_input, self._plan(choice)
         number = len(self.measured) + (choice.picks not in self.measured)
-        job = given.job.labeled(f"build {number}")
+        job = search_input.job.labeled(f"build {number}")
         state = apply_plan(plan, State(job, job.original.clone()))
-        self._latest = built = self._measured(choice, plan, state)
-        if given.goal.keep is not None and built.loss <= allowed_loss(given.goal.keep):
+        self._latest = built = self._built(choice, plan, state)
+        if search_input.goal.keep is not None and built.loss <= allowed_loss(
+            search_input.goal.keep
+        ):
             self._enough = built
         if not plan.changed:  # every result is compared with one that removes nothing
             self._whole = built
@@ -137,23 +139,26 @@ class Judge:
         """
         plan = built.plan.trained(training)
         state = State(
-            self.given.job.labeled(label), built.state.model, key=key, applied=built.state.applied
+            self.search_input.job.labeled(label),
+            built.state.model,
+            key=key,
+            applied=built.state.applied,
         )
         apply_steps((training, *plan.conversion), prepare(plan, state))
-        return self._measured(built.choice, plan, state)
+        return self._built(built.choice, plan, state)
 
-    def _measured(self, choice: Choice, plan: Plan, state: State) -> Built:
+    def _built(self, choice: Choice, plan: Plan, state: State) -> Built:
         """Measure a model on the data to choose."""
-        data = self.given.data
-        found = self._measure(state.result, data.choose, "choose", 0, state.job, bounded=True)
-        return Built(choice, plan, state, found.fidelity, found.share, found.loss)
+        data = self.search_input.data
+        proof = self._compare(state.result, data.choose, "choose", 0, state.job, bounded=True)
+        return Built(choice, plan, state, proof.fidelity, proof.share, proof.loss)
 
     def prove(self, built: Built, part: int) -> Proof:
         """Verify a built choice on the first or second verification part."""
-        parts = [batches for batches in self.given.data.prove if batches]
+        parts = [batches for batches in self.search_input.data.prove if batches]
         batches = parts[min(part, len(parts) - 1)]
-        return self._measure(
-            built.model, batches, "prove", 1 + part, self.given.job.labeled("prove")
+        return self._compare(
+            built.model, batches, "prove", 1 + part, self.search_input.job.labeled("prove")
         )
 
     def prove_on_all(self, built: Built) -> Proof:
@@ -161,28 +166,30 @@ class Judge:
 
         All of this data was used before, but only for choices with more loss.
         """
-        data, job = self.given.data, self.given.job.labeled("prove")
+        data, job = self.search_input.data, self.search_input.job.labeled("prove")
         batches = [*data.choose, *(batch for part in data.prove for batch in part)]
-        return self._measure(built.model, batches, "held out", None, job, bounded=True)
+        return self._compare(built.model, batches, "held out", None, job, bounded=True)
 
     def time(self, built: Built) -> Timed:
         """Time a built model at all checked lengths."""
-        given = self.given
-        speeds = self.compare_speed(built.model, given.checked)
-        gain = mean_speedup(speeds, given.lengths)
+        search_input = self.search_input
+        speeds = self.compare_speed(built.model, search_input.checked)
+        gain = mean_speedup(speeds, search_input.lengths)
         return Timed(speeds, gain, _refusal(built.plan, gain, speeds))
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
-        given = self.given
-        return mean_speedup(self.compare_speed(built.model, given.job.requested), given.lengths)
+        search_input = self.search_input
+        return mean_speedup(
+            self.compare_speed(built.model, search_input.job.requested), search_input.lengths
+        )
 
     def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[Speed]:
         """Time a model and the float32 original in interleaved order.
 
         Workloads at which the model seems slower are timed again.
         """
-        job, table = self.given.job, self.choices.timing.table
+        job, table = self.search_input.job, self.choices.timing.table
         feeds = tuple(
             example_inputs(job.original, workload, job.context.seed) for workload in workloads
         )
@@ -213,20 +220,20 @@ class Judge:
         Raises:
             CannotRewrite: The two models cannot run side by side, for example for lack of memory.
         """
-        job = self.given.job
+        job = self.search_input.job
         feeds = example_feeds(job.original, job.requested, job.context.seed)
-        found = time_models(
+        times = time_models(
             [slow.model, fast.model], feeds, context=job.context, seconds=PAIR_SECONDS
         )
-        if found is None:
+        if times is None:
             raise CannotRewrite(
                 "two models of the search cannot be timed beside each other",
                 "free memory, and start the search again: it continues",
                 code="search.not_timed",
             )
-        return paired_speedup([times[0] for times in found[1]], [times[1] for times in found[1]])
+        return paired_speedup([times[0] for times in times[1]], [times[1] for times in times[1]])
 
-    def _measure(
+    def _compare(
         self,
         model: ir.Model,
         batches: Sequence[Batch],
@@ -242,35 +249,36 @@ class Judge:
             rows: The part, see ``share_kept``; None for all rows.
             bounded: See ``Quality.loss``.
         """
-        given = self.given
+        search_input = self.search_input
         fidelity = compare(
-            job.original, model, batches, f"held out of {given.data.source.file}",
-            meter=job.meter(data=given.data, split=split), context=job.context,
+            job.original, model, batches, f"held out of {search_input.data.source.file}",
+            meter=job.meter(data=search_input.data, split=split), context=job.context,
         )  # fmt: skip
         losses, share = list[float](), None
-        if given.goal.measure != "score":
+        if search_input.goal.measure != "score":
             losses.append(largest_loss(fidelity.qualities, bounded=bounded))
-        if given.goal.task is not None:
+        if search_input.goal.task is not None:
             # Cosines of single numbers, as a reranker returns, are those of their signs.
             outputs = fidelity.outputs
             is_same = bool(outputs) and all(
-                one.relative_error < ROUNDING and not one.not_finite_rows for one in outputs
+                output.relative_error < ROUNDING and not output.not_finite_rows
+                for output in outputs
             )
             assert self.original_score is not None
-            score = self.original_score if is_same else score_model(given.goal, job, model)
+            score = self.original_score if is_same else score_model(search_input.goal, job, model)
             share = share_kept(self.original_score, score, part=rows, seed=job.context.seed)
             losses.append(share.loss(bounded=bounded))
         return Proof(fidelity, share, max(losses, default=0.0))
 
     def _plan(self, choice: Choice) -> Plan:
-        return self.choices.plan(choice, self.given.job.target.precision)
+        return self.choices.plan(choice, self.search_input.job.target.precision)
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
     """Why a plan is not returned; empty for one that is worth it."""
     is_lossy = bool(plan.changed) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
-        return "no candidate of any block is faster within the allowed loss"
+        return "no configuration of any block is faster within the allowed loss"
     if gain < (MIN_GAIN if is_lossy else 1.0):
         return f"the best model runs at {gain:.2f}x the speed of the original"
     slowest = min(speeds, key=lambda speed: speed.speedup)

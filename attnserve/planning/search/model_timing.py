@@ -35,7 +35,7 @@ class ModelTiming:
 
     Attributes:
         workloads: The timed workloads: the requested ones, and two others.
-        target: Number of requested workloads, which come first.
+        num_requested: Number of requested workloads, which come first.
         blocks: The latencies of each block's implementations and configurations.
         float_latencies: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
@@ -46,7 +46,7 @@ class ModelTiming:
 
     groups: Sequence[TiedBlocks]
     workloads: Sequence[Workload]
-    target: int
+    num_requested: int
     table: LatencyTable
     blocks: Mapping[Block, BlockLatency]
     float_latencies: Mapping[Block, BlockLatency]
@@ -57,7 +57,7 @@ class ModelTiming:
 
     def mean(self, times: Sequence[float]) -> float:
         """The mean over the workloads that the model should be fast at."""
-        return float(np.mean(times[: self.target]))
+        return float(np.mean(times[: self.num_requested]))
 
     def latency(self, block: Block, *, stays_float: bool) -> BlockLatency:
         """The latencies of a block in float32, or in the precision of the goal."""
@@ -87,7 +87,7 @@ class ModelTiming:
                     "block": block.name,
                     "kind": group.kind,
                     **({"precision": "float32"} if timed is self.float_latencies else {}),
-                    "sequences": [each.length for each in self.workloads],
+                    "sequences": [workload.length for workload in self.workloads],
                     "as_exported": list(latency.original),
                     "written": latency.implementation,
                     "forms": {form: list(ms) for form, ms in latency.implementations.items()},
@@ -100,7 +100,7 @@ class ModelTiming:
                     "block": pair.reader.names[0],
                     "kind": "reuse",
                     "source": pair.source.names[0],
-                    "sequences": [each.length for each in self.workloads],
+                    "sequences": [workload.length for workload in self.workloads],
                     "kept": {str(kept): list(ms) for kept, ms in pair.times.items()},
                     "saved_ms": pair.saved_ms,
                 })  # fmt: skip
@@ -111,26 +111,28 @@ def _sort_key(config: BlockConfig) -> tuple[int, int, int]:
     return config.head_size or 0, config.rank or 0, config.kept
 
 
-def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]) -> ModelTiming:
-    """Time every candidate of every block at the requested workloads and at the two extreme ones.
+def time_model(
+    search_input: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
+) -> ModelTiming:
+    """Time every configuration of every block at the requested and at the two extreme workloads.
 
     Args:
         model: The model in the newest opset that an implementation of a block needs.
     """
-    job, requested = given.job, given.job.requested
-    context, precision, target = job.context, job.target.precision, len(requested)
-    others = [each for each in given.checked if each not in requested]
+    job, requested = search_input.job, search_input.job.requested
+    context, precision, num_requested = job.context, job.target.precision, len(requested)
+    others = [workload for workload in search_input.checked if workload not in requested]
     workloads = [*requested, *dict.fromkeys((*others[:1], *others[-1:]))]
-    feeds = [example_inputs(job.original, each, context.seed) for each in workloads]
+    feeds = [example_inputs(job.original, workload, context.seed) for workload in workloads]
     table = LatencyTable(default_cache(), context.device)
-    timer = BlockTimer(model, feeds, table, target, precision, context.progress)
+    timer = BlockTimer(model, feeds, table, num_requested, precision, context.progress)
     blocks = timer.time_blocks(groups)
     float_latencies: Mapping[Block, BlockLatency] = {}
     if SCHEMES[precision].keeps_blocks:
         float_latencies = replace(timer, precision="float32").time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()
-    converted = convert(job.original, precision, given.data.fit, to_nearest=True)
+    converted = convert(job.original, precision, search_input.data.fit, to_nearest=True)
     whole = Part(converted, tuple(feeds))
     total = timer.mean(table.measure({"model": whole})["model"])
     in_blocks = sum(
@@ -139,5 +141,14 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     # Blocks may take longer alone than in the model; the rest then counts as 0.
     other = max(total - in_blocks - saved, 0.0)
     return ModelTiming(
-        groups, workloads, target, table, blocks, float_latencies, pairs, residuals, saved, other
+        groups,
+        workloads,
+        num_requested,
+        table,
+        blocks,
+        float_latencies,
+        pairs,
+        residuals,
+        saved,
+        other,
     )

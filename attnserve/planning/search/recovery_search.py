@@ -1,4 +1,4 @@
-"""Search for faster candidates that reach the target after training (``attnserve.recovery``).
+"""Search for faster choices that reach the target after training (``attnserve.recovery``).
 
 Each round builds a choice beyond the one that was found without training, trains it to give the
 outputs of the original, and measures it on the data to choose. The next round moves to a faster
@@ -27,6 +27,7 @@ from attnserve.planning.search.front_search import (
     INTERPOLATE,
     TIGHT,
     FrontSearch,
+    Probe,
     bisect,
     first_guess,
     power_of,
@@ -79,7 +80,7 @@ class RecoverySearch:
         found: The trained choices that reach the target, the fastest first.
     """
 
-    front: FrontSearch
+    front_search: FrontSearch
     key: str
     seconds: float
     rounds: list[Round] = field(default_factory=list[Round])
@@ -88,7 +89,7 @@ class RecoverySearch:
 
     @property
     def judge(self) -> Judge:
-        return self.front.judge
+        return self.front_search.judge
 
     def run(self, plain: Built | None) -> Trained:
         """Train choices that are faster than ``plain``, the untrained one, and verify the best.
@@ -112,41 +113,44 @@ class RecoverySearch:
             training.forget(key)
 
     def _train_choices(self, plain: Built) -> None:
-        keep = self.front.goal.keep
+        keep = self.front_search.goal.keep
         if keep is None:
             self._train(plain.choice, plain.loss * (1 - ROUNDING), self.seconds)
             return
-        allowed, front = 1 - keep, self.front.choices.front
+        allowed, front = 1 - keep, self.front_search.choices.front
         if allowed <= ROUNDING:
             return
-        measure = self.front.measure(plain)
+        measure = self.front_search.worst_measure(plain)
         power = power_of(measure)
         trained: list[Built] = []
 
         def aim(low: int, high: int) -> int:
             if not trained:
                 first = STEP * plain.choice.loss or first_guess(measure, allowed)
-                return self.front.index_of(first)
+                return self.front_search.index_of(first)
             last = trained[-1]
             share = INTERPOLATE * (allowed / max(last.loss, 1e-9)) ** power
-            return self.front.index_of(last.choice.loss * float(np.clip(share, 1 / STEP, STEP)))
+            return self.front_search.index_of(
+                last.choice.loss * float(np.clip(share, 1 / STEP, STEP))
+            )
 
-        def keeps(index: int) -> tuple[bool, bool]:
+        def keeps(index: int) -> Probe:
             seconds = self.seconds / (ROUNDS - len(trained))
             trained.append(self._train(front[index], allowed, seconds))
             loss = trained[-1].loss
-            return loss <= allowed, TIGHT * allowed <= loss <= allowed
+            return Probe(loss <= allowed, TIGHT * allowed <= loss <= allowed)
 
         bisect(
             front.index(plain.choice), len(front), ROUNDS,
-            aim=aim, is_near=lambda low, index, _: self.front.is_near(low, index), measure=keeps,
+            aim=aim, probe=keeps,
+            is_near=lambda low, index, _: self.front_search.is_near(low, index),
         )  # fmt: skip
 
     def _train(self, choice: Choice, allowed: float, seconds: float) -> Built:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
         built = self.judge.build(choice)
         number = len(self.rounds) + 1
-        training = training_of(self.front.goal, seconds / 60)
+        training = training_of(self.front_search.goal, seconds / 60)
         key = digest((self.key, built.plan.to_json()))
         trained = self.judge.train(built, training, key, f"round {number}")
         course = trained.state.training
@@ -157,7 +161,7 @@ class RecoverySearch:
         keeps = best.loss <= allowed
         self.rounds.append(
             Round(
-                predicted_speedup=self.front.choices.predicted_speedup(choice),
+                predicted_speedup=self.front_search.choices.predicted_speedup(choice),
                 predicted_loss=choice.loss,
                 built_loss=built.loss,
                 loss=best.loss,
@@ -175,7 +179,7 @@ class RecoverySearch:
 
         Without ``keep``, it must lose less than ``plain``.
         """
-        judge, keep, proofs = self.judge, self.front.goal.keep, list[Proof]()
+        judge, keep, proofs = self.judge, self.front_search.goal.keep, list[Proof]()
         without, reason = judge.time(plain).gain, ""
         for built in self.found:
             _, gain, refusal = judge.time(built)
@@ -194,7 +198,7 @@ class RecoverySearch:
         return self._no_gain(reason, proofs)
 
     def _verdict(self, gain: float, without: float) -> str:
-        minutes = sum(one.seconds for one in self.rounds) / 60
+        minutes = sum(round_.seconds for round_ in self.rounds) / 60
         count = f"{len(self.rounds)} round{'s' * (len(self.rounds) > 1)}"
         after = f"{count} of training in {minutes:.1f} minutes"
         return f"{gain:.2f}x after {after}, {without:.2f}x without"
@@ -202,8 +206,8 @@ class RecoverySearch:
     def _shortage(self) -> str:
         """Why no trained choice was found."""
         if not self.rounds:
-            return "no faster candidate is left, or no loss is allowed"
-        kept = 1 - min(one.loss for one in self.rounds)
+            return "no faster choice is left, or no loss is allowed"
+        kept = 1 - min(round_.loss for round_ in self.rounds)
         return f"the best of {len(self.rounds)} trained models keeps {kept:.4f}"
 
     def _no_gain(self, reason: str, proofs: Sequence[Proof] = ()) -> Trained:

@@ -57,8 +57,8 @@ class Proof:
 
     @property
     def record(self) -> ProofRecord:
-        found = ProofRecord(loss=self.loss, share=self.share and self.share.record)
-        return found.model_copy(update=self.fidelity.measured.stated)
+        record = ProofRecord(loss=self.loss, share=self.share and self.share.record)
+        return record.model_copy(update=self.fidelity.measured.stated)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ class PlanReport:
     def record(self) -> PlanFile:
         """The content of plan.json."""
         shared = {"share": self.share and self.share.record}
-        found = PlanFile(
+        content = PlanFile(
             format=FORMAT,
             model=self.model,
             calibration=self.calibration,
@@ -141,7 +141,7 @@ class PlanReport:
             versions=self.versions,
         )
         trained = {} if self.recovered is None else {"recovered": self.recovered}
-        return found.model_copy(update={**self.fidelity.measured.stated, **trained})
+        return content.model_copy(update={**self.fidelity.measured.stated, **trained})
 
 
 def draw_front(report: PlanReport) -> str:

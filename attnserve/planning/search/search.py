@@ -3,7 +3,7 @@
 1. Time: every configuration of every block, each in its fastest implementation (``model_timing``).
 2. Loss: the loss of the model's output for each of them, on calibration data
    (``blocks.loss_curves``); the losses of different blocks nearly add up.
-3. Candidates: the Pareto front of predicted time and loss (``choice_set``).
+3. Choices: the Pareto front of predicted time and loss (``choice_set``).
 4. Select: choices of the front are built, refitted, and measured on the data to choose until the
    allowed loss is used up (``front_search``). The whole model is then timed beside the original.
 5. Verify: the choice is measured once on unused held-out data. If it misses the target, a choice
@@ -78,7 +78,7 @@ def search(goal: Goal, job: Job) -> SearchResult:
     """
     if goal.measure != "score":
         require_measurable(job.original)
-    given, precision = _search_input(goal, job), job.target.precision
+    search_input, precision = _search_input(goal, job), job.target.precision
     newest = job.original.clone()
     with suppress(CannotRewrite):  # operators of newer opsets are then no choices
         raise_opset(newest, max(OPSETS.values()))
@@ -86,37 +86,39 @@ def search(goal: Goal, job: Job) -> SearchResult:
     require_attention(attention)
     if precision != "float32":
         # Fails early if the model cannot be converted.
-        convert(job.original, precision, given.data.fit[:1], to_nearest=True)
+        convert(job.original, precision, search_input.data.fit[:1], to_nearest=True)
     if goal.recover is not None:
         training_of(goal).check(State(job.labeled("can be trained"), job.original))
     original_score = None
     if goal.task is not None:
         original_score = score_model(goal, job.labeled("original"), job.original)
-    checkpoint = SearchCheckpoint(_key(given))
+    checkpoint = SearchCheckpoint(_key(search_input))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
-    timing = time_model(given, newest, groups)
-    losses = _estimate_losses(given, newest, timing, checkpoint)
+    timing = time_model(search_input, newest, groups)
+    losses = _estimate_losses(search_input, newest, timing, checkpoint)
     choices = ChoiceSet.of(timing, losses)
-    front = FrontSearch(goal, choices, Judge(given, choices, checkpoint, original_score))
-    best = front.run()
+    front_search = FrontSearch(
+        goal, choices, Judge(search_input, choices, checkpoint, original_score)
+    )
+    best = front_search.run()
     if best is not None and goal.keep is not None:
-        best = front.as_fast_with_less_loss(best)
+        best = front_search.as_fast_with_less_loss(best)
     if goal.recover is None:
-        result = result_of(front, *verified(front, best))
+        result = result_of(front_search, *verified(front_search, best))
     else:
-        result = _recovered(front, best, 60 * goal.recover)
+        result = _recovered(front_search, best, 60 * goal.recover)
     checkpoint.remove()
     return result
 
 
-def _recovered(front: FrontSearch, plain: Built | None, seconds: float) -> SearchResult:
+def _recovered(front_search: FrontSearch, plain: Built | None, seconds: float) -> SearchResult:
     """The result with training, or without it if that is no better."""
-    recovery = RecoverySearch(front, _key(front.judge.given), seconds)
+    recovery = RecoverySearch(front_search, _key(front_search.judge.search_input), seconds)
     best, proofs, report = recovery.run(plain)
     if best is None:
-        best, others = verified(front, plain)
+        best, others = verified(front_search, plain)
         proofs = [*proofs, *others]
-    result = result_of(front, best, proofs, report)
+    result = result_of(front_search, best, proofs, report)
     recovery.remove_checkpoints()
     return result
 
@@ -137,7 +139,7 @@ def _search_input(goal: Goal, job: Job) -> SearchInput:
     others = (Workload.of(target.batch, length, phase) for length in CHECKED_LENGTHS)
     workloads = sorted({*job.requested, *others})
     checked, reason = _accepted(job.original, workloads, context.seed)
-    if refused := [each for each in job.requested if each not in checked]:
+    if refused := [workload for workload in job.requested if workload not in checked]:
         raise InvalidArgument(
             f"the model does not run at batch {target.batch}, {refused[0].length} tokens: "
             f"{reason[:300]}",
@@ -156,7 +158,7 @@ def _search_input(goal: Goal, job: Job) -> SearchInput:
         allow=goal.allow,
         precision=target.precision,
         batch=target.batch,
-        sequences=tuple(each.length for each in job.requested),
+        sequences=tuple(workload.length for workload in job.requested),
         phase=phase,
         provider=context.provider,
         runtime=context.runtime,
@@ -189,11 +191,11 @@ def _checksum(path: Path) -> str:
     return path_sha256(path)
 
 
-def _key(given: SearchInput) -> str:
+def _key(search_input: SearchInput) -> str:
     """Key of the checkpoint; equal for equal requests."""
-    artifact, data = given.job.artifact, given.data
+    artifact, data = search_input.job.artifact, search_input.data
     served = [artifact.pooling, artifact.dimensions, artifact.output, content_digest(data)]
-    asked = given.asked.to_json()
+    asked = search_input.asked.to_json()
     return digest((fingerprint(artifact), data.source.to_json(), asked, served, versions()))
 
 
@@ -201,25 +203,27 @@ def _key(given: SearchInput) -> str:
 
 
 def _estimate_losses(
-    given: SearchInput, model: ir.Model, timing: ModelTiming, checkpoint: SearchCheckpoint
+    search_input: SearchInput, model: ir.Model, timing: ModelTiming, checkpoint: SearchCheckpoint
 ) -> Losses:
     """The losses of all choices, from the checkpoint if it has them."""
-    known = checkpoint.losses(timing.pairs)
-    if known is not None:
-        return known
+    stored = checkpoint.losses(timing.pairs)
+    if stored is not None:
+        return stored
     changes = {
-        group.key: changes_to_measure(group, timing.blocks[group.blocks[0]], target=timing.target)
+        group.key: changes_to_measure(
+            group, timing.blocks[group.blocks[0]], num_requested=timing.num_requested
+        )
         for group in timing.groups
     }
-    job = given.job
+    job = search_input.job
     context = replace(job.context, threads=0, seed=0)
     losses = loss_curves(
-        model, timing.groups, given.data.fit, changes, timing.pairs, new_meter=job.meter,
+        model, timing.groups, search_input.data.fit, changes, timing.pairs, new_meter=job.meter,
         context=context,
     )  # fmt: skip
     if timing.float_latencies:
         conversion = conversion_losses(
-            model, timing.groups, given.data.fit, job.target.precision, new_meter=job.meter,
+            model, timing.groups, search_input.data.fit, job.target.precision, new_meter=job.meter,
             context=context,
         )  # fmt: skip
         losses = losses._replace(conversion=conversion)

@@ -32,4 +32,4 @@ class SearchInput:
     @property
     def lengths(self) -> list[int]:
         """The lengths at which the model should be fast."""
-        return [each.length for each in self.job.requested]
+        return [workload.length for workload in self.job.requested]

@@ -30,7 +30,7 @@ class SearchResult:
     state: State
 
 
-def verified(front: FrontSearch, best: Built | None) -> tuple[Built | None, list[Proof]]:
+def verified(front_search: FrontSearch, best: Built | None) -> tuple[Built | None, list[Proof]]:
     """A choice that keeps its promise on data that no choice has seen, and all proofs, in order.
 
     If two choices fail, no unused data is left: a third one is measured on all held-out data, by
@@ -39,7 +39,7 @@ def verified(front: FrontSearch, best: Built | None) -> tuple[Built | None, list
     """
     if best is None:
         return None, []
-    goal, judge = front.goal, front.judge
+    goal, judge = front_search.goal, front_search.judge
     proofs = [judge.prove(best, 0)]
     for attempt in (1, 2, 3):
         if goal.keep is None or proofs[-1].loss <= allowed_loss(goal.keep):
@@ -47,62 +47,62 @@ def verified(front: FrontSearch, best: Built | None) -> tuple[Built | None, list
         if not best.choice.loss:
             break
         if attempt < 3:
-            best = front.more_careful(best, proofs[-1].loss, goal.keep)
+            best = front_search.more_careful(best, proofs[-1].loss, goal.keep)
         else:
             best = judge.build(judge.choices.front[0])
         proofs.append(judge.prove_on_all(best) if attempt == 2 else judge.prove(best, attempt))
-    if goal.keep is not None and (best.choice.loss or front.precision != "float32"):
+    if goal.keep is not None and (best.choice.loss or front_search.precision != "float32"):
         best = best if proofs[-1].loss <= allowed_loss(goal.keep) else None
     return best, proofs
 
 
 def worth_removing(
-    front: FrontSearch, best: Built, proofs: Sequence[Proof]
+    front_search: FrontSearch, best: Built, proofs: Sequence[Proof]
 ) -> tuple[Built, Sequence[Proof], str]:
     """The best choice, or the choice without removal if it is about as fast; and the reason."""
     if not best.plan.changed:
         return best, proofs, ""
-    plain, whole = front.nothing_removed()
+    plain, whole = front_search.nothing_removed()
     if whole is None:  # it misses the speed-up of the goal
         return best, proofs, ""
-    gain = front.judge.paired_speedup(whole, best)
+    gain = front_search.judge.paired_speedup(whole, best)
     if gain.low >= MIN_REMOVAL_GAIN:
         return best, proofs, ""
     proved, others = verified(plain, whole)
     if proved is not None and proved is not whole:  # it keeps more blocks in float32
-        gain = front.judge.paired_speedup(proved, best)
+        gain = front_search.judge.paired_speedup(proved, best)
     if proved is None or gain.low >= MIN_REMOVAL_GAIN:
         return best, proofs, ""
     reason = (
         f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
-        f"{gain.high:.2f}) the speed of the fused original in {front.precision}, expected at "
-        f"least {MIN_REMOVAL_GAIN}x"
+        f"{gain.high:.2f}) the speed of the fused original in {front_search.precision}, expected "
+        f"at least {MIN_REMOVAL_GAIN}x"
     )
     return proved, others, reason
 
 
 def result_of(
-    front: FrontSearch,
+    front_search: FrontSearch,
     best: Built | None,
     proofs: Sequence[Proof],
     recovered: Recovered | None = None,
 ) -> SearchResult:
     """The best choice, or an empty plan if it is not faster than the original."""
-    judge, goal, note = front.judge, front.goal, ""
+    judge, goal, note = front_search.judge, front_search.goal, ""
     if best is not None:
-        best, proofs, note = worth_removing(front, best, proofs)
+        best, proofs, note = worth_removing(front_search, best, proofs)
     if best is None:
         best = judge.build(judge.choices.front[0])
         reason = (
-            f"the best candidate reaches {1 - proofs[-1].loss:.4f} on held-out data, "
+            f"the best choice reaches {1 - proofs[-1].loss:.4f} on held-out data, "
             f"target {goal.keep:g}"
             if proofs
-            else f"the lossless candidate reaches {1 - best.loss:.4f}, target {goal.keep:g}"
+            else f"the lossless choice reaches {1 - best.loss:.4f}, target {goal.keep:g}"
         )
         return _no_gain(judge, best, reason, recovered)
     timed = judge.time(best)
     if timed.refusal and best.plan.changed:  # for example, it is slower at a length
-        other, others = verified(*front.nothing_removed())
+        other, others = verified(*front_search.nothing_removed())
         if other is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"
             best, proofs, timed = other, others, judge.time(other)
@@ -117,7 +117,7 @@ def result_of(
     if recovered is not None and note:
         recovered = _without_gain(recovered, note)
     proof = proofs[-1]
-    speed = ServedTimer(judge.given.job).measure(best.state.model, best.model, best.plan)
+    speed = ServedTimer(judge.search_input.job).measure(best.state.model, best.model, best.plan)
     verdict = f"{timed.gain:.2f}x as fast, keeping {_kept(proof, goal)}"
     if speed is not None:
         verdict += f": {speed.describe(best.plan.precision)}"
@@ -141,16 +141,16 @@ def result_of(
 
 def _kept(proof: Proof, goal: Goal) -> str:
     """What a verification found, in words."""
-    kept: list[str] = []
+    parts: list[str] = []
     if proof.fidelity.quality is not None:
         quality = proof.fidelity.quality
-        kept.append(f"{quality.measure} {quality.value:.4f}")
+        parts.append(f"{quality.measure} {quality.value:.4f}")
     if proof.share is not None:
-        kept.append(
+        parts.append(
             f"{proof.share.value:.2%} of the {goal.task} score (standard error "
             f"{proof.share.standard_error:.2%})"
         )
-    return ", ".join(kept)
+    return ", ".join(parts)
 
 
 def _without_gain(recovered: Recovered, reason: str) -> Recovered:
@@ -170,17 +170,18 @@ def _no_gain(
     if recovered is not None:
         recovered = _without_gain(recovered, reason)
     report = replace(_report(judge, best, verdict), speeds=speeds, recovered=recovered)
-    job = judge.given.job
+    job = judge.search_input.job
     return SearchResult(report, State(job, job.original))
 
 
 def _report(judge: Judge, best: Built, verdict: str) -> PlanReport:
     """The report of a search that returns the original."""
-    given, timing, artifact = judge.given, judge.choices.timing, judge.given.job.artifact
+    search_input, timing = judge.search_input, judge.choices.timing
+    artifact = search_input.job.artifact
     return PlanReport(
         model=Source(file=artifact.model.name, sha256=fingerprint(artifact)),
-        calibration=given.data.source,
-        asked=given.asked,
+        calibration=search_input.data.source,
+        asked=search_input.asked,
         verdict=verdict,
         layers=explain(judge.choices, best.choice),
         front=front_points(judge.choices, judge.measured),

@@ -263,13 +263,13 @@ def test_options_lossy_conversion_keeps_block_in_float(
     }
     lossless = Estimates(timed, curves, 1, slower, {group.key: 0.0}).options((group,))
     # In float32 it is slower, and nothing is gained; the last one is kept as it removes nothing.
-    assert not any(option.in_float for option in lossless[:-1])
-    assert lossless[-1].removes_nothing((group,)) and lossless[-1].in_float
+    assert not any(option.float_groups for option in lossless[:-1])
+    assert lossless[-1].removes_nothing((group,)) and lossless[-1].float_groups
     lossy = Estimates(timed, curves, 1, slower, {group.key: 0.01}).options((group,))
-    assert lossy[0].in_float == {0} and lossy[0].loss == 0
-    assert not lossy[-1].in_float and lossy[-1].loss >= 0.01
+    assert lossy[0].float_groups == {0} and lossy[0].loss == 0
+    assert not lossy[-1].float_groups and lossy[-1].loss >= 0.01
     faster = Estimates(slower, curves, 1, timed, {group.key: 0.01}).options((group,))
-    assert all(option.in_float for option in faster[:-1])  # int8 is slower and lossy
+    assert all(option.float_groups for option in faster[:-1])  # int8 is slower and lossy
     assert faster[-1].removes_nothing((group,))
 
 
@@ -279,7 +279,7 @@ def test_options_of_pair_keep_blocks_in_float(
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {4: timed[source.blocks[0]].original}, 1.0, (0, 1, 2, 3), 0.1)
     found = Estimates(timed, curves, 1, timed, {reader.key: 0.01}).options((source, reader), pair)
-    assert found[0].in_float == {1} and found[0].loss == 0
+    assert found[0].float_groups == {1} and found[0].loss == 0
 
 
 # Neurons that go, and what the others take over
@@ -401,9 +401,9 @@ def test_changes_to_measure_sharing_only_if_faster_than_separate(
     }
     for ms, wanted in ((4.0, [own]), (3.9, [own]), (3.8, [own, shared])):
         found = replace(timed[group.blocks[0]], configs={**configs, shared: (ms, 9.0)})
-        assert changes_to_measure(group, found, target=1) == wanted
+        assert changes_to_measure(group, found, num_requested=1) == wanted
     with_skip = replace(timed[group.blocks[0]], configs={**configs, BlockConfig(0): (1.0, 1.0)})
-    assert changes_to_measure(group, with_skip, target=1) == [own, BlockConfig(0)]
+    assert changes_to_measure(group, with_skip, num_requested=1) == [own, BlockConfig(0)]
 
 
 def test_block_config_of_fewer_heads_shares_fewer_dimensions():
@@ -433,7 +433,7 @@ def handed_on(
     """Counted times, where one operator for a whole attention takes this share."""
     monkeypatch.setattr(LatencyTable, "measure", measure)
     if implementation == "as exported":
-        monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
+        monkeypatch.setattr("attnserve.planning.search.block_timing.OPERATORS", ())
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
     timer = BlockTimer(bert, feeds, LatencyTable(None, ONE_THREAD), 1)
     timed = timer.time_blocks(groups)

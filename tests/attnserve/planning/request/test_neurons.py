@@ -326,7 +326,7 @@ def test_optimize_ffn_combines_with_other_rewrites(
 
 def test_optimize_ffn_small_share_warns(tiny: Path, sentences: Path, tmp_path: Path):
     report = optimize(tiny, tmp_path / "new", ffn=0.01, prune=0.25, calib=sentences, dry_run=True)
-    assert any("ffn 0.01" in w for w in report.warnings)
+    assert any("`ffn` 0.01" in w for w in report.warnings)
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.5, 1.5, float("nan")])

@@ -216,11 +216,11 @@ def test_plan_request_large_prune_keeps_one_head_per_layer(importance: Any):
 
 
 def test_plan_request_share_below_one_head_is_refused_or_warned_of():
-    with raises(CannotRewrite, "request.nothing", "prune 0.01 of 12 heads"):
+    with raises(CannotRewrite, "request.nothing", "`prune` 0.01", "12 heads"):
         planned(prune=0.01)
     result = request_of(prune=0.01, collab_dk=6)
     assert not masks_of(result.plan)
-    assert any("prune 0.01 of 12 heads" in warning for warning in result.warnings)
+    assert any("`prune` 0.01" in warning for warning in result.warnings)
 
 
 def test_plan_request_prune_heads_applies_masks():
@@ -275,7 +275,7 @@ def test_plan_request_reuse_auto_reuses_equal_heads():
 
 
 def test_plan_request_reuse_auto_without_edges_is_refused():
-    with raises(CannotRewrite, "request.nothing", "reuse auto"):
+    with raises(CannotRewrite, "request.nothing", "`reuse` auto"):
         planned(reuse="auto")
 
 

@@ -14,7 +14,7 @@ from attnserve.checks.quality import Quality
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.search import verdict
-from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch, bisect
+from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch, Probe, bisect
 from attnserve.runtime.interleaved_timer import Speedup
 
 NO_GAIN = Speedup(value=1.0, ci95=(0.98, 1.02))
@@ -60,13 +60,13 @@ def search(judge: Any, **goal: Any) -> FrontSearch:
 def test_bisect_finds_the_border_between_measured_indices(border: int) -> None:
     measured: list[int] = []
 
-    def measure(index: int) -> tuple[bool, bool]:
+    def measure(index: int) -> Probe:
         measured.append(index)
-        return index <= border, False
+        return Probe(is_low=index <= border, is_close=False)
 
     low, high = bisect(
         0, 100, 20,
-        aim=lambda low, high: (low + high) // 2, is_near=lambda *_: False, measure=measure,
+        aim=lambda low, high: (low + high) // 2, is_near=lambda *_: False, probe=measure,
     )  # fmt: skip
     assert (low, high) == (border, border + 1)
     assert len(measured) == len(set(measured)) <= 7 and not {0, 100} & set(measured)
@@ -80,7 +80,7 @@ def test_bisect_keeps_its_aim_inside_and_stops_at_what_is_close_or_near_or_enoug
         return bisect(
             0, 10, most,
             aim=lambda low, high: 99, is_near=lambda low, index, high: index == near,
-            measure=lambda index: (found.append(index) or False, index == close),
+            probe=lambda index: Probe(found.append(index) or False, index == close),
         )  # fmt: skip
 
     assert run() == (0, 1) and found == [9, 8, 7, 6, 5, 4, 3, 2, 1]

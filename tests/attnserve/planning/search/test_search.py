@@ -123,7 +123,7 @@ def test_search_reuses_probabilities_without_fused_operators(
         weight = graph.graph.initializers[block.k.weight.name]
         weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-2))
     ir.save(graph, model / "model.onnx")
-    monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
+    monkeypatch.setattr("attnserve.planning.search.block_timing.OPERATORS", ())
     refusal = Refusal("test", "not here")
     monkeypatch.setattr("attnserve.planning.blocks.configurations.skip_refusal", lambda *_: refusal)
     report = planned(keep=0.95)
