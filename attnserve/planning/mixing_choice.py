@@ -113,20 +113,20 @@ class FormComparison:
 
         def served() -> list[ir.Model]:
             return [
-                self.timer.served(each, self.job.target.precision) for each in (original, *models)
+                self.timer.served(model, self.job.target.precision) for model in (original, *models)
             ]
 
-        found = self.timer.time(served, workloads)
-        if found is None:
+        timed = self.timer.time(served, workloads)
+        if timed is None:
             return None
-        times = dict(zip(*found, strict=True))
+        times = dict(zip(*timed, strict=True))
         doubtful = [s for s, rows in times.items() if min(x.value for x in _speedups(rows)) < 1]
         again = self.timer.time(served, doubtful) if doubtful else None
         for shape, rows in zip(*again, strict=True) if again else ():
             times[shape] = np.concatenate([times[shape], rows], axis=1)
         wanted = [shape for shape in self.job.workloads if shape in times] or list(times)
         by_model = zip(*map(_speedups, times.values()), strict=True)
-        slowest = [min(found, key=lambda speedup: speedup.high) for found in by_model]
+        slowest = [min(speedups, key=lambda speedup: speedup.high) for speedups in by_model]
         return [
             (
                 paired_speedup([times[s][0] for s in wanted], [times[s][row] for s in wanted]),

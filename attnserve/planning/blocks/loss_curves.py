@@ -196,7 +196,7 @@ class _ChangeLosses:
             _decompose(plain, names)
             blocks = [block for block in find_attention(plain)[0] if block.name in names]
             moments = collect_moments(plain, blocks, self.batches, context=self.silent)
-        found: dict[str, list[tuple[BlockConfig, float]]] = {}
+        losses: dict[str, list[tuple[BlockConfig, float]]] = {}
         for done, (group, configs) in enumerate(single.items(), start=1):
             block, name = group.blocks[0], group.names[0]
             for config in configs:
@@ -204,9 +204,9 @@ class _ChangeLosses:
                 with suppress(AttnserveError):  # an impossible change is left out
                     apply_config(new, block, config, moments.get(name))
                     loss = self._loss(new, name, [] if config.kept else [name])
-                    found.setdefault(group.key, []).append((config, loss))
+                    losses.setdefault(group.key, []).append((config, loss))
             self.context.progress("measure changes", done, len(single))
-        return found
+        return losses
 
     def pairs(self, pairs: Sequence[ReusePair]) -> Iterator[ReusePair]:
         """Each pair with its most similar heads, and the loss if all of them are reused."""
@@ -217,16 +217,16 @@ class _ChangeLosses:
             plain, {name for pair in pairs for name in (*pair.source.names, *pair.reader.names)}
         )
         blocks = {block.name: block for block in find_attention(plain)[0]}
-        both = [[blocks[one.names[0]] for one in (pair.source, pair.reader)] for pair in pairs]
+        both = [[blocks[tied.names[0]] for tied in (pair.source, pair.reader)] for pair in pairs]
         measured = similarities(plain, both, self.batches, context=self.silent)
         for done, (pair, pair_blocks, alike) in enumerate(
             zip(pairs, both, measured, strict=True), start=1
         ):
             if alike is not None:
                 with suppress(AttnserveError):  # an impossible change is left out
-                    found = self._reusing(pair, pair_blocks, alike)
-                    if found is not None:
-                        yield found
+                    reusing = self._reusing(pair, pair_blocks, alike)
+                    if reusing is not None:
+                        yield reusing
             self.context.progress("measure pairs", done, len(pairs))
 
     def _reusing(

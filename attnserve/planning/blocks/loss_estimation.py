@@ -2,8 +2,8 @@
 
 The output projections of attention blocks and the second matrices of feed-forward blocks become
 inputs of the model. A removed head or neuron is then a set of zero rows, so that a configuration
-costs one run and no graph is rewritten. The run starts in front of the first changed block; what comes
-before is computed once if blocks are changed in the order of execution.
+costs one run and no graph is rewritten. The run starts in front of the first changed block; what
+comes before is computed once if blocks are changed in the order of execution.
 """
 
 from __future__ import annotations

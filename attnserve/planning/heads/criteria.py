@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,7 @@ from graph_passes.context import GraphContext
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import decompose_fused
 
-__all__ = ["CRITERIA", "PruningInput"]
+__all__ = ["CRITERIA", "PruningInput", "observable"]
 
 WEIGHING_ROWS = 16
 """Number of texts for the comparison of layers; sums over heads need few."""
@@ -92,16 +92,26 @@ def by_leave_one_out(given: PruningInput) -> Masks:
     return given.of_groups(masks_by_score(summed, given.share))
 
 
+def observable(model: ir.Model, names: Collection[str]) -> tuple[ir.Model, list[AttentionBlock]]:
+    """A copy of a model in plain operators, and the blocks whose probabilities can be observed.
+
+    Args:
+        names: The blocks that matter.
+    """
+    plain = model.clone()
+    with GraphContext.of(plain) as graph:
+        decompose_fused(graph, [b.name for b in graph.get(find_attention)[0] if b.name in names])
+    blocks = [
+        block
+        for block in find_attention(plain)[0]
+        if block.name in names and block.probability_values and block.graph is plain.graph
+    ]
+    return plain, blocks
+
+
 def by_voting(given: PruningInput) -> Masks:
     """Keep one head for each group of similar heads (Voting-to-Stay, arXiv 2305.14380)."""
-    decomposed, names = given.model.clone(), [block.name for block in given.blocks]
-    with GraphContext.of(decomposed) as graph:
-        decompose_fused(graph, names)
-    plain = [
-        block
-        for block in find_attention(decomposed)[0]
-        if block.name in names and block.probability_values and block.graph is decomposed.graph
-    ]
+    decomposed, plain = observable(given.model, [block.name for block in given.blocks])
     groups = {b.name: max(1, b.num_heads - round(given.share * b.num_heads)) for b in plain}
     votes = voting_to_stay(decomposed, plain, given.batches, groups=groups, context=given.context)
     masks: Masks = {}

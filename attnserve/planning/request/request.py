@@ -11,15 +11,14 @@ import onnx_ir as ir
 
 from attnserve.job import Job
 from attnserve.options import Rewrites
+from attnserve.planning.heads.criteria import observable
 from attnserve.planning.heads.files import layer_name
 from attnserve.planning.request.sharing import refused
 from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
-from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass
-from graph_passes.passes.decompose_attention import decompose_fused
 
 __all__ = ["Request"]
 
@@ -124,19 +123,6 @@ class Request:
         return self.job.data.fit
 
     @cached_property
-    def decomposed(self) -> ir.Model:
-        """A copy of the model whose fused operators are decomposed where possible."""
-        model = self.model.clone()
-        with GraphContext.of(model) as graph_context:
-            names = [block.name for block in graph_context.get(find_attention)[0]]
-            decompose_fused(graph_context, names)
-        return model
-
-    def observed_blocks(self) -> list[AttentionBlock]:
-        """Certified blocks of the decomposed model whose probabilities can be observed."""
-        names, model = set(self.names), self.decomposed
-        return [
-            block
-            for block in find_attention(model)[0]
-            if block.name in names and block.probability_values and block.graph is model.graph
-        ]
+    def observable(self) -> tuple[ir.Model, list[AttentionBlock]]:
+        """The model in plain operators, and the blocks whose probabilities can be observed."""
+        return observable(self.model, self.names)
