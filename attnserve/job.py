@@ -87,7 +87,16 @@ class Job:
             data = load(options.calib, weights=options.calib_weights, sequence=joined)
         others = [(path.name, load(path, split=False)) for path in options.also_prove]
         served_workloads(original, target, data)  # raises errors before long work
-        return cls(artifact, original, data, others, options.tokenizer, measure, target, context)
+        return cls(
+            artifact=artifact,
+            original=original,
+            data=data,
+            others=others,
+            tokenizer=options.tokenizer,
+            measure=measure,
+            target=target,
+            context=context,
+        )
 
     @property
     def calibration(self) -> Sequence[Batch]:
@@ -108,18 +117,21 @@ class Job:
 
     @cached_property
     def requested(self) -> tuple[Workload, ...]:
-        """Where the model should be fast."""
+        """The workloads at which the model should be fast, for example (1, 16), (1, 128), (1, 512).
+
+        A model with fixed axes may refuse them.
+        """
         return served_workloads(self.original, self.target, self.data)
 
     @cached_property
     def workloads(self) -> tuple[Workload, ...]:
-        """The same, at the sizes that the model fixes."""
+        """The requested workloads that the model runs: fixed axes have the sizes of the model."""
         fixed = (with_fixed_sizes(self.original, workload) for workload in self.requested)
         return tuple(dict.fromkeys(fixed))
 
     @cached_property
     def counted(self) -> Workload:
-        """Where MACs are counted: at the middle length."""
+        """The workload at which MACs are counted: the middle one of the requested lengths."""
         middle = middle_length(self.lengths)
         workload = Workload.of(self.target.batch, middle, self.requested[0].phase)
         return with_fixed_sizes(self.original, workload)

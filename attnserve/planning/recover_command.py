@@ -108,8 +108,8 @@ def recover(
         fuse_for(rewritten, "int8", run.provider)
     file = check_target(Path(output), artifact, rewritten, force=force)
     for path in (original_artifact.model, *external_files(original)):
-        for one in (file, data_file(file)):
-            check_output(one, source=Path(path), force=force)
+        for written in (file, data_file(file)):
+            check_output(written, source=Path(path), force=force)
     texts = artifact if artifact.tokenizer is not None else original_artifact
     tables = {} if task is None else read_labeled(files, task, texts)
     rows = load_inputs(
@@ -144,7 +144,7 @@ def recover(
     return report
 
 
-def _recovered(state: State, step: Train, target: Path) -> tuple[RecoverReport, ir.Model]:
+def _recovered(state: State, step: Train, file: Path) -> tuple[RecoverReport, ir.Model]:
     """Apply the plan of one training, and verify its result beside the model without it.
 
     Returns:
@@ -180,9 +180,16 @@ def _recovered(state: State, step: Train, target: Path) -> tuple[RecoverReport, 
     if labels and teacher_score and before.score and after.score:
         scores = LabelReport(labels.counts, teacher_score, before.score, after.score)
     report = RecoverReport(
-        target, before.fidelity, after.fidelity, gain, course, int8_weight_bits(result),
-        int8_activations(result), scores, tuple(warnings),
-    )  # fmt: skip
+        output=file,
+        before=before.fidelity,
+        after=after.fidelity,
+        gain=gain,
+        training=course,
+        int8_weight_bits=int8_weight_bits(result),
+        int8_activations=int8_activations(result),
+        scores=scores,
+        warnings=tuple(warnings),
+    )
     return report, result
 
 

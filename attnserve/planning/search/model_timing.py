@@ -141,14 +141,14 @@ def time_model(
     # Blocks may take longer alone than in the model; the rest then counts as 0.
     other = max(total - in_blocks - saved, 0.0)
     return ModelTiming(
-        groups,
-        workloads,
-        num_requested,
-        table,
-        blocks,
-        float_latencies,
-        pairs,
-        residuals,
-        saved,
-        other,
+        groups=groups,
+        workloads=workloads,
+        num_requested=num_requested,
+        table=table,
+        blocks=blocks,
+        float_latencies=float_latencies,
+        pairs=pairs,
+        residual_fusion=residuals,
+        residual_fusion_ms=saved,
+        other_ms=other,
     )
