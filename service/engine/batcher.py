@@ -494,7 +494,8 @@ class Batcher:
             with self._lock:
                 self._runs.discard(run)
         ended = perf_counter()
-        self._recent_runs.append((len(rows) * rows[-1].tokens, ended - started))
+        with self._lock:
+            self._recent_runs.append((len(rows) * rows[-1].tokens, ended - started))
         tokens = sum(row.real_tokens or row.tokens for row in rows)
         return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, result))]
 

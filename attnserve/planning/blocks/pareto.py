@@ -65,7 +65,7 @@ def _undominated(losses: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def _thinned(losses: np.ndarray, kept: np.ndarray, most: int) -> np.ndarray:
-    """At most ``most`` of them, evenly by the logarithm of their loss."""
+    """The first, and at most ``most`` others, evenly by the logarithm of their loss."""
     if len(kept) <= most:
         return kept
     scale = np.log(np.maximum(losses[kept], 0.0) + 1e-9)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from contextlib import suppress
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import pytest
@@ -733,3 +733,30 @@ def test_submit_concurrency_runs_batches_in_parallel() -> None:
         assert outcome.compute_ms <= 1e3 * sum(b.ended - b.started for b, _ in outcome.batches)
 
     play(script, run, concurrency=3)
+
+
+class Slow(deque[Any]):
+    """A deque that takes long to read and to extend; like any deque it must not change meanwhile."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            sleep(0.0002)
+            yield item
+
+    def append(self, item: Any) -> None:
+        sleep(0.001)
+        super().append(item)
+
+
+def test_submit_runs_that_end_while_others_are_expected_are_delivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The times of recent runs are read and written under one lock."""
+    monkeypatch.setattr(batcher_module, "deque", Slow)
+
+    async def script(batcher: Batcher) -> None:
+        waiting = [batcher.submit(rows(n, tokens=100)) for n in range(100)]
+        results = [outcome.results for outcome in await asyncio.gather(*waiting)]
+        assert results == [[("text", n)] for n in range(100)]
+
+    play(script, concurrency=4)
