@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
+from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
 from attnserve.checks.quality import QualityMeter
 from attnserve.choices import SearchMeasure
 from attnserve.context import DEFAULT_CONTEXT, RunContext
@@ -151,6 +152,23 @@ class Job:
         return QualityMeter(
             self.original, self.artifact, measure=self.measure, data=data, split=split
         )
+
+    def compare_held_out(
+        self, model: ir.Model, batches: Sequence[Batch], split: str = "prove"
+    ) -> Fidelity:
+        """Compare a model with the original on rows that were held out of the calibration data.
+
+        Args:
+            split: Their part of the data, see ``Quality``.
+
+        Raises:
+            InvalidModel: The models do not have the same inputs and outputs.
+            CheckFailed: The outputs are not finite.
+        """
+        assert self.data is not None
+        source = HELD_OUT_OF + self.data.source.file
+        meter = self.meter(data=self.data, split=split)
+        return compare(self.original, model, batches, source, meter=meter, context=self.context)
 
 
 def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> tuple[Workload, ...]:

@@ -38,6 +38,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
+    "HELD_OUT_OF",
     "Fidelity",
     "OutputFidelity",
     "Tally",
@@ -49,6 +50,10 @@ KEPT_BYTES = 2**26
 KEPT_SHARE = 0.25
 """Limits of the outputs of one model that are stored while the other one runs: bytes, and a share
 of the model's size; the larger limit applies."""
+
+
+HELD_OUT_OF = "held out of "
+"""Before the name of a file: its rows that were held out of the fit."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,11 @@ class Fidelity:
     min_cosine: float
     data: str
     qualities: tuple[Quality, ...] = ()
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the inputs were held out of the calibration data."""
+        return self.data.startswith(HELD_OUT_OF)
 
     @property
     def quality(self) -> Quality | None:

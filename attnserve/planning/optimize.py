@@ -243,8 +243,7 @@ def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> 
     if search_report is not None and search_report.gain:
         fidelity = search_report.fidelity  # the verification
     elif job.data is not None:
-        meter = job.meter(data=job.data, split="prove")
-        fidelity = compared(job.data.held_out, f"held out of {job.data.source.file}", meter=meter)
+        fidelity = job.compare_held_out(converted, job.data.held_out)
     else:
         empty = empty_axes(original, converted)
         batches = random_batches(original, job.context.seed, empty=empty)
@@ -287,7 +286,7 @@ def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
     if min_cosine is None or cosine >= min_cosine:
         return
     less = "raise `collab_dk`" if report.plan.find(Collaborate) else "rewrite fewer layers"
-    calibrated = data.startswith("held out")
+    calibrated = report.fidelity.is_held_out
     raise CheckFailed(
         f"mean cosine {cosine:.4f} on {data}, expected at least {min_cosine}: nothing was written",
         less + ("" if calibrated else ", or calibrate with `calib`"),

@@ -157,7 +157,7 @@ def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[StepRecord
 def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
     quality = fidelity.quality
     if quality is None:
-        if not fidelity.data.startswith("held out"):
+        if not fidelity.is_held_out:
             return []
         return ["no output has a quality that can be measured: only cosines were compared"]
     warnings: list[str] = []

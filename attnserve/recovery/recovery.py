@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from attnserve.checks.compare import Fidelity, compare
+from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
 from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.choices import Measure, Precision
 from attnserve.data.datasets import (
@@ -272,7 +272,7 @@ class Recovery:
         return labels.loss(found[names.index(labels.output)], labeled)
 
     def _compare(self, model: ir.Model, batches: Sequence[Batch], split: str) -> Fidelity:
-        source = f"held out of {self.data.source.file}"
+        source = HELD_OUT_OF + self.data.source.file
         return compare(
             self.original, model, batches, source, meter=self.new_meter(split=split),
             context=self.context.labeled(split),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.compare import Fidelity, compare
+from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import largest_loss
 from attnserve.checks.scores import Score
 from attnserve.job import Job
@@ -55,10 +55,8 @@ def verify(job: Job, model: ir.Model, labels: Labels | None = None) -> Verified:
     """
     data = job.data
     assert data is not None
-    fidelity = compare(
-        job.original, model, data.held_out, f"held out of {data.source.file}",
-        meter=job.meter(data=data, split="prove"), context=job.context.labeled("prove"),
-    )  # fmt: skip
+    proved = replace(job, context=job.context.labeled("prove"))
+    fidelity = proved.compare_held_out(model, data.held_out)
     if labels is None:
         return Verified(fidelity)
     outputs = labeled_outputs(job, model, labels)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from attnserve.checks.compare import Fidelity, compare
+from attnserve.checks.compare import Fidelity
 from attnserve.checks.evaluate import score_session
 from attnserve.checks.quality import ROUNDING, allowed_loss, largest_loss
 from attnserve.checks.scores import Score, Share, share_kept
@@ -250,10 +250,7 @@ class Judge:
             bounded: See ``Quality.loss``.
         """
         search_input = self.search_input
-        fidelity = compare(
-            job.original, model, batches, f"held out of {search_input.data.source.file}",
-            meter=job.meter(data=search_input.data, split=split), context=job.context,
-        )  # fmt: skip
+        fidelity = job.compare_held_out(model, batches, split)
         losses, share = list[float](), None
         if search_input.goal.measure != "score":
             losses.append(largest_loss(fidelity.qualities, bounded=bounded))

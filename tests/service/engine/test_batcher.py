@@ -736,7 +736,7 @@ def test_submit_concurrency_runs_batches_in_parallel() -> None:
 
 
 class Slow(deque[Any]):
-    """A deque that takes long to read and to extend; like any deque it must not change meanwhile."""
+    """A deque that is slow to read and to extend; none may change while it is read."""
 
     def __iter__(self) -> Iterator[Any]:
         for item in super().__iter__():

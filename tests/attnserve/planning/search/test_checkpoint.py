@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from attnserve.job import Job
 from attnserve.planning.plans import apply
-from attnserve.planning.search import judge, search
+from attnserve.planning.search import search
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.runtime.checkpoint import Checkpoint
 from tests.attnserve.planning.conftest import Planner
@@ -21,7 +22,7 @@ def test_search_continues_after_interruption(
     planned: Planner, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     whole = planned("whole.json", keep=0.95)
-    original = judge.compare
+    original = Job.compare_held_out
     calls: list[int] = []
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +31,7 @@ def test_search_continues_after_interruption(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(judge, "compare", interrupted)
+    monkeypatch.setattr(Job, "compare_held_out", interrupted)
     with pytest.raises(KeyboardInterrupt):
         planned(keep=0.95)
     assert len(list((cache / "plans").iterdir())) == 1
