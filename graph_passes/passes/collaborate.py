@@ -206,8 +206,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
         width = None
         if block.k.past is not None and isinstance(factors, CollaborativeFactors):
             width = cache_width(factors)
-        own = {"rank": factors.rank, "head_size": params.head_size, "cache_width": width}
-        return super().sizes(name, block) | own
+        shared = {"rank": factors.rank, "head_size": params.head_size, "cache_width": width}
+        return super().sizes(name, block) | shared
 
     def approximation_error(self, name: str) -> float | None:
         factors = self.targets[name].factors

@@ -263,10 +263,10 @@ def _reuse(
     assert block.output is not None
     product = block.output.nodes[-1]
     make = Inserter(block.graph, product, f"{block.name}/reuse")
-    own = np.array([head for head in range(block.num_heads) if head not in edges], np.int64)
+    own_heads = np.array([head for head in range(block.num_heads) if head not in edges], np.int64)
     parts: list[tuple[ir.Value, np.ndarray]] = []
-    if len(own):
-        parts.append((emit_probabilities(make, block, own, available.info), own))
+    if len(own_heads):
+        parts.append((emit_probabilities(make, block, own_heads, available.info), own_heads))
         available.put(block, *parts[0])
     for source in dict.fromkeys(source for source, _ in edges.values()):
         value, places = available.of(source, product)
