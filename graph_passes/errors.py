@@ -118,3 +118,7 @@ class Refusal:
 
     def __str__(self) -> str:
         return self.reason
+
+    def error(self, name: str, fix: str) -> CannotRewrite:
+        """The error if the block of this name must be rewritten; its code is ``rewrite.CODE``."""
+        return CannotRewrite(f"{name}: {self.reason}", fix, code=f"rewrite.{self.code}")

@@ -238,7 +238,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
                     code="rewrite.unknown_block",
                 )
             if self.changes(block, params) and (refusal := self.refusal(block, params, context)):
-                raise CannotRewrite(f"{name}: {refusal}", "leave this layer out", code=refusal.code)
+                raise refusal.error(name, "leave this layer out")
 
     def rewrite_graph(self, context: GraphContext) -> bool:
         model = context.model

@@ -12,7 +12,6 @@ import onnx_ir as ir
 from attnserve.job import Job
 from attnserve.options import Rewrites
 from attnserve.planning.heads.files import layer_name
-from attnserve.planning.request.sharing import refused
 from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
@@ -81,7 +80,7 @@ class Request:
             if refusal is None:
                 able.append(block)
             elif self.rewrites.layers is not None:
-                raise refused(block.name, refusal, "leave this layer out of `layers`")
+                raise refusal.error(block.name, "leave this layer out of `layers`")
             else:
                 self.leave(block, refusal)
         return able
