@@ -109,7 +109,7 @@ class Refusal:
     """Why a rewrite does not apply to a block.
 
     Attributes:
-        code: Stable identifier of the reason.
+        code: Stable identifier of the reason, such as ``quantized``; ``error`` adds the area.
         reason: One clause whose subject is the block, for users.
     """
 

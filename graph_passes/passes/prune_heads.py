@@ -19,7 +19,7 @@ from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shap
 from graph_passes.passes.conditions import (
     caller_reads,
     no_output_projection,
-    quantized_weights,
+    refuse_quantized_weights,
     reused_elsewhere,
 )
 from graph_passes.passes.skip_attention import AffineMap, emit_skip, skip_refusal
@@ -65,7 +65,7 @@ class PruneHeads(AttentionPass[HeadMask]):
         cls, block: AttentionBlock, params: Sequence[int] | None, context: GraphContext
     ) -> Refusal | None:
         refusal = (
-            quantized_weights(block)
+            refuse_quantized_weights(block)
             or caller_reads(block)
             or no_output_projection(block)
             or reused_elsewhere(block, cls.find(context))

@@ -28,7 +28,7 @@ from graph_passes.passes.conditions import (
     caller_reads,
     no_output_projection,
     no_probabilities,
-    quantized_weights,
+    refuse_quantized_weights,
     reused_elsewhere,
 )
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
@@ -105,7 +105,9 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         super().check(context)
 
     def requires(self, model: ir.Model) -> None:
-        # Masks are compared in plain operators, so fused blocks are decomposed before the check.
+        # The check compares masks in plain operators, which fused blocks hide: they are decomposed
+        # here, because ``prepare`` runs after the check. Decomposing is exact, so a model whose
+        # reuse is then refused still computes the same.
         sources = {source for heads in self.targets.values() for source, _ in heads.values()}
         with GraphContext.of(model) as context:
             decompose_fused(context, sources | self.targets.keys())
@@ -128,7 +130,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> Refusal | None:
     """Why ``block`` cannot reuse the probabilities of any block of ``earlier``; None if it can."""
     refusal = (
-        quantized_weights(block)
+        refuse_quantized_weights(block)
         or caller_reads(block)
         or no_output_projection(block)
         or heads_refusal(block.v)
