@@ -540,10 +540,10 @@ class AttentionBlock:
         """
         if self.probabilities is not None:
             return (self.probabilities,)
-        own = (self.own_probabilities,) if self.q.num_heads else ()
-        values = (*own, *(reused.value for reused in self.reused))
-        found = tuple(value for value in values if value is not None)
-        return found if len(found) == len(values) else ()
+        computed = (self.own_probabilities,) if self.q.num_heads else ()
+        values = (*computed, *(reused.value for reused in self.reused))
+        present = tuple(value for value in values if value is not None)
+        return present if len(present) == len(values) else ()
 
     @property
     def num_kv_heads(self) -> int:

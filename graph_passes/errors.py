@@ -109,7 +109,7 @@ class Refusal:
     """Why a rewrite does not apply to a block.
 
     Attributes:
-        code: Stable identifier of the reason.
+        code: Stable identifier of the reason, such as ``quantized``; ``error`` adds the area.
         reason: One clause whose subject is the block, for users.
     """
 
@@ -118,3 +118,7 @@ class Refusal:
 
     def __str__(self) -> str:
         return self.reason
+
+    def error(self, name: str, fix: str) -> CannotRewrite:
+        """The error if the block of this name must be rewritten; its code is ``rewrite.CODE``."""
+        return CannotRewrite(f"{name}: {self.reason}", fix, code=f"rewrite.{self.code}")

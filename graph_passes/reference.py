@@ -52,13 +52,13 @@ def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
 
     A product with a quantized weight takes the place of its tokens.
     """
-    own = (block.q, block.k) if block.q.num_heads else ()
-    parts = [part for part in (*own, block.v, block.content) if part is not None]
+    scored = (block.q, block.k) if block.q.num_heads else ()
+    parts = [part for part in (*scored, block.v, block.content) if part is not None]
     values = [part.source for part in parts]
     factors = [f for part in parts for f in part.factors] + [part.past for part in parts]
-    for spread in factors:
-        if spread is not None:
-            values += [spread.value] + ([spread.positions] if spread.positions else [])
+    for factor in factors:
+        if factor is not None:
+            values += [factor.value] + ([factor.positions] if factor.positions else [])
     for step in block.steps:
         values += [v for name in ("value", "total") if (v := getattr(step, name, None)) is not None]
     values += [taken.value for taken in block.reused]
@@ -78,26 +78,26 @@ def attention_reference(
         batch: B, which cannot be inferred from flattened tokens (B*S, D).
     """
     v = _project(block.v, values, batch)  # B H T V
-    own: list[np.ndarray] = []
+    computed: list[np.ndarray] = []
     if block.q.num_heads:
         logits = logits_reference(block, values, batch)
         for step in block.steps:
             logits = _apply(step, logits, values)
-        own = [softmax(logits)]
+        computed = [softmax(logits)]
     taken = [values[reused.value][:, reused.sources] for reused in block.reused]
-    heads = [block.own_heads] * len(own) + [reused.heads for reused in block.reused]
-    back = np.argsort(np.concatenate(heads))
-    probabilities = np.concatenate([*own, *taken], axis=1)[:, back]  # B H S T
-    heads = v.shape[1] * v.shape[3]
+    heads = [block.own_heads] * len(computed) + [reused.heads for reused in block.reused]
+    order = np.argsort(np.concatenate(heads))
+    probabilities = np.concatenate([*computed, *taken], axis=1)[:, order]  # B H S T
+    width = v.shape[1] * v.shape[3]
     context = np.moveaxis(block.v.scale * (probabilities @ v), 1, 2)  # B S H V
     output = None
     if block.output is not None and block.output.is_quantized:
-        order = np.argsort(block.output.rows.reshape(-1))
-        output = context.reshape(*context.shape[:2], heads)[..., order]
+        elements = np.argsort(block.output.rows.reshape(-1))
+        output = context.reshape(*context.shape[:2], width)[..., elements]
     elif block.output is not None:
         rows = block.output.matrix()[block.output.rows]  # H V D
         output = np.einsum("bshv,hvd->bsd", context, rows, optimize=True) + block.output.offset()
-    return ReferenceOutput(probabilities, context.reshape(*context.shape[:2], heads), output)
+    return ReferenceOutput(probabilities, context.reshape(*context.shape[:2], width), output)
 
 
 def logits_reference(
@@ -160,15 +160,14 @@ def _sum_of_terms(
     batch, length = product.shape[:2]
     whole = RotaryTerm(None, projection.columns, projection.gain, projection.offset)
     total = np.zeros(())
-    for turn in projection.rotary_terms or (whole,):
-        picked = np.moveaxis(product[:, :, turn.columns], 2, 1)  # B H T K
-        term = picked * turn.gain[:, None, :] + turn.offset[:, None, :]
-        if turn.factor is not None:
-            factor, where = turn.factor, turn.factor.positions
-            positions = None if where is None else values[where]
+    for term in projection.rotary_terms or (whole,):
+        picked = np.moveaxis(product[:, :, term.columns], 2, 1)  # B H T K
+        value = picked * term.gain[:, None, :] + term.offset[:, None, :]
+        if (factor := term.factor) is not None:
+            positions = None if factor.positions is None else values[factor.positions]
             angles = factor.broadcast(values[factor.value], batch, length, positions)
-            term = term * angles
-        total = total + term
+            value = value * angles
+        total = total + value
     return total
 
 

@@ -61,8 +61,8 @@ def read_keys(settings: Settings) -> Keys:
                 "HTTP headers can carry only those",
                 code="keys.characters",
             )
-    known = _named(keys)
-    return known | _admin_keys(settings) if known else {}
+    names = _named(keys)
+    return names | _admin_keys(settings) if names else {}
 
 
 def _read_file(path: Path) -> list[tuple[str, str]]:
@@ -74,10 +74,10 @@ def _read_file(path: Path) -> list[tuple[str, str]]:
         raise InvalidArgument(
             f"{path}: cannot be read: {reason}", "check the path", code="keys.unreadable"
         ) from error
-    found = [line.partition(" ") for line in lines if line and not line.startswith("#")]
-    if not found:  # an empty file must not disable authentication
+    fields = [line.partition(" ") for line in lines if line and not line.startswith("#")]
+    if not fields:  # an empty file must not disable authentication
         raise InvalidArgument(f"{path}: holds no key", "write one key per line", code="keys.none")
-    return [(key, name.strip()) for key, _, name in found]
+    return [(key, name.strip()) for key, _, name in fields]
 
 
 def _admin_keys(settings: Settings) -> Keys:
@@ -147,10 +147,10 @@ class Authorize:
         """A value that changes with the file; None without a file."""
         path = self._settings.api_keys_file
         try:
-            found = path.stat() if path else None
+            status = path.stat() if path else None
         except OSError:
             return None
-        return found and (found.st_mtime_ns, found.st_ino)
+        return status and (status.st_mtime_ns, status.st_ino)
 
     def _refresh(self) -> None:
         if monotonic() - self._looked_at < RELOAD_S:
@@ -166,17 +166,17 @@ class Authorize:
             log.error("the previous API keys stay valid: %s", error.what)
 
 
-def _is_known(scope: Scope, known: Keys) -> bool:
+def _is_known(scope: Scope, names: Keys) -> bool:
     """Whether the key of a request has one of these checksums; its name goes to the log.
 
     All keys are compared in constant time, to prevent timing attacks.
     """
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    given = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    digest, found = hashlib.sha256(given.strip().encode()).digest(), None
-    for each, name in known.items():
-        found = name if hmac.compare_digest(digest, each) else found
-    if found is not None and (fields := REQUEST.get()) is not None:
-        fields.setdefault("key", found)
-    return found is not None
+    value = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    digest, matched = hashlib.sha256(value.strip().encode()).digest(), None
+    for checksum, name in names.items():
+        matched = name if hmac.compare_digest(digest, checksum) else matched
+    if matched is not None and (fields := REQUEST.get()) is not None:
+        fields.setdefault("key", matched)
+    return matched is not None

@@ -153,7 +153,7 @@ def _folders(served: Path) -> re.Pattern[str]:
         folder.absolute(), folder.resolve(), Path(tempfile.gettempdir()),
         Path(__file__).parents[1], Path(sys.prefix), Path(sys.base_prefix), cache_folder(),
     }  # fmt: skip
-    longest_first = sorted((str(one) for one in folders if one.name), key=len, reverse=True)
+    longest_first = sorted((str(path) for path in folders if path.name), key=len, reverse=True)
     names = "|".join(map(re.escape, longest_first))
     return re.compile(rf"(?<![\w/.-])(?:{names})(?:(?P<separator>[/\\])|(?![\w.-]))")
 

@@ -247,9 +247,9 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(f"attnserve_quality_{key}", text, labels=OF_QUALITY)
             for of, report in reports.items():
                 lower, upper = report["ci95"] or (None, None)
-                found = {**report, "lower": lower, "upper": upper}[key]
-                if found is not None:
-                    gauge.add_metric((*of, report["measure"]), found)
+                value = {**report, "lower": lower, "upper": upper}[key]
+                if value is not None:
+                    gauge.add_metric((*of, report["measure"]), value)
             yield gauge
 
 

@@ -224,15 +224,16 @@ class Protocol(HttpToolsProtocol):
         """
         now = self.loop.time()
         order: dict[Protocol, tuple[bool, bool, bool, float]] = {}
-        for one in self.connections:
-            if isinstance(one, Protocol) and one is not self and one._waits:
-                age = now - one._waits_since
-                if one._is_between or age >= OLD_S:
-                    has_asked = one._answering is not None
-                    order[one] = not one._is_between, age < YOUNG_S, has_asked, one._waits_since
+        for other in self.connections:
+            if isinstance(other, Protocol) and other is not self and other._waits:
+                age = now - other._waits_since
+                if other._is_between or age >= OLD_S:
+                    has_asked = other._answering is not None
+                    is_open = not other._is_between
+                    order[other] = is_open, age < YOUNG_S, has_asked, other._waits_since
         if not order:
             return False
-        first = min(order, key=lambda one: order[one])
+        first = min(order, key=lambda other: order[other])
         if first._is_between:
             first.transport.close()
         else:

@@ -321,8 +321,8 @@ class Settings(EnvironmentOptions):
     @property
     def overhead_tokens(self) -> int:
         """``run_overhead_tokens``, or the default of the provider."""
-        given = self.run_overhead_tokens
-        return RUN_OVERHEAD[self.provider] if given is None else given
+        tokens = self.run_overhead_tokens
+        return RUN_OVERHEAD[self.provider] if tokens is None else tokens
 
     @property
     def cuda(self) -> Cuda:
@@ -364,10 +364,10 @@ class RaySettings(EnvironmentOptions):
 
 def _refuse_misspelled_keys() -> None:
     """Refuse misspelled variables of API keys, because unknown variables are ignored."""
-    known = {f"{Settings.prefix}{name}".upper() for name in Settings.model_fields}
+    names = {f"{Settings.prefix}{name}".upper() for name in Settings.model_fields}
     for name in os.environ:
         is_key = re.match("ATTNSERVE_(API|ADMIN)_?KEY", name, re.IGNORECASE)
-        if is_key and name.upper() not in known:
+        if is_key and name.upper() not in names:
             from graph_passes.errors import InvalidArgument
 
             raise InvalidArgument(

@@ -29,9 +29,9 @@ from starlette.types import Scope
 
 class _HeaderGetter(Getter[Headers]):
     def get(self, carrier: Headers, key: str) -> list[str] | None:
-        found = carrier.getlist(key)
-        is_ambiguous = key == "traceparent" and len(found) > 1
-        return None if is_ambiguous else found or None
+        values = carrier.getlist(key)
+        is_ambiguous = key == "traceparent" and len(values) > 1
+        return None if is_ambiguous else values or None
 
     def keys(self, carrier: Headers) -> list[str]:
         return carrier.keys()

@@ -64,9 +64,9 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     value = origin(value)
     node = value.producer()
     if node is not None and node.op_type == "Constant" and not node.domain:
-        given = node.attributes.get("value")
-        if given is not None and given.type == ir.AttributeType.TENSOR:
-            return given.value  # ten times faster than the protocol check below
+        attribute = node.attributes.get("value")
+        if attribute is not None and attribute.type == ir.AttributeType.TENSOR:
+            return attribute.value  # ten times faster than the protocol check below
     try:
         return ir.convenience.get_const_tensor(value)
     except ValueError:  # a sparse constant
@@ -85,10 +85,10 @@ def is_constant(value: ir.Value | None) -> TypeGuard[ir.Value]:
         for node in nodes:
             if node is None or node.domain or node.op_type not in WRAPPERS:
                 return False
-            given = [operand for operand in _read(node) if operand is not None]
-            if not given:
+            operands = [operand for operand in _read(node) if operand is not None]
+            if not operands:
                 return False
-            pending.update(given)
+            pending.update(operands)
         if not pending:
             return True
     return False
@@ -157,17 +157,19 @@ def _leaves(value: ir.Value, seen: set[ir.Value]) -> Iterator[ir.TensorProtocol]
                 yield from _leaves(operand, seen)
 
 
-def _computed(value: ir.Value, limit: int, known: dict[ir.Value, np.ndarray]) -> np.ndarray:
+def _computed(value: ir.Value, limit: int, arrays: dict[ir.Value, np.ndarray]) -> np.ndarray:
     """Compute a constant value; no step may have more elements than ``limit``."""
-    if value in known:
-        return known[value]
+    if value in arrays:
+        return arrays[value]
     tensor, node = constant_tensor(value), value.producer()
     if tensor is not None or node is None:
         assert tensor is not None
         return tensor.numpy()
-    inputs = [None if each is None else _computed(each, limit, known) for each in _read(node)]
+    inputs = [
+        None if operand is None else _computed(operand, limit, arrays) for operand in _read(node)
+    ]
     try:
-        known[value] = _apply(node, inputs, limit)[value.index() or 0]
+        arrays[value] = _apply(node, inputs, limit)[value.index() or 0]
     except InvalidModel:
         raise
     except Exception as error:  # onnx and numpy raise various types for an invalid node
@@ -176,7 +178,7 @@ def _computed(value: ir.Value, limit: int, known: dict[ir.Value, np.ndarray]) ->
             "check the model with onnx.checker.check_model, or export it again",
             code="evaluation.failed",
         ) from error
-    return known[value]
+    return arrays[value]
 
 
 def _apply(node: ir.Node, inputs: Sequence[np.ndarray | None], limit: int) -> Sequence[np.ndarray]:

@@ -53,15 +53,15 @@ def convolved_lengths(graph: ir.Graph, *, side: int | None = None) -> dict[str, 
         width, channels, *kernel = _kernel(node)
         if len(kernel) != len(dims) - 2:
             continue
-        found: list[int | None] = [channels * node.attributes.get_int("group", 1)]
+        sizes: list[int | None] = [channels * node.attributes.get_int("group", 1)]
         strides = _strides(node)
         if len(dims) == 3:
-            found.append(_length(value))
+            sizes.append(_length(value))
         elif strides == kernel and (grid := _grid(graph, width)):
-            found += [grid * stride for stride in strides]
+            sizes += [grid * stride for stride in strides]
         else:
-            found += [side, side]
-        for position, size in enumerate(found, start=1):
+            sizes += [side, side]
+        for position, size in enumerate(sizes, start=1):
             dim = dims[position]
             if size is not None and not isinstance(dim, int):
                 lengths[dim.value or f"{value.name}[{position}]"] = size

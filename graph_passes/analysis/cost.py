@@ -117,7 +117,9 @@ class Cost:
         if not self.node_bytes:
             return None
         lengths = self._lengths(shapes, self.node_bytes[0])
-        return None if lengths is None else max(one(lengths) for one in self.node_bytes)
+        return (
+            None if lengths is None else max(polynomial(lengths) for polynomial in self.node_bytes)
+        )
 
     def _lengths(
         self, shapes: Mapping[str, tuple[int, ...]], polynomial: Polynomial
@@ -145,7 +147,7 @@ def model_cost(model: ir.Model) -> Cost:
         count, uncounted = macs_at(info, model.graph)
         counts.append(count)
         node_bytes.append([_known_bytes(values, info) for values in activations])
-    sizes = _largest(_fit(axes, one) for one in set(zip(*node_bytes, strict=True)))
+    sizes = _largest(_fit(axes, byte_counts) for byte_counts in set(zip(*node_bytes, strict=True)))
     polynomial = _fit(axes, counts)
     if polynomial is None:
         uncounted = ("the count is not a polynomial of the axes",)
@@ -160,18 +162,18 @@ def _activations(node: ir.Node) -> list[ir.Value]:
 
 def _known_bytes(values: Iterable[ir.Value], info: ShapeInfo) -> int:
     """The bytes of values; those of unknown shape count 0."""
-    known = (info.known[value] for value in values if value in info.known)
-    sized = [one for one in known if one.dtype not in UNSIZED]
-    return sum(math.ceil(math.prod(one.shape) * one.dtype.itemsize) for one in sized)
+    tensors = (info.known[value] for value in values if value in info.known)
+    sized = [tensor for tensor in tensors if tensor.dtype not in UNSIZED]
+    return sum(math.ceil(math.prod(tensor.shape) * tensor.dtype.itemsize) for tensor in sized)
 
 
-def _largest(found: Iterable[Polynomial | None]) -> tuple[Polynomial, ...]:
+def _largest(polynomials: Iterable[Polynomial | None]) -> tuple[Polynomial, ...]:
     """The polynomials that no other one exceeds in every term."""
     largest: list[Polynomial] = []
-    for one in filter(None, found):
-        if any(_covers(other, one) for other in largest):
+    for polynomial in filter(None, polynomials):
+        if any(_covers(other, polynomial) for other in largest):
             continue
-        largest = [other for other in largest if not _covers(one, other)] + [one]
+        largest = [other for other in largest if not _covers(polynomial, other)] + [polynomial]
     return tuple(largest)
 
 
@@ -361,8 +363,8 @@ def _fit(axes: tuple[str, ...], counts: Sequence[int]) -> Polynomial | None:
     Args:
         counts: On the grid of ``POINTS`` in the order of ``itertools.product``, then the check.
     """
-    found = Polynomial(axes, _interpolate(counts[:-1], len(axes)))
-    return found if found(dict.fromkeys(axes, CHECK)) == counts[-1] else None
+    polynomial = Polynomial(axes, _interpolate(counts[:-1], len(axes)))
+    return polynomial if polynomial(dict.fromkeys(axes, CHECK)) == counts[-1] else None
 
 
 def _interpolate(counts: Sequence[int], axes: int) -> dict[tuple[int, ...], Fraction]:

@@ -86,11 +86,11 @@ def infer_outputs(
         Exception: The node is invalid; onnx raises InferenceError, KeyError, RuntimeError, ...
     """
     schema = onnx.defs.get_schema(node.op_type, opsets[""], "")
-    proto = _renamed(node, [given is not None for given in types])
-    known = {
-        f"i{i}": onnx.helper.make_tensor_type_proto(given[0].value, given[1])
-        for i, given in enumerate(types)
-        if given is not None
+    proto = _renamed(node, [tensor_type is not None for tensor_type in types])
+    type_protos = {
+        f"i{i}": onnx.helper.make_tensor_type_proto(tensor_type[0].value, tensor_type[1])
+        for i, tensor_type in enumerate(types)
+        if tensor_type is not None
     }
     data = {
         f"i{i}": onnx.numpy_helper.from_array(array)
@@ -98,7 +98,7 @@ def infer_outputs(
         if array is not None
     }
     inferred = shape_inference.infer_node_outputs(
-        schema, proto, known, data, opset_imports=_imports(opsets)
+        schema, proto, type_protos, data, opset_imports=_imports(opsets)
     )
     return [_type_and_shape(inferred.get(name)) for name in proto.output]
 
@@ -112,10 +112,10 @@ def _type_and_shape(inferred: onnx.TypeProto | None) -> tuple[ir.DataType, Shape
     return ir.DataType(inferred.tensor_type.elem_type), tuple(int(dim.dim_value) for dim in dims)
 
 
-def _renamed(node: ir.Node, given: Sequence[bool]) -> onnx.NodeProto:
+def _renamed(node: ir.Node, present: Sequence[bool]) -> onnx.NodeProto:
     """The node with the inputs i0, i1, ... and the outputs o0, o1, ..."""
     proto = ir.serde.serialize_node(node)
-    proto.input[:] = [f"i{i}" if is_given else "" for i, is_given in enumerate(given)]
+    proto.input[:] = [f"i{i}" if is_given else "" for i, is_given in enumerate(present)]
     proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
     return proto
 
@@ -138,9 +138,9 @@ def _check_outputs(
         )
     sizes = _output_sizes(node, inputs, opsets)
     if not max(sizes) <= limit:  # NaN too
-        found = "an unknown number of" if max(sizes) == math.inf else f"{max(sizes):.0f}"
+        count = "an unknown number of" if max(sizes) == math.inf else f"{max(sizes):.0f}"
         raise InvalidModel(
-            f"{node.op_type} {node.name!r} has {found} elements: expected at most {limit}",
+            f"{node.op_type} {node.name!r} has {count} elements: expected at most {limit}",
             "export the model again: no model computes constants of this size",
             code="evaluation.too_large",
         )
@@ -150,16 +150,16 @@ def _output_sizes(
     node: ir.Node, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int]
 ) -> list[float]:
     """The number of elements of each output; infinite if unknown."""
-    given = [x for x in inputs if x is not None]
+    arrays = [x for x in inputs if x is not None]
     if node.op_type == "Range":  # ONNX's rule overflows for 32-bit integers
-        start, end, step = (float(x.item()) for x in given)
+        start, end, step = (float(x.item()) for x in arrays)
         return [max((end - start) / step, 0.0)]
     if node.op_type in ("GreaterOrEqual", "LessOrEqual"):  # opset 12 has no rule
-        return [_size(np.broadcast_shapes(*(x.shape for x in given)))]
+        return [_size(np.broadcast_shapes(*(x.shape for x in arrays)))]
     types = [None if x is None else (ir.DataType.from_numpy(x.dtype), x.shape) for x in inputs]
     small = [x if x is not None and x.size <= SMALL else None for x in inputs]
     outputs = infer_outputs(node, types, small, opsets)
-    return [math.inf if each is None else _size(each[1]) for each in outputs]
+    return [math.inf if output is None else _size(output[1]) for output in outputs]
 
 
 def _size(shape: Shape) -> int:

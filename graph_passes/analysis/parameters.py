@@ -70,14 +70,16 @@ def parameter_bytes(model: ir.Model) -> int:
 
 def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
     """Every initializer once, in all graphs, and the constants of more than one element."""
-    found = {id(tensor): tensor for graph in model.graphs() for tensor in _initializers(graph)}
+    tensors_by_id = {
+        id(tensor): tensor for graph in model.graphs() for tensor in _initializers(graph)
+    }
     for node in model.graph.all_nodes():
         if node.op_type == "Constant" and not node.domain:
             tensor = constant_tensor(node.outputs[0])
             is_weight = tensor is not None and tensor.size > 1 and tensor.dtype != ir.DataType.INT64
             if tensor is not None and is_weight:
-                found[id(tensor)] = tensor
-    return list(found.values())
+                tensors_by_id[id(tensor)] = tensor
+    return list(tensors_by_id.values())
 
 
 READERS = frozenset({"Conv", "ConvTranspose", "Einsum", "FusedMatMul", "Gather", "Gemm", "MatMul"})
@@ -93,12 +95,12 @@ def _initializers(graph: ir.Graph | ir.Function) -> Iterator[ir.TensorProtocol]:
 
 def _quantized(model: ir.Model) -> dict[int, int]:
     """The number of elements of each quantized weight, by the ``id`` of its tensor."""
-    found: dict[int, int] = {}
+    elements_by_id: dict[int, int] = {}
     for node in model.graph.all_nodes():
         for place in _weight_places(node):
             for tensor in _sources(node, place):
-                found[id(tensor)] = _elements(node, tensor)
-    return found
+                elements_by_id[id(tensor)] = _elements(node, tensor)
+    return elements_by_id
 
 
 def _weight_places(node: ir.Node) -> tuple[int, ...]:

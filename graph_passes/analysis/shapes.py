@@ -192,7 +192,7 @@ def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> tuple[str, str, set
         if name.startswith(("encoder", "cross")) or ".encoder." in name:
             continue
         symbols = [_symbols(value, position, dim) for position, dim in enumerate(value.shape or ())]
-        used = {axis: None for each in symbols for axis in each if axes.get(axis)}
+        used = {axis: None for dim_axes in symbols for axis in dim_axes if axes.get(axis)}
         if "mask" in name:
             last = symbols[-1] if symbols else ()
             masks |= {axis: None for axis in last if axis in used}
@@ -278,7 +278,7 @@ def drop_length_dependent(info: ShapeInfo, others: ShapeInfo) -> ShapeInfo:
         others: Shape information of the same graph at other lengths.
     """
 
-    def kept(value: ir.Value, tensor: TensorInfo) -> TensorInfo:
+    def without_varying(value: ir.Value, tensor: TensorInfo) -> TensorInfo:
         mine, theirs = tensor.constant, others.constant(value)
         if mine is None or theirs is None or not tensor.dtype.is_floating_point():
             return tensor
@@ -287,8 +287,8 @@ def drop_length_dependent(info: ShapeInfo, others: ShapeInfo) -> ShapeInfo:
         same = np.array_equal(mine, theirs, equal_nan=True)
         return tensor if same else TensorInfo(tensor.dtype, tensor.shape)
 
-    known = {value: kept(value, tensor) for value, tensor in info.known.items()}
-    return ShapeInfo(info.axes, known, info.unknown)
+    tensors = {value: without_varying(value, tensor) for value, tensor in info.known.items()}
+    return ShapeInfo(info.axes, tensors, info.unknown)
 
 
 def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | None:
@@ -337,8 +337,8 @@ def _real_inputs(graph: ir.Graph) -> list[ir.Value]:
     The bodies of a search declare the shapes of their inputs as a graph does, and come last.
     """
     bodies = [body for node in graph for body in _search_bodies(node)]
-    own = [value for value in graph.inputs if value.name not in graph.initializers]
-    return [*own, *(value for body in bodies for value in _real_inputs(body))]
+    inputs = [value for value in graph.inputs if value.name not in graph.initializers]
+    return [*inputs, *(value for body in bodies for value in _real_inputs(body))]
 
 
 SEARCHES = frozenset({"BeamSearch", "GreedySearch", "Sampling"})
@@ -348,8 +348,12 @@ SEARCHES = frozenset({"BeamSearch", "GreedySearch", "Sampling"})
 def _search_bodies(node: ir.Node) -> list[ir.Graph]:
     if node.op_type not in SEARCHES or node.domain != MICROSOFT:
         return []
-    graphs = (each for each in node.attributes.values() if each.type == ir.AttributeType.GRAPH)
-    return [each.as_graph() for each in graphs]
+    graphs = (
+        attribute
+        for attribute in node.attributes.values()
+        if attribute.type == ir.AttributeType.GRAPH
+    )
+    return [attribute.as_graph() for attribute in graphs]
 
 
 EXPRESSION = re.compile(r"(?!.*(\*\*|\d{10}))[\w +*/,()-]{1,100}")
@@ -409,10 +413,10 @@ def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
 
 
 def _infer_body(
-    body: ir.Graph, given: Sequence[TensorInfo | None], inference: _Inference
+    body: ir.Graph, inputs: Sequence[TensorInfo | None], inference: _Inference
 ) -> list[TensorInfo | None]:
     """Infer a body with the given inputs; return the information of its outputs."""
-    for value, tensor in zip(body.inputs, given, strict=False):
+    for value, tensor in zip(body.inputs, inputs, strict=False):
         if tensor is not None:
             inference.known[value] = tensor.shape_only()  # elements differ between iterations
     _infer_graph(body, inference)
@@ -441,9 +445,9 @@ def _infer_loop(node: ir.Node, inference: _Inference) -> Outcome:
     iteration, condition = TensorInfo(ir.DataType.INT64, ()), TensorInfo(ir.DataType.BOOL, ())
     body = node.attributes["body"].as_graph()
     ends = _infer_body(body, [iteration, condition, *state], inference)[1:]
-    kept = [_common(a, b) for a, b in zip(state, ends, strict=False)]
-    complete = len(kept) == len(node.outputs) and all(kept)
-    return kept, "" if complete else "the shape of its state is not constant"
+    common_state = [_common(a, b) for a, b in zip(state, ends, strict=False)]
+    complete = len(common_state) == len(node.outputs) and all(common_state)
+    return common_state, "" if complete else "the shape of its state is not constant"
 
 
 def _infer_scan(node: ir.Node, inference: _Inference) -> Outcome:
@@ -460,12 +464,12 @@ def _infer_scan(node: ir.Node, inference: _Inference) -> Outcome:
         iterations = lengths.pop(axis)
         slices.append(TensorInfo(tensor.dtype, tuple(lengths)))
     ends = _infer_body(node.attributes["body"].as_graph(), [*state, *slices], inference)
-    kept = [_common(a, b) for a, b in zip(state, ends, strict=False)]
+    common_state = [_common(a, b) for a, b in zip(state, ends, strict=False)]
     stacked: list[TensorInfo | None] = []
     if iterations is not None and not node.attributes.get_ints("scan_output_axes", None):
         stacked = [end and TensorInfo(end.dtype, (iterations, *end.shape)) for end in ends[count:]]
-    complete = all(kept) and all(stacked)
-    return [*kept, *stacked], "" if complete else "the shape of its state is not constant"
+    complete = all(common_state) and all(stacked)
+    return [*common_state, *stacked], "" if complete else "the shape of its state is not constant"
 
 
 BODIES = {"If": _infer_if, "Loop": _infer_loop, "Scan": _infer_scan}
@@ -493,15 +497,15 @@ def _infer_node(node: ir.Node, inference: _Inference) -> Outcome:
         *node.op_identifier(),
         inference.opsets.get(node.domain),
         len(node.outputs),
-        *((name, each.value) for name, each in node.attributes.items()),
+        *((name, attribute.value) for name, attribute in node.attributes.items()),
         *(tensor and tensor.key() for tensor in tensors),
     )
-    made = _CACHE.get(key)
-    if made is None:
+    outcome = _CACHE.get(key)
+    if outcome is None:
         if len(_CACHE) >= 20_000:
             _CACHE.clear()
-        made = _CACHE[key] = _outcome(node, tensors, inference.opsets)
-    return made
+        outcome = _CACHE[key] = _outcome(node, tensors, inference.opsets)
+    return outcome
 
 
 _CACHE: dict[Hashable, Outcome] = {}
@@ -519,8 +523,8 @@ def _outcome(
         return _guess(node, tensors)
     if node.op_type == "Shape":
         return _shape(node, tensors)
-    if _are_constant(tensors) and (made := _evaluate_node(node, tensors, opsets)):
-        return made, ""
+    if _are_constant(tensors) and (outputs := _evaluate_node(node, tensors, opsets)):
+        return outputs, ""
     return _infer_by_schema(node, tensors, opsets)
 
 
@@ -534,15 +538,15 @@ def _infer_by_rule(
     types = [tensor.dtype for tensor in tensors if tensor is not None]
     if not types or not shapes:
         return (), f"{node.op_type} has no known shape"
-    floats = (each for each in types if each.is_floating_point())
+    floats = (element_type for element_type in types if element_type.is_floating_point())
     dtype = types[0] if gives_bytes(node) else next(floats, types[0])
-    made: list[TensorInfo | None] = []
+    outputs: list[TensorInfo | None] = []
     for index, shape in enumerate(shapes):
         counts = (node.op_type, index) in COUNTS
-        made.append(
+        outputs.append(
             None if shape is None else TensorInfo(ir.DataType.INT32 if counts else dtype, shape)
         )
-    return made, ""
+    return outputs, ""
 
 
 def _guess(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> Outcome:
@@ -557,8 +561,8 @@ def _guess(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> Outcome:
 
 
 def _are_constant(tensors: Sequence[TensorInfo | None]) -> bool:
-    given = [tensor for tensor in tensors if tensor is not None]
-    return bool(given) and all(tensor.constant is not None for tensor in given)
+    inputs = [tensor for tensor in tensors if tensor is not None]
+    return bool(inputs) and all(tensor.constant is not None for tensor in inputs)
 
 
 def _evaluate_node(
@@ -569,13 +573,15 @@ def _evaluate_node(
         with np.errstate(all="ignore"):
             arrays = [None if tensor is None else tensor.constant for tensor in tensors]
             results = evaluate(node, arrays, opsets, limit=SMALL)
-        made = [(ir.DataType.from_numpy(result.dtype), result) for result in results]
+        typed_results = [(ir.DataType.from_numpy(result.dtype), result) for result in results]
     except Exception:  # unsupported operator, or a large or non-numeric output
         return ()
-    few = [result.size <= SMALL and dtype != ir.DataType.STRING for dtype, result in made]
+    is_small = [
+        result.size <= SMALL and dtype != ir.DataType.STRING for dtype, result in typed_results
+    ]
     return [
         TensorInfo(dtype, result.shape, result if keep else None)
-        for (dtype, result), keep in zip(made, few, strict=True)
+        for (dtype, result), keep in zip(typed_results, is_small, strict=True)
     ]
 
 
@@ -599,6 +605,6 @@ def _infer_by_schema(
     except Exception as error:  # onnx raises bare InferenceError, KeyError, RuntimeError, ...
         reason = str(error).splitlines()[0] if str(error) else "not inferred"
         return (), f"{node.op_type}: {reason}"
-    made = [each and TensorInfo(*each) for each in inferred]
-    depends = made and made[0] is None
-    return made, f"the shape of {node.op_type} depends on data" if depends else ""
+    outputs = [output_type and TensorInfo(*output_type) for output_type in inferred]
+    depends = outputs and outputs[0] is None
+    return outputs, f"the shape of {node.op_type} depends on data" if depends else ""

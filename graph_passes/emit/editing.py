@@ -284,11 +284,11 @@ def share_constants(model: ir.Model, *, since: Collection[str]) -> None:
                 alike.setdefault(_sample(value), []).append(value)
         for value in new:
             others = alike.setdefault(_sample(value), [])
-            kept = next((other for other in others if _same(other, value)), None)
-            if kept is None:
+            equal = next((other for other in others if _same(other, value)), None)
+            if equal is None:
                 others.append(value)
                 continue
-            ir.convenience.replace_all_uses_with(value, kept)
+            ir.convenience.replace_all_uses_with(value, equal)
             del graph.initializers[value.name or ""]
 
 

@@ -65,8 +65,8 @@ class _Terms:
 def _terms(part: Projection, heads: np.ndarray) -> _Terms:
     whole = (RotaryTerm(None, part.columns, part.gain, part.offset),)
     rotary_terms = [
-        RotaryTerm(turn.factor, turn.columns[heads], turn.gain[heads], turn.offset[heads])
-        for turn in part.rotary_terms or whole
+        RotaryTerm(term.factor, term.columns[heads], term.gain[heads], term.offset[heads])
+        for term in part.rotary_terms or whole
     ]
     per_head = np.concatenate([np.where(t.gain != 0, t.columns, -1) for t in rotary_terms], axis=1)
     angles = [axis[heads] for t in rotary_terms if t.factor for axis in t.factor.axes
@@ -106,15 +106,15 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
         )
         for t in rotary_terms
     ]
-    for turn, _ in picked:
-        if turn.factor is not None:
-            _factor_axes(turn.factor, heads[first], turn.gain != 0)
+    for term, _ in picked:
+        if term.factor is not None:
+            _factor_axes(term.factor, heads[first], term.gain != 0)
     return _Terms(base, spread, tuple(picked), group)
 
 
-def _order(turn: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
+def _order(term: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
     """The base element of each element of a term, which must be the same in each head."""
-    columns, used = turn.columns[first], turn.gain[first] != 0
+    columns, used = term.columns[first], term.gain[first] != 0
     if np.array_equal(columns, base):
         return np.arange(base.shape[1])
     order = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
@@ -130,7 +130,7 @@ def num_groups(block: AttentionBlock) -> int:
     spread = [_terms(part, heads).head_groups for part in (block.k, block.v)]
     groups = int(spread[0].max()) + 1
     in_order = heads * groups // len(heads)
-    is_even = len(heads) % groups == 0 and all(np.array_equal(each, in_order) for each in spread)
+    is_even = len(heads) % groups == 0 and all(np.array_equal(group, in_order) for group in spread)
     return groups if is_even else len(heads)
 
 
@@ -223,8 +223,8 @@ def _emit_product(
         gain = part.norm.gain[terms.group] * part.norm.scale
         bias = part.norm.offset[terms.group] * part.norm.scale
     elif is_plain:
-        turn = terms.rotary_terms[0][0]
-        gain, bias = scale * turn.gain, scale * turn.offset
+        term = terms.rotary_terms[0][0]
+        gain, bias = scale * term.gain, scale * term.offset
     value = emit_columns(make, part, columns.reshape(-1), gain.reshape(-1))
     if np.any(bias):
         value = make.op("Add", [value, make.constant(bias.reshape(-1), "bias", dtype)], "biased")
@@ -295,17 +295,18 @@ def _apply_rotary_terms(
         scale: Factor of the offsets, and of the gains if ``is_scaled`` is false.
     """
     total: ir.Value | None = None
-    for turn, order in terms.rotary_terms:
-        gain = turn.gain if is_scaled else scale * turn.gain
-        term, offset = _in_order(make, value, order, gain, dtype), scale * turn.offset
+    for term, order in terms.rotary_terms:
+        gain = term.gain if is_scaled else scale * term.gain
+        offset = scale * term.offset
+        summand = _in_order(make, value, order, gain, dtype)
         if offset.any():
             added = make.constant(_by_head(offset), "offset", dtype)
-            term = make.op("Add", [term, added], "offset_term")
-        if turn.factor is not None:
+            summand = make.op("Add", [summand, added], "offset_term")
+        if term.factor is not None:
             firsts = np.unique(terms.head_groups, return_index=True)[1]
-            angles = _emit_angles(make, turn.factor, heads[firsts], turn.gain != 0)
-            term = make.op("Mul", [term, angles], "turned")
-        total = term if total is None else make.op("Add", [total, term], "sum")
+            angles = _emit_angles(make, term.factor, heads[firsts], term.gain != 0)
+            summand = make.op("Mul", [summand, angles], "turned")
+        total = summand if total is None else make.op("Add", [total, summand], "sum")
     assert total is not None
     return total
 
@@ -396,14 +397,14 @@ def _emit_angles(
         if index is not None:
             elements = make.integers(index.reshape(-1) if index.ndim else index, "elements")
             value = make.op("Gather", [value, elements], "angles", axis=axis)
-    kept = [(role, index) for role, index in roles if role]
+    remaining = [(role, index) for role, index in roles if role]
     wanted = ["batch", "head", "token", "element", "both"]
-    order = sorted(range(len(kept)), key=lambda i: wanted.index(kept[i][0]))
-    if order != list(range(len(kept))):
+    order = sorted(range(len(remaining)), key=lambda i: wanted.index(remaining[i][0]))
+    if order != list(range(len(remaining))):
         value = make.op("Transpose", [value], "angles_in_order", perm=order)
-    sizes = {role: 0 if index is None else len(index) for role, index in kept}
+    sizes = {role: 0 if index is None else len(index) for role, index in remaining}
     sizes["token"] = -1  # 0 copies the batch, the first axis
-    by_head = next((index for role, index in kept if role == "both"), None)
+    by_head = next((index for role, index in remaining if role == "both"), None)
     if by_head is not None and by_head.ndim:  # B T H*K
         shape = make.integers([sizes.get("batch", 1), -1, *by_head.shape], "angles_shape")
         apart = make.op("Reshape", [value, shape], "angles_apart")

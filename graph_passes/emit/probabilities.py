@@ -191,8 +191,8 @@ def _key_mask(make: Inserter, step: KeyMask) -> ir.Value:
     ends = [make.integers([n], name) for n, name in ((0, "from"), (1, "to"), (4, "end"))]
     batch = make.op("Slice", [shape, *ends[:2]], "rows_of_mask")
     keys = make.op("Slice", [shape, *ends[1:]], "keys_of_mask")
-    one = make.integers([1] * (1 + step.queries), "ones")
-    spread = make.op("Concat", [batch, one, keys], "spread", axis=0)
+    ones = make.integers([1] * (1 + step.queries), "ones")
+    spread = make.op("Concat", [batch, ones, keys], "spread", axis=0)
     return make.op("Reshape", [allowed, spread], "key_mask")
 
 

@@ -57,8 +57,8 @@ class RotaryPlanes:
             True: (real % 2 == 0).all() and (imaginary - real == 1).all(),
         }
         return any(
-            found and _repeats(factor.value, half, interleaved=interleaved)
-            for interleaved, found in orders.items()
+            matches and _repeats(factor.value, half, interleaved=interleaved)
+            for interleaved, matches in orders.items()
         )
 
 
@@ -111,7 +111,7 @@ def _joins_equal_pairs(pairs: ir.Value | None) -> bool:
         return False
     if node.op_type == "Concat":
         rank = len(node.outputs[0].shape or ())
-        sources = [_before_new_last_axis(one, rank) for one in node.inputs]
+        sources = [_before_new_last_axis(operand, rank) for operand in node.inputs]
         is_last = node.attributes.get_int("axis", 0) in (-1, (rank or None) and rank - 1)
         return is_last and len(sources) == 2 and sources[0] is sources[1] is not None
     times = node.inputs[1] if node.op_type in ("Tile", "Expand") else None
@@ -126,8 +126,8 @@ def _before_new_last_axis(value: ir.Value | None, rank: int) -> ir.Value | None:
     if node is None or node.op_type != "Unsqueeze" or node.domain or len(node.inputs) < 2:
         return None
     axes = node.inputs[1]
-    made = constant_array(axes).flatten().tolist() if axes and is_constant(axes) else []
-    return node.inputs[0] if -1 in made or (rank and rank - 1 in made) else None
+    new_axes = constant_array(axes).flatten().tolist() if axes and is_constant(axes) else []
+    return node.inputs[0] if -1 in new_axes or (rank and rank - 1 in new_axes) else None
 
 
 def rotary_planes(part: Projection) -> RotaryPlanes | None:
@@ -136,19 +136,19 @@ def rotary_planes(part: Projection) -> RotaryPlanes | None:
     plain = [term for term in part.rotary_terms if term.factor is None]
     if part.norm is not None or len(terms) != 2 or len(plain) > 1:
         return None
-    own = [np.array_equal(term.columns, part.columns) for term in terms]
-    if sum(own) != 1:
+    keeps_columns = [np.array_equal(term.columns, part.columns) for term in terms]
+    if sum(keeps_columns) != 1:
         return None
-    cos, sin = terms if own[0] else terms[::-1]
+    cos, sin = terms if keeps_columns[0] else terms[::-1]
     assert cos.factor is not None and sin.factor is not None
-    each, sign, gain = np.arange(part.head_size), np.sign(sin.gain[0]), cos.gain
+    elements, sign, gain = np.arange(part.head_size), np.sign(sin.gain[0]), cos.gain
     still = sign == 0
     partner = np.array([np.flatnonzero(part.columns[0] == column)[:1].sum()
                         for column in sin.columns[0]])  # fmt: skip
-    partner = np.where(still, each, partner)
+    partner = np.where(still, elements, partner)
     alike = (
         np.array_equal(sin.columns[:, ~still], part.columns[:, partner[~still]])
-        and np.array_equal(partner[partner], each)
+        and np.array_equal(partner[partner], elements)
         and np.array_equal(sign[partner], -sign)
         and np.allclose(sin.gain, sign * gain)
         and np.allclose(gain[:, partner], gain)
@@ -192,9 +192,9 @@ def rotary_heads(block: AttentionBlock) -> RotaryHeads:
 
 
 def _complex(part: Projection, planes: RotaryPlanes) -> Any:
-    own = [t for t in part.rotary_terms if np.array_equal(t.columns, part.columns)]
-    gain = np.sum([t.gain for t in own], axis=0)  # H K
-    offset = np.sum([t.offset for t in own], axis=0)
+    terms = [t for t in part.rotary_terms if np.array_equal(t.columns, part.columns)]
+    gain = np.sum([t.gain for t in terms], axis=0)  # H K
+    offset = np.sum([t.offset for t in terms], axis=0)
     matrix = np.moveaxis(part.matrix()[:, part.columns], 1, 0).astype(np.float64)  # H D K
     rows = np.concatenate([matrix * gain[:, None], offset[:, None]], axis=1)
     real, imaginary = planes.elements.T
@@ -203,9 +203,9 @@ def _complex(part: Projection, planes: RotaryPlanes) -> Any:
 
 def rotary_logits(make: Inserter, block: AttentionBlock, factors: RotaryFactors) -> ir.Value:
     """Emit scale * q k^T of reduced queries and keys, (B, H, S, T)."""
-    each = np.arange(len(factors.groups))
+    heads = np.arange(len(factors.groups))
     planes = factors.planes[factors.groups]
-    query = _reduced(make.part("query"), block.q, factors.query, each, planes)
+    query = _reduced(make.part("query"), block.q, factors.query, heads, planes)
     key = _reduced(make.part("key"), block.k, factors.key, factors.groups, planes)
     q = emit_heads(make.part("query"), query, block.scale)
     k = emit_heads(make.part("key"), key, 1.0)

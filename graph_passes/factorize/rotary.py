@@ -94,13 +94,13 @@ def truncated_planes(
     _check("head_size", head_size, heads.size)
     weights, grams = _energies(heads, moments)
     energy = (np.square(weights) * np.einsum("fgg->fg", grams).real).T  # G F
-    kept = np.sort(np.argsort(-energy, axis=1, kind="stable")[:, : head_size // 2], axis=1)
-    lost = 1 - np.take_along_axis(energy, kept, axis=1).sum() / (energy.sum() or 1.0)
+    planes = np.sort(np.argsort(-energy, axis=1, kind="stable")[:, : head_size // 2], axis=1)
+    lost = 1 - np.take_along_axis(energy, planes, axis=1).sum() / (energy.sum() or 1.0)
     return RotaryFactors(
-        np.take_along_axis(heads.query, kept[heads.groups][:, None], axis=2),
-        np.take_along_axis(heads.key, kept[:, None], axis=2),
+        np.take_along_axis(heads.query, planes[heads.groups][:, None], axis=2),
+        np.take_along_axis(heads.key, planes[:, None], axis=2),
         heads.groups,
-        kept,
+        planes,
         _root(lost) if head_size < heads.size else 0.0,
     )
 

@@ -181,6 +181,6 @@ def _solve_on(support: np.ndarray, normal: np.ndarray, products: np.ndarray) -> 
     """Solve for M, which is zero outside its support."""
     mixing = np.zeros(support.shape)
     for head, read in enumerate(support):
-        own = normal[np.ix_(read, read)] + RIDGE * np.eye(int(read.sum()))
-        mixing[head, read] = np.linalg.solve(own, products[head, read])
+        system = normal[np.ix_(read, read)] + RIDGE * np.eye(int(read.sum()))
+        mixing[head, read] = np.linalg.solve(system, products[head, read])
     return mixing

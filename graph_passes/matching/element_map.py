@@ -155,16 +155,16 @@ class LinearTrace:
         return replace(self, scale=self.scale * scale, nodes=(*self.nodes, node))
 
     def map_terms(self, change: Callable[[ElementMap], ElementMap]) -> LinearTrace:
-        return replace(self, terms={f: change(labels) for f, labels in self.terms.items()})
+        return replace(self, terms={f: change(term) for f, term in self.terms.items()})
 
     def scaled_by(self, factor: np.ndarray | float) -> LinearTrace:
         """Multiply the gains and offsets."""
-        return self.map_terms(lambda labels: labels.scaled_by(factor))
+        return self.map_terms(lambda term: term.scaled_by(factor))
 
     def add_offset(self, added: np.ndarray) -> LinearTrace:
         """Add a constant to the value."""
         offset = added / self.scale
-        return self.map_terms(lambda labels: replace(labels, offset=labels.offset + offset))
+        return self.map_terms(lambda term: replace(term, offset=term.offset + offset))
 
     def fold_scale(self) -> LinearTrace:
         """Multiply the scale into the gains, so that traces with different scales can be added."""
@@ -196,9 +196,9 @@ def concat_traces(
     return LinearTrace(source, 1.0, terms, (*nodes, node), norm)
 
 
-def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> LinearTrace:
+def add_traces(node: ir.Node, traces: Sequence[LinearTrace], role: str) -> LinearTrace:
     """Add or subtract two traces of one product with disjoint factors."""
-    a, b = (reading.fold_scale() for reading in readings)
+    a, b = (trace.fold_scale() for trace in traces)
     advice = "it adds two projections; merge adapters (LoRA) before the export"
     source, norm = _common((a, b), UnsupportedNode(node, role, advice))
     if a.shape != b.shape or set(a.terms) & set(b.terms) or source is None:
@@ -217,16 +217,16 @@ def _common(
     Raises:
         MatchFailure: The traces have no common product and norm; this is the error to raise.
     """
-    made = [piece for piece in pieces if piece.source is not None]
-    if len({(p.source.node, p.norm and p.norm.norm.node) for p in made if p.source}) > 1:
+    projected = [piece for piece in pieces if piece.source is not None]
+    if len({(p.source.node, p.norm and p.norm.norm.node) for p in projected if p.source}) > 1:
         raise failure
-    return (made[0].source, made[0].norm) if made else (None, None)
+    return (projected[0].source, projected[0].norm) if projected else (None, None)
 
 
 def _nothing_of(piece: LinearTrace) -> ElementMap:
     """An element map with gain and offset zero, for a factor that the trace lacks."""
-    labels = next(iter(piece.terms.values()))
-    return replace(labels.scaled_by(0.0), factor_index=np.zeros_like(labels.factor_index))
+    term = next(iter(piece.terms.values()))
+    return replace(term.scaled_by(0.0), factor_index=np.zeros_like(term.factor_index))
 
 
 class TermByHead(NamedTuple):
@@ -262,13 +262,13 @@ def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) 
         The terms of the tokens, and the term of the cached heads that precede them.
     """
     laid_out = {
-        factor: labels.map(lambda array: _four(array.transpose(axes), trace, heads, role))
-        for factor, labels in trace.terms.items()
+        factor: term.map(lambda array: _four(array.transpose(axes), trace, heads, role))
+        for factor, term in trace.terms.items()
     }
-    present = {f: labels for f, labels in laid_out.items() if f is None or not f.past}
-    cached = [(f, labels) for f, labels in laid_out.items() if f is not None and f.past]
+    present = {f: term for f, term in laid_out.items() if f is None or not f.past}
+    cached = [(f, term) for f, term in laid_out.items() if f is not None and f.past]
     if not cached:
-        return {f: _uniform(labels, trace, role) for f, labels in present.items()}, None
+        return {f: _uniform(term, trace, role) for f, term in present.items()}, None
     if len(cached) > 1:
         raise MatchFailure(f"the {role} joins several caches")
     factor, past = cached[0]
@@ -280,13 +280,13 @@ def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) 
     offset = past.offset[:, :, :length]
     if not (offset == offset.flat[0]).all() or past.gain.any():
         raise MatchFailure(f"the cache of the {role} is scaled element by element")
-    first = np.zeros(offset.shape[1::2])
-    held = (factor, TermByHead(first.astype(np.int64), first, first + offset.flat[0], factor_index))
-    rest = {
-        f: _uniform(labels.map(lambda array: array[:, :, length:]), trace, role)
-        for f, labels in present.items()
+    zeros = np.zeros(offset.shape[1::2])
+    cached_heads = TermByHead(zeros.astype(np.int64), zeros, zeros + offset.flat[0], factor_index)
+    terms = {
+        f: _uniform(term.map(lambda array: array[:, :, length:]), trace, role)
+        for f, term in present.items()
     }
-    return rest, held
+    return terms, (factor, cached_heads)
 
 
 def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.ndarray:
@@ -315,10 +315,10 @@ def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.nd
         raise MatchFailure(f"the {role} is laid out as {array.shape}, not (B, H, T, K)") from error
 
 
-def _uniform(labels: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
+def _uniform(term: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
     """Columns, gain and offset, which must be the same for each token, in token order."""
     assert trace.source is not None
-    batch, _, length, _ = labels.columns.shape
+    batch, _, length, _ = term.columns.shape
     if batch * length != trace.source.rows.size:
         raise MatchFailure(
             f"the {role} holds {trace.source.rows.size} tokens, not {batch} sequences of {length}"
@@ -326,12 +326,12 @@ def _uniform(labels: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
     batches, _, tokens, _ = np.ogrid[:batch, :1, :length, :1]
     orders = {False: batches * length + tokens, True: tokens * batch + batches}
     sequence_first = next(
-        (key for key, order in orders.items() if ((labels.tokens == order) | ~labels.used).all()),
+        (key for key, order in orders.items() if ((term.tokens == order) | ~term.used).all()),
         None,
     )
     if sequence_first is None:
         raise MatchFailure(f"the layout of the {role} reorders tokens")
-    columns, _, gain, offset, factor_index = labels.arrays()
+    columns, _, gain, offset, factor_index = term.arrays()
     for array in (columns, gain, offset):
         if not (array == array[:1, :, :1]).all():
             raise MatchFailure(f"the {role} depends on the position of the token")

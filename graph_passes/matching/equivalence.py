@@ -36,7 +36,7 @@ def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
     if block.kind == "cross" and block.y is not other.y and block.k.past is None:
         return False
     comparison = _Comparison({(block.x, other.x, True): True, (block.y, other.y, True): True})
-    steps = ([_as_mask(step) for step in each.steps] for each in (block, other))
+    steps = ([_as_mask(step) for step in attention.steps] for attention in (block, other))
     for mine, theirs in zip(*steps, strict=True):
         a, b = dict(vars(mine)), dict(vars(theirs))
         values = [(a.pop(name, None), b.pop(name, None)) for name in ("value", "total")]

@@ -84,17 +84,17 @@ def _match(
             return None
         if parts == 1 and _takes_half(node, second.width, runs):
             between[node] = parts = 2
-            given = [(0, node.inputs[0])]
+            inputs = [(0, node.inputs[0])]
         elif (part := _linear(node, runs[0])) is not None:
             first[node] = part
-            given = list(enumerate(node.inputs))[2:] if part.product is None else []
+            inputs = list(enumerate(node.inputs))[2:] if part.product is None else []
         elif (count := _elementwise(node)) > 0:
             between[node] = parts
-            given = list(enumerate(node.inputs))[:count]
+            inputs = list(enumerate(node.inputs))[:count]
         else:
             return None
-        active = [other for _, other in given if other is not None and not is_constant(other)]
-        constants = [(i, other) for i, other in given if is_constant(other)]
+        active = [other for _, other in inputs if other is not None and not is_constant(other)]
+        constants = [(i, other) for i, other in inputs if is_constant(other)]
         at = _by_neuron(node, constants, second.width, parts)
         if at is None or (node in first and not _is_plain(first[node])):
             return None
@@ -198,18 +198,18 @@ def _split_sizes(node: ir.Node) -> list[int] | None:
     """The sizes of a Split by opset 13 or older ones; None for equal sizes, [] if unknown."""
     if (attribute := node.attributes.get_ints("split")) is not None:
         return list(attribute)
-    given = node.inputs[1] if len(node.inputs) > 1 else None
-    if given is None:
+    sizes = node.inputs[1] if len(node.inputs) > 1 else None
+    if sizes is None:
         return None
-    return constant_array(given).reshape(-1).tolist() if is_constant(given) else []
+    return constant_array(sizes).reshape(-1).tolist() if is_constant(sizes) else []
 
 
 def slice_bounds(node: ir.Node, width: int, info: ShapeInfo) -> tuple[int, int] | None:
     """(0, F) or (F, 2F) if a Slice takes a half of 2F elements of one axis, else None."""
-    given = [info.constant(value) for value in node.inputs[1:]]
-    if len(given) < 3 or any(number is None or number.size != 1 for number in given):
+    bounds = [info.constant(value) for value in node.inputs[1:]]
+    if len(bounds) < 3 or any(number is None or number.size != 1 for number in bounds):
         return None
-    low, high, _, *step = [number.item() for number in given if number is not None]
+    low, high, _, *step = [number.item() for number in bounds if number is not None]
     start, end, _ = slice(low, high).indices(2 * width)
     is_half = (start, end) in ((0, width), (width, 2 * width))
     return (start, end) if is_half and step in ([], [1]) else None
@@ -250,10 +250,10 @@ def _widths(
     marks_by_shape = _shape_marks(list(nodes), info, opsets)
     if marks_by_shape is None:
         return None
-    found: list[ir.Node] = []
+    widths: list[ir.Node] = []
     for node, parts in nodes.items():
         if node.op_type == "Slice" or (node.op_type == "Split" and _split_sizes(node)):
-            found.append(node)
+            widths.append(node)
         if node.op_type != "Reshape" or (shape := node.inputs[1]) is None:
             continue
         if shape in marks_by_shape:
@@ -263,10 +263,10 @@ def _widths(
         end = last_entry(shape)
         last = constant_array(end).reshape(-1)[-1:].tolist() if is_constant(end) else []
         if last == [parts * width]:
-            found.append(node)
+            widths.append(node)
         elif last != [-1]:
             return None
-    return tuple(found)
+    return tuple(widths)
 
 
 def last_entry(shape: ir.Value) -> ir.Value | None:
@@ -339,18 +339,18 @@ def _mark(
 
 def _bias(product: ir.Node, width: int) -> tuple[ir.Value | None, ir.Value]:
     """The bias of a product (one element per column), if any, and the value after it."""
-    made = product.outputs[0]
-    given = product.inputs[2] if len(product.inputs) > 2 else None
-    if given is not None:
-        plain = is_constant(given) and math.prod(constant_shape(given)) == width
+    output = product.outputs[0]
+    bias = product.inputs[2] if len(product.inputs) > 2 else None
+    if bias is not None:
+        plain = is_constant(bias) and math.prod(constant_shape(bias)) == width
         beta = product.attributes.get_float("beta", 1.0)
-        return (given if plain and beta == 1 else None), made
-    readers = [node for node, _ in made.uses()]
-    if len(readers) == 1 and readers[0].op_type == "Add" and not made.is_graph_output():
+        return (bias if plain and beta == 1 else None), output
+    readers = [node for node, _ in output.uses()]
+    if len(readers) == 1 and readers[0].op_type == "Add" and not output.is_graph_output():
         for value in readers[0].inputs:
             if is_constant(value) and math.prod(shape := constant_shape(value)) == width:
-                return (value, readers[0].outputs[0]) if shape[-1] == width else (None, made)
-    return None, made
+                return (value, readers[0].outputs[0]) if shape[-1] == width else (None, output)
+    return None, output
 
 
 def _name(block: FeedForwardBlock) -> str:

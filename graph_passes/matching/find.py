@@ -142,8 +142,8 @@ def _match_softmax(
 def _reused_beside(context: ContextMatch, reader: LayoutReader) -> tuple[Reused, ...]:
     """The reused heads that are concatenated with the heads of a softmax."""
     assert context.joined is not None and context.own is not None
-    known = {context.own, *_softmaxes(context.joined)}
-    sources = head_sources(context.joined.outputs[0], known, reader.info)
+    probabilities = {context.own, *_softmaxes(context.joined)}
+    sources = head_sources(context.joined.outputs[0], probabilities, reader.info)
     if sources is None:
         raise MatchFailure(
             f"{describe(context.joined)} concatenates probabilities with another value"
@@ -166,48 +166,52 @@ def _softmaxes(joined: ir.Node) -> set[ir.Value]:
 
 def _by_probabilities(blocks: Sequence[AttentionBlock]) -> dict[ir.Value, AttentionBlock]:
     """Blocks by their probabilities, own and concatenated, which other blocks may reuse."""
-    known: dict[ir.Value, AttentionBlock] = {}
+    by_value: dict[ir.Value, AttentionBlock] = {}
     for block in blocks:
         for value in (block.probabilities, block.own_probabilities):
             if value is not None:
-                known.setdefault(value, block)
-    return known
+                by_value.setdefault(value, block)
+    return by_value
 
 
-def _source(value: ir.Value, known: Mapping[ir.Value, AttentionBlock]) -> AttentionBlock | None:
+def _source(value: ir.Value, by_value: Mapping[ir.Value, AttentionBlock]) -> AttentionBlock | None:
     """The block with these probabilities, also after a Reshape of (B*H, S, T)."""
     node = value.producer()
-    return known.get(value) or (known.get(node.inputs[0]) if node and node.inputs[0] else None)
+    return by_value.get(value) or (
+        by_value.get(node.inputs[0]) if node and node.inputs[0] else None
+    )
 
 
 def _check_sources(
     blocks: Sequence[AttentionBlock],
 ) -> tuple[list[AttentionBlock], list[Unmatched]]:
     """Keep blocks whose reused heads come from matched blocks; the others are unmatched."""
-    known = _by_probabilities(blocks)
-    is_known = [all(_source(part.value, known) for part in block.reused) for block in blocks]
+    by_value = _by_probabilities(blocks)
+    are_matched = [all(_source(part.value, by_value) for part in block.reused) for block in blocks]
     reason = "it reuses probabilities of an attention block that was not matched"
-    kept = [block for block, known in zip(blocks, is_known, strict=True) if known]
-    others = [block for block, known in zip(blocks, is_known, strict=True) if not known]
-    return kept, [Unmatched(block.product, reason) for block in others]
+    matched = [block for block, is_matched in zip(blocks, are_matched, strict=True) if is_matched]
+    others = [
+        block for block, is_matched in zip(blocks, are_matched, strict=True) if not is_matched
+    ]
+    return matched, [Unmatched(block.product, reason) for block in others]
 
 
 def _find_reusing(
     blocks: Sequence[AttentionBlock], reader: LayoutReader
 ) -> tuple[list[AttentionBlock], list[Unmatched]]:
     """Find blocks without a softmax, whose heads all reuse probabilities."""
-    known = _by_probabilities(blocks)
+    by_value = _by_probabilities(blocks)
     claimed = {node for block in blocks for node in block.nodes}
     reusing: dict[ir.Node, AttentionBlock] = {}
     unmatched: list[Unmatched] = []
-    for product, value in products_of(list(known), reader.info):
+    for product, value in products_of(list(by_value), reader.info):
         if product.node in claimed or product.node in reusing:
             continue
         try:
-            whole = head_sources(value, known, reader.info)
+            whole = head_sources(value, by_value, reader.info)
             if whole is not None:
                 reused = reused_heads(whole, None, product.node)
-                first = _source(reused[0].value, known)
+                first = _source(reused[0].value, by_value)
                 assert first is not None
                 reusing[product.node] = _reusing_block(product, value, reused, first, reader)
         except MatchFailure as failure:
@@ -267,8 +271,8 @@ def _join_parts(
             joins.setdefault(join[0], {})[join[1]] = block
     joined: dict[AttentionBlock, AttentionBlock | None] = {}
     unmatched: list[Unmatched] = []
-    for node, found in joins.items():
-        parts = [found[value] for value in node.inputs if value in found]
+    for node, parts_by_context in joins.items():
+        parts = [parts_by_context[value] for value in node.inputs if value in parts_by_context]
         if len(parts) < len(node.inputs) or not any(part.reused for part in parts):
             continue
         joined |= dict.fromkeys(parts)
@@ -277,8 +281,8 @@ def _join_parts(
             joined[first] = _joined_block(node, first, parts, reader)
         except MatchFailure as failure:
             unmatched.append(Unmatched(first.product, failure.reason))
-    found = [joined.get(block, block) for block in blocks]
-    return [block for block in found if block is not None], unmatched
+    remaining = [joined.get(block, block) for block in blocks]
+    return [block for block in remaining if block is not None], unmatched
 
 
 def _joined_block(
@@ -293,8 +297,8 @@ def _joined_block(
         raise MatchFailure(f"{describe(node)} joins contexts of different values")
     v = replace(reader.match_projection(whole, "value"), scale=first.v.scale)
     context, heads = node.outputs[0], v.num_heads
-    known = (v.sequences(reader.shape), heads, v.head_size)
-    labels, order = _context_labels(reader.shape(context), known, IN_ORDER)
+    sizes = (v.sequences(reader.shape), heads, v.head_size)
+    labels, order = _context_labels(reader.shape(context), sizes, IN_ORDER)
     output = reader.match_output_projection(context, labels, order)
     starts = np.cumsum([0, *(part.num_heads for part in parts)])
     reused = tuple(
@@ -373,7 +377,7 @@ def _make_block(
     )
     output = reader.match_output_projection(read.context, labels, order)
     parts = (q, k, v, softmax.content, output)
-    made = [node for part in parts if part is not None for node in part.nodes]
+    projection_nodes = [node for part in parts if part is not None for node in part.nodes]
     assert isinstance(product.graph, ir.Graph)
     return AttentionBlock(
         name="",
@@ -391,7 +395,7 @@ def _make_block(
         probabilities=softmax.probabilities,
         context=read.context,
         context_axes=softmax.context_axes,
-        nodes=tuple(dict.fromkeys((*nodes, *made))),
+        nodes=tuple(dict.fromkeys((*nodes, *projection_nodes))),
         idiom=idiom,
         position=_position(q, k, read.steps, reader),
         reused=softmax.reused,
@@ -400,20 +404,20 @@ def _make_block(
 
 
 def _context_labels(
-    shape: tuple[int, ...], known: tuple[int, int, int], axes: Sequence[int] | None
+    shape: tuple[int, ...], sizes: tuple[int, int, int], axes: Sequence[int] | None
 ) -> tuple[np.ndarray, tuple[int, int, int, int]]:
     """Labels in (B, H, S, V) order, in the layout of the context.
 
     Args:
         shape: The shape of the context.
-        known: B, H and V.
+        sizes: B, H and V.
         axes: The permutation of the context to (B, H, S, V) or (B*H, S, V); None for the output
             (B, S, H*V) or (B, H, S, V) of a fused operator.
 
     Returns:
         The labels, and B, H, S and V.
     """
-    batch, heads, size = known
+    batch, heads, size = sizes
     count = math.prod(shape)
     length = count // (batch * heads * size)
     if count != batch * heads * length * size:
@@ -448,12 +452,12 @@ def _by_head(bias: ir.Value, reader: LayoutReader) -> bool:
 
 def _repeat_heads(projection: Projection, heads: int, role: str) -> Projection:
     """Repeat key/value heads that several query heads share, once per query head."""
-    own = projection.num_heads
-    if own == heads:
+    count = projection.num_heads
+    if count == heads:
         return projection
-    if own == 0 or heads % own:
-        raise MatchFailure(f"{heads} query heads cannot share {own} {role} heads")
-    times = heads // own
+    if count == 0 or heads % count:
+        raise MatchFailure(f"{heads} query heads cannot share {count} {role} heads")
+    times = heads // count
     terms = [_repeat_arrays(term, times) for term in projection.rotary_terms]
     return replace(
         _repeat_arrays(projection, times),
@@ -489,8 +493,8 @@ def _split_content(
             content = reader.match_projection(steps[0].value, "content", axes=product.key_axes)
         except (MatchFailure, ValueError):  # ValueError: it has fewer axes than the keys
             return tuple(steps), None
-        own = content.weight is not None and content.input is k.input
-        if own and content.head_size == 1:
+        is_of_keys = content.weight is not None and content.input is k.input
+        if is_of_keys and content.head_size == 1:
             return tuple(steps[1:]), content
     return tuple(steps), None
 
@@ -499,8 +503,8 @@ def _mark_entangled(step: LogitStep, q: Projection, k: Projection) -> LogitStep:
     """Mark a bias that is computed from the block's queries or keys (DeBERTa, Transformer-XL)."""
     if not isinstance(step, PositionBias):
         return step
-    made = [node.outputs[0] for part in (q, k) for node in part.nodes[:1]]
-    return replace(step, entangled=any(depends_on(step.value, value) for value in made))
+    products = [node.outputs[0] for part in (q, k) for node in part.nodes[:1]]
+    return replace(step, entangled=any(depends_on(step.value, value) for value in products))
 
 
 def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:

@@ -130,7 +130,7 @@ class LayoutReader:
             axes = range(len(trace.shape))
         terms, cached = split_heads(trace, axes, heads, role)
         # Phi-3 joins the rotated elements with those without rotation, of which there are none.
-        terms = {turn: by_head for turn, by_head in terms.items() if by_head.is_used} or terms
+        terms = {factor: term for factor, term in terms.items() if term.is_used} or terms
         past = None if cached is None else broadcast_layout_of(*cached, self.info, role)
         layout = "B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K"
         if trace.source is None:
@@ -143,9 +143,12 @@ class LayoutReader:
         source_input, sequence_first = self._whole(source.tokens, first.sequence_first)
         dtype, product = constant_type(source.weight), None
         if source.product is not None:
-            known = self.info.known[source.product]
-            is_flat = known.shape[:-1] != self.shape(source_input)[:-1]
-            dtype, product = known.dtype, QuantizedProduct(source.product, known.shape[-1], is_flat)
+            tensor = self.info.known[source.product]
+            is_flat = tensor.shape[:-1] != self.shape(source_input)[:-1]
+            dtype, product = (
+                tensor.dtype,
+                QuantizedProduct(source.product, tensor.shape[-1], is_flat),
+            )
         lengths = (length, count // length) if sequence_first else (count // length, length)
         return Projection(
             input=source_input,
@@ -266,8 +269,8 @@ class LayoutReader:
         output = product.outputs[0]
         if product.op_type == "Gemm" and len(product.inputs) > 2 and product.inputs[2] is not None:
             bias = product.inputs[2]
-            one = product.attributes.get_float("beta", 1.0) == 1.0
-            if not (one and is_constant(bias) and math.prod(self.shape(bias)[:-1]) == 1):
+            is_unscaled = product.attributes.get_float("beta", 1.0) == 1.0
+            if not (is_unscaled and is_constant(bias) and math.prod(self.shape(bias)[:-1]) == 1):
                 raise MatchFailure(f"{describe(product)} adds a value that is not a bias")
             return bias, output, ()
         add = only_consumer(output)
@@ -307,7 +310,7 @@ class LayoutReader:
             inner = self.trace(first, role, reach - 1)
             order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
             moved = self.apply_layout(node, order, value.index() or 0)
-            return inner.map_terms(lambda labels: labels.take(moved)).append_node(node)
+            return inner.map_terms(lambda term: term.take(moved)).append_node(node)
         for norm in NORMS:
             if (match := norm(node, self.info)) is not None:
                 inner = self.trace(match.value, role, reach - 1)
@@ -340,8 +343,8 @@ class LayoutReader:
                 "not the output of a projection, and a cache has four axes"
             )
         zeros = np.zeros(shape, np.int64)
-        labels = ElementMap(zeros, zeros, np.zeros(shape), np.ones(shape), factor_index)
-        return LinearTrace(None, 1.0, {PositionFactor(value, past=True): labels}, ())
+        term = ElementMap(zeros, zeros, np.zeros(shape), np.ones(shape), factor_index)
+        return LinearTrace(None, 1.0, {PositionFactor(value, past=True): term}, ())
 
     def _source(self, node: ir.Node, role: str) -> LinearTrace:
         """Start a trace at a product: label its columns and tokens."""
@@ -376,12 +379,14 @@ class LayoutReader:
         return self._numbered(product, (*sizes[:2], columns[1]))
 
     def _numbered(self, product: Linear, shape: tuple[int, ...]) -> LinearTrace:
-        one, zero = np.array(1.0), np.array(0.0)
-        labels = ElementMap(product.columns, product.rows, one, zero, np.array(0))
+        """The trace of a product itself: each element has its own column and token."""
+        gain = np.array(1.0)
+        offset = np.array(0.0)
+        term = ElementMap(product.columns, product.rows, gain, offset, np.array(0))
         if product.scale == 0.0:
             raise MatchFailure(f"{describe(product.node)} multiplies by zero")
         return LinearTrace(
-            product, product.scale, {None: labels.broadcast_to(shape)}, (product.node,)
+            product, product.scale, {None: term.broadcast_to(shape)}, (product.node,)
         )
 
     def _arithmetic(self, node: ir.Node, role: str, reach: int) -> LinearTrace:
@@ -469,8 +474,12 @@ class LayoutReader:
         """
         if is_constant(value):
             return constant_array(value)
-        known = self.info.constant(value)
-        return known if known is not None and (known.size == 1 or _is_of_weights(value)) else None
+        elements = self.info.constant(value)
+        return (
+            elements
+            if elements is not None and (elements.size == 1 or _is_of_weights(value))
+            else None
+        )
 
     def _with_constant(
         self, node: ir.Node, inner: LinearTrace, constant: np.ndarray, left: bool, role: str
@@ -479,7 +488,7 @@ class LayoutReader:
             shape = np.broadcast_shapes(inner.shape, constant.shape)
         except ValueError as error:
             raise MatchFailure(f"{describe(node)} does not fit the {role}: {error}") from error
-        inner = inner.map_terms(lambda labels: labels.broadcast_to(shape))
+        inner = inner.map_terms(lambda term: term.broadcast_to(shape))
         if node.op_type in ("Mul", "Div"):
             with np.errstate(divide="ignore"):
                 factor = constant if node.op_type == "Mul" else 1.0 / constant
@@ -533,9 +542,11 @@ def _is_of_weights(value: ir.Value) -> bool:
             continue
         if node is None or node.op_type in ("Shape", "Size") or len(seen) > 4 * REACH:
             return False
-        read = [one for one in node.inputs if one is not None and one not in seen]
-        pending += read
-        seen.update(read)
+        operands = [
+            operand for operand in node.inputs if operand is not None and operand not in seen
+        ]
+        pending += operands
+        seen.update(operands)
     return True
 
 
@@ -549,7 +560,9 @@ def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
     if data is None or starts is None or ends is None or (steps is not None and steps.min() < 0):
         return False
     axes = np.arange(ends.size) if axes is None else axes
-    bounds = [(int(b), int(a)) for each in (starts, ends) for b, a in zip(each, axes, strict=True)]
+    bounds = [
+        (int(b), int(a)) for limits in (starts, ends) for b, a in zip(limits, axes, strict=True)
+    ]
     return any(data.shape[axis] < abs(bound) < ENDLESS for bound, axis in bounds)
 
 

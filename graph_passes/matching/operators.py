@@ -73,7 +73,7 @@ class _Operand:
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> _Operand:
         """Apply a function to each array of the element maps."""
-        return replace(self, trace=self.trace.map_terms(lambda labels: labels.map(change)))
+        return replace(self, trace=self.trace.map_terms(lambda term: term.map(change)))
 
     def split_heads(self, heads: int) -> _Operand:
         """Split (B, T, H*K) into (B, H, T, K)."""
@@ -213,8 +213,8 @@ def multi_head_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
         query = query.add_bias(array[:width])
         if k is None or len(reader.shape(k)) != 4:  # operands (B, H, T, K) include the bias
             key, value = key.add_bias(array[width : 2 * width]), value.add_bias(array[2 * width :])
-    made = {part.trace.source and part.trace.source.tokens for part in (query, key)}
-    if node.attributes.get_int("unidirectional", 0) and len(made) > 1:
+    sources = {part.trace.source and part.trace.source.tokens for part in (query, key)}
+    if node.attributes.get_int("unidirectional", 0) and len(sources) > 1:
         raise MatchFailure(f"{describe(node)} is causal over the keys of another input")
     key, value = key.prepend_past(past_key), value.prepend_past(past_value)
     return _fused(node, query, key, value, _microsoft_steps(node, reader, mask, added))

@@ -81,10 +81,10 @@ def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]
     )
     common = [letter for letter in token_letters if letter in weight_letters]
     free = [letter for letter in weight_letters if letter not in token_letters]
-    kept = [letter for letter in token_letters if letter not in weight_letters]
-    if not common or not kept or token_letters[-len(common) :] != "".join(common):
+    token_axes = [letter for letter in token_letters if letter not in weight_letters]
+    if not common or not token_axes or token_letters[-len(common) :] != "".join(common):
         return None
-    if any(letter in out for letter in common) or sorted(out) != sorted([*kept, *free]):
+    if any(letter in out for letter in common) or sorted(out) != sorted([*token_axes, *free]):
         return None
     sizes, shape = shape_of(tokens), constant_shape(weight)
     length = {
@@ -106,7 +106,7 @@ def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]
         tuple(weight_letters.index(letter) for letter in common),
         math.prod(length[letter] for letter in common),
         numbered(free),
-        numbered(kept),
+        numbered(token_axes),
         1.0,
     )
 

@@ -50,8 +50,8 @@ def quantized_linear(value: ir.Value, info: ShapeInfo) -> Linear | None:
     Scales, zero points and vectors that are multiplied or added are part of the product. A scalar
     factor of a product in floating point is not: it may be the scale of the attention.
     """
-    known = info.known.get(value)
-    if known is None or not known.dtype.is_floating_point() or len(known.shape) < 2:
+    tensor = info.known.get(value)
+    if tensor is None or not tensor.dtype.is_floating_point() or len(tensor.shape) < 2:
         return None
     node = _product(value, info, REACH)
     return None if node is None else _linear(node, value, info)
@@ -140,8 +140,8 @@ def _is_cast_from_integers(value: ir.Value | None, info: ShapeInfo) -> bool:
     node = None if value is None else value.producer()
     if node is None or node.op_type != "Cast" or node.inputs[0] is None:
         return False
-    known = info.known.get(node.inputs[0])
-    return known is not None and not known.dtype.is_floating_point()
+    tensor = info.known.get(node.inputs[0])
+    return tensor is not None and not tensor.dtype.is_floating_point()
 
 
 def _above(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:

@@ -57,7 +57,7 @@ class HeadSources:
 
 
 def head_sources(
-    value: ir.Value, known: Collection[ir.Value], info: ShapeInfo, reach: int = REACH
+    value: ir.Value, probabilities: Collection[ir.Value], info: ShapeInfo, reach: int = REACH
 ) -> HeadSources | None:
     """Trace the heads of a value to known probabilities; None if it contains anything else.
 
@@ -67,7 +67,7 @@ def head_sources(
     shape, node = info.shape(value), value.producer()
     if shape is None or len(shape) != 4:
         return None
-    if value in known or (node is not None and _splits_heads(node, known, info)):
+    if value in probabilities or (node is not None and _splits_heads(node, probabilities, info)):
         return HeadSources((value,) * shape[HEADS], np.arange(shape[HEADS]))
     if node is None or reach == 0 or node.domain:
         return None
@@ -76,12 +76,19 @@ def head_sources(
         return None
     match node.op_type:
         case "Identity" | "Cast":
-            return head_sources(first, known, info, reach - 1)
+            return head_sources(first, probabilities, info, reach - 1)
         case "Gather" | "Slice" | "Split":
-            inner, index = head_sources(first, known, info, reach - 1), _selected(value, info)
+            inner, index = (
+                head_sources(first, probabilities, info, reach - 1),
+                _selected(value, info),
+            )
             return None if inner is None or index is None else inner.take(index)
         case "Concat" if _is_of_heads(node):
-            parts = [head_sources(v, known, info, reach - 1) for v in node.inputs if v is not None]
+            parts = [
+                head_sources(v, probabilities, info, reach - 1)
+                for v in node.inputs
+                if v is not None
+            ]
             whole = [part for part in parts if part is not None]
             if len(whole) < len(parts):
                 return None
@@ -91,9 +98,9 @@ def head_sources(
             return None
 
 
-def _splits_heads(node: ir.Node, known: Collection[ir.Value], info: ShapeInfo) -> bool:
+def _splits_heads(node: ir.Node, probabilities: Collection[ir.Value], info: ShapeInfo) -> bool:
     """Reshape of known (B*H, S, T) to (B, H, S, T)."""
-    if node.op_type != "Reshape" or node.inputs[0] not in known:
+    if node.op_type != "Reshape" or node.inputs[0] not in probabilities:
         return False
     before, after = info.shape(node.inputs[0]), info.shape(node.outputs[0])
     return before is not None and after is not None and before[-2:] == after[-2:]
@@ -130,9 +137,9 @@ def _gathered(node: ir.Node, heads: np.ndarray) -> np.ndarray | None:
 
 def _sliced(node: ir.Node, heads: np.ndarray, info: ShapeInfo) -> np.ndarray | None:
     """The heads of a Slice of this axis alone; its bounds are inputs from opset 10 on."""
-    given = [info.elements(value) for value in node.inputs[1:]]
-    numbers = [int(a.reshape(())) for a in given if a is not None and a.size == 1]
-    if len(numbers) < max(3, len(given)):
+    bounds = [info.elements(value) for value in node.inputs[1:]]
+    numbers = [int(a.reshape(())) for a in bounds if a is not None and a.size == 1]
+    if len(numbers) < max(3, len(bounds)):
         return None
     start, end, axis, step = (*numbers, 1)[:4]
     return heads[start:end:step] if axis in (HEADS, HEADS - 4) and step > 0 else None
@@ -143,17 +150,19 @@ def _is_of_heads(node: ir.Node) -> bool:
     return node.attributes.get_int("axis", default) in (HEADS, HEADS - 4)
 
 
-def reused_heads(sources: HeadSources, own: ir.Value | None, node: ir.Node) -> tuple[Reused, ...]:
-    """The reused heads: those from values other than ``own``.
+def reused_heads(
+    sources: HeadSources, own_probabilities: ir.Value | None, node: ir.Node
+) -> tuple[Reused, ...]:
+    """The reused heads: those from values other than ``own_probabilities``.
 
     Raises:
-        MatchFailure: The heads of ``own`` are incomplete or out of order.
+        MatchFailure: The own heads are incomplete or out of order.
     """
-    mine = np.array([value is own for value in sources.values], bool)
-    kept = sources.heads[mine]
-    if own is not None and not np.array_equal(kept, np.arange(len(kept))):
+    is_own = np.array([value is own_probabilities for value in sources.values], bool)
+    own_heads = sources.heads[is_own]
+    if own_probabilities is not None and not np.array_equal(own_heads, np.arange(len(own_heads))):
         raise MatchFailure(f"{describe(node)} reorders the heads of a softmax")
-    others = dict.fromkeys(value for value in sources.values if value is not own)
+    others = dict.fromkeys(value for value in sources.values if value is not own_probabilities)
     return tuple(_taken(sources, value) for value in others)
 
 

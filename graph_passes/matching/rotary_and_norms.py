@@ -57,9 +57,9 @@ def apply_position_factor(
     except ValueError as error:
         raise MatchFailure(f"{describe(node)} does not fit the {role}: {error}") from error
     factor_index = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), spread)
-    labels = inner.terms[None].broadcast_to(spread)
+    term = inner.terms[None].broadcast_to(spread)
     return replace(
-        inner, terms={PositionFactor(factor): replace(labels, factor_index=factor_index)}
+        inner, terms={PositionFactor(factor): replace(term, factor_index=factor_index)}
     ).append_node(node)
 
 
@@ -98,11 +98,11 @@ def apply_rotary_operator(
         )
     if node.attributes.get_float("scale", 1.0) != 1.0:
         raise MatchFailure(f"{describe(node)} scales the {role} in addition to the rotation")
-    labels = inner.terms[None]
+    by_head = inner.terms[None]
     if len(inner.shape) == 3:  # B T H*K
-        labels = labels.map(lambda array: split_last_axis(array, heads))
+        by_head = by_head.map(lambda array: split_last_axis(array, heads))
     terms = rotate_heads(
-        node, labels, PositionFactor(cos, positions), PositionFactor(sin, positions), info
+        node, by_head, PositionFactor(cos, positions), PositionFactor(sin, positions), info
     )
     if len(inner.shape) == 3:
         terms = {
@@ -113,22 +113,22 @@ def apply_rotary_operator(
 
 
 def rotate_heads(
-    node: ir.Node, labels: ElementMap, cos: PositionFactor, sin: PositionFactor, info: ShapeInfo
+    node: ir.Node, heads: ElementMap, cos: PositionFactor, sin: PositionFactor, info: ShapeInfo
 ) -> dict[PositionFactor | None, ElementMap]:
     """The terms of heads (B, H, T, K) after the rotation given by a node's attributes."""
-    size, length = labels.columns.shape[-1], labels.columns.shape[-2]
+    length, size = heads.columns.shape[-2:]
     interleaved = node.attributes.get_int("interleaved", 0)
     interleaved = node.attributes.get_int("rotary_interleaved", interleaved)
     width = _looked_up_shape(cos, info, length)[-1]
     count = node.attributes.get_int("rotary_embedding_dim", 0) or min(size, 2 * width)
     if count % 2 or count > size or width * 2 < count:
         raise MatchFailure(f"{describe(node)} rotates {count} of {size} elements by {width} angles")
-    each, half = np.arange(count), count // 2
+    elements, half = np.arange(count), count // 2
     if interleaved:
-        angle, partner, sign = each // 2, each ^ 1, np.where(each % 2, 1.0, -1.0)
+        angle, partner, sign = elements // 2, elements ^ 1, np.where(elements % 2, 1.0, -1.0)
     else:
-        angle, partner = each % half, (each + half) % count
-        sign = np.where(each < half, -1.0, 1.0)
+        angle, partner = elements % half, (elements + half) % count
+        sign = np.where(elements < half, -1.0, 1.0)
     rest = np.arange(size) >= count
     pad = (0, size - count)
     angle, partner, sign = np.pad(angle, pad), np.pad(partner, pad), np.pad(sign, pad)
@@ -142,13 +142,13 @@ def rotate_heads(
             raise MatchFailure(
                 f"{describe(node)} has angles of shape {shape}, expected (B, T, K/2)"
             )
-        rows = np.arange(labels.columns.shape[0])[:, None, None, None] % shape[0] * shape[1]
+        rows = np.arange(heads.columns.shape[0])[:, None, None, None] % shape[0] * shape[1]
         rows = rows + np.arange(length)[None, None, :, None] % shape[1]
-        factor_index = np.broadcast_to(rows * shape[2] + angle, labels.columns.shape)
-        picked = labels.map(partial(np.take, indices=source, axis=-1))
+        factor_index = np.broadcast_to(rows * shape[2] + angle, heads.columns.shape)
+        picked = heads.map(partial(np.take, indices=source, axis=-1))
         terms[factor] = replace(picked.scaled_by(gain), factor_index=factor_index)
     if rest.any():
-        terms[None] = labels.scaled_by(np.where(rest, 1.0, 0.0))
+        terms[None] = heads.scaled_by(np.where(rest, 1.0, 0.0))
     return terms
 
 
@@ -460,7 +460,7 @@ def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -
     if inner.source is None or any(factor and factor.past for factor in inner.terms):
         raise MatchFailure(f"{describe(node)} normalizes a {role} that holds a cache")
     length = inner.shape[-1]
-    rows = [labels.map(lambda array: array.reshape(-1, length)) for labels in inner.terms.values()]
+    rows = [term.map(lambda array: array.reshape(-1, length)) for term in inner.terms.values()]
     used = np.hstack([term.used for term in rows])
     tokens = np.hstack([term.tokens for term in rows])
     token = np.take_along_axis(tokens, used.argmax(axis=1)[:, None], axis=1)
@@ -490,10 +490,12 @@ def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -
     weight = np.ones(1) if match.weight is None else _vector(node, match.weight, role)
     bias = np.zeros(1) if match.bias is None else _vector(node, match.bias, role)
     of_token = token.reshape(*inner.shape[:-1], 1)
-    made = ElementMap(fresh, of_token, weight, bias, np.zeros((), np.int64))
-    made = made.broadcast_to(inner.shape)
+    normalized = ElementMap(fresh, of_token, weight, bias, np.zeros((), np.int64))
+    normalized = normalized.broadcast_to(inner.shape)
     traced = TracedNorm(norm, {} if inner.has_no_factor else terms)
-    return replace(inner, scale=match.factor, terms={None: made}, norm=traced).append_node(node)
+    return replace(inner, scale=match.factor, terms={None: normalized}, norm=traced).append_node(
+        node
+    )
 
 
 def _factors_by_group(
@@ -501,10 +503,10 @@ def _factors_by_group(
 ) -> np.ndarray:
     """The factor indices (N, G, L) of the groups of each token, given rows (M, L) of both."""
     index = np.zeros((count, int(group.max()) + 1, term.columns.shape[1]), np.int64)
-    found = np.zeros(index.shape[:2], bool)
-    index[token, group], found[token, group] = term.factor_index, True
+    is_filled = np.zeros(index.shape[:2], bool)
+    index[token, group], is_filled[token, group] = term.factor_index, True
     alike = (index[token, group] == term.factor_index) | ~term.used
-    if not (found.all() and alike.all()):
+    if not (is_filled.all() and alike.all()):
         raise MatchFailure(f"{describe(node)} normalizes a {role} that depends on the token")
     return index
 

@@ -71,10 +71,10 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
     Raises:
         MatchFailure: There are two products, or the axis is not that of the keys.
     """
-    found = _find_scores(softmax.logits, reader, REACH, {})
-    if found is None:
+    path = _find_scores(softmax.logits, reader, REACH, {})
+    if path is None:
         return None
-    product, chain = found
+    product, chain = path
     sizes = reader.shape(product.node.outputs[0])
     shape = (math.prod(sizes[:-2]), sizes[-2], sizes[-1])
     stages = [np.arange(math.prod(sizes)).reshape(sizes)]
@@ -96,7 +96,7 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
             key_axes=product.query_axes,
         )
         heads, s, t = shape
-        stages = [(each // t % s) + s * (each % t + t * (each // (s * t))) for each in stages]
+        stages = [(stage // t % s) + s * (stage % t + t * (stage // (s * t))) for stage in stages]
         shape = (heads, t, s)
     elif not by_key:
         name = softmax.probabilities.name
@@ -142,18 +142,18 @@ def _search_scores(
         reading = idiom(node, reader.info)
         if reading is None:
             continue
-        found = [
+        paths = [
             (candidate, inner)
             for candidate in reading.candidates
             if (inner := _find_scores(candidate, reader, reach - 1, tried)) is not None
         ]
-        if len(found) > 1:
+        if len(paths) > 1:
             raise MatchFailure(
                 f"{describe(node)} adds two products of queries and keys: expected one"
             )
-        if not found:
+        if not paths:
             return None
-        candidate, (product, chain) = found[0]
+        candidate, (product, chain) = paths[0]
         return product, (*chain, _Link(node, reading.step(candidate)))
     return None
 
@@ -247,7 +247,7 @@ def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutRead
             raise MatchFailure(
                 f"{describe(node)} is a dropout in training mode: export in evaluation mode"
             )
-        step = next((found for idiom in PROBABILITY_IDIOMS if (found := idiom(value))), ())
+        step = next((chain for idiom in PROBABILITY_IDIOMS if (chain := idiom(value))), ())
         if not step:
             raise MatchFailure(f"no product with values reads the probabilities {value.name!r}")
         nodes += step
@@ -257,28 +257,31 @@ def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutRead
         probabilities = value if _plain(labels, logits.shape) else probabilities
 
 
-def _first(found: Sequence[ContextMatch]) -> ContextMatch:
+def _first(contexts: Sequence[ContextMatch]) -> ContextMatch:
     """The match whose product is executed first."""
-    if len(found) == 1:
-        return found[0]
-    by_node = {context.product.node: context for context in found}
-    graph = found[0].product.node.graph
+    if len(contexts) == 1:
+        return contexts[0]
+    by_node = {context.product.node: context for context in contexts}
+    graph = contexts[0].product.node.graph
     assert graph is not None
-    return next((by_node[node] for node in graph if node in by_node), found[0])
+    return next((by_node[node] for node in graph if node in by_node), contexts[0])
 
 
-def _joined(own: ir.Value, reader: LayoutReader) -> ContextMatch | None:
+def _joined(probabilities: ir.Value, reader: LayoutReader) -> ContextMatch | None:
     """Match a Concat of these probabilities (B, H, S, T) with heads of other blocks."""
-    shape = reader.info.shape(own)
-    for node, _ in own.uses():
+    shape = reader.info.shape(probabilities)
+    for node, _ in probabilities.uses():
         axis = node.attributes.get_int("axis", 0) if node.op_type == "Concat" else 0
         if shape is None or len(shape) != 4 or axis not in (1, -3):
             continue
         value = node.outputs[0]
         read = [context_product(user, value, (0, 1, 2, 3), reader.info) for user, _ in value.uses()]
         if products := [product for product in read if product is not None]:
-            found = [ContextMatch((node,), value, each, joined=node, own=own) for each in products]
-            return _first(found)
+            contexts = [
+                ContextMatch((node,), value, product, joined=node, own=probabilities)
+                for product in products
+            ]
+            return _first(contexts)
     return None
 
 
@@ -295,13 +298,13 @@ def _products(
     if order is None:
         return []
     read = [context_product(node, value, order, reader.info) for node, _ in value.uses()]
-    found = [product for product in read if product is not None]
-    for product in found:
+    products = [product for product in read if product is not None]
+    for product in products:
         if not _runs_over(labels, product.contracted, shape, 2):
             raise MatchFailure(
                 f"{describe(product.node)} sums probabilities over another axis than the keys"
             )
-    return found
+    return products
 
 
 def _drops_at_random(value: ir.Value, reader: LayoutReader) -> ir.Node | None:

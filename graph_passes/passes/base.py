@@ -230,15 +230,15 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         by_name = {block.name: block for block in self.find(context)}
         for name, params in self.targets.items():
             if (block := by_name.get(name)) is None:
-                known = ", ".join(list(by_name)[:8]) or "none"
+                names = ", ".join(list(by_name)[:8]) or "none"
                 raise CannotRewrite(
-                    f"{name}: no {self.noun} has this name; the model has {known}"
+                    f"{name}: no {self.noun} has this name; the model has {names}"
                     + (", ..." if len(by_name) > 8 else ""),
                     "use one of the names",
                     code="rewrite.unknown_block",
                 )
             if self.changes(block, params) and (refusal := self.refusal(block, params, context)):
-                raise CannotRewrite(f"{name}: {refusal}", "leave this layer out", code=refusal.code)
+                raise refusal.error(name, "leave this layer out")
 
     def rewrite_graph(self, context: GraphContext) -> bool:
         model = context.model
@@ -306,11 +306,11 @@ class FeedForwardPass(BlockPass[FeedForwardBlock, Params]):
         return context.get(find_feed_forward)
 
 
-def _require_keys(name: str, content: Mapping[str, Any], known: set[str]) -> None:
-    unknown = sorted(content.keys() - known)
+def _require_keys(name: str, content: Mapping[str, Any], expected: set[str]) -> None:
+    unknown = sorted(content.keys() - expected)
     if unknown:
         raise InvalidArgument(
-            f"{name}: unknown key {unknown[0][:100]!r}, expected {', '.join(sorted(known))}",
+            f"{name}: unknown key {unknown[0][:100]!r}, expected {', '.join(sorted(expected))}",
             "remove the key, or use the version of attnserve that wrote it",
             code="pass.params",
         )
@@ -346,14 +346,14 @@ def pass_named(name: str) -> type[RewritePass]:
     Raises:
         InvalidArgument: There is none.
     """
-    known = registered_passes()
-    if name not in known:
+    passes = registered_passes()
+    if name not in passes:
         raise InvalidArgument(
-            f"unknown rewrite {name[:100]!r}: expected one of {', '.join(known)}",
+            f"unknown rewrite {name[:100]!r}: expected one of {', '.join(passes)}",
             "use one of these names",
             code="pass.unknown",
         )
-    return known[name]
+    return passes[name]
 
 
 def targets_of(rewrite: RewritePass) -> Mapping[str, Any]:

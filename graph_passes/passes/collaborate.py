@@ -35,7 +35,11 @@ from graph_passes.factorize.rotary import RotaryFactors, shared_keys, truncated_
 from graph_passes.factorize.sparse import sparse_factors
 from graph_passes.matching.layout import only_consumer
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
-from graph_passes.passes.conditions import no_probabilities, quantized_weights, rotary_or_norm
+from graph_passes.passes.conditions import (
+    no_probabilities,
+    refuse_quantized_weights,
+    rotary_or_norm,
+)
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 from graph_passes.passes.invariants import CacheShape
 
@@ -206,8 +210,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
         width = None
         if block.k.past is not None and isinstance(factors, CollaborativeFactors):
             width = cache_width(factors)
-        own = {"rank": factors.rank, "head_size": params.head_size, "cache_width": width}
-        return super().sizes(name, block) | own
+        shared = {"rank": factors.rank, "head_size": params.head_size, "cache_width": width}
+        return super().sizes(name, block) | shared
 
     def approximation_error(self, name: str) -> float | None:
         factors = self.targets[name].factors
@@ -313,7 +317,7 @@ def collaborate_refusal(
         shared: Heads share their keys; if not, only what each form needs is checked.
     """
     parts = (block.q, block.k)
-    if refusal := quantized_weights(block):
+    if refusal := refuse_quantized_weights(block):
         return refusal
     if not any(part.rotary_terms for part in parts) or not block.q.num_heads:
         return sharing_refusal(block, caches=caches)
@@ -354,7 +358,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
     Args:
         caches: Cached keys may be rewritten too.
     """
-    if refusal := quantized_weights(block):
+    if refusal := refuse_quantized_weights(block):
         return refusal
     if not block.q.num_heads:
         return Refusal("no_own_heads", "all its heads reuse the probabilities of another layer")

@@ -14,14 +14,14 @@ __all__ = [
     "caller_reads",
     "no_output_projection",
     "no_probabilities",
-    "quantized_weights",
+    "refuse_quantized_weights",
     "reused_elsewhere",
     "rotary_or_norm",
 ]
 
 
-def quantized_weights(block: AttentionBlock) -> Refusal | None:
-    """Whether a weight of the block is quantized."""
+def refuse_quantized_weights(block: AttentionBlock) -> Refusal | None:
+    """Why a block with a quantized weight is refused; None if no weight is quantized."""
     for name, part in (("queries", block.q), ("keys", block.k), ("values", block.v)):
         if part.product is not None:
             what = f"its {name} are projected by quantized weights"

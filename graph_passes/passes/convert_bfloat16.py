@@ -180,8 +180,10 @@ def spread_types(model: ir.Model) -> None:
     """Infer missing types; the contributed operators known here keep the type of their input."""
     set_missing_types(model)
     for node in model.graph.all_nodes():
-        known = node.op_type in CONTRIBUTED if node.domain else node.op_type in {*SINCE, *MOVES}
-        if not known or node.op_type in ("Cast", "IsNaN"):
+        is_supported = (
+            node.op_type in CONTRIBUTED if node.domain else node.op_type in {*SINCE, *MOVES}
+        )
+        if not is_supported or node.op_type in ("Cast", "IsNaN"):
             continue
         read = node.inputs[node.op_type == "Where"]
         for value in _computed(node):

@@ -30,7 +30,11 @@ from graph_passes.emit.heads import TOKEN_LAYOUT
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.collaborate import WEAK_FILL
-from graph_passes.passes.conditions import no_output_projection, quantized_weights, rotary_or_norm
+from graph_passes.passes.conditions import (
+    no_output_projection,
+    refuse_quantized_weights,
+    rotary_or_norm,
+)
 from graph_passes.passes.invariants import Interface
 
 __all__ = ["IDIOMS", "FuseAttention", "fusion_refusal"]
@@ -143,7 +147,7 @@ def fusion_refusal(
             f"its projections hold {names}, and the operator takes one of float and half types",
         )
     if projects_inside and any(part.product is not None for part in parts):
-        return quantized_weights(block)
+        return refuse_quantized_weights(block)
     if projects_inside and not block.q.input is block.k.input is block.v.input:
         return Refusal(
             "tokens_differ", "its queries, keys and values are not projected from the same tokens"

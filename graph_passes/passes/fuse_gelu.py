@@ -164,12 +164,16 @@ def _evaluated(
                 inputs.append(arrays[value])
             elif is_constant(value):
                 inputs.append(constant_array(value))
-            elif (known := info.constant(value)) is not None:
-                inputs.append(known)
+            elif (constant := info.constant(value)) is not None:
+                inputs.append(constant)
             else:
                 return {}
-        if _is_float_cast(node) and (given := inputs[0]) is not None and given.dtype.kind == "f":
-            arrays[node.outputs[0]] = given
+        if (
+            _is_float_cast(node)
+            and (operand := inputs[0]) is not None
+            and operand.dtype.kind == "f"
+        ):
+            arrays[node.outputs[0]] = operand
             continue
         try:
             outputs = evaluate(node, inputs, opsets)

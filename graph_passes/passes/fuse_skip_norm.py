@@ -115,9 +115,9 @@ def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
     product, residual = total.inputs
     bias: ir.Value | None = None
     for place in (0, 1):
-        found = _without_bias(total.inputs[place], size, info)
-        if found is not None:
-            (product, bias), residual = found, total.inputs[1 - place]
+        branch = _without_bias(total.inputs[place], size, info)
+        if branch is not None:
+            (product, bias), residual = branch, total.inputs[1 - place]
             break
     # A constant may be the output of a node after the addition.
     gain, shift = (_copied(make, value) for value in (gain, rest[0] if rest else None))

@@ -19,7 +19,7 @@ from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shap
 from graph_passes.passes.conditions import (
     caller_reads,
     no_output_projection,
-    quantized_weights,
+    refuse_quantized_weights,
     reused_elsewhere,
 )
 from graph_passes.passes.skip_attention import AffineMap, emit_skip, skip_refusal
@@ -65,7 +65,7 @@ class PruneHeads(AttentionPass[HeadMask]):
         cls, block: AttentionBlock, params: Sequence[int] | None, context: GraphContext
     ) -> Refusal | None:
         refusal = (
-            quantized_weights(block)
+            refuse_quantized_weights(block)
             or caller_reads(block)
             or no_output_projection(block)
             or reused_elsewhere(block, cls.find(context))
@@ -96,15 +96,15 @@ def check_mask(
         )
 
 
-def _keep_heads(block: AttentionBlock, kept: np.ndarray, info: ShapeInfo) -> None:
+def _keep_heads(block: AttentionBlock, heads: np.ndarray, info: ShapeInfo) -> None:
     """Replace a block by some of its heads, or by its bias if there are none."""
     assert block.output is not None
-    if not len(kept):
+    if not len(heads):
         width = block.output.matrix().shape[1]
         bias = np.broadcast_to(block.output.offset(), (width,))
         emit_skip(block, AffineMap(None, bias), info)
         return
     make = Inserter(block.graph, block.output.nodes[-1], f"{block.name}/pruned")
-    probabilities = emit_probabilities(make, block, kept, info)
-    context = emit_context(make, block, [(probabilities, kept)], info)
-    emit_output(make, block, context, kept, info)
+    probabilities = emit_probabilities(make, block, heads, info)
+    context = emit_context(make, block, [(probabilities, heads)], info)
+    emit_output(make, block, context, heads, info)

@@ -112,9 +112,9 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
 
     def check(self, context: GraphContext) -> None:
         super().check(context)
-        kept = self._kept(self._changed(context))
-        cuts = _cuts(kept)
-        for block, _ in kept:
+        selection = self._selection(self._changed(context))
+        cuts = _cuts(selection)
+        for block, _ in selection:
             if reader := _read_elsewhere(block, cuts):
                 raise CannotRewrite(
                     f"{block.name}: {reader.name or reader.op_type} shares its weights and is not "
@@ -124,13 +124,14 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
                 )
 
     def rewrite(self, targets: FeedForwardTargets[Sequence[int]], context: GraphContext) -> None:
-        kept = self._kept(targets)
+        selection = self._selection(targets)
         info = small_shapes(context)
         makers = {
-            block: Inserter(block.graph, block.product, f"{block.name}/pruned") for block, _ in kept
+            block: Inserter(block.graph, block.product, f"{block.name}/pruned")
+            for block, _ in selection
         }
-        _cut(_cuts(kept), {at[:2]: makers[b] for b, _ in kept for at in b.operands()})
-        for block, indices in kept:
+        _cut(_cuts(selection), {at[:2]: makers[b] for b, _ in selection for at in b.operands()})
+        for block, indices in selection:
             for node in block.widths:
                 make = Inserter(block.graph, node, f"{block.name}/pruned")
                 _set_width(node, block.num_neurons, len(indices), make, info)
@@ -142,13 +143,15 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
                     value.shape = ir.Shape([*value.shape[:-1], width])
 
     @staticmethod
-    def _kept(targets: FeedForwardTargets[Sequence[int]]) -> list[tuple[FeedForwardBlock, _Kept]]:
+    def _selection(
+        targets: FeedForwardTargets[Sequence[int]],
+    ) -> list[tuple[FeedForwardBlock, _Indices]]:
         return [(block, np.flatnonzero(np.asarray(mask))) for block, mask in targets]
 
 
-_Kept = np.ndarray
+_Indices = np.ndarray
 _Place = tuple[ir.Node, int]
-_Cuts = Mapping[_Place, Mapping[int, _Kept]]
+_Cuts = Mapping[_Place, Mapping[int, _Indices]]
 """For each reader of a constant to cut: the indices to keep, by axis."""
 
 
@@ -162,13 +165,13 @@ def neurons_refusal(block: FeedForwardBlock) -> Refusal | None:
     return None
 
 
-def _cuts(chosen: Sequence[tuple[FeedForwardBlock, _Kept]]) -> _Cuts:
-    cuts: dict[_Place, dict[int, _Kept]] = {}
-    for block, kept in chosen:
+def _cuts(selection: Sequence[tuple[FeedForwardBlock, _Indices]]) -> _Cuts:
+    cuts: dict[_Place, dict[int, _Indices]] = {}
+    for block, neurons in selection:
         for operand in block.operands():
             size = constant_shape(operand.value)[operand.axis]
             starts = np.arange(0, size, block.num_neurons)  # two if gate and up are packed
-            indices = (starts[:, None] + kept).reshape(-1)
+            indices = (starts[:, None] + neurons).reshape(-1)
             cuts.setdefault(operand[:2], {})[operand.axis] = indices
     return cuts
 
@@ -199,7 +202,7 @@ def _cut(cuts: _Cuts, makers: Mapping[_Place, Inserter]) -> None:
         node.replace_input_with(index, copies[key])
 
 
-def _is_cut_alike(root: ir.Value, axes: Mapping[int, _Kept], cuts: _Cuts) -> bool:
+def _is_cut_alike(root: ir.Value, axes: Mapping[int, _Indices], cuts: _Cuts) -> bool:
     aliases = _aliases(root)
     if any(value.is_graph_output() or value.is_graph_input() for value in aliases):
         return False
@@ -210,14 +213,16 @@ def _is_cut_alike(root: ir.Value, axes: Mapping[int, _Kept], cuts: _Cuts) -> boo
 def _read_elsewhere(block: FeedForwardBlock, cuts: _Cuts) -> ir.Node | None:
     """Find a node that reads a weight of the block and is not pruned by the same mask."""
     for operand in block.weights():
-        masks = {kept.tobytes() for kept in cuts[operand[:2]].values()}
+        masks = {indices.tobytes() for indices in cuts[operand[:2]].values()}
         for value in _behind(operand.value):
             tensor = constant_tensor(value)
             if tensor is None or tensor.size <= 1 or not tensor.dtype.is_floating_point():
                 continue
             for node, index in readers(value):
-                own = {kept.tobytes() for kept in cuts.get((node, index), {}).values()}
-                if own != masks:
+                other_masks = {
+                    indices.tobytes() for indices in cuts.get((node, index), {}).values()
+                }
+                if other_masks != masks:
                     return node
     return None
 
@@ -241,14 +246,14 @@ def _is_identity(node: ir.Node) -> bool:
     return node.op_type == "Identity" and not node.domain
 
 
-def _taken(array: np.ndarray, axes: Mapping[int, _Kept]) -> np.ndarray:
-    for axis, kept in axes.items():
-        array = array.take(kept, axis)
+def _taken(array: np.ndarray, axes: Mapping[int, _Indices]) -> np.ndarray:
+    for axis, indices in axes.items():
+        array = array.take(indices, axis)
     return np.ascontiguousarray(array)
 
 
-def _key(axes: Mapping[int, _Kept]) -> object:
-    return frozenset((axis, kept.tobytes()) for axis, kept in axes.items())
+def _key(axes: Mapping[int, _Indices]) -> object:
+    return frozenset((axis, indices.tobytes()) for axis, indices in axes.items())
 
 
 def _set_width(node: ir.Node, old: int, width: int, make: Inserter, info: ShapeInfo) -> None:
@@ -259,9 +264,9 @@ def _set_width(node: ir.Node, old: int, width: int, make: Inserter, info: ShapeI
         bounds = slice_bounds(node, old, info)
         assert bounds is not None
         for index, name in enumerate(("start", "end")):
-            known = info.constant(node.inputs[1 + index])
-            assert known is not None
-            bound = np.full_like(known, bounds[index] // old * width)
+            constant = info.constant(node.inputs[1 + index])
+            assert constant is not None
+            bound = np.full_like(constant, bounds[index] // old * width)
             node.replace_input_with(1 + index, make.constant(bound, name))
     elif "split" in node.attributes:
         node.attributes["split"] = ir.AttrInt64s("split", [width, width])

@@ -28,7 +28,7 @@ from graph_passes.passes.conditions import (
     caller_reads,
     no_output_projection,
     no_probabilities,
-    quantized_weights,
+    refuse_quantized_weights,
     reused_elsewhere,
 )
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
@@ -105,7 +105,9 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         super().check(context)
 
     def requires(self, model: ir.Model) -> None:
-        # Masks are compared in plain operators, so fused blocks are decomposed before the check.
+        # The check compares masks in plain operators, which fused blocks hide: they are decomposed
+        # here, because ``prepare`` runs after the check. Decomposing is exact, so a model whose
+        # reuse is then refused still computes the same.
         sources = {source for heads in self.targets.values() for source, _ in heads.values()}
         with GraphContext.of(model) as context:
             decompose_fused(context, sources | self.targets.keys())
@@ -128,7 +130,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> Refusal | None:
     """Why ``block`` cannot reuse the probabilities of any block of ``earlier``; None if it can."""
     refusal = (
-        quantized_weights(block)
+        refuse_quantized_weights(block)
         or caller_reads(block)
         or no_output_projection(block)
         or heads_refusal(block.v)
@@ -263,10 +265,10 @@ def _reuse(
     assert block.output is not None
     product = block.output.nodes[-1]
     make = Inserter(block.graph, product, f"{block.name}/reuse")
-    own = np.array([head for head in range(block.num_heads) if head not in edges], np.int64)
+    own_heads = np.array([head for head in range(block.num_heads) if head not in edges], np.int64)
     parts: list[tuple[ir.Value, np.ndarray]] = []
-    if len(own):
-        parts.append((emit_probabilities(make, block, own, available.info), own))
+    if len(own_heads):
+        parts.append((emit_probabilities(make, block, own_heads, available.info), own_heads))
         available.put(block, *parts[0])
     for source in dict.fromkeys(source for source, _ in edges.values()):
         value, places = available.of(source, product)

@@ -23,7 +23,7 @@ from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shap
 from graph_passes.passes.conditions import (
     caller_reads,
     no_output_projection,
-    quantized_weights,
+    refuse_quantized_weights,
     reused_elsewhere,
 )
 
@@ -128,7 +128,7 @@ class SkipAttention(AttentionPass[Replacement]):
 
 def skip_refusal(block: AttentionBlock) -> Refusal | None:
     """Why an affine map cannot replace a block; None if it can."""
-    if refusal := quantized_weights(block) or no_output_projection(block):
+    if refusal := refuse_quantized_weights(block) or no_output_projection(block):
         return refusal
     assert block.output is not None
     if not (block.q.by_sequence or block.q.sequence_first):

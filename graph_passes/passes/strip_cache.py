@@ -119,8 +119,8 @@ def _refused(why: str) -> CannotRewrite:
 
 
 def _find_caches(graph: ir.Graph) -> list[_Cache]:
-    found = (_cache(value, graph) for value in graph.inputs)
-    return [cache for cache in found if cache is not None]
+    caches = (_cache(value, graph) for value in graph.inputs)
+    return [cache for cache in caches if cache is not None]
 
 
 def _cache(past: ir.Value, graph: ir.Graph) -> _Cache | None:
@@ -148,7 +148,10 @@ def _presents(caches: list[_Cache]) -> set[ir.Value]:
     """Graph outputs that are joined past and new keys or values."""
     joined = [join.outputs[0] for cache in caches for join in cache.joins]
     copies = [
-        node.outputs[0] for each in joined for node, _ in each.uses() if node.op_type == "Identity"
+        node.outputs[0]
+        for present in joined
+        for node, _ in present.uses()
+        if node.op_type == "Identity"
     ]
     return {value for value in (*joined, *copies) if value.is_graph_output()}
 

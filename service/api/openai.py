@@ -141,7 +141,9 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector per text or list of token ids."""
     engine = acquire_engine(request, body.model)
-    texts = [Encoding(one, [0] * len(one)) if isinstance(one, list) else one for one in body.input]
+    texts = [
+        Encoding(text, [0] * len(text)) if isinstance(text, list) else text for text in body.input
+    ]
     try:
         answer, vectors = await embed_texts(request, engine, texts, body, truncate=False)
     except InvalidField:

@@ -53,7 +53,7 @@ def _texts_of(value: Any) -> Any:
     """The texts of documents, which may be objects with a text."""
     if not isinstance(value, list):
         return value
-    return [one.get("text") if isinstance(one, dict) else one for one in value]
+    return [document.get("text") if isinstance(document, dict) else document for document in value]
 
 
 class CohereDocument(Body):

@@ -59,8 +59,8 @@ class Body(BaseModel):
                 "fields", "expected at most {most} fields", {"most": MAX_FIELDS}
             )
         optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
-        return {name: each for name, each in fields.items()
-                if each is not None or name not in optional}  # fmt: skip
+        return {name: value for name, value in fields.items()
+                if value is not None or name not in optional}  # fmt: skip
 
 
 class Extensible(Body):
@@ -240,15 +240,15 @@ async def run(
         ClientGone: The client disconnected.
     """
     settings: Settings = request.app.state.settings
-    given = request.headers.get("x-timeout-ms", settings.timeout_ms)
+    timeout = request.headers.get("x-timeout-ms", settings.timeout_ms)
     try:
-        timeout_ms = float(given)
+        timeout_ms = float(timeout)
     except ValueError:
         timeout_ms = math.nan
     longest = max(settings.max_timeout_ms, settings.timeout_ms)
     if not 0 < timeout_ms <= longest:
         raise InvalidData(
-            f"x-timeout-ms is {given!r}: expected milliseconds above 0, at most {longest:g}"
+            f"x-timeout-ms is {timeout!r}: expected milliseconds above 0, at most {longest:g}"
         )
     timeout_s = min(timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf)
     deadline = request.state.started + timeout_s

@@ -142,9 +142,9 @@ async def embed_texts(
     """
     artifact, name, dimensions = engine.model.artifact, options.prompt_name, options.dimensions
     if name is not None and name not in artifact.prompts:
-        known = ", ".join(sorted(artifact.prompts)) or "none"
+        prompts = ", ".join(sorted(artifact.prompts)) or "none"
         raise InvalidField(
-            f"prompt_name is {name!r}, but prompts of {engine.name} are {known}",
+            f"prompt_name is {name!r}, but prompts of {engine.name} are {prompts}",
             "leave it out",
             field="prompt_name",
         )
@@ -233,8 +233,8 @@ def _model_and_usage(engine: Engine, tokens: int) -> dict[str, Any]:
 
 def _pairs(body: SimilarityRequest) -> tuple[list[str], Sequence[int], Sequence[int]]:
     """(distinct texts, indices of the left texts, indices of the right texts)."""
-    given = [field is not None for field in (body.pairs, body.source, body.targets)]
-    if given not in ([True, False, False], [False, True, True]):
+    present = [field is not None for field in (body.pairs, body.source, body.targets)]
+    if present not in ([True, False, False], [False, True, True]):
         raise InvalidData(
             "expected either 'pairs', or 'source' and 'targets'",
             'for example {"source": "a text", "targets": ["another"]}',

@@ -82,7 +82,7 @@ def model_statistics(request: Request, name: str) -> Response:
     """Statistics of every version of a model, or of one."""
     version = request.path_params.get("version")
     versions = [version] if version else request.app.state.repository.versions(name)
-    return _statistics(request, [get_engine(request, name, one) for one in versions])
+    return _statistics(request, [get_engine(request, name, number) for number in versions])
 
 
 @model_route(router, "/config", response_model=ModelConfig)
@@ -103,7 +103,7 @@ NO_PARAMETERS = RepositoryRequest()
 async def index(request: Request, body: IndexRequest = NO_FILTER) -> Response:
     """All versions of all models, on disk or loaded; with ``ready`` only those that are ready."""
     entries: list[Entry] = request.app.state.repository.index()
-    return json_response([one for one in entries if one.state == "READY" or not body.ready])
+    return json_response([entry for entry in entries if entry.state == "READY" or not body.ready])
 
 
 @router.post("/repository/models/{name}/load", response_class=Response)

@@ -107,8 +107,8 @@ def _build(settings: Settings, needed: Sequence[str]) -> FastAPI:
     Raises:
         InvalidArgument: The service requires keys that this machine does not have.
     """
-    own = Settings(model=settings.model)
-    if missing := [name for name in needed if not getattr(own, name)]:
+    secrets = Settings(model=settings.model)
+    if missing := [name for name in needed if not getattr(secrets, name)]:
         variable = f"ATTNSERVE_{missing[0].upper()}"
         raise InvalidArgument(
             f"this replica has no {variable}",
@@ -116,7 +116,7 @@ def _build(settings: Settings, needed: Sequence[str]) -> FastAPI:
             + (", or use a file of keys" * (missing[0] == "api_keys")),
             code="ray.keys",
         )
-    keys = {"api_keys": own.api_keys, "admin_keys": own.admin_keys}
+    keys = {"api_keys": secrets.api_keys, "admin_keys": secrets.admin_keys}
     app = create_app(settings.model_copy(update=keys))
     _repositories.append(app.state.repository)
     return app
@@ -127,7 +127,7 @@ class _Replica:
 
     def check_health(self) -> None:
         """Raise ``NotReady`` if a model cannot run."""
-        for engine in (one for repository in _repositories for one in repository.engines()):
+        for engine in (engine for repository in _repositories for engine in repository.engines()):
             if not engine.ready:
                 raise NotReady(f"{engine.name} is not ready: {engine.reason}")
 

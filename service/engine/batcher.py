@@ -125,9 +125,9 @@ class Queue:
         removed = [row for _, _, row in rows[low:high]]
         del rows[low:high]
         for row in removed:
-            own = self._waiting[row.request]
-            del own[row.number]
-            if not own:
+            waiting = self._waiting[row.request]
+            del waiting[row.number]
+            if not waiting:
                 del self._waiting[row.request]
             self._rows -= 1
             self.tokens -= row.tokens
@@ -149,7 +149,7 @@ class BatchResult:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class BatchRun:
     """One run of rows of one key: ``tokens`` without padding, start and end in seconds."""
 
     rows: int
@@ -177,7 +177,7 @@ class RequestResult:
     results: list[Any]
     queue_ms: float
     compute_ms: float
-    batches: list[tuple[Batch, int]]
+    batches: list[tuple[BatchRun, int]]
     prepare_ms: float = 0.0
 
 
@@ -192,7 +192,7 @@ class _Request:
     """Whether no slot was free when its rows were queued."""
     prepare_s: float = 0.0
     remaining: int = 0
-    batches: list[tuple[Batch, int]] = field(default_factory=list)
+    batches: list[tuple[BatchRun, int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -230,7 +230,7 @@ class Batcher:
         max_wait_ms: float = 0,
         max_queue: int = 512,
         concurrency: int = 1,
-        on_batch: Callable[[Batch], None] = lambda batch: None,
+        on_batch: Callable[[BatchRun], None] = lambda batch: None,
         on_failure: Callable[[ModelFailed], None] = lambda error: None,
     ) -> None:
         self.queue = Queue(budget, overhead, max_rows)
@@ -402,12 +402,12 @@ class Batcher:
                 for row in request.rows:
                     self.queue.discard(row)
             ended = [run for run in self._runs if request in run.requests
-                     and all(each.future.done() for each in run.requests)]  # fmt: skip
+                     and all(waiter.future.done() for waiter in run.requests)]  # fmt: skip
         for run in ended:
             run.abandoned_at = run.abandoned_at or perf_counter()
             run.stop.set()
 
-    def _deliver(self, done: list[tuple[list[Row], Batch | Exception]]) -> None:
+    def _deliver(self, done: list[tuple[list[Row], BatchRun | Exception]]) -> None:
         for rows, batch in done:
             counts = Counter(row.request for row in rows)
             try:
@@ -472,7 +472,7 @@ class Batcher:
             batch = self._take_batch(freed=1)
             self._loop.call_soon_threadsafe(self._deliver, done)
 
-    def _compute(self, rows: list[Row]) -> list[tuple[list[Row], Batch | Exception]]:
+    def _compute(self, rows: list[Row]) -> list[tuple[list[Row], BatchRun | Exception]]:
         """Run a batch. If it fails, run each request separately: only faulty requests fail."""
         started = perf_counter()
         run = _Run({row.request for row in rows})
@@ -484,12 +484,12 @@ class Batcher:
         except BaseException as error:
             if run.abandoned_at is not None:
                 return [(rows, DeadlineExceeded("the run was cancelled: no request waits for it"))]
-            requests: dict[Any, list[Row]] = {}
+            by_request: dict[Any, list[Row]] = {}
             for row in rows:
-                requests.setdefault(row.request, []).append(row)
-            if len(requests) == 1:
+                by_request.setdefault(row.request, []).append(row)
+            if len(by_request) == 1:
                 return [(rows, _as_exception(error))]
-            return [outcome for own in requests.values() for outcome in self._compute(own)]
+            return [outcome for part in by_request.values() for outcome in self._compute(part)]
         finally:
             with self._lock:
                 self._runs.discard(run)
@@ -497,7 +497,7 @@ class Batcher:
         with self._lock:
             self._recent_runs.append((len(rows) * rows[-1].tokens, ended - started))
         tokens = sum(row.real_tokens or row.tokens for row in rows)
-        return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, result))]
+        return [(rows, BatchRun(len(rows), rows[-1].tokens, tokens, started, ended, result))]
 
     def _take_batch(self, freed: int = 0) -> list[Row] | None:
         """Free finished slots, then take a slot and the due batch; None if either is missing."""

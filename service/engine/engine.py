@@ -25,7 +25,7 @@ from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
 from attnserve.models.tokenizer import Encoding
 from attnserve.serving.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
-from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
+from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult, Row
 from service.engine.shadow import FollowUp, Shadow
 from service.errors import (
     DeadlineExceeded,
@@ -271,12 +271,12 @@ class Engine:
                 fixed = model.fixed_tokens
                 return [
                     Row(
-                        (task,) if model.takes_mask else (task, len(one)),
-                        fixed or len(one),
-                        one,
-                        real_tokens=len(one),
+                        (task,) if model.takes_mask else (task, len(encoding)),
+                        fixed or len(encoding),
+                        encoding,
+                        real_tokens=len(encoding),
                     )
-                    for one in encodings
+                    for encoding in encodings
                 ]
 
             result = await self.batcher.submit_from(rows, len(texts), deadline, is_short=is_short)
@@ -307,7 +307,7 @@ class Engine:
             model = self.model
             is_short = self._check_texts(texts)
             result = await self._tokenizer.submit_from(
-                lambda: [Row((), 1, one) for one in model.encode(texts, truncate=truncate)],
+                lambda: [Row((), 1, text) for text in model.encode(texts, truncate=truncate)],
                 len(texts),
                 deadline,
                 is_short=is_short,
@@ -415,10 +415,10 @@ class Engine:
         """Count the rows of token ids that are outside of the calibration data."""
         if self._range is None:
             return 0
-        found = [reasons for ids in rows if (reasons := self._range.reasons(ids))]
-        for reason in chain.from_iterable(found):
+        reasons_by_row = [reasons for ids in rows if (reasons := self._range.reasons(ids))]
+        for reason in chain.from_iterable(reasons_by_row):
             self.metrics.record_outside(reason)
-        return len(found)
+        return len(reasons_by_row)
 
     def _check_size(
         self,
@@ -433,10 +433,10 @@ class Engine:
         """
         size = self.model.output_bytes(shapes, outputs)
         _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
-        found, limit = self.model.run_bytes(row), self.settings.max_run_bytes
-        if found is not None and found > limit:
+        needed, limit = self.model.run_bytes(row), self.settings.max_run_bytes
+        if needed is not None and needed > limit:
             raise TooLarge(
-                f"an operator of {self.name} needs {found} bytes at this length: at most {limit}",
+                f"an operator of {self.name} needs {needed} bytes at this length: at most {limit}",
                 "send a shorter input, or raise ATTNSERVE_MAX_RUN_BYTES",
             )
         return size
@@ -450,7 +450,7 @@ class Engine:
             )
         _check_limit(len(texts), self.settings.max_inputs, "texts")
         limit = self.settings.max_text_chars
-        counts = [sum(map(len, one)) if isinstance(one, tuple) else len(one) for one in texts]
+        counts = [sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in texts]
         for index, count in enumerate(counts):
             if count > limit:
                 raise TooLarge(
@@ -460,7 +460,7 @@ class Engine:
 
     # -- failures ---------------------------------------------------------------------------------
 
-    def _record_batch(self, batch: Batch) -> None:
+    def _record_batch(self, batch: BatchRun) -> None:
         macs, stage_ns = batch.result.macs, batch.result.stage_ns
         self.metrics.record_run(batch.rows, batch.tokens, batch.padded_tokens, macs, stage_ns)
 
@@ -502,10 +502,10 @@ class Engine:
         self.model = self._reload()
 
 
-def _check_limit(found: int, limit: int, what: str) -> None:
-    if found > limit:
+def _check_limit(count: int, limit: int, what: str) -> None:
+    if count > limit:
         raise TooLarge(
-            f"{found} {what} in one request: at most {limit}", "send several smaller requests"
+            f"{count} {what} in one request: at most {limit}", "send several smaller requests"
         )
 
 

@@ -122,8 +122,8 @@ class Repository:
             self._require_started()
             if name in self._known:
                 raise NotReady(f"the model {name!r} is not loaded", "load it, or wait until it is")
-            known = ", ".join(map(repr, sorted(self._engines))) or "no model"
-            raise UnknownModel(f"unknown model {name!r}: this server has {known}")
+            names = ", ".join(map(repr, sorted(self._engines))) or "no model"
+            raise UnknownModel(f"unknown model {name!r}: this server has {names}")
         if version is None:
             return loaded[max(loaded, key=int)]
         if version not in loaded:
@@ -185,18 +185,18 @@ class Repository:
         on_disk: Mapping[str, Mapping[str, Place]] = {}
         with suppress(AttnserveError):
             on_disk = self._find()
-        found: dict[tuple[str, str], Entry] = {}
+        entries: dict[tuple[str, str], Entry] = {}
         for name, places in on_disk.items():
             failures = self._failures.get(name, {})
             for version in places:
                 reason = failures.get(version, "not loaded")
-                found[name, version] = Entry(name, version, "UNAVAILABLE", reason)
+                entries[name, version] = Entry(name, version, "UNAVAILABLE", reason)
         for key in self._loading:
-            found[key] = Entry(*key, "LOADING")
+            entries[key] = Entry(*key, "LOADING")
         for engine in self.engines():
             key, why = (engine.name, engine.version), self._why_not_ready(engine)
-            found[key] = Entry(*key, "READY" if why is None else "UNAVAILABLE", why or "")
-        return [found[key] for key in sorted(found, key=lambda key: (key[0], int(key[1])))]
+            entries[key] = Entry(*key, "READY" if why is None else "UNAVAILABLE", why or "")
+        return [entries[key] for key in sorted(entries, key=lambda key: (key[0], int(key[1])))]
 
     # -- load and unload --------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class Repository:
 
     def _contents_of(self, name: str) -> dict[str, str]:
         """The checksum of each loaded version of a model."""
-        return {version: one.content for version, one in self._engines.get(name, {}).items()}
+        return {version: engine.content for version, engine in self._engines.get(name, {}).items()}
 
     def _require_started(self) -> None:
         if not self._started:
@@ -358,8 +358,8 @@ class Repository:
             return next(iter(self._engines))
         if not self._engines:
             raise NotReady("no model is loaded", "load one, or wait until one is")
-        known = ", ".join(sorted(self._engines))
-        raise NotFound(f"this server has several models: {known}", "name one of them")
+        names = ", ".join(sorted(self._engines))
+        raise NotFound(f"this server has several models: {names}", "name one of them")
 
     async def _prepare(self, name: str, version: str, place: Place) -> Engine:
         """The engine of the model at ``place``: the current one if unchanged, else a new one."""
@@ -510,15 +510,15 @@ class Repository:
             NotReady: The path was readable when the server started, and is not now.
         """
         try:
-            found = find_models(self.settings.model, must_exist=self._started)
+            models = find_models(self.settings.model, must_exist=self._started)
         except OSError as error:
             if self._started:
                 raise NotReady("the model repository cannot be read", "try again later") from error
             raise InvalidModel(
                 f"{self.settings.model}: cannot be read: {error.strerror}", "check its permissions"
             ) from error
-        self._known = frozenset(found)
-        return found
+        self._known = frozenset(models)
+        return models
 
 
 def _log_operators(engine: Engine) -> None:

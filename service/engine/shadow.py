@@ -117,14 +117,14 @@ class Shadow:
 
     def reports(self) -> dict[Version, dict[str, Any]]:
         """The quality of each model that is compared; see ``LiveReport``."""
-        found = self._reports
+        written = self._reports
         if self._folder is not None and not self._is_first:
             with suppress(OSError, ValueError):
-                found = orjson.loads((self._folder / "reports.json").read_bytes())
+                written = orjson.loads((self._folder / "reports.json").read_bytes())
         reports: dict[Version, dict[str, Any]] = {}
         for engine in self._engines():
             key = (engine.name, engine.version)
-            content, report = found.get("\0".join(key), ("", {}))
+            content, report = written.get("\0".join(key), ("", {}))
             if report and content == engine.content:
                 reports[key] = report
         return reports

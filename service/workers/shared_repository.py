@@ -103,7 +103,7 @@ class SharedRepository(Repository):
             return
         await self._apply(target)
         self._require_models()
-        self._missing |= {name for name, one in target.models.items() if one.failures}
+        self._missing |= {name for name, model in target.models.items() if model.failures}
         try:
             await self.shadow.start()  # of worker 0 if it is a replacement
         except AttnserveError as error:
@@ -322,9 +322,9 @@ class SharedRepository(Repository):
         def merged(state: VersionState) -> VersionState:
             every = [state, *(other for other in theirs if other[:2] == state[:2])]
             return state._replace(
-                waiting=sum(one.waiting for one in every),
-                in_flight=sum(one.in_flight for one in every),
-                ready=all(one.ready for one in every),
+                waiting=sum(status.waiting for status in every),
+                in_flight=sum(status.in_flight for status in every),
+                ready=all(status.ready for status in every),
             )
 
         return [merged(state) for state in super()._watch()]

@@ -77,7 +77,7 @@ class Status:
 
     def runs(self, name: str, version: str) -> bool:
         """Whether this worker can run a version."""
-        return any(one[:2] == (name, version) and one.ready for one in self.models)
+        return any(model[:2] == (name, version) and model.ready for model in self.models)
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class SharedState:
 
     def serving(self, *, but: int | None = None) -> list[Status]:
         """The status of each worker that accepts connections, except worker ``but``."""
-        found = [self.status(worker) for worker in range(self.workers) if worker != but]
-        return [status for status in found if status is not None and status.serving]
+        statuses = [self.status(worker) for worker in range(self.workers) if worker != but]
+        return [status for status in statuses if status is not None and status.serving]
 
     def set_status(self, status: Status) -> None:
         self._write(f"worker-{status.worker}.json", status)

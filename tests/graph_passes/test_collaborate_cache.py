@@ -198,7 +198,7 @@ def test_collaborate_cache_not_requested_is_refused() -> None:
     model = decoder()
     block = only(model)
     assert sharing_refusal(block, caches=True) is None
-    with raises(CannotRewrite, "cached"):
+    with raises(CannotRewrite, "rewrite.cached"):
         Collaborate({block.name: SharedDimensions(rank=4)})(model)
     assert shapes(model) == shapes(decoder())
 
@@ -275,7 +275,7 @@ def test_collaborate_cache_unsupported_is_refused(case: str) -> None:
     (block,) = find_attention(model)[0]
     refusal = sharing_refusal(block, caches=True)
     assert refusal and refusal.code == code
-    with raises(CannotRewrite, code):
+    with raises(CannotRewrite, f"rewrite.{code}"):
         Collaborate({block.name: SharedDimensions(rank=4, cache=True)})(model)
     assert shapes(model) == shapes(decoder(**parts))
 
@@ -315,5 +315,5 @@ def test_interface_with_caches_accepts_only_named_caches() -> None:
 def test_collaborate_cache_sparse_mixing_is_refused() -> None:
     model = decoder()
     (block,), _ = find_attention(model)
-    with raises(CannotRewrite, "cache_sparse"):
+    with raises(CannotRewrite, "rewrite.cache_sparse"):
         Collaborate({block.name: SharedDimensions(rank=5, head_size=3, cache=True)})(model)

@@ -30,7 +30,6 @@ from attnserve.planning.heads.selection import (
 )
 from attnserve.planning.heads.shared_weights import sharing_groups
 from attnserve.planning.request.request import Request
-from attnserve.planning.request.sharing import refused
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.prune_heads import PruneHeads
@@ -73,7 +72,7 @@ def choose_skipped(request: Request) -> Replacements:
         refusal = SkipAttention.refusal(block, None, request.graph_context)
         refusal = refusal or request.in_body(block)
         if refusal is not None:
-            raise refused(name, refusal, "leave this layer out of `skip`")
+            raise refusal.error(name, "leave this layer out of `skip`")
         skipped[name] = "constant" if kind == "constant" else "affine"
     if skipped:
         request.batches("`skip` fits the replacement of an attention to data", "leave `skip` out")
@@ -128,7 +127,7 @@ def _with_all_sharing(request: Request, blocks: Sequence[AttentionBlock]) -> lis
             )
             refusal = Refusal("shared_weights", f"it shares weights with {why}")
             if request.rewrites.layers is not None:
-                raise refused(block.name, refusal, "name all layers that share weights")
+                raise refusal.error(block.name, "name all layers that share weights")
             request.leave(block, refusal)
     return [block for block in blocks if block.name in complete]
 
@@ -145,7 +144,7 @@ def _explicit_masks(
         if block.name in masks and (
             refusal := PruneHeads.refusal(block, None, request.graph_context)
         ):
-            raise refused(block.name, refusal, "take this layer out of the mask")
+            raise refusal.error(block.name, "take this layer out of the mask")
     return masks
 
 
@@ -229,7 +228,7 @@ def _explicit_edges(
             refusal = reuse_refusal(block, [request.by_name[source]])
             refusal = refusal or ReuseAttention.refusal(block, None, request.graph_context)
             if refusal is not None:
-                raise refused(f"{name} cannot reuse {source}", refusal, "take this edge out")
+                raise refusal.error(f"{name} cannot reuse {source}", "take this edge out")
     return edges
 
 

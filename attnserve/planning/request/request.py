@@ -13,7 +13,6 @@ from attnserve.job import Job
 from attnserve.options import Rewrites
 from attnserve.planning.heads.criteria import observable
 from attnserve.planning.heads.files import layer_name
-from attnserve.planning.request.sharing import refused
 from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
@@ -80,7 +79,7 @@ class Request:
             if refusal is None:
                 able.append(block)
             elif self.rewrites.layers is not None:
-                raise refused(block.name, refusal, "leave this layer out of `layers`")
+                raise refusal.error(block.name, "leave this layer out of `layers`")
             else:
                 self.leave(block, refusal)
         return able

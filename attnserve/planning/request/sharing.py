@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple
 from attnserve.options import Rewrites
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.collaborative import padded_size
-from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.collaborate import SharedDimensions, collaborate_refusal, exact_rank
 
-__all__ = ["SharingChooser", "SharingForm", "refused"]
+__all__ = ["SharingChooser", "SharingForm"]
 
 
 OWN_STEPS = 8
@@ -90,7 +90,7 @@ class SharingChooser:
             if form.kind == "own" and (cut := rewrites.head_dk or size):
                 rank = max(own_heads, 1) * cut  # nothing is shared: each head is truncated
             if refusal is not None and is_named:
-                raise refused(name, refusal, "leave this layer out of `layers`")
+                raise refusal.error(name, "leave this layer out of `layers`")
             left = -(-own_heads * exact_rank(block) // block.num_heads)
             is_truncated = bool(block.q.rotary_terms) and size is not None
             if (
@@ -220,8 +220,3 @@ def head_sizes(block: AttentionBlock) -> list[int]:
         for k in range(1, block.head_size)
         if padded_size(k + 1) == k + 1 and padded_size(k + 1) <= block.head_size
     ]
-
-
-def refused(name: str, refusal: Refusal, fix: str) -> CannotRewrite:
-    """Create the error for a requested rewrite that does not apply to a layer."""
-    return CannotRewrite(f"{name}: {refusal}", fix, code=f"rewrite.{refusal.code}")

@@ -149,7 +149,7 @@ def test_emission_keeps_the_output_or_is_refused_with_its_code(source: str, emis
     _, block, rewrite = block_of(source, emission)
     model = build(source, emission)
     if code := refusal_code(source, emission):
-        with raises(CannotRewrite, code):
+        with raises(CannotRewrite, f"rewrite.{code}"):
             rewrite(model)
         return
     mask = tuple(EMISSIONS[emission].kept(block.num_heads))

@@ -586,7 +586,7 @@ def test_prune_neurons_unsupported_weight_raises(code: str) -> None:
     refusal = neurons_refusal(only(model))
     assert refusal and refusal.code == code
     before = text_of(model)
-    with raises(CannotRewrite, code):
+    with raises(CannotRewrite, f"rewrite.{code}"):
         PruneNeurons({NAME: MASK})(model)
     assert text_of(model) == before
 

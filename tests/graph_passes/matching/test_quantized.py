@@ -118,7 +118,7 @@ def test_lossy_rewrites_of_quantized_weights_are_refused(how: str) -> None:
     assert {name: refusal and refusal.code for name, refusal in refusals.items()} == dict.fromkeys(
         refusals, "quantized"
     )
-    with raises(CannotRewrite, "quantized", "float model"):
+    with raises(CannotRewrite, "rewrite.quantized", "float model"):
         PruneHeads({block.name: [1, 0, 1]})(model)
 
 
@@ -263,5 +263,5 @@ def test_gelu_between_quantized_products_is_fused(how: str) -> None:
 def test_neurons_of_quantized_products_are_not_removed(how: str) -> None:
     model = feed_forward(how)
     (block,) = find_feed_forward(model)
-    with raises(CannotRewrite, "quantized", "float model"):
+    with raises(CannotRewrite, "rewrite.quantized", "float model"):
         PruneNeurons({block.name: [1] * 10 + [0] * 10})(model)

@@ -117,11 +117,11 @@ def test_new_pass_in_a_plan_is_read_back_from_json(
 def test_new_pass_refusal_is_reported_with_its_code(
     remove_constant_bias: type[AttentionPass[NoParams]],
 ) -> None:
-    with raises(CannotRewrite, "no_constant_bias", "attention_0"):
+    with raises(CannotRewrite, "rewrite.no_constant_bias", "attention_0"):
         remove_constant_bias(["attention_0"])(layers(1))
     by_key = {"mask": "\n m = Add(s, by_key)"}
     model = layers(1, inputs="float[batch, 5, 12] x", constants={"by_key": BY_KEY}, **by_key)
-    with raises(CannotRewrite, "no_constant_bias"):
+    with raises(CannotRewrite, "rewrite.no_constant_bias"):
         remove_constant_bias(["attention_0"])(model)
 
 

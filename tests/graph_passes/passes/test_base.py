@@ -142,7 +142,7 @@ def test_pass_without_targets_changes_nothing(name: str) -> None:
 def test_refusal_raises_cannot_rewrite_with_its_code() -> None:
     model = layers(2)
     before = ir.to_proto(model).SerializeToString()
-    with raises(CannotRewrite, "never", FIRST, "on purpose"):
+    with raises(CannotRewrite, "rewrite.never", FIRST, "on purpose"):
         RefuseAll([FIRST])(model)
     assert ir.to_proto(model).SerializeToString() == before
     assert dict(model.meta) == {}
@@ -388,5 +388,5 @@ def test_pass_rewrites_one_branch_of_an_if_and_leaves_the_other(case: str) -> No
 
 
 def test_reuse_attention_across_branches_of_an_if_is_refused() -> None:
-    with raises(CannotRewrite, "no_earlier"):
+    with raises(CannotRewrite, "rewrite.no_earlier"):
         ReuseAttention({SECOND: {0: (FIRST, 0)}})(if_model())

@@ -120,7 +120,7 @@ def test_collaborate_rotary_unsupported_block_raises(cell: Cell) -> None:
         refusal = Collaborate.refusal(block, None, context)
     assert refusal is not None
     assert refusal.code == REFUSED[cell]
-    with raises(CannotRewrite, refusal.code):
+    with raises(CannotRewrite, f"rewrite.{refusal.code}"):
         rewrite(model, 8)
 
 

@@ -312,7 +312,7 @@ def test_prune_heads_mask_of_another_length_is_refused() -> None:
 def test_prune_heads_with_returned_values_is_refused(values: str) -> None:
     model = returning(values)
     before = text_of(model)
-    with raises(CannotRewrite, "returned") as caught:
+    with raises(CannotRewrite, "rewrite.returned") as caught:
         prune(model, (1, 0, 1))
     assert "\n" not in caught.value.what
     assert text_of(model) == before
@@ -328,7 +328,7 @@ def test_prune_heads_window_mask_is_refused() -> None:
         constants={"split": split, "join": join},
         mask="\n s5 = Reshape(s, split)\n m5 = Add(s5, mask)\n m = Reshape(m5, join)",
     )
-    with raises(CannotRewrite, "window_mask"):
+    with raises(CannotRewrite, "rewrite.window_mask"):
         prune(model, (1, 0, 1))
 
 

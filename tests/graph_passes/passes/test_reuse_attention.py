@@ -794,7 +794,7 @@ def test_reuse_attention_own_head_of_reusing_layer_is_a_source() -> None:
 
 def test_reuse_attention_second_time_is_refused() -> None:
     model = reuse(layers(2), {SECOND: {1: (FIRST, 0)}})
-    with raises(CannotRewrite, "reuses_heads"):
+    with raises(CannotRewrite, "rewrite.reuses_heads"):
         reuse(model, {SECOND: {0: (FIRST, 0)}})
 
 
@@ -850,7 +850,7 @@ def test_reuse_attention_different_masks_are_refused(case: str) -> None:
     inputs, mask = UNLIKE[case]
     text = "".join(PARTS.values()) + second_layer(mask=mask)
     model = graph(text, inputs=inputs, output=f"float[batch, sequence, {D}] out_1")
-    with raises(CannotRewrite, "masks_differ"):
+    with raises(CannotRewrite, "rewrite.masks_differ"):
         reuse(model, all_of(SECOND, FIRST))
 
 
@@ -862,7 +862,7 @@ def test_reuse_attention_different_lengths_are_refused() -> None:
         output=f"float[batch, sequence, {D}] out, float[batch, frames, {D}] out_1",
     )
     for edges in (all_of(SECOND, FIRST), {SECOND: {0: (FIRST, 0)}}):
-        with raises(CannotRewrite, "lengths_differ"):
+        with raises(CannotRewrite, "rewrite.lengths_differ"):
             reuse(model, edges)
 
 
@@ -899,6 +899,6 @@ def test_reuse_attention_some_heads_of_unwritable_layer_are_refused() -> None:
     def build() -> ir.Model:
         return layers(q=normed, constants=gains)
 
-    with raises(CannotRewrite, "projection_layout"):
+    with raises(CannotRewrite, "rewrite.projection_layout"):
         reuse(build(), PART)
     assert_is_forwarding(build, all_of(SECOND, FIRST))

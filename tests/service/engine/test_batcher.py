@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from attnserve.runtime.stop import STOP
 from attnserve.serving.loaded_model import ModelFailed, OutOfMemory
 from service.engine import batcher as batcher_module
-from service.engine.batcher import Batch, Batcher, BatchResult, Queue, RequestResult, Row
+from service.engine.batcher import Batcher, BatchResult, BatchRun, Queue, RequestResult, Row
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 from tests.errors import raises
 
@@ -222,7 +222,7 @@ def test_submit_concurrent_requests_get_their_own_results(
             assert sum(count for _, count in outcome.batches) == len(sizes)
             assert outcome.queue_ms >= 0 and outcome.compute_ms > 0
 
-    batches: list[Batch] = []
+    batches: list[BatchRun] = []
     play(script, budget=budget, concurrency=concurrency, on_batch=batches.append)
     assert sum(batch.rows for batch in batches) == sum(map(len, requests))
     assert sum(batch.tokens for batch in batches) == sum(map(sum, requests))
@@ -704,7 +704,7 @@ def test_submit_undeliverable_results_fail_their_requests(fault: str) -> None:
     def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         return BatchResult([] if failing and fault == "results" else payloads)
 
-    def on_batch(batch: Batch) -> None:
+    def on_batch(batch: BatchRun) -> None:
         if failing and fault == "on_batch":
             raise OSError("disk full")
 
