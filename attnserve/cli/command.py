@@ -89,7 +89,7 @@ def add_command(
             function(**own, **made)
 
         shown = sorted(parameters.values(), key=lambda parameter: _place(parameter, panels))
-        run.__signature__ = Signature(_with_options(shown))  # type: ignore[attr-defined]
+        run.__signature__ = Signature(_rename_fields_in_help(shown))  # type: ignore[attr-defined]
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         app.command(**options)(run)
         return function
@@ -123,8 +123,9 @@ def _fields(
             option = typer.Option(flag, metavar="", help=each, rich_help_panel=panel or None)
             own = flag.removeprefix("--").replace("-", "_")
             yield _Field(name, _parameter(own, bool, option, False), value)
-        named = "Convert to a precision by its name, also of another package."
-        option = typer.Option(metavar="NAME", help=named, rich_help_panel=panel or None)
+        option = typer.Option(
+            metavar="NAME", help=about.cli.choice_help, rich_help_panel=panel or None
+        )
         yield _Field(name, _parameter(name, str | None, option, None))
         return
     shown: Any = _shown_type(about)
@@ -208,19 +209,19 @@ def _made(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) 
         if field.name in with_choices:
             flag = "--" + field.parameter.name.replace("_", "-")
             flags.setdefault(field.name, []).append(flag)
-    for several in flags.values():
+    for name, several in flags.items():
         if len(several) > 1:
             from graph_passes.errors import InvalidArgument
 
             raise InvalidArgument(
                 f"{' and '.join(several)} exclude each other",
                 "give one of them",
-                code="cli.precision",
+                code=option_type(kind.model_fields[name]).cli.choice_conflict,
             )
     return kind(**given)
 
 
-def _with_options(parameters: list[Parameter]) -> list[Parameter]:
+def _rename_fields_in_help(parameters: list[Parameter]) -> list[Parameter]:
     """The parameters, with the names of options in place of fields in their help."""
     options: dict[str, Any] = {}
     names: dict[str, str] = {}

@@ -17,7 +17,7 @@ from attnserve.models.record import RECORD
 from graph_passes.errors import InvalidModel
 
 __all__ = [
-    "check_files",
+    "check_checksums",
     "fingerprint",
     "last_rewrite_of",
     "path_sha256",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-def check_files(artifact: Artifact) -> None:
+def check_checksums(artifact: Artifact) -> None:
     """Compare the files of an artifact with the checksums in its record.
 
     Raises:

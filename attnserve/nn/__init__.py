@@ -30,7 +30,7 @@ from attnserve.nn.grouped import (
 from attnserve.nn.huggingface import swap
 from attnserve.nn.reuse import ReuseAttention, SkipAttention, reuse_transformer
 from attnserve.nn.shared_keys import SharedKeyAttention
-from attnserve.nn.trained import TrainedAttention, read_attention
+from attnserve.nn.trained import TrainedAttention, read_trained_attention
 
 __all__ = [
     "AttentionLayer",
@@ -44,7 +44,7 @@ __all__ = [
     "TrainedAttention",
     "group_loss",
     "keep_pillars",
-    "read_attention",
+    "read_trained_attention",
     "reuse_transformer",
     "swap",
     "voting_to_stay",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["TrainedAttention", "read_attention", "require_trained"]
+__all__ = ["TrainedAttention", "read_trained_attention", "require_trained"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +118,13 @@ def require_trained(layer: object) -> None:
     if not isinstance(layer, TrainedAttention):
         raise InvalidArgument(
             f"`layer` is {type(layer).__name__}: expected the weights of a layer",
-            "read them with attnserve.nn.read_attention, or with `trained()` of its own layers",
+            "read them with attnserve.nn.read_trained_attention, or with `trained()` of its own "
+            "layers",
             code="nn.not_trained",
         )
 
 
-def read_attention(layer: nn.MultiheadAttention) -> TrainedAttention:
+def read_trained_attention(layer: nn.MultiheadAttention) -> TrainedAttention:
     """Read the weights of PyTorch's attention layer, as a copy.
 
     Raises:

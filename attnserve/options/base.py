@@ -71,6 +71,8 @@ class Cli:
         flags: The names, if they are not made from that of the field.
         choices: Flags without a value, each with the value of the field that it stands for, and its
             help.
+        choice_help: With ``choices``, the help of the option that takes a value by its name.
+        choice_conflict: With ``choices``, the code of the error if several flags are given.
         is_text: Whether the field parses the text of the option.
         is_argument: Whether the value is a positional argument.
     """
@@ -79,6 +81,8 @@ class Cli:
     panel: str | None = None
     flags: tuple[str, ...] = ()
     choices: Mapping[str, tuple[str, str]] | None = None
+    choice_help: str = ""
+    choice_conflict: str = ""
     is_text: bool = False
     is_argument: bool = False
 
@@ -132,7 +136,11 @@ class Options(BaseModel):
 
     @classmethod
     def refuse(cls, error: ValidationError, given: Mapping[str, Any]) -> NoReturn:
-        """Raise the first error of a validation, with the name of the field and its bounds."""
+        """Raise the first error of a validation, with the name of the field and its bounds.
+
+        Args:
+            given: All values by name, for subclasses that name where a value comes from.
+        """
         from graph_passes.errors import InvalidArgument
 
         first = error.errors(include_url=False)[0]
@@ -145,8 +153,8 @@ class Options(BaseModel):
                 code=f"{cls.area}.unknown",
             ) from error
         example = option_type(field).example
-        given = first["input"]
-        shown = reprlib.repr(given) if isinstance(given, str) else given
+        value = first["input"]
+        shown = reprlib.repr(value) if isinstance(value, str) else value
         raise InvalidArgument(
             f"`{name}` is {shown}: expected {_expected(field, first['msg'])}",
             "give another value" if example is None else f"for example `{name}` {example}",

@@ -122,5 +122,7 @@ Converted = Annotated[
                 "Quantize weights to 4 bits (decoders that run one token at a time).",
             ),
         },
+        choice_help="Convert to a precision by its name, also of another package.",
+        choice_conflict="cli.precision",
     ),
 ]

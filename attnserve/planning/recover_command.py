@@ -30,8 +30,8 @@ from attnserve.recovery.labels import LabeledRow, LabelReport, Labels, read_labe
 from attnserve.recovery.module import trainable_weights
 from attnserve.recovery.recovery import check_input
 from attnserve.recovery.report import RecoverReport, write_recovered
-from attnserve.recovery.training import Course, limit_threads
-from attnserve.recovery.verification import labeled_outputs, verify
+from attnserve.recovery.training import Course, torch_threads
+from attnserve.recovery.verification import labeled_outputs, verify_training
 from attnserve.runtime.cache import digest
 from attnserve.runtime.external_data import external_files
 from attnserve.versions import package_versions, versions
@@ -134,7 +134,7 @@ def recover(
     }
     state = State(job, rewritten, key=digest(key), labels=labels)
     step = replace(TRAININGS["distill"], minutes=training.minutes, measure=measure)
-    with limit_threads(run.threads):
+    with torch_threads(run.threads):
         report, result = _recovered(state, step, file)
     write_recovered(
         artifact, rewritten, original_artifact, job, result, report,
@@ -157,14 +157,14 @@ def _recovered(state: State, step: Train, file: Path) -> tuple[RecoverReport, ir
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
     plan = Plan.listed((), job.target.precision, trainings=(step,))
     plain = apply_steps(plan.conversion, State(job, rewritten)).result
-    before = after = verify(job, plain, labels)  # errors come before the training
+    before = after = verify_training(job, plain, labels)  # errors come before the training
     trained = apply_steps(plan.steps, prepare(plan, state)).result
     course = state.training
     assert isinstance(course, Course)
     result, gain, warnings = plain, False, list[str]()
     if course.is_better:
         try:
-            verified = verify(job, trained, labels)
+            verified = verify_training(job, trained, labels)
         except CheckFailed as error:
             warnings.append(f"the trained model: {error.what}")
         else:

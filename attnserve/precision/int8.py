@@ -424,9 +424,9 @@ class _Writer:
         """Bytes and scales of the divided weights of a product."""
         known = self.rounding.get(product.name)
         if known is not None:
-            return quantized_weights(matrix + known.offset, self.bits, scales=known.scales)
+            return quantized_arrays(matrix + known.offset, self.bits, scales=known.scales)
         is_shared = len(self.inputs[product.key]) > 1
-        return quantized_weights(matrix, self.bits, None if is_shared else rounder)
+        return quantized_arrays(matrix, self.bits, None if is_shared else rounder)
 
 
 def _divided(
@@ -450,7 +450,7 @@ def _inserter(product: Product) -> Inserter:
     return Inserter(graph, product.node, f"{product.node.name}/int8")
 
 
-def quantized_weights(
+def quantized_arrays(
     matrix: Float[np.ndarray, "D N"],
     bits: Bits,
     rounder: Rounder | None = None,

@@ -122,9 +122,14 @@ class Scheme:
     refusal: Callable[[], Refusal | None] = _never
     instead: str = "choose another precision"
 
+    @property
+    def is_int8(self) -> bool:
+        """Whether the weights are int8: "int8" and "int8-full", which state ``bits``."""
+        return self.bits is not None
+
     def has_weights(self, model: ir.Model) -> bool:
         """Whether the model has float32 weights that can be converted."""
-        if self.bits is not None and large_tables(model):
+        if self.is_int8 and large_tables(model):
             return True
         return any(map(self.can_convert, model.graph.all_nodes()))
 

@@ -31,8 +31,8 @@ __all__ = [
     "half_type",
     "halved",
     "is_stuck",
-    "limit_threads",
     "rate_for",
+    "torch_threads",
     "train",
 ]
 
@@ -159,7 +159,7 @@ def train(
 
 
 @contextmanager
-def limit_threads(count: int) -> Generator[None]:
+def torch_threads(count: int) -> Generator[None]:
     """Let PyTorch use a number of threads; 0 leaves its own."""
     before = torch.get_num_threads()
     if count:

@@ -15,7 +15,7 @@ from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.recovery.labels import Labeled, Labels
 from attnserve.runtime.session import open_session
 
-__all__ = ["Verified", "labeled_outputs", "verify"]
+__all__ = ["Verified", "labeled_outputs", "verify_training"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Verified:
         return kept and self.loss < other.loss
 
 
-def verify(job: Job, model: ir.Model, labels: Labels | None = None) -> Verified:
+def verify_training(job: Job, model: ir.Model, labels: Labels | None = None) -> Verified:
     """Compare a model with the original on held-out rows, and score it on labeled ones.
 
     Raises:

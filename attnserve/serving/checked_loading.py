@@ -8,17 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from attnserve.models.artifact import Artifact
-from attnserve.models.checksums import check_files
+from attnserve.models.checksums import check_checksums
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.model_check import CheckResult
 from graph_passes.errors import AttnserveError, InvalidModel
 
-__all__ = ["LoadedModel", "load_checked"]
+__all__ = ["CheckedModel", "load_checked"]
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model that was loaded and warmed up.
+class CheckedModel:
+    """A ``Model`` that was checked, loaded and warmed up, with what its check found.
 
     Attributes:
         identity: A checksum of all its files.
@@ -35,7 +35,7 @@ def load_checked(
     check: Callable[[Artifact], CheckResult],
     open_model: Callable[..., Model],
     is_served: Callable[[CheckResult], bool],
-) -> LoadedModel | None:
+) -> CheckedModel | None:
     """Check a model, load it, and warm it up.
 
     Args:
@@ -50,7 +50,7 @@ def load_checked(
         InvalidModel: It cannot be loaded, or changed during loading.
     """
     before = _file_states(artifact)
-    check_files(artifact)
+    check_checksums(artifact)
     checked = check(artifact)
     if is_served(checked):
         return None
@@ -58,7 +58,7 @@ def load_checked(
     if _file_states(artifact) != before or not checked.external_is_current:
         model.close()
         raise InvalidModel(f"{artifact.model}: changed while it was being loaded", "load it again")
-    return LoadedModel(checked.identity, model, checked.fusion)
+    return CheckedModel(checked.identity, model, checked.fusion)
 
 
 def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Model]) -> Model:

@@ -18,7 +18,7 @@ import numpy as np
 from attnserve.choices import Measure
 from attnserve.context import Device
 from attnserve.models.artifact import open_artifact
-from attnserve.models.checksums import check_files
+from attnserve.models.checksums import check_checksums
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
 from attnserve.serving.live_quality import LiveComparison
 from attnserve.serving.loaded_model import Model, TextTask
@@ -131,7 +131,7 @@ class ComparisonProcess:
             InvalidModel: The original cannot be loaded, or fits none of the models.
         """
         artifact = open_artifact(self._original)
-        check_files(artifact)
+        check_checksums(artifact)
         lower_priority = partial(os.nice, NICE) if os.name == "posix" else None
         self._is_compared.clear()
         try:

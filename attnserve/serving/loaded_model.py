@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ __all__ = [
     "Model",
     "ModelFailed",
     "OutOfMemory",
+    "TaskRefusal",
     "Tensor",
     "TextTask",
 ]
@@ -43,6 +44,20 @@ __all__ = [
 TextTask = Literal["embed", "classify", "rerank"]
 
 SHAPES_CACHED = 1024
+
+
+class TaskRefusal(NamedTuple):
+    """Why a model cannot do a task.
+
+    Attributes:
+        what: The reason, a sentence about the model.
+        fix: What the user can do instead.
+        code: Stable identifier, for example "model.no_classes".
+    """
+
+    what: str
+    fix: str
+    code: str
 
 
 class ModelFailed(AttnserveError):
@@ -419,20 +434,22 @@ class Model:
         is_vector = found.name in VECTOR_OUTPUTS
         return bool(self.labels) and not is_vector and (counted or not isinstance(axes[1], int))
 
-    def refusal(self, task: TextTask) -> tuple[str, str, str] | None:
-        """Why the model cannot do ``task``, an alternative, and a code; None if it can."""
+    def refusal(self, task: TextTask) -> TaskRefusal | None:
+        """Why the model cannot do ``task``; None if it can."""
         if task == "embed" and (instead := self._scores_instead) is not None:
             what, fix = instead
-            return f"{self.name} has no embeddings, but {what}", fix, "model.no_embeddings"
+            return TaskRefusal(
+                f"{self.name} has no embeddings, but {what}", fix, "model.no_embeddings"
+            )
         if task == "classify" and not self.classifies:
-            return (
+            return TaskRefusal(
                 f"{self.name} has no classes: no output 'logits' of shape [batch, classes]",
                 "use /embed for vectors, or name its scores in attnserve.json (`output`, and"
                 " `activation`: identity for probabilities)",
                 "model.no_classes",
             )
         if task == "rerank" and not self.reranks:
-            return (
+            return TaskRefusal(
                 f"{self.name} is no reranker: no output 'logits' of shape [batch, 1]",
                 "export a reranker with the task rerank",
                 "model.no_reranker",

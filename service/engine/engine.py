@@ -256,8 +256,7 @@ class Engine:
         """
         model = self.model
         if (refusal := model.refusal(task)) is not None:
-            what, fix, code = refusal
-            raise NotFound(what, fix, code=code)
+            raise NotFound(refusal.what, refusal.fix, code=refusal.code)
         with self._counted() as stages:
             is_short = self._check_texts(texts)
             names = [model.text_output(task)]

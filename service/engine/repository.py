@@ -22,7 +22,7 @@ from typing import Literal
 from attnserve.models.artifact import open_artifact
 from attnserve.models.model_folder import Place, find_models
 from attnserve.serving.backends import RunnerOptions
-from attnserve.serving.checked_loading import LoadedModel, load_checked
+from attnserve.serving.checked_loading import CheckedModel, load_checked
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.model_check import CheckResult, IsolationChecker, identify
 from attnserve.serving.operator_report import OperatorReport, unfused
@@ -389,7 +389,7 @@ class Repository:
             return current
         return self._serve(name, version, place, loaded)
 
-    def _serve(self, name: str, version: str, place: Place, loaded: LoadedModel) -> Engine:
+    def _serve(self, name: str, version: str, place: Place, loaded: CheckedModel) -> Engine:
         """Create the engine of a loaded model; it is replaced after a fusion in the background."""
 
         def reload() -> Model:
@@ -455,7 +455,7 @@ class Repository:
         version: str,
         place: Place,
         is_served: Callable[[CheckResult], bool] = lambda checked: False,
-    ) -> LoadedModel | None:
+    ) -> CheckedModel | None:
         """Load the model; None if ``is_served``, see ``load_checked``.
 
         Raises:

@@ -17,7 +17,7 @@ from attnserve.nn import (
     GroupedHeadAttention,
     group_loss,
     keep_pillars,
-    read_attention,
+    read_trained_attention,
     reuse_transformer,
     voting_to_stay,
 )
@@ -234,7 +234,9 @@ def test_reassign_counts_moved_heads():
 
 def test_loss_before_the_first_call_and_without_grouped_layers_is_refused(layer_of: Layers):
     with raises(InvalidArgument, "nn.no_maps"):
-        GroupedHeadAttention.from_trained(read_attention(layer_of()), num_groups=2).group_loss()
+        GroupedHeadAttention.from_trained(
+            read_trained_attention(layer_of()), num_groups=2
+        ).group_loss()
     with raises(InvalidArgument, "nn.no_groups"):
         group_loss(torch.nn.Linear(2, 2))
 
@@ -288,7 +290,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], code: str):
 
 def test_layer_that_others_reuse_keeps_its_heads(layer_of: Layers):
     layers = reuse_transformer(
-        [read_attention(layer_of())] * 2, "full:1",
+        [read_trained_attention(layer_of())] * 2, "full:1",
         exact=lambda layer: GroupedHeadAttention.from_trained(layer, num_groups=2),
     )  # fmt: skip
     model, x = torch.nn.ModuleList(layers), torch.randn(2, 6, 16)

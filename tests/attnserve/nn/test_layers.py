@@ -19,7 +19,7 @@ from attnserve.nn import (
     ReuseAttention,
     SharedKeyAttention,
     TrainedAttention,
-    read_attention,
+    read_trained_attention,
 )
 from graph_passes.errors import InvalidArgument
 from graph_passes.factorize.moments import TokenMoments
@@ -72,7 +72,7 @@ def test_exact_layer_cross_attention_equals_pytorch(
     convert: Callable[[TrainedAttention], Any], masks: dict[str, Any], layer_of: Layers
 ):
     layer = layer_of(kdim=6, vdim=10)
-    ours = convert(read_attention(layer)).eval()
+    ours = convert(read_trained_attention(layer)).eval()
     x, y, values = tokens(2, 5, 16), tokens(2, 7, 6), tokens(2, 7, 10)
     close(ours(x, y, values, **masks), layer(x, y, values, **masks))
 
@@ -82,7 +82,7 @@ def test_exact_layer_other_token_layouts_equal_pytorch(
     convert: Callable[[TrainedAttention], Any], layer_of: Layers
 ):
     layer = layer_of(batch_first=False, bias=False)
-    ours = convert(read_attention(layer)).eval()
+    ours = convert(read_trained_attention(layer)).eval()
     x, padding = tokens(7, 2, 16), {"key_padding_mask": PADDING}
     close(ours(x, x, x, **padding), layer(x, x, x, **padding))
     row, padding = x[:, 1], {"key_padding_mask": PADDING[1]}
@@ -96,7 +96,7 @@ def test_dropout_is_that_of_pytorch_in_training_only(
     convert: Callable[[TrainedAttention], Any], layer_of: Layers
 ):
     """Its share of the probabilities is zero; the returned probabilities are those before it."""
-    ours = convert(read_attention(layer_of(dropout=0.4)))
+    ours = convert(read_trained_attention(layer_of(dropout=0.4)))
     x = tokens(2, 6, 16)
     exact = ours.eval()(x, x, x)
     dropped: list[Any] = []
@@ -130,7 +130,7 @@ def test_masks_that_pytorch_refuses_are_an_error(
     masks: dict[str, Any], code: str, layer_of: Layers
 ):
     layer = layer_of()
-    ours = FixedHeadAttention.from_trained(read_attention(layer)).eval()
+    ours = FixedHeadAttention.from_trained(read_trained_attention(layer)).eval()
     x, y = tokens(2, 5, 16), tokens(2, 7, 16)
     with pytest.raises((RuntimeError, AssertionError)):
         layer(x, y, y, **masks)
@@ -139,7 +139,7 @@ def test_masks_that_pytorch_refuses_are_an_error(
 
 
 def test_tokens_of_other_sizes_are_an_error(layer_of: Layers):
-    ours = FixedHeadAttention.from_trained(read_attention(layer_of())).eval()
+    ours = FixedHeadAttention.from_trained(read_trained_attention(layer_of())).eval()
     x, y = tokens(2, 5, 16), tokens(2, 7, 16)
     for key, value in ((y[:1], y[:1]), (y, y[:, 1:]), (y[..., 1:], y)):
         with raises(InvalidArgument, "nn.shape"):
@@ -152,7 +152,7 @@ def test_half_precision_stays_within_two_percent_of_float32(
     name: str, dtype: Any, layer_of: Layers
 ):
     layer = layer_of()
-    ours = EXACT[name](read_attention(layer)).eval()
+    ours = EXACT[name](read_trained_attention(layer)).eval()
     x = tokens(2, 6, 16)
     exact = layer(x, x, x, key_padding_mask=PADDING[:, 1:])[0]
     x = x.to(dtype)
@@ -162,14 +162,14 @@ def test_half_precision_stays_within_two_percent_of_float32(
 
 
 def test_causal_flag_alone_masks_later_keys(layer_of: Layers):
-    ours = FixedHeadAttention.from_trained(read_attention(layer_of())).eval()
+    ours = FixedHeadAttention.from_trained(read_trained_attention(layer_of())).eval()
     x = tokens(2, 5, 16)
     flagged, masked = ours(x, x, x, is_causal=True), ours(x, x, x, attn_mask=CAUSAL[:, :5])
     close(flagged, masked, 0.0)
 
 
 def test_query_without_keys_is_finite(layer_of: Layers):
-    ours = FixedHeadAttention.from_trained(read_attention(layer_of())).eval()
+    ours = FixedHeadAttention.from_trained(read_trained_attention(layer_of())).eval()
     x, nothing = tokens(2, 5, 16), torch.ones(2, 5, dtype=torch.bool)
     assert ours(x, x, x, key_padding_mask=nothing)[0].isfinite().all()
     both = ours(x, x, x, key_padding_mask=nothing, attn_mask=torch.zeros(5, 5))
@@ -179,7 +179,7 @@ def test_query_without_keys_is_finite(layer_of: Layers):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
 def test_query_without_keys_is_finite_for_added_masks(value: float, dtype: Any, layer_of: Layers):
-    ours = FixedHeadAttention.from_trained(read_attention(layer_of())).eval().to(dtype)
+    ours = FixedHeadAttention.from_trained(read_trained_attention(layer_of())).eval().to(dtype)
     x = 30 * tokens(2, 5, 16).to(dtype)
     left = torch.zeros(2, 5).masked_fill(torch.arange(5) < 2, value)  # no key for the first rows
     later = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), value)
@@ -192,7 +192,7 @@ def test_query_without_keys_is_finite_for_added_masks(value: float, dtype: Any, 
 def test_layer_works_in_a_transformer_encoder(layer_of: Layers):
     theirs = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
     ours = copy.deepcopy(theirs)
-    ours.self_attn = FixedHeadAttention.from_trained(read_attention(theirs.self_attn))
+    ours.self_attn = FixedHeadAttention.from_trained(read_trained_attention(theirs.self_attn))
     x = tokens(2, 7, 16)
     both = [
         torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()(
@@ -214,7 +214,9 @@ def test_layer_replaced_in_an_encoder_reads_padding(places: tuple[int, ...]):
         expected = encoder(x, src_key_padding_mask=PADDING)
         for place in places:
             old = encoder.layers[place].self_attn
-            encoder.layers[place].self_attn = FixedHeadAttention.from_trained(read_attention(old))
+            encoder.layers[place].self_attn = FixedHeadAttention.from_trained(
+                read_trained_attention(old)
+            )
         found = encoder.eval()(x, src_key_padding_mask=PADDING)
     torch.testing.assert_close(found[~PADDING], expected[~PADDING], atol=1e-5, rtol=0)
 
@@ -224,7 +226,7 @@ def test_nested_tensors_are_refused_with_the_option_to_set():
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 2).eval()
     old = encoder.layers[1].self_attn
-    encoder.layers[1].self_attn = FixedHeadAttention.from_trained(read_attention(old))
+    encoder.layers[1].self_attn = FixedHeadAttention.from_trained(read_trained_attention(old))
     with torch.no_grad(), raises(InvalidArgument, "nn.nested", "use_nested_tensor"):
         encoder(tokens(2, 7, 16), src_key_padding_mask=PADDING)
     encoder.use_nested_tensor = False
@@ -238,10 +240,10 @@ def test_modules_instead_of_weights_are_refused(layer_of: Layers):
         FixedHeadAttention.from_trained,
         partial(CollaborativeAttention.from_trained, rank=8),
     ):
-        with raises(InvalidArgument, "nn.not_trained", "read_attention"):
+        with raises(InvalidArgument, "nn.not_trained", "read_trained_attention"):
             make(layer)
     with raises(InvalidArgument, "nn.not_multihead", "trained"):
-        read_attention(FixedHeadAttention(16, 4, 4))  # pyright: ignore[reportArgumentType]
+        read_trained_attention(FixedHeadAttention(16, 4, 4))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 12), (7,), (1, 2, 7, 16)])
@@ -256,9 +258,11 @@ def test_queries_of_other_shapes_are_refused(shape: tuple[int, ...]):
 def test_weights_load_into_a_layer_of_other_weights(head_size: int | None, layer_of: Layers):
     """R, the support and the content vectors follow the weights, also of a new layer."""
     ours = CollaborativeAttention.from_trained(
-        read_attention(layer_of()), rank=10, head_size=head_size
+        read_trained_attention(layer_of()), rank=10, head_size=head_size
     ).eval()
-    other = read_attention(torch.nn.MultiheadAttention(16, 4, batch_first=True))  # biases are 0
+    other = read_trained_attention(
+        torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    )  # biases are 0
     for rank in (10, 7):
         new = CollaborativeAttention.from_trained(other, rank=rank, head_size=head_size).eval()
         optimizer = torch.optim.AdamW(new.parameters(), lr=1e-3)
@@ -307,14 +311,16 @@ def test_lower_rank_keeps_scale_and_approximates(layer_of: Layers):
     exact = layer(x, x, x)[0].detach()
     errors = []
     for rank in (4, 8, 12):
-        ours = CollaborativeAttention.from_trained(read_attention(layer), rank=rank).eval()
+        ours = CollaborativeAttention.from_trained(read_trained_attention(layer), rank=rank).eval()
         assert ours.scale == 0.5
         errors.append(float((ours(x, x, x)[0].detach() - exact).norm()))
     assert errors == sorted(errors, reverse=True)
 
 
 def test_sparse_mixing_stays_on_its_support_in_training(layer_of: Layers):
-    ours = CollaborativeAttention.from_trained(read_attention(layer_of()), rank=10, head_size=3)
+    ours = CollaborativeAttention.from_trained(
+        read_trained_attention(layer_of()), rank=10, head_size=3
+    )
     support = ours.mixing.detach() != 0
     assert int(support.sum()) == 12
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
@@ -329,7 +335,7 @@ def test_sparse_mixing_stays_on_its_support_in_training(layer_of: Layers):
 
 
 def test_widened_heads_receive_gradients(layer_of: Layers):
-    ours = FixedHeadAttention.from_trained(read_attention(layer_of()), head_size=6)
+    ours = FixedHeadAttention.from_trained(read_trained_attention(layer_of()), head_size=6)
     x = tokens(2, 6, 16)
     ours(x, x, x)[0].square().mean().backward()
     new = ours.q_proj.weight.grad.unflatten(0, (4, 6))[:, 4:]
@@ -406,7 +412,7 @@ def test_gradients_of_inputs_and_parameters_are_correct(name: str):
 
 
 def test_copies_and_pickles_work_after_a_call(layer_of: Layers):
-    ours = GroupedHeadAttention.from_trained(read_attention(layer_of()), num_groups=2)
+    ours = GroupedHeadAttention.from_trained(read_trained_attention(layer_of()), num_groups=2)
     x = tokens(2, 5, 16)
     expected = ours(x, x, x)
     close(copy.deepcopy(ours)(x, x, x), expected, 0.0)
@@ -414,7 +420,7 @@ def test_copies_and_pickles_work_after_a_call(layer_of: Layers):
 
 
 def test_invalid_sizes_are_refused(layer_of: Layers):
-    trained = read_attention(layer_of())
+    trained = read_trained_attention(layer_of())
     with raises(InvalidArgument, "nn.head_size", "3", "4"):
         FixedHeadAttention.from_trained(trained, head_size=3)
     with raises(InvalidArgument, "nn.value_head_size", "10"):
@@ -426,7 +432,7 @@ def test_invalid_sizes_are_refused(layer_of: Layers):
     with raises(InvalidArgument, "nn.support", "4, 8"):
         CollaborativeAttention(16, 4, 8, support=torch.zeros(4, 8, dtype=torch.bool))
     with raises(InvalidArgument, "nn.appended_keys"):
-        read_attention(layer_of(add_zero_attn=True))
+        read_trained_attention(layer_of(add_zero_attn=True))
 
 
 def test_shared_keys_lose_less_the_more_dimensions_they_have():
@@ -479,8 +485,10 @@ def test_layers_know_that_they_came_from_rotary_positions():
 
 def test_fixed_heads_without_biases_are_those_of_a_layer_without(layer_of: Callable[..., Any]):
     layer, x = layer_of(bias=False), torch.randn(2, 5, 16)
-    ours = FixedHeadAttention.from_trained(read_attention(layer), head_size=6, bias=False).eval()
+    ours = FixedHeadAttention.from_trained(
+        read_trained_attention(layer), head_size=6, bias=False
+    ).eval()
     assert all("bias" not in name for name, _ in ours.named_parameters())
     torch.testing.assert_close(ours(x, x, x)[0], layer(x, x, x)[0], atol=1e-5, rtol=0)
     with raises(InvalidArgument, "nn.bias"):
-        FixedHeadAttention.from_trained(read_attention(layer_of()), bias=False)
+        FixedHeadAttention.from_trained(read_trained_attention(layer_of()), bias=False)

@@ -12,7 +12,7 @@ from attnserve.choices import Precision
 from attnserve.precision import products as products_module
 from attnserve.precision.convert import convert
 from attnserve.precision.int4 import in_blocks
-from attnserve.precision.int8 import quantize, quantized_weights
+from attnserve.precision.int8 import quantize, quantized_arrays
 from attnserve.precision.products import InputMoments, collect_ranges
 from attnserve.precision.rounding import Rounder
 from attnserve.runtime.interface import Batch
@@ -90,10 +90,10 @@ def test_blocks_stay_within_their_scales(seed: int, rows: int, size: int):
 @settings(max_examples=20, deadline=None)
 def test_bytes_stay_within_their_bits(seed: int, bits: int):
     moment, matrix = problem(seed, 40, 5, 8)
-    bytes_, scales = quantized_weights(matrix, 7 if bits == 7 else 8, Rounder(moment))
+    bytes_, scales = quantized_arrays(matrix, 7 if bits == 7 else 8, Rounder(moment))
     low, high = (-64, 63) if bits == 7 else (-127, 127)
     assert low <= bytes_.min() and bytes_.max() <= high
-    assert np.array_equal(scales, quantized_weights(matrix, 7 if bits == 7 else 8)[1])
+    assert np.array_equal(scales, quantized_arrays(matrix, 7 if bits == 7 else 8)[1])
 
 
 def test_int4_to_the_nearest_equals_the_tool_of_onnx_runtime():
