@@ -56,16 +56,16 @@ def elimination_order(
     chosen = [block for block in blocks if block.output is not None]
     by_name = {block.name: block for block in chosen}
     progress = context.stage("measure blocks")
-    found: dict[str, Elimination] = {}
+    eliminations: dict[str, Elimination] = {}
     for name, moments in context_moments(model, chosen, batches, context=context):
         block = by_name[name]
         assert block.output is not None
         rows = block.output.rows.reshape(-1)
         covariance = moments.covariance[np.ix_(rows, rows)]
         weight = block.output.matrix()[rows].astype(np.float64)
-        found[name] = eliminate(covariance, weight, block.num_heads)
-        progress(len(found), len(chosen))
-    return {block.name: found[block.name] for block in chosen}
+        eliminations[name] = eliminate(covariance, weight, block.num_heads)
+        progress(len(eliminations), len(chosen))
+    return {block.name: eliminations[block.name] for block in chosen}
 
 
 def eliminate(

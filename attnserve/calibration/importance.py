@@ -377,10 +377,10 @@ def _heads_apart(block: AttentionBlock) -> bool:
 
 def _dtype(block: AttentionBlock) -> ir.DataType:
     """The element type of the context: from the graph, else from the value weights."""
-    known = block.context.dtype
-    if known is None and block.v.dtype.is_floating_point():
-        known = block.v.dtype
-    return known or ir.DataType.FLOAT
+    dtype = block.context.dtype
+    if dtype is None and block.v.dtype.is_floating_point():
+        dtype = block.v.dtype
+    return dtype or ir.DataType.FLOAT
 
 
 def _results(model: ir.Model, blocks: Sequence[AttentionBlock]) -> list[ir.Value]:

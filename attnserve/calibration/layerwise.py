@@ -73,23 +73,23 @@ class LayerwiseRunner:
     ) -> Iterator[list[np.ndarray]]:
         if not self._given:
             return
-        known = self._given[0].keys() | self._kept[0].keys()
+        computed = self._given[0].keys() | self._kept[0].keys()
         # All other values are equal for each batch and not cached.
         varying = _dependents(self.model.graph, self.model.graph.inputs)
-        _, nodes = behind(self.model.graph, wanted, known)
-        made = {value for node in nodes for value in node.outputs} & varying
-        ahead = known | set(wanted) | {value for value in made if _is_tensor(value)}
+        _, nodes = behind(self.model.graph, wanted, computed)
+        produced = {value for node in nodes for value in node.outputs} & varying
+        ahead = computed | set(wanted) | {value for value in produced if _is_tensor(value)}
         keep: set[ir.Value] = set()
         if later is not None:
             keep = behind(self.model.graph, later, ahead)[0] & varying - self._given[0].keys()
         outputs = [
             value
             for value in dict.fromkeys([*wanted, *sorted(keep, key=lambda value: value.name or "")])
-            if value not in known
+            if value not in computed
         ]
         observer: Observer | None = None
-        for index, given in enumerate(self._given):
-            seen = given | self._kept[index]
+        for index, batch in enumerate(self._given):
+            seen = batch | self._kept[index]
             observer = observer or Observer(self.model, outputs, seen, self.context)
             seen |= observer(seen)
             if later is not None:
@@ -166,20 +166,20 @@ def depending_on(graph: ir.Graph, nodes: Collection[ir.Node]) -> set[ir.Value]:
 
 def _dependents(graph: ir.Graph, values: Collection[ir.Value]) -> set[ir.Value]:
     """These values, and all values that depend on them."""
-    found = set(values)
+    dependents = set(values)
     for node in graph:
-        if not found.isdisjoint(reads(node)):
-            found.update(node.outputs)
-    return found
+        if not dependents.isdisjoint(reads(node)):
+            dependents.update(node.outputs)
+    return dependents
 
 
 def _is_tensor(value: ir.Value) -> bool:
     node = value.producer()
-    made = "" if node is None else node.op_type
+    operator = "" if node is None else node.op_type
     other = isinstance(value.type, ir.SequenceType | ir.OptionalType)
-    return not other and not ("Sequence" in made or made.startswith("Optional"))
+    return not other and not ("Sequence" in operator or operator.startswith("Optional"))
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
-    made = [value for node in graph for value in node.outputs]
-    return [*graph.inputs, *graph.initializers.values(), *made]
+    outputs = [value for node in graph for value in node.outputs]
+    return [*graph.inputs, *graph.initializers.values(), *outputs]

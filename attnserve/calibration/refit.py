@@ -523,9 +523,9 @@ def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
         turned = turned or (others and first != second)
     sizes = (second, first) if turned else (first, second)
     text = np.arange(sizes[0]) * row_count(batch) // sizes[0]
-    found = np.where(token_mask(batch, sizes), text[:, None], -1)
-    found = found.T if turned else found
-    return np.repeat(found.reshape(-1), rows // found.size)
+    texts = np.where(token_mask(batch, sizes), text[:, None], -1)
+    texts = texts.T if turned else texts
+    return np.repeat(texts.reshape(-1), rows // texts.size)
 
 
 def _fitted(

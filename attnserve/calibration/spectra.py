@@ -156,15 +156,15 @@ def measure_ranks(
     Raises:
         InvalidData: The model refuses a batch, or a score is not finite.
     """
-    found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {b.name: [] for b in blocks}
+    parts: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {b.name: [] for b in blocks}
     values = [_scores(block) for block in blocks]
     chosen = evenly(batches, MOST_TEXTS)
     for batch, arrays in observe(model, values, chosen, context, "measure ranks"):
         for block, (logits, *p) in zip(blocks, arrays, strict=True):
-            found[block.name] += _ranks(block, logits, p, batch, -(-MOST_TEXTS // len(chosen)))
+            parts[block.name] += _ranks(block, logits, p, batch, -(-MOST_TEXTS // len(chosen)))
     ranks: dict[str, ScoreRanks] = {}
     for block in blocks:
-        rows = found[block.name][:MOST_TEXTS]
+        rows = parts[block.name][:MOST_TEXTS]
         if not rows:
             raise no_token(block.name)
         sizes, scores, attended = zip(*rows, strict=True)

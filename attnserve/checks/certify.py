@@ -441,7 +441,7 @@ def _between(
     Inferred constants are added to the cut, except those that are computed from the cut values: the
     tokens of a block may be constants themselves (the object queries of DETR).
     """
-    given = tuple(cut)
+    cut_values = tuple(cut)
     nodes: dict[ir.Node, None] = {}
     constants: dict[ir.Value, None] = {}
     pending: list[ir.Value | ir.Node] = list(reversed(targets))
@@ -461,7 +461,7 @@ def _between(
             constants[item] = None
             continue
         constant = None if node.op_type == "Constant" else info.constant(item)
-        if constant is not None and not any(depends_on(item, value) for value in given):
+        if constant is not None and not any(depends_on(item, value) for value in cut_values):
             cut[item] = constant.astype(_single(info.known[item].dtype).numpy())
             continue
         if node in nodes:

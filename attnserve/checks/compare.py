@@ -95,18 +95,18 @@ class OutputFidelity:
 
     def warnings(self) -> list[str]:
         """Warnings about rows that are not finite."""
-        found: list[str] = []
+        warnings: list[str] = []
         if self.not_finite_rows:
-            found.append(
+            warnings.append(
                 f"output {self.names!r} of the new model has other NaN or infinite numbers than "
                 f"the original in {describe_rows(self.not_finite_rows)}"
             )
         if self.excluded_rows:
-            found.append(
+            warnings.append(
                 f"output {self.names!r} of the original is NaN in "
                 f"{describe_rows(self.excluded_rows)}, which are not compared"
             )
-        return found
+        return warnings
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,10 @@ class Fidelity:
     @property
     def measured(self) -> Measured:
         """The lowest quality, and all of them if there are several; nothing without data."""
-        found = tuple(quality.record for quality in self.qualities)
-        if len(found) > 1:
-            return Measured(quality=found[0], qualities=found)
-        return Measured(quality=found[0]) if found else Measured()
+        qualities = tuple(quality.record for quality in self.qualities)
+        if len(qualities) > 1:
+            return Measured(quality=qualities[0], qualities=qualities)
+        return Measured(quality=qualities[0]) if qualities else Measured()
 
 
 @with_keywords
@@ -191,11 +191,11 @@ def verify(
     narrower = before if axes == (None, None) else after
     meter = None
     if data is not None:
-        found = load_inputs(
+        rows = load_inputs(
             Path(data), narrower, artifact, tokenizer=as_path(tokenizer), split=False
         )
-        batches, source = found.fit, found.source.file
-        meter = QualityMeter(before, artifact, measure=measure, data=found)
+        batches, source = rows.fit, rows.source.file
+        meter = QualityMeter(before, artifact, measure=measure, data=rows)
     elif measure != "auto":
         raise InvalidArgument(
             "`measure` needs `data`, which is not given",
@@ -270,8 +270,8 @@ def compare(
     if context.provider == "cpu" and any(map(is_bfloat16, models)):
         source += ", bfloat16 rounded in float32"
         models = tuple(map(on_cpu, models))
-    for batch, ours, found in _outputs(models, batches, empty, context):
-        new = dict(zip(counterparts, found, strict=True))
+    for batch, ours, new_outputs in _outputs(models, batches, empty, context):
+        new = dict(zip(counterparts, new_outputs, strict=True))
         theirs = [
             new.get(value.name, array)  # a removed cache is not compared
             for value, array in zip(before.graph.outputs, ours, strict=True)

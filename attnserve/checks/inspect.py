@@ -155,5 +155,5 @@ def _rewrites() -> dict[str, type[AttentionPass[Any]]]:
 
 
 def _applicable(block: AttentionBlock, context: GraphContext) -> dict[str, str | Literal[True]]:
-    found = {name: each.refusal(block, None, context) for name, each in _rewrites().items()}
-    return {name: str(refusal) if refusal else True for name, refusal in found.items()}
+    refusals = {name: each.refusal(block, None, context) for name, each in _rewrites().items()}
+    return {name: str(refusal) if refusal else True for name, refusal in refusals.items()}

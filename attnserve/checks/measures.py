@@ -455,8 +455,8 @@ def _correlation(count: Any, a: Any, b: Any, aa: Any, bb: Any, ab: Any) -> Any:
     product = np.sqrt(np.maximum(spread_a, 0) * np.maximum(spread_b, 0))
     constant = product <= 1e-12 * count
     both = (spread_a <= 1e-12 * count) & (spread_b <= 1e-12 * count)
-    found = (ab - a * b / count) / np.where(constant, 1.0, product)
-    return np.where(constant, np.where(both, 1.0, 0.0), np.clip(found, -1, 1))
+    correlation = (ab - a * b / count) / np.where(constant, 1.0, product)
+    return np.where(constant, np.where(both, 1.0, 0.0), np.clip(correlation, -1, 1))
 
 
 def _overlap(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) -> float:

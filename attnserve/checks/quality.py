@@ -264,8 +264,8 @@ class QualityMeter:
             of_text = max(len(a) // max(texts, 1), 1)  # if tokens are flattened
             for file, lengths, rows in self._kinds(batch, len(a)):
                 key = index, file, lengths
-                found = self._bad.setdefault(key, ([], []))
-                for numbers, bad in zip(found, faults, strict=True):
+                bad_rows = self._bad.setdefault(key, ([], []))
+                for numbers, bad in zip(bad_rows, faults, strict=True):
                     of_kind = np.unique(bad[np.isin(bad, rows)] // of_text)
                     numbers += (self._rows + of_kind).tolist()
                 if of_text == 1:  # else NaN counts as 0
@@ -291,7 +291,7 @@ class QualityMeter:
 
     def results(self) -> list[Quality]:
         """The quality of each output, by file and by length; the one with most loss first."""
-        found: list[Quality] = []
+        qualities: list[Quality] = []
         for (index, file, lengths), (excluded, wrong) in self._bad.items():
             if (meter := self._meters.get((index, file, lengths))) is None:
                 raise InvalidData(
@@ -301,9 +301,9 @@ class QualityMeter:
                 )
             quality = _quality(meter, self.outputs[index], file, lengths, self.split)
             same = tuple(self.outputs[i] for i, first in self._same.items() if first == index)
-            found.append(replace(quality, not_finite_rows=tuple(wrong),
+            qualities.append(replace(quality, not_finite_rows=tuple(wrong),
                                  excluded_rows=tuple(excluded), same_outputs=same))  # fmt: skip
-        return sorted(found, key=lambda quality: -quality.loss(bounded=True))
+        return sorted(qualities, key=lambda quality: -quality.loss(bounded=True))
 
     def _kinds(self, batch: Batch, rows: int) -> list[tuple[str, str, np.ndarray]]:
         """The file of a batch, and its rows of short and of long texts."""

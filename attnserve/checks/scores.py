@@ -58,9 +58,9 @@ class StsScore:
     ) -> StsScore:
         """The score with its interval."""
         both = float(spearman(cosines, gold)), float(pearson(cosines, gold))
-        made = cls(len(gold), *both, (0.0, 0.0), cosines, gold)
-        found = bootstrap_interval(made.value_on, len(gold), seed=seed)
-        return replace(made, spearman_ci95=found)
+        score = cls(len(gold), *both, (0.0, 0.0), cosines, gold)
+        interval = bootstrap_interval(score.value_on, len(gold), seed=seed)
+        return replace(score, spearman_ci95=interval)
 
     @property
     def value(self) -> float:
@@ -104,8 +104,10 @@ class ClassificationScore:
     ) -> ClassificationScore:
         """The score with its interval."""
         share = float((predictions == gold).mean())
-        made = cls(len(gold), share, (0.0, 0.0), predictions, gold, task)
-        return replace(made, accuracy_ci95=bootstrap_interval(made.value_on, len(gold), seed=seed))
+        score = cls(len(gold), share, (0.0, 0.0), predictions, gold, task)
+        return replace(
+            score, accuracy_ci95=bootstrap_interval(score.value_on, len(gold), seed=seed)
+        )
 
     @property
     def value(self) -> float:
@@ -149,8 +151,8 @@ class RatioScore:
         **others: float,
     ) -> RatioScore:
         """The score with its interval."""
-        made = cls(task, metric, (0.0, 0.0), gains, weights, others)
-        return replace(made, ci95=bootstrap_interval(made.value_on, len(gains), seed=seed))
+        score = cls(task, metric, (0.0, 0.0), gains, weights, others)
+        return replace(score, ci95=bootstrap_interval(score.value_on, len(gains), seed=seed))
 
     @property
     def rows(self) -> int:
@@ -191,9 +193,9 @@ class PerplexityScore:
         cls, nats: Float[np.ndarray, " N"], tokens: Float[np.ndarray, " N"], seed: int
     ) -> PerplexityScore:
         """The score with its interval."""
-        made = cls(nats, tokens, (0.0, 0.0))
-        low, high = bootstrap_interval(made.value_on, len(nats), seed=seed)
-        return replace(made, perplexity_ci95=(1 / high, 1 / low))
+        score = cls(nats, tokens, (0.0, 0.0))
+        low, high = bootstrap_interval(score.value_on, len(nats), seed=seed)
+        return replace(score, perplexity_ci95=(1 / high, 1 / low))
 
     @property
     def rows(self) -> int:

@@ -42,10 +42,10 @@ def read_label(path: Path, line: int, text: str, names: Mapping[str, int]) -> in
         return names[text]
     if text.isascii() and text.isdigit():
         return int(text)
-    known = ", ".join(sorted(names, key=lambda name: names[name])[:8]) or "none"
+    examples = ", ".join(sorted(names, key=lambda name: names[name])[:8]) or "none"
     raise InvalidData(
         f"{path}, line {line}: label {text!r}: expected an integer from 0, or a name of the"
-        f" model's config.json ({known})",
+        f" model's config.json ({examples})",
         "correct the row, or put the model's config.json into its folder",
         code="evaluate.unknown_label",
     )
@@ -129,7 +129,7 @@ def read_judgments(
             code="evaluate.no_file",
         )
     columns = ("query", "query-id"), ("document", "corpus-id"), ("relevance", "score")
-    found: dict[str, dict[str, float]] = {}
+    judgments: dict[str, dict[str, float]] = {}
     for line, (query, document, relevance) in read_table(path, *columns):
         for kind, key, texts in (("query", query, queries), ("document", document, documents)):
             if key not in texts:
@@ -139,8 +139,8 @@ def read_judgments(
                     code="evaluate.unknown_id",
                 )
         value = read_number(path, line, relevance, "relevance")
-        found.setdefault(query, {})[document] = value
-    judged = {query: one for query, one in found.items() if max(one.values()) > 0}
+        judgments.setdefault(query, {})[document] = value
+    judged = {query: one for query, one in judgments.items() if max(one.values()) > 0}
     if not judged:
         raise InvalidData(
             f"{path}: no document has a relevance above 0",

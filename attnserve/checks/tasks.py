@@ -198,13 +198,13 @@ def _retrieval(run: OpenModel, data: Path) -> RatioScore:
     ask, answer = artifact.prompt("query"), artifact.prompt("document", "passage", "corpus")
     texts = [ask + queries[key] for key in judged] + [answer + x for x in documents.values()]
     vectors = run.embed(texts, normalize=artifact.similarity == "cosine")
-    asked, found = vectors[: len(judged)], vectors[len(judged) :]  # N D
+    query_vectors, document_vectors = vectors[: len(judged)], vectors[len(judged) :]  # N D
     keys = list(documents)
     ndcg: list[float] = []
     recall: list[float] = []
     relevances = list(judged.values())
-    for start in range(0, len(asked), QUERIES_AT_ONCE):
-        similarities = asked[start : start + QUERIES_AT_ONCE] @ found.T
+    for start in range(0, len(query_vectors), QUERIES_AT_ONCE):
+        similarities = query_vectors[start : start + QUERIES_AT_ONCE] @ document_vectors.T
         order = np.argsort(-similarities, axis=1, kind="stable")[:, :RECALL]
         for ranking, relevance in zip(order, relevances[start:], strict=False):
             ranked = np.array([relevance.get(keys[at], 0.0) for at in ranking])
@@ -286,16 +286,16 @@ def _perplexity(run: OpenModel, data: Path) -> PerplexityScore:
                     code="evaluate.batch_refused",
                 ) from error
             check_logits(logits, "batch, sequence, vocabulary")
-            found = next_token_nats(logits, row)
-            if found is None:
+            token_nats = next_token_nats(logits, row)
+            if token_nats is None:
                 raise InvalidArgument(
                     "`task` perplexity expects one logit per token id of the vocabulary, the model"
                     f" returns {list(logits.shape)}",
                     "export a language model with the task text-generation",
                     code="evaluate.no_logits",
                 )
-            nats.append(float(found[0].sum()))
-            tokens.append(float(found[1].sum()))
+            nats.append(float(token_nats[0].sum()))
+            tokens.append(float(token_nats[1].sum()))
         run.progress(len(nats), rows)
     if not sum(tokens):
         raise InvalidData(
@@ -316,11 +316,13 @@ def _token_classification(run: OpenModel, data: Path) -> RatioScore:
                 "correct the row, or put the model's config.json into its folder",
                 code="evaluate.unknown_label",
             )
-    made = [run.encoder.encode_words(words) for _, words, _ in sentences]
+    encodings = [run.encoder.encode_words(words) for _, words, _ in sentences]
     right, expected, predicted = np.zeros((3, len(sentences)))
-    for indices, logits, mask in run.logits([one for one, _ in made], "batch, sequence, classes"):
+    for indices, logits, mask in run.logits(
+        [one for one, _ in encodings], "batch, sequence, classes"
+    ):
         for index, row, real in zip(indices, logits, mask, strict=True):
-            classes, places = row[real].argmax(axis=-1), made[index][1]
+            classes, places = row[real].argmax(axis=-1), encodings[index][1]
             # Truncated words have no prediction.
             guess = ["O" if at is None else names.get(int(classes[at]), "O") for at in places]
             gold = _entities(sentences[index][2])
@@ -346,19 +348,19 @@ def _entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
     An entity begins with B-, or with I- after another type. Labels without a prefix are entities of
     one word each.
     """
-    found: set[tuple[int, int, str]] = set()
+    entities: set[tuple[int, int, str]] = set()
     start, kind = 0, ""
     for at, label in enumerate([*labels, "O"]):
         prefix, _, name = label.partition("-")
         continues = bool(kind) and prefix == "I" and name == kind
         if kind and not continues:
-            found.add((start, at, kind))
+            entities.add((start, at, kind))
             kind = ""
         if prefix in ("B", "I") and name:
             start, kind = (start, kind) if continues else (at, name)
         elif label != "O":
-            found.add((at, at + 1, label))
-    return found
+            entities.add((at, at + 1, label))
+    return entities
 
 
 TASKS: Mapping[TaskName, Callable[[OpenModel, Path], Score]] = {

@@ -319,11 +319,11 @@ def _decoding_table(results: Sequence[Measurement], names: Sequence[str]) -> Tab
     for index, result in enumerate(results):
         if index and index % len(names) == 0:
             table.add_section()
-        if (found := result.decoding) is not None:
-            times = (found.first_token_ms, found.per_token_ms)
+        if (decoding := result.decoding) is not None:
+            times = (decoding.first_token_ms, decoding.per_token_ms)
             cells = ("-" if time is None else f"{time:.2f}" for time in times)
             shape = (str(result.batch), str(result.sequence))
-            size = f"{found.cache_bytes_per_token:,}"
+            size = f"{decoding.cache_bytes_per_token:,}"
             table.add_row(names[index % len(names)], *shape, *cells, size)
     return table
 

@@ -198,14 +198,14 @@ def _bounds(about: OptionType) -> dict[str, Any]:
 
 def _made(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) -> Any:
     """Build the group from option values; missing options have the defaults."""
-    given: dict[str, Any] = {}
+    fields_given: dict[str, Any] = {}
     flags: dict[str, list[str]] = {}
     with_choices = {field.name for field in fields if field.choice is not None}
     for field in fields:
         value = values[field.parameter.name]
         if value is None or (field.choice is not None and not value):
             continue
-        given[field.name] = value if field.choice is None else field.choice
+        fields_given[field.name] = value if field.choice is None else field.choice
         if field.name in with_choices:
             flag = "--" + field.parameter.name.replace("_", "-")
             flags.setdefault(field.name, []).append(flag)
@@ -218,7 +218,7 @@ def _made(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) 
                 "give one of them",
                 code=option_type(kind.model_fields[name]).cli.choice_conflict,
             )
-    return kind(**given)
+    return kind(**fields_given)
 
 
 def _rename_fields_in_help(parameters: list[Parameter]) -> list[Parameter]:

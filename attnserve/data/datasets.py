@@ -207,12 +207,12 @@ class _File:
     batches: Callable[[Sequence[Any]], list[Batch]]
 
     def dataset(self, name: str) -> Dataset:
-        made = [[] if self.join is None else self.join(part) for part in self.parts]
+        joined_rows = [[] if self.join is None else self.join(part) for part in self.parts]
         parts = [
             [*(self.rows[i] for i in part), *more]
-            for part, more in zip(self.parts, made, strict=True)
+            for part, more in zip(self.parts, joined_rows, strict=True)
         ]
-        more_lengths = [len(row) for more in made for row in more]
+        more_lengths = [len(row) for more in joined_rows for row in more]
         all_lengths = [*self.lengths, *more_lengths]
         joined: dict[str, Any] = {"joined_rows": len(more_lengths), "joined_to": self.sequence}
         source = Calibration(
@@ -221,7 +221,7 @@ class _File:
             distinct_rows=len(self.distinct),
             tokens=int(sum(self.lengths)),
             fit_rows=len(parts[0]),
-            fit_tokens=sum(self.lengths[i] for i in self.parts[0]) + sum(map(len, made[0])),
+            fit_tokens=sum(self.lengths[i] for i in self.parts[0]) + sum(map(len, joined_rows[0])),
             held_out_rows=tuple(len(part) for part in parts[1:]),
             lengths=_percentiles(all_lengths),
             sha256=path_sha256(self.path, "*.npz"),

@@ -66,14 +66,14 @@ def read_table(path: Path, *columns: tuple[str, ...]) -> list[tuple[int, tuple[s
     header = _header(lines)
     places: list[int] = []
     for names in columns:
-        found = next((name for name in names if name in header), None)
-        if found is None:
+        column = next((name for name in names if name in header), None)
+        if column is None:
             raise InvalidData(
                 f"{path}, line 1: no column {' or '.join(names)} in {header[:8]}",
                 f"begin with a line of tab-separated names: {', '.join(c[0] for c in columns)}",
                 code="evaluate.no_column",
             )
-        places.append(header.index(found))
+        places.append(header.index(column))
     rows: list[tuple[int, tuple[str, ...]]] = []
     for number, line in enumerate(lines[1:], start=2):
         if not line.strip():

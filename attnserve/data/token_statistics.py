@@ -74,8 +74,8 @@ class CalibrationRange:
         is_new = False
         if self.seen is not None and len(ids):
             places = np.minimum(ids, len(self.seen) - 1)
-            known = int(np.count_nonzero(self.seen[places]))
-            is_new = len(ids) - known > self.most_unseen * len(ids)
+            seen_count = int(np.count_nonzero(self.seen[places]))
+            is_new = len(ids) - seen_count > self.most_unseen * len(ids)
         return ("length",) * is_long + ("tokens",) * is_new
 
 
@@ -134,10 +134,10 @@ def unseen_share(ids: Int[np.ndarray, " T"], seen: Bool[np.ndarray, " V"]) -> fl
 
 def _token_ids(batches: Sequence[Batch]) -> Int[np.ndarray, " T"] | None:
     """The ids of all tokens without padding; None if they are not found."""
-    found = [np.zeros(0, np.int64)]
+    parts = [np.zeros(0, np.int64)]
     for batch in batches:
         ids = batch.get(INPUT)
         if ids is None or ids.ndim != 2 or ids.dtype.kind not in "iu":
             return None
-        found.append(ids[token_mask(batch, ids.shape)].astype(np.int64))
-    return np.concatenate(found)
+        parts.append(ids[token_mask(batch, ids.shape)].astype(np.int64))
+    return np.concatenate(parts)

@@ -186,22 +186,22 @@ def _caches(artifact: Artifact, names: Iterable[str]) -> _Caches:
         InvalidModel: Other caches exist.
     """
     names = list(names)
-    found: dict[str, dict[str, set[int]]] = {"key": {}, "value": {}}
+    sizes: dict[str, dict[str, set[int]]] = {"key": {}, "value": {}}
     for name in names:
         kinds = re.findall("key|value", name.lower())
         number = re.search(r"\d+", name)
         if kinds and number:
             template = name.replace("%", "%%").replace(number[0], "%d", 1)
-            found[kinds[-1]].setdefault(template, set()).add(int(number[0]))
+            sizes[kinds[-1]].setdefault(template, set()).add(int(number[0]))
     layers = set(range(len(names) // 2))
-    if not layers or any([*one.values()] != [layers] for one in found.values()):
+    if not layers or any([*one.values()] != [layers] for one in sizes.values()):
         raise InvalidModel(
             f"{artifact.model}: expected a cache of keys and one of values for each layer, found "
             + (", ".join(names[:4]) or "none"),
             "export the decoder with a cache (past_key_values as inputs, present as outputs)",
             code="genai.caches",
         )
-    (keys,), (values,) = found["key"], found["value"]
+    (keys,), (values,) = sizes["key"], sizes["value"]
     return _Caches(keys, values, len(layers))
 
 

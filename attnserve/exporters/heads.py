@@ -44,16 +44,16 @@ def token_score(settings: FolderSettings, tokenizer: Any) -> LogitScore:
         InvalidModel: Both are not in the vocabulary.
     """
     vocabulary = tokenizer.get_vocab()
-    found = settings.token_score
-    if found is None and {"yes", "no"} <= vocabulary.keys():
-        found = LogitScore(true_token_id=vocabulary["yes"], false_token_id=vocabulary["no"])
-    if found is None or max(found.true_token_id, found.false_token_id or 0) >= len(tokenizer):
+    score = settings.token_score
+    if score is None and {"yes", "no"} <= vocabulary.keys():
+        score = LogitScore(true_token_id=vocabulary["yes"], false_token_id=vocabulary["no"])
+    if score is None or max(score.true_token_id, score.false_token_id or 0) >= len(tokenizer):
         raise InvalidModel(
             f"{settings.folder}: a reranker without classifier needs the tokens 'yes' and 'no'",
             "state true_token_id and false_token_id in a module LogitScore (sentence-transformers)",
             code="export.answer_tokens",
         )
-    return found
+    return score
 
 
 def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> str:
@@ -117,8 +117,8 @@ def scorer(torch: Any, network: Any, score: LogitScore) -> tuple[Any, Any]:
         if score.false_token_id is not None:
             expected = expected - logits[:, score.false_token_id]
         hidden = base(input_ids=ids).last_hidden_state
-        found = head(hidden, torch.ones_like(ids))[:, 0]
-    if float((found - expected).abs().max()) > LINEAR * float(logits.abs().max()):
+        own_scores = head(hidden, torch.ones_like(ids))[:, 0]
+    if float((own_scores - expected).abs().max()) > LINEAR * float(logits.abs().max()):
         raise InvalidModel(
             f"the score of {network.config.model_type} is not linear in its hidden states",
             "export it with the task text-generation",
@@ -217,8 +217,8 @@ def _dense(torch: Any, module: Module, settings: Dense) -> Any:
     layers: dict[str, Any] = {}
     for name in ("linear", "residual"):
         if (weight := weights.get(f"{name}.weight")) is not None:
-            made = torch.nn.Linear(*reversed(weight.shape), bias=f"{name}.bias" in weights)
-            layers[name] = _loaded(module, name, made, weights)
+            layer = torch.nn.Linear(*reversed(weight.shape), bias=f"{name}.bias" in weights)
+            layers[name] = _loaded(module, name, layer, weights)
     if "linear" not in layers:
         raise _not_weights(module, KeyError("linear.weight"))
     activation = getattr(torch.nn, torch_name(settings.activation_function))()
@@ -229,10 +229,10 @@ def _dense(torch: Any, module: Module, settings: Dense) -> Any:
             self.layers = torch.nn.ModuleDict(layers)
 
         def forward(self, values: Any, mask: Any) -> Any:
-            made = activation(layers["linear"](values))
+            output = activation(layers["linear"](values))
             if not settings.use_residual:
-                return made
-            return made + (layers["residual"](values) if "residual" in layers else values)
+                return output
+            return output + (layers["residual"](values) if "residual" in layers else values)
 
     return Layer()
 

@@ -391,9 +391,9 @@ def _find(model: str) -> Path:
     small = ["*.json", "*.txt", "*.model", "*.jinja"]
     elsewhere = ["onnx/*", "openvino/*"]  # the same weights in other formats
     try:
-        found = Path(snapshot_download(model, allow_patterns=small, ignore_patterns=elsewhere))
+        snapshot = Path(snapshot_download(model, allow_patterns=small, ignore_patterns=elsewhere))
         for weights in ("*.safetensors", "pytorch_model*.bin"):
-            if not any(found.glob("*.safetensors")):
+            if not any(snapshot.glob("*.safetensors")):
                 snapshot_download(model, allow_patterns=weights, ignore_patterns=elsewhere)
     except Exception as error:  # OSError, HfHubHTTPError, HFValidationError, ...
         raise InvalidModel(
@@ -402,7 +402,7 @@ def _find(model: str) -> Path:
             "pass a local folder with config.json, weights and tokenizer; or an id, when online",
             code="export.not_found",
         ) from error
-    return found
+    return snapshot
 
 
 @_quiet()
@@ -656,14 +656,14 @@ def _head_width(torch: Any, head: Any, width: int, source: Path) -> int:
     """
     try:
         with torch.no_grad():
-            made = head(torch.zeros(1, 2, width), torch.ones(1, 2, dtype=torch.int64))
+            output = head(torch.zeros(1, 2, width), torch.ones(1, 2, dtype=torch.int64))
     except RuntimeError as error:
         raise InvalidModel(
             f"{source}: the modules do not fit hidden states of size {width}: {first_line(error)}",
             "download the model again",
             code="export.load",
         ) from error
-    return int(made.shape[-1])
+    return int(output.shape[-1])
 
 
 def _max_length(settings: FolderSettings, tokenizer: Any, limit: int | None) -> int | None:
@@ -675,8 +675,8 @@ def _max_length(settings: FolderSettings, tokenizer: Any, limit: int | None) -> 
     if (stated := settings.transformer.max_length) is not None:
         return stated if settings.model.relative else min(stated, limit or stated)
     # transformers sets 1e30 for a tokenizer without a limit.
-    known = tokenizer.model_max_length if tokenizer.model_max_length <= UNBOUNDED else None
-    return min((n for n in (known, limit) if n), default=None)
+    bounded = tokenizer.model_max_length if tokenizer.model_max_length <= UNBOUNDED else None
+    return min((n for n in (bounded, limit) if n), default=None)
 
 
 def _record(report: ExportReport, settings: FolderSettings, source: str) -> Record:

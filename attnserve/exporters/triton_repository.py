@@ -287,8 +287,8 @@ def _check_place(folder: Path, artifact: Artifact, *, force: bool) -> None:
             "choose another `name`, or set `force`",
             code="output.exists",
         )
-    known = {"config.pbtxt", VERSION, "warmup"}
-    other = sorted(path.name for path in folder.iterdir() if path.name not in known)
+    expected = {"config.pbtxt", VERSION, "warmup"}
+    other = sorted(path.name for path in folder.iterdir() if path.name not in expected)
     if other or not (folder / "config.pbtxt").is_file():
         raise InvalidOutput(
             f"{folder}: holds {other[0] if other else 'no config.pbtxt'}, so it is not a model that"
@@ -307,7 +307,7 @@ def _write(
 ) -> None:
     folder, repository = written.folder, written.folder.parent
     stage: Path | None = None
-    made = [path for path in (repository, *repository.parents) if not path.exists()]
+    new_folders = [path for path in (repository, *repository.parents) if not path.exists()]
     try:
         repository.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(prefix=".attnserve-", dir=repository))
@@ -334,7 +334,7 @@ def _write(
                 (stage / "old").rename(folder)
             shutil.rmtree(stage, ignore_errors=True)
         with suppress(OSError):  # remove new folders that are empty
-            for path in made:
+            for path in new_folders:
                 path.rmdir()
 
 

@@ -163,8 +163,8 @@ class Artifact:
 
     def prompt(self, *names: str) -> str:
         """The prompt with the first of these names that exists, else the default prompt."""
-        found = (self.prompts[name] for name in names if name in self.prompts)
-        return next(found, self.prompts.get(self.record.default_prompt or "", ""))
+        prompts = (self.prompts[name] for name in names if name in self.prompts)
+        return next(prompts, self.prompts.get(self.record.default_prompt or "", ""))
 
     @property
     def max_length(self) -> int | None:
@@ -249,9 +249,10 @@ def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
         shared = above
     record = read_record(model)
     if not record.stated and shared is not None and (shared / RECORD).is_file():
-        found = parse_record(shared / RECORD)
-        if found.describes(shared) is None:  # otherwise it describes another model in the folder
-            record = found.without("files", "others")
+        shared_record = parse_record(shared / RECORD)
+        # Otherwise it describes another model in the folder.
+        if shared_record.describes(shared) is None:
+            record = shared_record.without("files", "others")
     if "pooling" not in record.stated:
         record = record.over(read_settings(model.parent, *filter(None, [shared])).record())
     return Artifact(model, record, shared)
@@ -272,16 +273,16 @@ def model_file(path: StrPath) -> Path:
         )
     if (path / "model.onnx").is_file():
         return path / "model.onnx"
-    found = sorted(path.glob("*.onnx"))
-    if not found and is_hub_folder(path):
+    files = sorted(path.glob("*.onnx"))
+    if not files and is_hub_folder(path):
         return path / HUB_FOLDER / "model.onnx"
-    if len(found) != 1:
+    if len(files) != 1:
         raise InvalidModel(
-            f"{path}: expected model.onnx in this folder, found {len(found)} .onnx files",
+            f"{path}: expected model.onnx in this folder, found {len(files)} .onnx files",
             "pass the path of the .onnx file",
             code="artifact.model_count",
         )
-    return found[0]
+    return files[0]
 
 
 def is_hub_folder(path: Path) -> bool:
@@ -309,7 +310,7 @@ def companions_to_copy(artifact: Artifact) -> dict[str, Path]:
     Raises:
         InvalidModel: One is a link out of the model's folder: a copy would publish that file.
     """
-    found: dict[str, Path] = {}
+    companions: dict[str, Path] = {}
     for name in COMPANIONS:
         path = artifact.companion(name)
         if path is None:
@@ -322,5 +323,5 @@ def companions_to_copy(artifact: Artifact) -> dict[str, Path]:
                 "replace it by a copy of that file, or remove it",
                 code="artifact.link_outside",
             )
-        found[name] = path
-    return found
+        companions[name] = path
+    return companions

@@ -47,10 +47,10 @@ def check_checksums(artifact: Artifact) -> None:
                 "copy the artifact again",
                 code="artifact.file_missing",
             )
-        found = sha256(path)
-        if found != expected.lower():
+        checksum = sha256(path)
+        if checksum != expected.lower():
             raise InvalidModel(
-                f"{path}: the sha256 is {found[:12]}.., but {record.name} has {expected[:12]}..",
+                f"{path}: the sha256 is {checksum[:12]}.., but {record.name} has {expected[:12]}..",
                 "copy the artifact again, or export or optimize it again",
                 code="artifact.checksum",
             )

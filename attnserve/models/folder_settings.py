@@ -145,8 +145,8 @@ class FolderSettings:
     @property
     def token_score(self) -> LogitScore | None:
         """The score of a generative reranker; None for other models."""
-        found = (one.settings for one in self.modules if isinstance(one.settings, LogitScore))
-        return next(found, None)
+        scores = (one.settings for one in self.modules if isinstance(one.settings, LogitScore))
+        return next(scores, None)
 
     @property
     def is_language_model(self) -> bool:

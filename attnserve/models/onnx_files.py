@@ -105,8 +105,8 @@ def external_data_locations(path: Path) -> list[str]:
     """The files with external data of a model, relative to its folder."""
     in_place = _in_place(path)
     proto = in_place or onnx.load(path, format="protobuf", load_external_data=False)
-    found = external_locations(proto)
-    return [one for one in found if in_place is None or one != path.name]
+    locations = external_locations(proto)
+    return [one for one in locations if in_place is None or one != path.name]
 
 
 def _remove_weights_from_inputs(model: ir.Model) -> None:

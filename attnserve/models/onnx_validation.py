@@ -110,9 +110,9 @@ def _check_node(path: Path, node: onnx.NodeProto, opset: int) -> None:
         if attribute.required and all(each.name != name for each in node.attribute)
     ]
     for each in node.attribute:
-        known = schema.attributes.get(each.name)
+        declared = schema.attributes.get(each.name)
         # The stubs of onnx do not declare the number of an AttrType.
-        if known is not None and each.type != known.type.value:  # pyright: ignore[reportAttributeAccessIssue]
+        if declared is not None and each.type != declared.type.value:  # pyright: ignore[reportAttributeAccessIssue]
             faults.append(f"the attribute {each.name!r} has type {each.type}")
     if not schema.min_input <= len(node.input) <= schema.max_input:
         faults.append(f"it has {len(node.input)} inputs")
@@ -226,13 +226,13 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         _check_external(path, tensor, expected)
         return
-    found = len(tensor.raw_data) if tensor.HasField("raw_data") else None
-    if found is None and any(len(getattr(tensor, name)) for name in TYPED_FIELDS):
+    length = len(tensor.raw_data) if tensor.HasField("raw_data") else None
+    if length is None and any(len(getattr(tensor, name)) for name in TYPED_FIELDS):
         _check_typed(where, tensor, bits)
         return
-    if (found or 0) != expected:
+    if (length or 0) != expected:
         raise InvalidModel(
-            f"{where} of shape {list(tensor.dims)} has {found or 0} bytes, expected {expected}",
+            f"{where} of shape {list(tensor.dims)} has {length or 0} bytes, expected {expected}",
             "the file is damaged: download or export it again",
             code="artifact.weight_size",
         )
@@ -246,9 +246,9 @@ def _check_typed(where: str, tensor: onnx.TensorProto, bits: int) -> None:
     expected = 2 * size if tensor.data_type in COMPLEX else math.ceil(size * min(bits, 8) / 8)
     counts = {name: len(getattr(tensor, name)) for name in (*TYPED_FIELDS, "string_data")}
     if counts[field] != expected or sum(counts.values()) != expected:
-        found = ", ".join(f"{count} in {name}" for name, count in counts.items() if count)
+        present = ", ".join(f"{count} in {name}" for name, count in counts.items() if count)
         raise InvalidModel(
-            f"{where} of shape {list(tensor.dims)} has {found or 'no'} elements,"
+            f"{where} of shape {list(tensor.dims)} has {present or 'no'} elements,"
             f" expected {expected} in {field}",
             "the file is damaged: download or export it again",
             code="artifact.weight_size",
@@ -268,8 +268,8 @@ def external_file(path: Path, location: str) -> Path | None:
         or ".." in relative.parts
     ):
         return None
-    found = path.parent / relative
-    return found.resolve() if belongs_to(found, path) else None
+    file = path.parent / relative
+    return file.resolve() if belongs_to(file, path) else None
 
 
 def external_locations(proto: onnx.ModelProto) -> list[str]:

@@ -60,12 +60,12 @@ _RESIZED: WeakKeyDictionary[ir.Model, set[int]] = WeakKeyDictionary()
 def same_outputs(model: ir.Model) -> dict[int, int]:
     """Map the index of each output that equals an earlier output to the index of that output."""
     first: dict[ir.Value, int] = {}
-    found: dict[int, int] = {}
+    firsts: dict[int, int] = {}
     for index, value in enumerate(model.graph.outputs):
         place = first.setdefault(origin(value), index)
         if place != index:
-            found[index] = place
-    return found
+            firsts[index] = place
+    return firsts
 
 
 def counts_tokens(model: ir.Model, output: ir.Value) -> bool:
@@ -84,7 +84,7 @@ def counts_tokens(model: ir.Model, output: ir.Value) -> bool:
 
 def probability_outputs(model: ir.Model) -> set[int]:
     """Indices of the outputs of a softmax over their last axis."""
-    found: set[int] = set()
+    places: set[int] = set()
     for index, value in enumerate(model.graph.outputs):
         node = value.producer()
         while node is not None and node.op_type in ("Cast", "Identity") and node.inputs[0]:
@@ -94,8 +94,8 @@ def probability_outputs(model: ir.Model) -> set[int]:
         last = len(value.shape) - 1
         default = -1 if (model.opset_imports.get("") or 0) >= 13 else 1
         if node.attributes.get_int("axis", default) in (-1, last):
-            found.add(index)
-    return found
+            places.add(index)
+    return places
 
 
 def vocabulary_size(model: ir.Model) -> int:

@@ -157,7 +157,9 @@ def staged(folder: Path, finish: Callable[[Path], None] = lambda _: None) -> Gen
     Raises:
         InvalidOutput: ``folder`` cannot be created or written.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
+    new_folders = [
+        path for path in (folder, *folder.parents) if not path.exists()
+    ]  # innermost first
     try:
         with ExitStack() as opened:
             try:
@@ -180,7 +182,7 @@ def staged(folder: Path, finish: Callable[[Path], None] = lambda _: None) -> Gen
         ) from error
     finally:
         with suppress(OSError):  # folders that are not empty stay
-            for path in made:
+            for path in new_folders:
                 path.rmdir()
 
 

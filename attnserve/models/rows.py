@@ -66,9 +66,9 @@ def fixed_axes(shapes: Iterable[Iterable[Any]]) -> tuple[int | None, int | None]
         shapes: The shapes of the inputs, with integers for fixed axes. Tokens are on axis 1 of a
             matrix.
     """
-    known = [shape for shape in map(tuple, shapes) if len(shape) > 1]
-    rows = (shape[0] for shape in known)
-    tokens = (shape[1] for shape in known if len(shape) == 2)
+    ranked = [shape for shape in map(tuple, shapes) if len(shape) > 1]
+    rows = (shape[0] for shape in ranked)
+    tokens = (shape[1] for shape in ranked if len(shape) == 2)
     first, second = (
         next((size for size in sizes if isinstance(size, int) and size > 0), None)
         for sizes in (rows, tokens)

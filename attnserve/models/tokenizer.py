@@ -167,10 +167,10 @@ class TextEncoder:
         """
         if length is None:
             return self
-        made = copy(self)
-        made.length, made.max_length = length, min(self.max_length or length, length)
-        made._check_length(made.max_length)
-        return made
+        encoder = copy(self)
+        encoder.length, encoder.max_length = length, min(self.max_length or length, length)
+        encoder._check_length(encoder.max_length)
+        return encoder
 
     @property
     def special_tokens(self) -> int:
@@ -205,14 +205,14 @@ class TextEncoder:
         limit = max_length or self.max_length
         with _errors_as(*FAILS_ON_TEXT):
             try:
-                made = iter(self._encode_batch([x for x in texts if not isinstance(x, Encoding)]))
+                fresh = iter(self._encode_batch([x for x in texts if not isinstance(x, Encoding)]))
             except TypeError as error:
                 raise InvalidData(
                     "a text cannot be tokenized: expected a list of Unicode strings",
                     "remove lone surrogates and values that are not strings",
                     code="text.not_unicode",
                 ) from error
-        raws = [text if isinstance(text, Encoding) else next(made) for text in texts]
+        raws = [text if isinstance(text, Encoding) else next(fresh) for text in texts]
         encodings = [Encoding(raw.ids, raw.type_ids) for raw in raws]
         for index, encoding in enumerate(encodings):
             if not encoding:
@@ -389,8 +389,8 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
     limits = [artifact.max_length, settings.table_size]
     if artifact.max_length is None:
         stated = config.model_max_length
-        known = isinstance(stated, int) and 0 < stated <= UNBOUNDED
-        limits = [stated if known else None, settings.positions]
+        is_bounded = isinstance(stated, int) and 0 < stated <= UNBOUNDED
+        limits = [stated if is_bounded else None, settings.positions]
     with _errors_as(
         InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
     ):
@@ -411,8 +411,8 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
 
 def lower_case(tokenizer: Tokenizer) -> None:
     """Write texts in lower case before anything else, as ``do_lower_case`` does."""
-    given: Any = tokenizer.normalizer
-    rest = [] if given is None else [given]
+    normalizer: Any = tokenizer.normalizer
+    rest = [] if normalizer is None else [normalizer]
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
 
 
@@ -422,7 +422,7 @@ def model_inputs(session: Session) -> dict[str, TextInput]:
     Raises:
         InvalidData: An input is no cache, and not int64 or int32.
     """
-    found: dict[str, TextInput] = {}
+    inputs_by_name: dict[str, TextInput] = {}
     for value in session.get_inputs():
         dtype = {**INTEGERS, **FLOATS}.get(value.type)
         one = None if dtype is None else text_input(value.name, dtype, value.shape)
@@ -432,8 +432,8 @@ def model_inputs(session: Session) -> dict[str, TextInput]:
                 "pass the inputs as arrays (.npz) instead of text",
                 code="text.input_type",
             )
-        found[value.name] = one
-    return found
+        inputs_by_name[value.name] = one
+    return inputs_by_name
 
 
 @contextmanager

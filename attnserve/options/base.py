@@ -181,11 +181,11 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
         source = ast.parse(Path(file or "").read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):  # compiled, in an archive, or interactive
         return {}
-    found: dict[str, dict[str, str]] = {}
+    docstrings: dict[str, dict[str, str]] = {}
     for kind in source.body:
         if not isinstance(kind, ast.ClassDef):
             continue
-        fields = found.setdefault(kind.name, {})
+        fields = docstrings.setdefault(kind.name, {})
         for field, text in pairwise(kind.body):
             match field, text:
                 case (
@@ -195,27 +195,27 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
                     fields[name] = cleandoc(about)
                 case _:
                     pass
-    return found
+    return docstrings
 
 
 def option_type(field: FieldInfo) -> OptionType:
     """The parts of a field's type."""
     kind: Any = field.annotation
-    found: list[Any] = [field]
+    parts: list[Any] = [field]
     while True:
         if get_origin(kind) is Annotated:
             kind, *inner = get_args(kind)
-            found = [*inner, *found]
+            parts = [*inner, *parts]
         elif get_origin(kind) in (Union, UnionType):
             members = [one for one in get_args(kind) if one is not NoneType]
             kind = members[0] if len(members) == 1 else str  # several are read from their text
         else:
             break
     metadata: list[Any] = []
-    for one in found:
+    for one in parts:
         metadata += one.metadata if isinstance(one, FieldInfo) else [one]
     shown = [one for one in metadata if isinstance(one, Cli)]
-    examples = [one.examples for one in found if isinstance(one, FieldInfo) and one.examples]
+    examples = [one.examples for one in parts if isinstance(one, FieldInfo) and one.examples]
     return OptionType(
         kind,
         tuple(one for one in metadata if not isinstance(one, Cli | BeforeValidator)),
@@ -295,9 +295,9 @@ BOUNDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most
 
 def _expected(field: FieldInfo, message: str) -> str:
     """The valid values of a field, in words."""
-    found = option_type(field)
-    members = get_args(found.kind)
-    if get_origin(found.kind) is tuple and members and get_origin(members[0]) is Literal:
+    about = option_type(field)
+    members = get_args(about.kind)
+    if get_origin(about.kind) is tuple and members and get_origin(members[0]) is Literal:
         members = get_args(members[0])
     choices = [one for one in members if isinstance(one, str)]
     if choices:
@@ -305,11 +305,11 @@ def _expected(field: FieldInfo, message: str) -> str:
     limits = [
         f"{words} {getattr(bound, name):g}"
         for name, words in BOUNDS.items()
-        for bound in found.bounds
+        for bound in about.bounds
         if getattr(bound, name, None) is not None
     ]
-    if limits and found.kind in (int, float):
-        return f"{'an integer' if found.kind is int else 'a number'}, {' and '.join(limits)}"
+    if limits and about.kind in (int, float):
+        return f"{'an integer' if about.kind is int else 'a number'}, {' and '.join(limits)}"
     return (
         message.removeprefix("Value error, ")
         .removeprefix("Input should be ")

@@ -129,8 +129,8 @@ class Rewrites(Options):
             self.prune_heads,
             self.ffn,
         )
-        given = any(value is not None for value in rewrites)
-        return given or bool(self.skip) or self.strip_cache
+        is_any = any(value is not None for value in rewrites)
+        return is_any or bool(self.skip) or self.strip_cache
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -316,8 +316,10 @@ def check_files(
     Raises:
         InvalidArgument: A file is given twice, or the weights do not fit the files.
     """
-    found = [path.resolve() for path in paths]
-    if twice := next((str(p) for p, f in zip(paths, found, strict=True) if found.count(f) > 1), ""):
+    resolved = [path.resolve() for path in paths]
+    if twice := next(
+        (str(p) for p, f in zip(paths, resolved, strict=True) if resolved.count(f) > 1), ""
+    ):
         fail(
             f"`{name}` names {twice} more than once",
             "give each file once" + ("; `calib_weights` sets its share" * (name == "calib")),

@@ -93,11 +93,11 @@ def convert(
     with _conversion(precision):
         copy, kept = _prepared(model, scheme, float_blocks)
         activations = Activations(copy, calibration)
-        made = scheme.write(
+        converted = scheme.write(
             Conversion(copy, activations, kept, to_nearest=to_nearest, rounding=rounding)
         )
-        _finish(model, made, scheme, is_whole=not float_blocks)
-    return made
+        _finish(model, converted, scheme, is_whole=not float_blocks)
+    return converted
 
 
 def roundings_of(
@@ -117,8 +117,8 @@ def roundings_of(
     _check(model, scheme)
     with _conversion(precision):
         copy, kept = _prepared(model, scheme, float_blocks)
-        found = Activations(copy, calibration)
-        return roundings(copy, scheme.bits, found.ranges, found.moments, keep=kept)
+        activations = Activations(copy, calibration)
+        return roundings(copy, scheme.bits, activations.ranges, activations.moments, keep=kept)
 
 
 def convert_alone(
@@ -143,9 +143,9 @@ def convert_alone(
             copy, chosen = _prepared(model, scheme, names)
             activations = activations or Activations(copy, calibration)
             others = [node for node in copy.graph.all_nodes() if node not in chosen]
-            made = scheme.write(Conversion(copy, activations, others, tables=False))
-            _finish(model, made, scheme, is_whole=False)
-        yield made
+            converted = scheme.write(Conversion(copy, activations, others, tables=False))
+            _finish(model, converted, scheme, is_whole=False)
+        yield converted
 
 
 @contextmanager
@@ -190,9 +190,9 @@ def _prepared(
     chosen = nodes_of_blocks(copy, blocks)
     map_external_data(copy)
     computed = [value for value in copy.graph.outputs if value.producer() is not None]
-    given = [value for value in copy.graph.outputs if value.producer() is None]
+    not_computed = [value for value in copy.graph.outputs if value.producer() is None]
     copy.graph.outputs[:] = dict.fromkeys(computed)
-    for value in given:
+    for value in not_computed:
         tensor = copy.graph.initializers.pop(value.name or "", None)
         if tensor is not None and value.uses():
             value.name = f"{value.name}/weights"  # its name is that of the output
@@ -249,17 +249,17 @@ def nodes_of_blocks(model: ir.Model, blocks: Collection[str]) -> set[ir.Node]:
     """
     if not blocks:
         return set()
-    found = {block.name: block.nodes for block in find_attention(model)[0]}
-    found |= {gap.name: gap.nodes for gap in skipped(model)}
+    nodes_by_block = {block.name: block.nodes for block in find_attention(model)[0]}
+    nodes_by_block |= {gap.name: gap.nodes for gap in skipped(model)}
     for block in find_feed_forward(model):
-        found.setdefault(block.name, (*block.products, block.product))
-    if missing := [name for name in blocks if name not in found]:
+        nodes_by_block.setdefault(block.name, (*block.products, block.product))
+    if missing := [name for name in blocks if name not in nodes_by_block]:
         raise InvalidArgument(
             f"`float_blocks` names {missing[0]}, which the model does not have",
             "`attnserve inspect` lists its blocks",
             code="precision.no_block",
         )
-    return {node for name in blocks for node in found[name]}
+    return {node for name in blocks for node in nodes_by_block[name]}
 
 
 def on_cpu(model: ir.Model) -> ir.Model:
@@ -301,8 +301,8 @@ def precision_of(model: ir.Model) -> Precision | str:
     """
     sizes = _sizes(model)
     total = sum(sizes.values())
-    found = [name for name, size in sizes.most_common() if size >= total / 10]
-    return "+".join(found) or "float32"
+    types = [name for name, size in sizes.most_common() if size >= total / 10]
+    return "+".join(types) or "float32"
 
 
 def _sizes(model: ir.Model) -> Counter[str]:
@@ -378,11 +378,11 @@ def _check_source(model: ir.Model, scheme: Scheme) -> None:
 
     Quantized products stay as they are, beside float ones that are converted.
     """
-    found, quantized = precision_of(model), quantized_node(model)
-    floats = [name for name in found.split("+") if "float" in name]
+    stored, quantized = precision_of(model), quantized_node(model)
+    floats = [name for name in stored.split("+") if "float" in name]
     why = ""
-    if quantized is None and found != "float32":
-        why = f"expected a float32 model, but its weights are {found}"
+    if quantized is None and stored != "float32":
+        why = f"expected a float32 model, but its weights are {stored}"
     elif quantized is not None and floats not in ([], ["float32"]):
         why = f"expected float32 weights beside the quantized ones, but they are {floats[0]}"
     elif quantized is not None and not scheme.has_weights(model):
@@ -399,15 +399,15 @@ def _restore_outputs(before: ir.Model, after: ir.Model) -> None:
     computed = {value.name: value for value in (*after.graph.inputs, *after.graph.outputs)}
     outputs: list[ir.Value] = []
     for value in before.graph.outputs:
-        found = computed.get(value.name)
-        if found is None and value.const_value is not None:
-            found = ir.Value(
+        computed_value = computed.get(value.name)
+        if computed_value is None and value.const_value is not None:
+            computed_value = ir.Value(
                 name=value.name, shape=value.shape, type=value.type, const_value=value.const_value
             )
-            after.graph.register_initializer(found)
-            computed[value.name] = found
-        if found is not None:
-            outputs.append(found)
+            after.graph.register_initializer(computed_value)
+            computed[value.name] = computed_value
+        if computed_value is not None:
+            outputs.append(computed_value)
     after.graph.outputs[:] = outputs
     map_external_data(after)
 

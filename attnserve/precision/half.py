@@ -63,11 +63,11 @@ def to_float16(model: ir.Model) -> ir.Model:
         node_block_list=exact,
     )
     _drop_repeats(proto)
-    made = ir.from_proto(proto)
-    made.graph.sort()  # the tool appends casts at the end
-    _join_casts(made)
-    part_transposes(made)
-    return made
+    converted = ir.from_proto(proto)
+    converted.graph.sort()  # the tool appends casts at the end
+    _join_casts(converted)
+    part_transposes(converted)
+    return converted
 
 
 def _positions(model: ir.Model) -> set[str]:
@@ -81,17 +81,17 @@ def _positions(model: ir.Model) -> set[str]:
         to = ir.DataType(root.attributes.get_int("to", 1)) if root.op_type == "Cast" else None
         if root.op_type not in ("Sin", "Cos") and (to is None or not to.is_integer()):
             continue
-        found, pending = {root}, [root]
+        positions, pending = {root}, [root]
         while pending:
             for value in pending.pop().inputs:
                 node = value.producer() if value is not None else None
-                if node is not None and node not in found and _is_float(node):
-                    found.add(node)
+                if node is not None and node not in positions and _is_float(node):
+                    positions.add(node)
                     pending.append(node)
-        read = [value for node in found for value in node.inputs if value is not None]
+        read = [value for node in positions for value in node.inputs if value is not None]
         tensors = [value.const_value for value in read if value.is_initializer()]
         if not any(t is not None and sum(n > 1 for n in t.shape.numpy()) > 1 for t in tensors):
-            names |= {node.name or "" for node in found}
+            names |= {node.name or "" for node in positions}
     return names
 
 
@@ -173,9 +173,9 @@ def _around_quantized(model: ir.Model) -> set[str]:
 def _multiplies_quantized(node: ir.Node) -> bool:
     """Whether a product has dequantized weights, or two dequantized factors."""
     factors = node.inputs[:2]
-    made = [None if value is None else value.producer() for value in factors]
+    producers = [None if value is None else value.producer() for value in factors]
     is_weight = [is_constant(value) and is_dequantized(value) for value in factors]
-    return any(is_weight) or all(one and one.op_type == "DequantizeLinear" for one in made)
+    return any(is_weight) or all(one and one.op_type == "DequantizeLinear" for one in producers)
 
 
 def _is_unscaled(value: ir.Value) -> bool:

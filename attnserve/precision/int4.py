@@ -45,8 +45,8 @@ def quantize_to_int4(
     Raises:
         CannotRewrite: Weights are not finite.
     """
-    found = filter(None, map(product_of, model.graph.all_nodes()))
-    products = [p for p in found if p.node.op_type == "MatMul" and p.node not in keep]
+    all_products = filter(None, map(product_of, model.graph.all_nodes()))
+    products = [p for p in all_products if p.node.op_type == "MatMul" and p.node not in keep]
     readers: dict[ir.Value, set[ir.Value]] = {}
     for product in products:
         readers.setdefault(product.weight, set()).add(product.x)

@@ -236,11 +236,11 @@ def product_groups(
     groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Product]] = {}
     for product in products:
         groups.setdefault((product.x, product.node.graph), []).append(product)
-    made: list[Group] = []
+    kernel_groups: list[Group] = []
     for (x, _), group in groups.items():
         range_ = ranges.get(x.name or "")
         if range_ is None:
-            made.append(Group(group, None))
+            kernel_groups.append(Group(group, None))
             continue
         known = (rounding or {}).get(group[0].name)
         # Shared weights would need a copy for each activation.
@@ -250,8 +250,8 @@ def product_groups(
             divisors = known.divisors
         elif smooth and not is_shared:
             divisors = _divisors(group, range_, bits)
-        made.append(Group(group, _grid(range_, divisors)))
-    return made
+        kernel_groups.append(Group(group, _grid(range_, divisors)))
+    return kernel_groups
 
 
 def _divisors(
@@ -323,9 +323,9 @@ class _Writer:
                 inputs = [q, weight, bias, scale, weight_scale, mask, zero_point]
                 y = make.op("QAttention", inputs, "attention", domain=MICROSOFT)
                 attributes = {n: a for n, a in node.attributes.items() if n != "qkv_hidden_sizes"}
-                made = y.producer()  # equal sizes are the default
-                assert made is not None
-                made.attributes.update(attributes)
+                producer = y.producer()  # equal sizes are the default
+                assert producer is not None
+                producer.attributes.update(attributes)
                 replace_uses(product.result, y)
                 continue
             y = make.op(
@@ -409,22 +409,22 @@ class _Writer:
         self, product: Product, divisors: np.ndarray | None, rounder: Rounder | None
     ) -> tuple[ir.Value, ir.Value]:
         """Bytes (D N) and scales (N); only undivided weights are shared between products."""
-        found = self.weights.get(product.key)
-        if found is None or divisors is not None:
+        constants = self.weights.get(product.key)
+        if constants is None or divisors is not None:
             bytes_, scales = self._bytes(product, _divided(product, divisors), rounder)
             make = Inserter(self.graph, self.graph[0], f"{product.weight.name}/int8")
-            found = make.constant(bytes_, "bytes"), make.constant(scales, "scale")
+            constants = make.constant(bytes_, "bytes"), make.constant(scales, "scale")
             if divisors is None:
-                self.weights[product.key] = found
-        return found
+                self.weights[product.key] = constants
+        return constants
 
     def _bytes(
         self, product: Product, matrix: Float[np.ndarray, "D N"], rounder: Rounder | None
     ) -> tuple[Int8[np.ndarray, "D N"], Float[np.ndarray, " N"]]:
         """Bytes and scales of the divided weights of a product."""
-        known = self.rounding.get(product.name)
-        if known is not None:
-            return quantized_arrays(matrix + known.offset, self.bits, scales=known.scales)
+        rounding = self.rounding.get(product.name)
+        if rounding is not None:
+            return quantized_arrays(matrix + rounding.offset, self.bits, scales=rounding.scales)
         is_shared = len(self.inputs[product.key]) > 1
         return quantized_arrays(matrix, self.bits, None if is_shared else rounder)
 

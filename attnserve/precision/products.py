@@ -173,10 +173,10 @@ class InputMoments:
 
 def _activations(model: ir.Model) -> dict[ir.Value, int]:
     """The activations of products in the main graph that vary, with their widths."""
-    found = filter(None, map(product_of, model.graph))
+    products = filter(None, map(product_of, model.graph))
     return {
         product.x: constant_shape(product.weight)[product.key[1]]
-        for product in found
+        for product in products
         if not is_constant(product.x)
     }
 
@@ -185,8 +185,8 @@ def _observed(
     model: ir.Model, values: Sequence[ir.Value], batches: Sequence[Batch]
 ) -> Iterator[dict[ir.Value, Float[np.ndarray, "M D"]]]:
     """The tokens of activations in each batch, without padding."""
-    for batch, [found] in observe(model, [values], batches):
-        arrays = zip(values, map(np.atleast_2d, found), strict=True)
+    for batch, [array] in observe(model, [values], batches):
+        arrays = zip(values, map(np.atleast_2d, array), strict=True)
         yield {v: a[vector_mask(a.shape, batch)] for v, a in arrays if a.size}
 
 

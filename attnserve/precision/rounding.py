@@ -54,8 +54,8 @@ class Rounder:
         """
         steps = np.broadcast_to(steps, matrix.shape)
         slices = [slice(start, start + COLUMNS) for start in range(0, matrix.shape[1], COLUMNS)]
-        found = [self._rounded(matrix[:, part], steps[:, part], low, high) for part in slices]
-        return np.concatenate(found, axis=1)
+        parts = [self._rounded(matrix[:, part], steps[:, part], low, high) for part in slices]
+        return np.concatenate(parts, axis=1)
 
     def _rounded(self, matrix: np.ndarray, steps: np.ndarray, low: int, high: int) -> np.ndarray:
         nearest = np.clip(np.round(matrix / steps), low, high)

@@ -67,15 +67,15 @@ def _regrouped(batches: Sequence[Batch], seed: int, fixed_length: bool) -> list[
         if not groups or (len(groups[-1]) + 1) * _length(row) > TOKENS:
             groups.append([])
         groups[-1].append(row)
-    found = [_joined(group, pads, is_left=is_left) for group in groups]
+    merged = [_joined(group, pads, is_left=is_left) for group in groups]
     for rows in others.values():
         rows = [rows[i] for i in random.permutation(len(rows))]
         size = max(TOKENS // _row_tokens(rows[0]), 1)
-        found += [
+        merged += [
             _joined(rows[start : start + size], pads, is_left=is_left)
             for start in range(0, len(rows), size)
         ]
-    return found
+    return merged
 
 
 def can_be_mixed(batch: Batch) -> bool:

@@ -67,7 +67,7 @@ def matching_states(teacher: ir.Model, student: ir.Model) -> list[tuple[ir.Value
 
 def rotary_constants(model: ir.Model) -> set[str]:
     """The names of initializers that hold rotary angles, which are not trained."""
-    found: set[str] = set()
+    names: set[str] = set()
     pending = [
         factor.value
         for block in _blocks(model)
@@ -81,10 +81,10 @@ def rotary_constants(model: ir.Model) -> set[str]:
             continue
         seen.add(value)
         if value.is_initializer():
-            found.add(value.name or "")
+            names.add(value.name or "")
         elif (node := value.producer()) is not None:
             pending += [each for each in node.inputs if each is not None]
-    return found
+    return names
 
 
 def _blocks(model: ir.Model) -> list[AttentionBlock]:
@@ -243,13 +243,13 @@ class Objective:
         """The loss of one batch."""
         losses: list[Tensor] = []
         for term in self.terms:
-            found = self._vectors(student[self.places[term.index]], term.index, term.kind)
-            target = torch.from_numpy(teacher[term.index]).to(found.device)
+            vectors = self._vectors(student[self.places[term.index]], term.index, term.kind)
+            target = torch.from_numpy(teacher[term.index]).to(vectors.device)
             target = self._vectors(target, term.index, term.kind)
-            if term.kind == "vectors" and found.ndim > 1:
-                loss = _mean_square(target, found, batch)
+            if term.kind == "vectors" and vectors.ndim > 1:
+                loss = _mean_square(target, vectors, batch)
             else:
-                a, b = (self._rows(x, term.kind, batch) for x in (target, found))
+                a, b = (self._rows(x, term.kind, batch) for x in (target, vectors))
                 loss = _distance(a, b, term.kind).mean()
             losses.append(term.weight / term.unit * loss)
         return torch.stack(losses).sum()

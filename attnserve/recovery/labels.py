@@ -239,8 +239,8 @@ class Labels:
         self, outputs: Sequence[tuple[Labeled, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The predictions and the labels of all batches."""
-        found = [self._predictions(torch.from_numpy(array), one) for one, array in outputs]
-        return torch.cat(found).numpy(), np.concatenate([one.labels for one, _ in outputs])
+        predictions = [self._predictions(torch.from_numpy(array), one) for one, array in outputs]
+        return torch.cat(predictions).numpy(), np.concatenate([one.labels for one, _ in outputs])
 
     def _predictions(self, output: Tensor, labeled: Labeled) -> Tensor:
         """The cosines of pairs (N), or the logits of texts (N, classes)."""

@@ -281,7 +281,7 @@ def trainable_weights(model: ir.Model) -> list[str]:
     active = {
         value for value in model.graph.inputs if value.dtype in FLOATS and value not in sources
     }
-    found: set[str] = set()
+    names: set[str] = set()
     for node in model.graph:
         inputs = [value for value in node.inputs if value is not None]
         if all(value in sources for value in inputs):
@@ -291,10 +291,10 @@ def trainable_weights(model: ir.Model) -> list[str]:
             continue
         is_active = any(value in active for value in inputs)
         if is_active and node.op_type in WEIGHTED:
-            found.update(*(sources[value] for value in inputs if value in sources))
+            names.update(*(sources[value] for value in inputs if value in sources))
         if _makes_activation(node, is_active, sources):
             active.update(node.outputs)
-    return [name for name in model.graph.initializers if name in found]
+    return [name for name in model.graph.initializers if name in names]
 
 
 def _makes_activation(

@@ -56,14 +56,14 @@ def fake_operators(
     Raises:
         CannotRewrite: There are no products to quantize.
     """
-    known = rounding or {}
-    found: dict[ir.Node, Operator] = {
-        product.node: _FakeProduct(product, group.grid, bits, device, known.get(product.name))
+    roundings = rounding or {}
+    operators: dict[ir.Node, Operator] = {
+        product.node: _FakeProduct(product, group.grid, bits, device, roundings.get(product.name))
         for group in product_groups(model, bits, ranges, keep=keep, rounding=rounding)
         if group.grid is not None
         for product in group.products
     }
-    return found | {node: _FakeTable(node) for node in large_tables(model)}
+    return operators | {node: _FakeTable(node) for node in large_tables(model)}
 
 
 class _FakeProduct:

@@ -268,8 +268,8 @@ class Recovery:
         """The loss of labeled rows in a training step."""
         labeled = labels.step(step, self.context.seed)
         names = [value.name for value in self.trained.graph.outputs]
-        found = self.module(self._feed(labeled.batch))
-        return labels.loss(found[names.index(labels.output)], labeled)
+        outputs = self.module(self._feed(labeled.batch))
+        return labels.loss(outputs[names.index(labels.output)], labeled)
 
     def _compare(self, model: ir.Model, batches: Sequence[Batch], split: str) -> Fidelity:
         source = HELD_OUT_OF + self.data.source.file

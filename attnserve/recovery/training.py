@@ -318,13 +318,13 @@ class _TrainingRun:
         From the second epoch on, texts are mixed as augmentation against overfitting.
         """
         index = self._index(step)
-        given = self.lesson.steps[index]
-        if not any(map(can_be_mixed, given)):
-            return given, self._targets(index)
+        batches = self.lesson.steps[index]
+        if not any(map(can_be_mixed, batches)):
+            return batches, self._targets(index)
         if step >= len(self.lesson.steps):
             random = np.random.default_rng((self.context.seed, step))
-            given = [mixed(batch, random) for batch in given]
-        return given, [self.lesson.teacher(batch) for batch in given]
+            batches = [mixed(batch, random) for batch in batches]
+        return batches, [self.lesson.teacher(batch) for batch in batches]
 
     def _index(self, step: int) -> int:
         """The place of a step; each epoch has its own random order."""

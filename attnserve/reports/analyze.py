@@ -192,24 +192,24 @@ def _similarity_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
         return
     uniform = analysis.similarity.baseline()
     similar = [pair for pair in pairs if pair[2] >= SIMILAR]
-    found = [pair for pair in similar if pair[2] >= uniform[pair[0]] + MARGIN]
-    row, source, similarity = max(found or pairs, key=lambda pair: pair[2])
+    alike = [pair for pair in similar if pair[2] >= uniform[pair[0]] + MARGIN]
+    row, source, similarity = max(alike or pairs, key=lambda pair: pair[2])
     layer, other = analysis.layers[row].index, analysis.layers[source].index
     text = (
         f"Layers {other} and {layer} have the most similar attention ({similarity:.2f} of 1; "
         f"uniform attention: {uniform[row]:.2f})."
     )
-    if similar and not found:
+    if similar and not alike:
         yield Finding(
             f"{text} Attention is nearly uniform, as in a model that is not trained: the similarity"
             " is no reason to reuse another layer's attention."
         )
         return
-    if not found:
+    if not alike:
         yield Finding(f"{text} No layer is similar enough to reuse another layer's attention.")
         return
-    if len(found) > 1:
-        text += f" {len(found)} of {len(pairs)} layers are similar to an earlier layer."
+    if len(alike) > 1:
+        text += f" {len(alike)} of {len(pairs)} layers are similar to an earlier layer."
     yield Finding(
         f"{text} A similar layer can reuse the attention probabilities of the earlier one.",
         {"output": str(output / "reuse.onnx"), "reuse": "auto"},

@@ -16,8 +16,8 @@ __all__ = ["figures"]
 
 def figures(rewrite: RewriteRecord) -> list[Figure]:
     """The plots that the recorded values of one rewrite allow."""
-    found = (_steps(rewrite), _latency(rewrite), _recovery(rewrite))
-    return [figure for figure in found if figure is not None]
+    plots = (_steps(rewrite), _latency(rewrite), _recovery(rewrite))
+    return [figure for figure in plots if figure is not None]
 
 
 def _steps(rewrite: RewriteRecord) -> Figure | None:

@@ -114,14 +114,14 @@ def _places(path: Path, output: Path | None) -> Iterator[tuple[str, str, Artifac
     """(name, version, model, page) of each model at ``path``."""
     if output is not None:
         check_folder(output)
-    found = find_models(path)
-    if not found:
+    models = find_models(path)
+    if not models:
         raise InvalidModel(
             f"{path}: no model in this folder",
             "pass an .onnx file, an artifact folder or a folder of models",
             code="artifact.model_count",
         )
-    for name, versions in found.items():
+    for name, versions in models.items():
         for version, place in versions.items():
             artifact = open_artifact(place.path, place.shared)
             own = "" if artifact.model.stem == "model" else f"{artifact.model.stem}-"

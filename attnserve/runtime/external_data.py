@@ -28,8 +28,8 @@ PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
 
 def external_files(model: ir.Model) -> tuple[Path, ...]:
     """The external data files of a model, without duplicates."""
-    found = (tensor.path for tensor in _tensors(model) if isinstance(tensor, ir.ExternalTensor))
-    return tuple(dict.fromkeys(map(Path, found)))
+    paths = (tensor.path for tensor in _tensors(model) if isinstance(tensor, ir.ExternalTensor))
+    return tuple(dict.fromkeys(map(Path, paths)))
 
 
 def external_folder(model: ir.Model) -> Path | None:

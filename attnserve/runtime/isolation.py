@@ -313,8 +313,8 @@ def allowed_environment(*prefixes: str) -> dict[str, str]:
 
 def _absolute(paths: str) -> list[str]:
     """The absolute entries of a search path that exist."""
-    found = paths.split(os.pathsep)
-    return [path for path in found if Path(path).is_absolute() and os.access(path, os.F_OK)]
+    folders = paths.split(os.pathsep)
+    return [path for path in folders if Path(path).is_absolute() and os.access(path, os.F_OK)]
 
 
 def describe_exit(status: int) -> str:
@@ -335,9 +335,9 @@ def error_to_json(error: AttnserveError) -> dict[str, str]:
 
 def error_from_json(sent: Mapping[str, str], unknown: type[AttnserveError]) -> AttnserveError:
     """Restore the error of another process; ``unknown`` if ``graph_passes.errors`` lacks it."""
-    found: Any = getattr(errors, sent["kind"], None)
-    is_known = isinstance(found, type) and issubclass(found, AttnserveError)
-    return (found if is_known else unknown)(sent["what"], sent["fix"], code=sent["code"])
+    kind: Any = getattr(errors, sent["kind"], None)
+    is_known = isinstance(kind, type) and issubclass(kind, AttnserveError)
+    return (kind if is_known else unknown)(sent["what"], sent["fix"], code=sent["code"])
 
 
 def serve(parent: int) -> None:

@@ -63,10 +63,10 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
 
 def _cpu_quotas(root: Path) -> Iterator[tuple[int, int]]:
     """(quota, period) of the control groups of this process, in microseconds."""
-    found = [(folder / "cpu.max",) for folder in control_groups(root)]
+    quota_files = [(folder / "cpu.max",) for folder in control_groups(root)]
     groups = root / "sys/fs/cgroup"
     version_1 = tuple(groups / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
-    for files in (*found, version_1):
+    for files in (*quota_files, version_1):
         with suppress(OSError, ValueError):  # no such group, or "max": no quota
             quota, period = " ".join(file.read_text() for file in files).split()
             yield int(quota), int(period)

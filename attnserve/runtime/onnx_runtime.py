@@ -279,7 +279,7 @@ BERT-base opens in a third of the time."""
 
 def _shared_weights(model: ir.Model) -> dict[str, np.ndarray]:
     """Large constant initializers whose type ONNX Runtime accepts from numpy."""
-    found: dict[str, np.ndarray] = {}
+    shared: dict[str, np.ndarray] = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if tensor is None or value.is_graph_input() or tensor.nbytes < SHARED_BYTES:
@@ -287,8 +287,8 @@ def _shared_weights(model: ir.Model) -> dict[str, np.ndarray]:
         if isinstance(tensor, ir.ExternalTensor):  # ONNX Runtime maps its file
             continue
         if tensor.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT64):
-            found[name] = np.ascontiguousarray(tensor.numpy())
-    return found
+            shared[name] = np.ascontiguousarray(tensor.numpy())
+    return shared
 
 
 def _serialized_bytes(model: ir.Model, shared: Mapping[str, np.ndarray]) -> int:

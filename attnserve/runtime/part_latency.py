@@ -80,12 +80,12 @@ def cut_out(
     """
     inputs = _frontiers(model, cuts, feeds[0])
     fed = list(dict.fromkeys(value for values in inputs for value in values))
-    made = [value for value in fed if not value.is_graph_input()]
+    computed = [value for value in fed if not value.is_graph_input()]
     seen: list[dict[ir.Value, np.ndarray]] = []
     observer: Observer | None = None
     for feed in feeds:
         state = state_of(model.graph.inputs, feed)
-        observer = observer or Observer(model, made, state, device)
+        observer = observer or Observer(model, computed, state, device)
         seen.append(state | observer(state))
     sizes = [_sizes(feed) for feed in feeds]
     return [
@@ -149,12 +149,12 @@ def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[i
 
 def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> set[ir.Value]:
     """These values and all that depend on their content (with ``shapes``, or on their shape)."""
-    found = set(values)
+    behind = set(values)
     for node in model.graph:
         reads_shape = node.op_type in ("Shape", "Size") and not node.domain
-        if (shapes or not reads_shape) and not found.isdisjoint(reads(node)):
-            found |= set(node.outputs)
-    return found
+        if (shapes or not reads_shape) and not behind.isdisjoint(reads(node)):
+            behind |= set(node.outputs)
+    return behind
 
 
 def _frontier(
@@ -317,11 +317,11 @@ class LatencyTable:
         ]
 
     def _note(self, keys: Sequence[str], times: np.ndarray) -> None:
-        known = self.times_ms.get(keys[0], float(np.median(times[0])))
+        first_ms = self.times_ms.get(keys[0], float(np.median(times[0])))
         for key, samples in zip(keys, times, strict=True):
             if key not in self.times_ms:
                 ratio = float(np.median(samples / times[0]))
-                self.times_ms[key] = round(known * ratio, 5)
+                self.times_ms[key] = round(first_ms * ratio, 5)
                 self.measured += 1
 
     def _save(self) -> None:

@@ -129,8 +129,8 @@ def _profile(path: Path, events: list[dict[str, Any]], begin: float, end: float)
 
 def _peak(nodes: list[dict[str, Any]]) -> int | None:
     on_cuda = [node for node in nodes if node.get("provider") == "CUDAExecutionProvider"]
-    known = [int(node["mem_in_use_peak"]) for node in on_cuda or nodes if "mem_in_use_peak" in node]
-    return max(known, default=None)
+    peaks = [int(node["mem_in_use_peak"]) for node in on_cuda or nodes if "mem_in_use_peak" in node]
+    return max(peaks, default=None)
 
 
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -146,6 +146,6 @@ def attention_kernels(output: str) -> tuple[AttentionKernel, ...]:
     Args:
         output: The standard output of the process; other lines are ignored.
     """
-    found = (LINE.search(COLOR.sub("", line)) for line in output.splitlines())
-    kernels = [AttentionKernel(**match.groupdict(default="")) for match in found if match]
+    matches = (LINE.search(COLOR.sub("", line)) for line in output.splitlines())
+    kernels = [AttentionKernel(**match.groupdict(default="")) for match in matches if match]
     return tuple(dict.fromkeys(kernels))

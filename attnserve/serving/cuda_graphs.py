@@ -67,8 +67,8 @@ class Layout:
         } or {1}
         if len(rows) != 1 or len(tokens) != 1:
             return None
-        found = rows.pop(), tokens.pop()
-        return found if min(found) > 0 else None
+        shape = rows.pop(), tokens.pop()
+        return shape if min(shape) > 0 else None
 
     def padded(self, name: str, bucket: Bucket) -> tuple[int, int | None]:
         """The first two sizes of an input in a bucket; the second is None for a fixed axis."""
@@ -188,9 +188,9 @@ class _Buffers:
         for name, value in self._inputs.items():
             value.update_inplace(self._host[name])
         run_bound(self._session, self._binding, self.options, feed)
-        found = [self._outputs[name].numpy()[self._layout.cut(name, shape)] for name in names]
+        arrays = [self._outputs[name].numpy()[self._layout.cut(name, shape)] for name in names]
         # numpy() copies from the device. On the CPU it is a view, which the next run overwrites.
-        return found if self._copies else [array.copy() for array in found]
+        return arrays if self._copies else [array.copy() for array in arrays]
 
     def _fill(self, feed: Feed) -> None:
         for name, array in feed.items():

@@ -94,14 +94,14 @@ def read_promise(artifact: Artifact, original: Artifact) -> Promise:
             code="quality.other_original",
         )
     entries = entries[first:]
-    found = [entry.quality for entry in entries]
-    last = found[-1]
+    qualities = [entry.quality for entry in entries]
+    last = qualities[-1]
     if last is None or last.measure not in get_args(Measure):
         return Promise()
     losses = [1 - value for value in map(_promised, entries) if value is not None]
-    measures = {one and one.measure for one in found}
-    known = len(losses) == len(entries) and len(measures) == 1
-    value = min(1 - sum(losses), 1 - ROUNDING) if known else None  # no promise is closer to 1
+    measures = {one and one.measure for one in qualities}
+    is_known = len(losses) == len(entries) and len(measures) == 1
+    value = min(1 - sum(losses), 1 - ROUNDING) if is_known else None  # no promise is closer to 1
     return Promise(cast(Measure, last.measure), value, last.output)
 
 
@@ -222,9 +222,9 @@ class LiveComparison:
             InvalidModel: The model has other inputs, or was made from another model.
         """
         original = self._model.artifact
-        if (found := self._model.signature) != signature:
+        if (current := self._model.signature) != signature:
             raise InvalidModel(
-                f"{original.model}: it takes {found}, but {artifact.name} takes {signature}",
+                f"{original.model}: it takes {current}, but {artifact.name} takes {signature}",
                 "give the model that the artifact was optimized from",
                 code="shadow.inputs",
             )

@@ -189,7 +189,7 @@ class Model:
             with suppress(InvalidData):  # the model takes no texts
                 inputs = model_inputs(self._session)
                 caches = [name for name, one in inputs.items() if one.cache is not None]
-        found: dict[str, tuple[str, str]] = {}
+        axes: dict[str, tuple[str, str]] = {}
         for tensor in self.inputs:
             if tensor.name in caches:
                 meanings = ["rows", *["cached tokens"] * len(tensor.axes)]
@@ -200,11 +200,12 @@ class Model:
             for axis, meaning in zip(tensor.axes, meanings, strict=False):
                 if not isinstance(axis, str):
                     continue
-                known, where = found.setdefault(axis, (meaning, tensor.name))
-                if known != meaning and "tokens" in (known, meaning):
+                first_meaning, where = axes.setdefault(axis, (meaning, tensor.name))
+                if first_meaning != meaning and "tokens" in (first_meaning, meaning):
                     raise InvalidModel(
-                        f"{self.artifact.model}: the axis {axis!r} counts {known} in {where!r} and"
-                        f" {meaning} in {tensor.name!r}: expected a name of its own for each",
+                        f"{self.artifact.model}: the axis {axis!r} counts {first_meaning} in "
+                        f"{where!r} and {meaning} in {tensor.name!r}: expected a name of its own "
+                        "for each",
                         "export the model again with dynamic axes of different names, for example"
                         " batch and sequence",
                         code="model.axis_name",
@@ -212,10 +213,12 @@ class Model:
 
     def check_outputs(self, names: Sequence[str]) -> None:
         """Raise ``InvalidData`` if one of ``names`` is not an output."""
-        known = [output.name for output in self.outputs]
+        own_names = [output.name for output in self.outputs]
         for name in names:
-            if name not in known:
-                raise InvalidData(f"unknown output {name!r}: expected one of {', '.join(known)}")
+            if name not in own_names:
+                raise InvalidData(
+                    f"unknown output {name!r}: expected one of {', '.join(own_names)}"
+                )
 
     def ids(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         """The input whose first two axes are rows and tokens."""
@@ -422,8 +425,8 @@ class Model:
         output = next(
             (tensor for tensor in self.outputs if tensor.name == (named or "logits")), None
         )
-        found = output or self.outputs[0]
-        axes = found.axes
+        name = output or self.outputs[0]
+        axes = name.axes
         if len(axes) != 2:
             return False
         if output is not None and output.name == "logits":
@@ -431,7 +434,7 @@ class Model:
         counted = len(self.labels) == axes[1]
         if named is not None:
             return self.artifact.activation is not None or counted
-        is_vector = found.name in VECTOR_OUTPUTS
+        is_vector = name.name in VECTOR_OUTPUTS
         return bool(self.labels) and not is_vector and (counted or not isinstance(axes[1], int))
 
     def refusal(self, task: TextTask) -> TaskRefusal | None:

@@ -302,11 +302,11 @@ class IsolationChecker:
 
         def run() -> None:
             try:
-                found = self._fuse_alone(artifact, content, result, timeout_s)
+                fused = self._fuse_alone(artifact, content, result, timeout_s)
             except Exception as error:  # for example a full disk
-                found = result.unfused(f"{type(error).__name__}: {error}")
+                fused = result.unfused(f"{type(error).__name__}: {error}")
             self._fusions.pop(result.identity, None)
-            fusion.set_result(found)
+            fusion.set_result(fused)
 
         threading.Thread(target=run, name="attnserve-fusion", daemon=True).start()
         return fusion
@@ -322,13 +322,13 @@ class IsolationChecker:
         with self._cache.lock(lambda: self._is_closed) as is_locked:
             if not is_locked:
                 return result.unfused("the server stops")
-            found = self._recall(artifact, content)
+            stored = self._recall(artifact, content)
             if (
-                found is not None
-                and found.identity == result.identity
-                and found.operators != PENDING
+                stored is not None
+                and stored.identity == result.identity
+                and stored.operators != PENDING
             ):
-                return found
+                return stored
             return self._fuse(artifact, content, result, timeout_s)
 
     def _fuse(
@@ -435,8 +435,8 @@ class _CheckProcess:
         """Refuse a small file that computes large constants; images need more memory than texts."""
         size, taken = _size(self._artifact), peak_bytes()
         examples = self._facts.examples[:1]
-        given = sum(array.nbytes for example in examples for array in example.values())
-        if taken > LOADED_BYTES + LOADED_PER_BYTE * size + RUN_PER_BYTE * given:
+        input_bytes = sum(array.nbytes for example in examples for array in example.values())
+        if taken > LOADED_BYTES + LOADED_PER_BYTE * size + RUN_PER_BYTE * input_bytes:
             raise InvalidModel(
                 f"{self._artifact.model}: a run of {WARM_UP_ROWS} rows takes {taken / 1e6:.0f} MB"
                 f" of memory, and its folder has {size / 1e6:.3g} MB",
@@ -452,9 +452,9 @@ def _fuse_in_child(
     # Imported here: only this process needs the modules that rewrite graphs.
     from attnserve.planning.lossless_passes import fuse_lossless
 
-    found = fuse_lossless(artifact, new, device)
+    fused = fuse_lossless(artifact, new, device)
     costs = GraphFacts.read(replace(artifact, model=new)).cost_json()
-    return {"rewritten": True, **asdict(found)}, costs
+    return {"rewritten": True, **asdict(fused)}, costs
 
 
 def _idle_fusion_s(facts: GraphFacts) -> float:

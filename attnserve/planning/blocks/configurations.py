@@ -250,7 +250,7 @@ def group_blocks(
         else:
             refusals = [_refusal(b, context) for b in blocks if isinstance(b, AttentionBlock)]
             kind, count = "attention", first.num_heads
-        refusal = next((refusal_ for refusal_ in refusals if refusal_ is not None), None)
+        refusal = next((reason for reason in refusals if reason is not None), None)
         groups.append(TiedBlocks(kind, tuple(blocks), count, refusal))
     return groups
 

@@ -198,7 +198,7 @@ class RecoverySearch:
         return self._no_gain(reason, proofs)
 
     def _verdict(self, gain: float, without: float) -> str:
-        minutes = sum(round_.seconds for round_ in self.rounds) / 60
+        minutes = sum(trained.seconds for trained in self.rounds) / 60
         count = f"{len(self.rounds)} round{'s' * (len(self.rounds) > 1)}"
         after = f"{count} of training in {minutes:.1f} minutes"
         return f"{gain:.2f}x after {after}, {without:.2f}x without"
@@ -207,7 +207,7 @@ class RecoverySearch:
         """Why no trained choice was found."""
         if not self.rounds:
             return "no faster choice is left, or no loss is allowed"
-        kept = 1 - min(round_.loss for round_ in self.rounds)
+        kept = 1 - min(trained.loss for trained in self.rounds)
         return f"the best of {len(self.rounds)} trained models keeps {kept:.4f}"
 
     def _no_gain(self, reason: str, proofs: Sequence[Proof] = ()) -> Trained:

@@ -41,8 +41,8 @@ class Call:
         return self.node.attributes.get_float(name, default)
 
     def integers(self, name: str, default: Sequence[int] | None = None) -> list[int] | None:
-        found = self.node.attributes.get_ints(name, default)
-        return None if found is None else list(found)
+        numbers = self.node.attributes.get_ints(name, default)
+        return None if numbers is None else list(numbers)
 
     def text(self, name: str, default: str) -> str:
         return self.node.attributes.get_string(name, default)

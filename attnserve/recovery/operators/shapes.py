@@ -81,12 +81,12 @@ def _concat(call: Call, *values: Tensor) -> Tensor:
 @operator("Split")
 def _split(call: Call, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
     axis, parts = call.integer("axis", 0), len(call.node.outputs)
-    given = integers(sizes) if sizes is not None else call.integers("split")
-    if given is None:
+    lengths = integers(sizes) if sizes is not None else call.integers("split")
+    if lengths is None:
         length = x.shape[axis]
         chunk = -(-length // parts)
-        given = [min(chunk, length - i * chunk) for i in range(parts)]
-    return torch.split(x, given, axis)
+        lengths = [min(chunk, length - i * chunk) for i in range(parts)]
+    return torch.split(x, lengths, axis)
 
 
 @operator("Slice")
