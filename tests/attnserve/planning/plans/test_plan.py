@@ -249,9 +249,9 @@ MISMATCHES: dict[str, tuple[list[Any], str]] = {
                                 entry("collaborate", _1={"rank": 4})], "rewrite.unknown_block"),
     "factored without own heads": (
         [entry("reuse_attention", _1={str(h): ["attention_0", h] for h in range(H)}),
-         entry("collaborate", _1={"rank": 4})], "no_own_heads",
+         entry("collaborate", _1={"rank": 4})], "rewrite.no_own_heads",
     ),
-    "factored twice": ([entry("collaborate", _1={"rank": 4})] * 2, "collaborative"),
+    "factored twice": ([entry("collaborate", _1={"rank": 4})] * 2, "rewrite.collaborative"),
     "edge to a later layer": ([entry("reuse_attention", _1={"0": ["attention_2", 0]})],
                               "reuse_attention.order"),
     "unknown feed-forward": ([{"pass": "prune_neurons", "targets": {"ffn_9": "6:98"}}],
