@@ -80,7 +80,7 @@ def test_cli_plan_prints_table_front_and_verdict(
                  "--seq", "32", "--threads", "1", "--allow", "ffn"]  # fmt: skip
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    for part in ("block by block", "heads", "neurons", "fastest candidates", "as fast, keeping"):
+    for part in ("block by block", "heads", "neurons", "fastest choices", "as fast, keeping"):
         assert part in shown
     assert str(output) in shown.replace("\n", "")
     assert max(map(len, shown.splitlines()[:12])) <= 100

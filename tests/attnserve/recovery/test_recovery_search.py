@@ -105,7 +105,7 @@ def test_search_with_training_finds_a_faster_model(
     plain: OptimizeReport, optimized: Optimize, tmp_path: Path
 ):
     stages: list[tuple[str, int, int]] = []
-    found = optimized(recover=MINUTES, progress=lambda *stage: stages.append(stage)).found
+    found = optimized(recover=MINUTES, progress=lambda *stage: stages.append(stage)).search
     recovered = found.recovered
     assert recovered.gain and 1 <= len(recovered.rounds) <= recovery_search.ROUNDS
     assert plain.search is not None and found.speedup > 1.01 * plain.search.speedup

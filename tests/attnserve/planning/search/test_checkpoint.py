@@ -9,7 +9,7 @@ import pytest
 
 from attnserve.job import Job
 from attnserve.planning.plans import apply
-from attnserve.planning.search import search
+from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.runtime.checkpoint import Checkpoint
 from tests.attnserve.planning.conftest import Planner
