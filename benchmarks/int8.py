@@ -40,15 +40,12 @@ from rich.console import Console
 
 from attnserve.context import ONE_THREAD
 from attnserve.data.datasets import load_inputs
-from attnserve.job import Job
+from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import vector_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.quantized import Bits
-from attnserve.planning.lossless_passes import fusion_plan
-from attnserve.planning.plans.apply import apply_plan
-from attnserve.planning.plans.state import State
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
 from attnserve.precision.products import InputMoments, Range, collect_ranges
@@ -106,7 +103,7 @@ def build(study: Study) -> dict[str, Path]:
     original = load_model(artifact)
     batches = load_inputs(study.calibration, original, artifact, split=False).fit
     fused = original.clone()
-    apply_plan(fusion_plan(original), State(Job(artifact, original), fused, fit=False))
+    fuse(fused, fusion_passes(fused))
     for index, node in enumerate(fused.graph):  # the tools identify nodes by name
         node.name = f"{node.op_type}_{index}"
     reference = saved(study, REFERENCE, fused)
