@@ -339,7 +339,7 @@ def _add_times(
         times[_shape(feed)] = np.hstack([before, rounds])
 
 
-def _forms_timed(times: Times) -> range:
+def _variants_timed(times: Times) -> range:
     """The rows of fused variants."""
     return range(1, len(next(iter(times.values()))))
 
@@ -361,7 +361,7 @@ def _fastest(times: Times) -> int:
 
     Variants that are too slow are taken only if all are.
     """
-    rows = _forms_timed(times)
+    rows = _variants_timed(times)
     best, *others = [row for row in rows if _too_slow(times, row) is None] or rows
     for row in others:
         if _speedup(times, row, over=best).low >= BETTER:
@@ -374,7 +374,7 @@ def _seems_slow(times: Times) -> bool:
     return any(
         _speedup(times, row).value < MIN_LOSSLESS_GAIN
         or min(speedup.value for speedup in _by_shape(times, row).values()) < MIN_SPEEDUP
-        for row in _forms_timed(times)
+        for row in _variants_timed(times)
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from attnserve.checks.certify import require_attention
 from attnserve.checks.compare import compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
@@ -98,7 +99,7 @@ def optimize(
     file = _output_file(artifact, original, Path(model), as_path(output), write)
     context = run.context(progress)
     if saved is None:
-        # A score is measured on texts of the task, whose lengths should not be mixed with others.
+        # With `measure` score, the lengths are those of the task's data.
         joined = None if goal.measure == "score" else target.sequence
         measure = goal.measure
     else:
@@ -168,6 +169,7 @@ class _Rewritten:
 
 
 def _searched(job: Job, goal: Goal) -> _Rewritten:
+    require_attention(job.report)  # errors come before the search, which takes long
     result = search(goal, job)
     return _Rewritten(result.report.plan, result.state, search=result.report)
 
