@@ -12,13 +12,12 @@ from attnserve.checks.certify import require_attention
 from attnserve.checks.compare import compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
-from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import ModelCost, StepRecord
+from attnserve.models.lineage import ModelCost
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import int8_activations, int8_weight_bits
@@ -42,7 +41,6 @@ from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CheckFailed
-from graph_passes.passes.base import targets_of
 from graph_passes.passes.collaborate import Collaborate
 
 __all__ = ["OptimizeReport", "optimize"]
@@ -187,7 +185,7 @@ def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
     planned = plan_request(rewrites, job)
 
     def build(plan: Plan) -> _Rewritten:
-        """The model in float32, which is fused before its conversion."""
+        """The rewritten model before its conversion."""
         _require_empty_caches(job, plan)
         state = prepare(plan, State(job, job.original.clone(), rewrites.refit))
         return _Rewritten(plan, apply_steps(plan.without_conversion, state))
@@ -198,11 +196,13 @@ def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
         rewritten = replace(rewritten, warnings=warnings, mixing=form)
     else:
         rewritten = build(planned.plan)
-    rewritten = replace(rewritten, warnings=(*planned.warnings, *rewritten.warnings))
-    if job.target.precision != "float32":
-        rewritten = _fused(rewritten)
-    apply_steps(rewritten.plan.conversion, rewritten.state)
-    return rewritten
+    plan, state = rewritten.plan, rewritten.state
+    apply_steps(plan.conversion, state)
+    return replace(
+        rewritten,
+        plan=plan.with_passes(state.passes),
+        warnings=(*planned.warnings, *rewritten.warnings),
+    )
 
 
 def _require_empty_caches(job: Job, plan: Plan) -> None:
@@ -212,22 +212,6 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
         pasts = [block.k.past for block in job.report.blocks if block.name in shared]
         caches = [past.value.name or "" for past in pasts if past is not None]
         require_empty([*job.data.fit, *job.data.held_out], caches)
-
-
-def _fused(rewritten: _Rewritten) -> _Rewritten:
-    """The rewritten model in fused operators, before its conversion to another precision."""
-    plan, model, job = rewritten.plan, rewritten.model, rewritten.state.job
-    passes = fuse_for(model, plan.precision, job.context.provider)
-    macs = count_macs(model, job.counted)
-    steps = [
-        StepRecord(rewrite=rewrite.name, block=name, macs_after=macs)
-        for rewrite in passes
-        for name in targets_of(rewrite)
-    ]
-    applied = rewritten.applied
-    rewritten.state.applied = replace(applied, steps=(*applied.steps, *steps))
-    fused = Plan.merged([*plan.passes, *passes], plan.precision, plan.float_blocks)
-    return replace(rewritten, plan=fused)
 
 
 # ---- result -------------------------------------------------------------------------------------

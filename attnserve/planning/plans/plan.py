@@ -13,6 +13,7 @@ from attnserve.models.json_files import first_problem
 from attnserve.planning.plans.steps import (
     TRAININGS,
     Cast,
+    Fuse,
     PlanStep,
     Quantize,
     Rewrite,
@@ -57,7 +58,8 @@ Kind = TypeVar("Kind", bound=RewritePass)
 class Plan:
     """Steps to apply, in order: rewrites, trainings, and the conversion to a precision.
 
-    Block and head numbers of a pass refer to the model after the preceding passes.
+    Block and head numbers of a pass refer to the model after the preceding passes. JSON has no
+    ``Fuse`` step, but the passes that it chose (``with_passes``).
     """
 
     steps: tuple[PlanStep, ...] = ()
@@ -111,6 +113,16 @@ class Plan:
             self.passes, self.precision, self.float_blocks, (*self.trainings, training)
         )
 
+    def with_fusion(self) -> Plan:
+        """The plan with a fusion of operators before its conversion, if it has one."""
+        if not self.conversion:
+            return self
+        return Plan((*self.without_conversion, Fuse(self.precision), *self.conversion))
+
+    def with_passes(self, passes: Iterable[RewritePass]) -> Plan:
+        """The plan with these passes instead of its own, and without a ``Fuse`` step."""
+        return self.listed(passes, self.precision, self.float_blocks, self.trainings)
+
     @property
     def passes(self) -> tuple[RewritePass, ...]:
         return tuple(step.rewrite for step in self.steps if isinstance(step, Rewrite))
@@ -121,17 +133,17 @@ class Plan:
 
     @property
     def conversion(self) -> tuple[PlanStep, ...]:
-        """The last step, if the plan converts to another precision."""
-        return tuple(step for step in self.steps if isinstance(step, Cast))
+        """The last steps, if the plan converts to another precision."""
+        return tuple(step for step in self.steps if isinstance(step, Cast | Fuse))
 
     @property
     def without_conversion(self) -> tuple[PlanStep, ...]:
         """The rewrites and trainings."""
-        return tuple(step for step in self.steps if not isinstance(step, Cast))
+        return tuple(step for step in self.steps if not isinstance(step, Cast | Fuse))
 
     @property
     def precision(self) -> Precision:
-        return next((step.name for step in self.conversion), "float32")
+        return next((step.scheme for step in self.steps if isinstance(step, Cast)), "float32")
 
     @property
     def float_blocks(self) -> tuple[str, ...]:

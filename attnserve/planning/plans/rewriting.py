@@ -26,7 +26,7 @@ from graph_passes.passes.base import BlockPass, RewritePass, targets_of
 from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.skip_attention import skipped
 
-__all__ = ["ApplyReport", "Rewriting"]
+__all__ = ["ApplyReport", "Rewriting", "exact_steps"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,26 @@ class ApplyReport:
     steps: tuple[StepRecord, ...] = ()
     is_exact: bool = True
     shared: tuple[str, ...] = ()
+
+    def then(self, later: ApplyReport) -> ApplyReport:
+        """The report of these steps and later ones."""
+        return ApplyReport(
+            (*self.steps, *later.steps),
+            is_exact=self.is_exact and later.is_exact,
+            shared=(*self.shared, *later.shared),
+        )
+
+
+def exact_steps(rewrite: RewritePass, macs: int | None) -> list[StepRecord]:
+    """The records of an exact pass, one for each rewritten block.
+
+    Args:
+        macs: MACs of the whole model after the pass; None if they cannot be counted.
+    """
+    return [
+        StepRecord(rewrite=rewrite.name, block=name, macs_after=macs)
+        for name in targets_of(rewrite)
+    ]
 
 
 @dataclass(eq=False)
@@ -151,10 +171,7 @@ class Rewriting:
         self._measure()
         rewrite(self.model)
         if targets := targets_of(rewrite):
-            macs = self._macs()
-            self.steps += [
-                StepRecord(rewrite=rewrite.name, block=name, macs_after=macs) for name in targets
-            ]
+            self.steps += exact_steps(rewrite, self._macs())
             attention = {block.name for block in self.graph_context.get(find_attention)[0]}
             self.uncertified |= targets.keys() & attention
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Protocol, Self
 import onnx_ir as ir
 
 from attnserve.choices import Precision
+from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
-from attnserve.planning.plans.rewriting import ApplyReport, Rewriting
+from attnserve.planning.plans.rewriting import ApplyReport, Rewriting, exact_steps
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
+from graph_passes.analysis.cost import count_macs
 from graph_passes.context import GraphContext
 from graph_passes.passes.base import RewritePass
 
@@ -49,6 +51,7 @@ class State:
         fit: Refit the outputs of changed blocks, if there is data.
         key: Identifies the original and the data, in names of checkpoints.
         precision, float_blocks: Target of the later conversion, for steps before it.
+        passes: The passes that ran, in order.
         applied: The rewrites that are finished.
         converted: The model in that precision, once it is converted.
         rounding: Rounding of int8 weights, if a training fixed it.
@@ -62,6 +65,7 @@ class State:
     key: str = ""
     precision: Precision = "float32"
     float_blocks: tuple[str, ...] = ()
+    passes: list[RewritePass] = field(default_factory=list[RewritePass])
     applied: ApplyReport = field(default_factory=ApplyReport)
     converted: ir.Model | None = None
     rounding: Mapping[tuple[str, bool], Rounding] | None = None
@@ -88,13 +92,23 @@ class State:
             fit = self.fit and self.job.data is not None
             self._rewriting = Rewriting(self.job, graph_context, fit)
         self._rewriting.run(rewrite)
+        self.passes.append(rewrite)
 
     def finish_rewrites(self) -> None:
         """Refit and certify what the passes since the last call changed."""
         if self._rewriting is not None:
-            self.applied = self._rewriting.finish()
+            self.applied = self.applied.then(self._rewriting.finish())
             self._rewriting = None
             self._scope.close()
+
+    def fuse(self, precision: Precision) -> None:
+        """Fuse operators for a later conversion; see ``fusion.fuse_for``."""
+        self.finish_rewrites()
+        fused = fuse_for(self.model, precision, self.job.context.provider)
+        macs = count_macs(self.model, self.job.counted)
+        steps = [step for rewrite in fused for step in exact_steps(rewrite, macs)]
+        self.applied = self.applied.then(ApplyReport(tuple(steps)))
+        self.passes += fused
 
     def convert(self, precision: Precision, float_blocks: Collection[str] = ()) -> None:
         """Convert the model; see ``precision.convert``."""

@@ -1,8 +1,8 @@
 """The steps of a plan: rewrites of blocks, trainings, and the conversion to another precision.
 
-A step is an immutable value; ``apply`` changes a ``State``. Another package adds
-a kind of training with ``TRAININGS.add``, a precision with ``precision.schemes.SCHEMES.add``, and a
-rewrite by subclassing ``BlockPass`` (``attnserve.plugins``).
+A step is an immutable value; ``apply`` changes a ``State``. Another package adds a kind of training
+with ``TRAININGS.add``, a precision with ``precision.schemes.SCHEMES.add``, and a rewrite by
+subclassing ``BlockPass`` (``attnserve.plugins``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graph_passes.passes.base import RewritePass
 if TYPE_CHECKING:
     from attnserve.recovery.recovery import Recovery
 
-__all__ = ["TRAININGS", "Cast", "PlanStep", "Quantize", "Rewrite", "Train", "conversion"]
+__all__ = ["TRAININGS", "Cast", "Fuse", "PlanStep", "Quantize", "Rewrite", "Train", "conversion"]
 
 
 class PlanStep(ABC):
@@ -66,6 +66,27 @@ class Rewrite(PlanStep):
 
     def apply(self, state: State) -> None:
         state.rewrite(self.rewrite)
+
+
+@dataclass(frozen=True)
+class Fuse(PlanStep):
+    """Fuse operators for a later conversion.
+
+    The passes are chosen when the step is applied, on the model as the steps before leave it. The
+    state lists them (``State.passes``), and a recorded plan has them instead of this step.
+
+    Attributes:
+        precision: The precision of the conversion.
+    """
+
+    precision: Precision
+
+    @property
+    def name(self) -> str:
+        return "fuse"
+
+    def apply(self, state: State) -> None:
+        state.fuse(self.precision)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class PlannedRequest:
 
 
 def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
-    """Turn a request into a plan.
+    """Turn a request into a plan, which fuses operators before a conversion.
 
     Raises:
         InvalidModel: The model has no attention.
@@ -78,7 +78,7 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
     has_others = bool(skipped or masks or edges)
     plans: dict[SharingForm, Plan] = {}
     for form, shared in _shared(request, own_heads, others=has_others).items():
-        plan = Plan.merged([*others, Collaborate(shared)], job.target.precision)
+        plan = Plan.merged([*others, Collaborate(shared)], job.target.precision).with_fusion()
         if plan.to_json() not in [known.to_json() for known in plans.values()]:
             plans[form] = plan
     plan = next(iter(plans.values()))
