@@ -23,14 +23,10 @@ class GraphContext:
     when they change the graph. Call ``invalidate`` after any other edit.
 
     ``with GraphContext.of(model) as context:`` shares one context among all passes in the block.
-
-    Attributes:
-        expected: The postconditions of each running pass, outermost first; a pass may run others.
     """
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
-        self.expected: list[Any] = []
         self._results: dict[Hashable, Any] = {}
 
     def get(

@@ -57,7 +57,15 @@ class NoParams(BaseModel):
 
 
 class RewritePass(ir.passes.InPlacePass):
-    """A rewrite of a graph in place, after which the invariants of ``invariants.py`` are checked.
+    """A rewrite of a graph in place.
+
+    A run has these stages, in this order. A subclass defines those that it needs.
+
+    1. ``validate`` raises InvalidArgument if the parameters do not fit the model.
+    2. ``prepare`` edits the graph so that the later stages can read it, e.g. decomposes operators.
+    3. ``check`` raises CannotRewrite if the pass does not apply.
+    4. ``rewrite_graph`` changes the graph.
+    5. The invariants of ``invariants.py`` are checked, with ``expected_interface``.
 
     Attributes:
         name: Identifies the rewrite everywhere; empty for a pass that is never part of a plan.
@@ -72,34 +80,53 @@ class RewritePass(ir.passes.InPlacePass):
         if name := cls.__dict__.get("name"):
             _REGISTRY[name] = cls
 
-    def __call__(self, model_or_result: ir.Model | ir.passes.PassResult, /) -> ir.passes.PassResult:
-        result = model_or_result
-        model = result.model if isinstance(result, ir.passes.PassResult) else result
-        with GraphContext.of(model) as context:  # one context for the check and the rewrite
-            running = len(context.expected)
-            try:
-                return super().__call__(model)
-            finally:
-                del context.expected[running:]
-
-    def requires(self, model: ir.Model) -> None:
-        with GraphContext.of(model) as context:
-            self.check(context)
-            context.expected.append(self.expected_interface(interface(model), context))
+    # ---- the run ---------------------------------------------------------------------------------
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        # Not in ``requires`` and ``ensures``: the invariants need the interface before the rewrite.
         with GraphContext.of(model) as context:
+            self.require_applicable(context)
+            expected = self.expected_interface(interface(model), context)
             modified = self.rewrite_graph(context)
             if modified:
                 context.invalidate()
+            check_invariants(expected, model, after=type(self).__name__)
             return ir.passes.PassResult(model, modified=modified)
 
-    def ensures(self, model: ir.Model) -> None:
-        with GraphContext.of(model) as context:
-            check_invariants(context.expected[-1], model, after=type(self).__name__)
+    def require_applicable(self, context: GraphContext) -> None:
+        """Run the stages before the rewrite: validate, prepare and check.
+
+        Raises:
+            InvalidArgument: The parameters do not fit the model.
+            CannotRewrite: The pass does not apply to the model.
+        """
+        self.validate(context)
+        self.prepare(context)
+        self.check(context)
+
+    # ---- the stages, overridden by rewrites ------------------------------------------------------
+
+    def validate(self, context: GraphContext) -> None:
+        """Raise InvalidArgument if the parameters do not fit the model. The graph stays as it is.
+
+        By default, any model fits.
+        """
+
+    def prepare(self, context: GraphContext) -> None:
+        """Edit the graph as the later stages need it; by default, nothing is edited.
+
+        The edit is exact, because the pass may still be refused. A second call changes nothing.
+        """
 
     def check(self, context: GraphContext) -> None:
-        """Raise CannotRewrite or InvalidArgument unless the pass applies to the model."""
+        """Raise CannotRewrite if the pass does not apply. The graph stays as it is.
+
+        By default, it applies.
+        """
+
+    @abstractmethod
+    def rewrite_graph(self, context: GraphContext) -> bool:
+        """Change the graph, and return whether anything changed."""
 
     def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
         """The interface of the rewritten model; by default that of the model, with ``caches``."""
@@ -109,9 +136,7 @@ class RewritePass(ir.passes.InPlacePass):
         """The caches that the pass changes, by the name of input or output; None if removed."""
         return {}
 
-    @abstractmethod
-    def rewrite_graph(self, context: GraphContext) -> bool:
-        """Change the graph, and return whether anything changed."""
+    # ---- JSON ------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """The entry of this pass in plan.json."""
@@ -131,8 +156,9 @@ class RewritePass(ir.passes.InPlacePass):
 class BlockPass(RewritePass, Generic[Block, Params]):
     """A rewrite of single blocks.
 
-    A subclass defines ``refusal`` and ``rewrite``. This class finds the blocks, checks them, keeps
-    their names, and removes unused nodes after the rewrite.
+    A subclass defines ``refusal`` and ``rewrite``, and ``validate_params`` if parameters depend on
+    the block. This class finds the blocks, keeps their names, and removes unused nodes after the
+    rewrite. A pass whose targets depend on each other also extends ``validate`` or ``check``.
 
     Attributes:
         targets: The parameters for each block to rewrite, by the block's name.
@@ -188,10 +214,12 @@ class BlockPass(RewritePass, Generic[Block, Params]):
     @classmethod
     @abstractmethod
     def refusal(cls, block: Block, params: Params | None, context: GraphContext) -> Refusal | None:
-        """Why a block cannot be rewritten; None if it can.
+        """Why a block cannot be rewritten; None if it can. Nothing is raised.
 
         Args:
-            params: The parameters; None checks only whether any parameters could apply.
+            block: A block of the prepared graph, or of the model as it is if ``params`` is None.
+            params: Parameters that are valid for the block; None checks only whether any
+                parameters could apply.
         """
 
     @abstractmethod
@@ -202,6 +230,18 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """
 
     # ---- overridden by some rewrites -------------------------------------------------------------
+
+    @classmethod
+    def validate_params(cls, block: Block, params: Params) -> None:
+        """Raise InvalidArgument if the parameters do not fit the block.
+
+        By default, all that ``Params`` allows fit.
+        """
+
+    @classmethod
+    def changes(cls, block: Block, params: Params) -> bool:
+        """Whether these parameters, which are valid for the block, change it at all."""
+        return True
 
     def sizes(self, name: str, block: Block | None) -> dict[str, int | None]:
         """The sizes of a rewritten block by their names in reports.
@@ -216,17 +256,15 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """The error of a block in the metric that the pass minimizes; None if there is none."""
         return None
 
-    @classmethod
-    def changes(cls, block: Block, params: Params) -> bool:
-        """Whether these parameters change the block at all."""
-        return True
+    # ---- the stages of a pass --------------------------------------------------------------------
 
-    def prepare(self, context: GraphContext) -> None:
-        """Change the graph before blocks are found for the rewrite, e.g. decompose operators."""
+    def validate(self, context: GraphContext) -> None:
+        """Validate the parameters of each target.
 
-    # ---- the pass --------------------------------------------------------------------------------
-
-    def check(self, context: GraphContext) -> None:
+        Raises:
+            CannotRewrite: No block has the name of a target.
+            InvalidArgument: Parameters do not fit their block.
+        """
         by_name = {block.name: block for block in self.find(context)}
         for name, params in self.targets.items():
             if (block := by_name.get(name)) is None:
@@ -237,16 +275,23 @@ class BlockPass(RewritePass, Generic[Block, Params]):
                     "use one of the names",
                     code="rewrite.unknown_block",
                 )
-            if self.changes(block, params) and (refusal := self.refusal(block, params, context)):
-                raise refusal.error(name, "leave this layer out")
+            self.validate_params(block, params)
+
+    def check(self, context: GraphContext) -> None:
+        """Ask ``refusal`` for each block that changes.
+
+        Raises:
+            CannotRewrite: A block is refused.
+        """
+        for block, params in self._changed(context):
+            if refusal := self.refusal(block, params, context):
+                raise refusal.error(block.name, "leave this layer out")
 
     def rewrite_graph(self, context: GraphContext) -> bool:
-        model = context.model
-        if not self._changed(context):
+        model, targets = context.model, self._changed(context)
+        if not targets:
             return False
         since = frozenset(model.graph.initializers)
-        self.prepare(context)
-        targets = self._changed(context)
         pin_names(self.find(context))
         self.rewrite(targets, context)
         share_constants(model, since=since)

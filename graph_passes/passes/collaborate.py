@@ -218,6 +218,12 @@ class Collaborate(AttentionPass[SharedDimensions]):
         return None if factors is None else factors.relative_error
 
     @classmethod
+    def validate_params(cls, block: AttentionBlock, params: SharedDimensions) -> None:
+        is_truncated = bool(block.q.rotary_terms) and params.is_sparse  # R is not used
+        if block.q.num_heads and params.factors is None and not is_truncated:
+            _check_rank(block, params.rank)
+
+    @classmethod
     def refusal(
         cls, block: AttentionBlock, params: SharedDimensions | None, context: GraphContext
     ) -> Refusal | None:
@@ -232,8 +238,6 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 "cache_sparse",
                 "its cache holds shared dimensions: only dense mixing reads them",
             )
-        if params.factors is None and not (block.q.rotary_terms and params.is_sparse):
-            _check_rank(block, params.rank)
         return None
 
     def caches(self, context: GraphContext) -> Mapping[str, CacheShape | None]:
@@ -247,6 +251,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         return shapes
 
     def prepare(self, context: GraphContext) -> None:
+        """Decompose fused targets: the scores inside a fused operator cannot be replaced."""
         decompose_fused(context, self.targets.keys())
 
     def rewrite(self, targets: AttentionTargets[SharedDimensions], context: GraphContext) -> None:
@@ -297,6 +302,11 @@ def exact_rank(block: AttentionBlock) -> int:
 
 
 def _check_rank(block: AttentionBlock, rank: int) -> None:
+    """Check that R is from 1 to ``exact_rank``.
+
+    Raises:
+        InvalidArgument: It is not.
+    """
     exact = exact_rank(block)
     if not 1 <= rank <= exact:
         raise InvalidArgument(

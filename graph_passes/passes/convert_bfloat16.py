@@ -79,9 +79,8 @@ class ToBfloat16(RewritePass):
 
     lossy: ClassVar[bool] = True
 
-    def requires(self, model: ir.Model) -> None:
-        spread_types(model)
-        super().requires(model)
+    def prepare(self, context: GraphContext) -> None:
+        spread_types(context.model)
 
     def rewrite_graph(self, context: GraphContext) -> bool:
         model = context.model

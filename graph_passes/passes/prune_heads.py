@@ -56,8 +56,11 @@ class PruneHeads(AttentionPass[HeadMask]):
     lossy: ClassVar[bool] = True
 
     @classmethod
-    def changes(cls, block: AttentionBlock, params: Sequence[int]) -> bool:
+    def validate_params(cls, block: AttentionBlock, params: Sequence[int]) -> None:
         check_mask(block.name, params, block.num_heads)
+
+    @classmethod
+    def changes(cls, block: AttentionBlock, params: Sequence[int]) -> bool:
         return not all(params)
 
     @classmethod

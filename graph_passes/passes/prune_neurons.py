@@ -94,7 +94,7 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
     lossy: ClassVar[bool] = True
 
     @classmethod
-    def changes(cls, block: FeedForwardBlock, params: Sequence[int]) -> bool:
+    def validate_params(cls, block: FeedForwardBlock, params: Sequence[int]) -> None:
         check_mask(block.name, params, block.num_neurons, "neuron")
         if not any(params):
             raise InvalidArgument(
@@ -102,6 +102,9 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
                 "keep at least one",
                 code="prune_neurons.mask_empty",
             )
+
+    @classmethod
+    def changes(cls, block: FeedForwardBlock, params: Sequence[int]) -> bool:
         return not all(params)
 
     @classmethod
@@ -111,6 +114,11 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
         return neurons_refusal(block)
 
     def check(self, context: GraphContext) -> None:
+        """Also check that blocks that share weights lose the same neurons.
+
+        Raises:
+            CannotRewrite: A block is refused, or another node reads its weights.
+        """
         super().check(context)
         selection = self._selection(self._changed(context))
         cuts = _cuts(selection)

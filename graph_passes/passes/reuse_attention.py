@@ -21,7 +21,7 @@ from graph_passes.emit.probabilities import (
     probabilities_by_head,
     probabilities_type,
 )
-from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.matching.equivalence import have_equal_masks
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import (
@@ -100,25 +100,19 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
             return emission_refusal(block, runs[0])
         return None
 
-    def check(self, context: GraphContext) -> None:
-        check_edges(self.targets, self.find(context))
-        super().check(context)
+    def validate(self, context: GraphContext) -> None:
+        """Check the edges of all targets together: a source must not be reused itself.
 
-    def requires(self, model: ir.Model) -> None:
-        # The check compares masks in plain operators, which fused blocks hide: they are decomposed
-        # here, because ``prepare`` runs after the check. Decomposing is exact, so a model whose
-        # reuse is then refused still computes the same.
+        Raises:
+            InvalidArgument: An edge is not from a head to an exact head of an earlier layer.
+        """
+        check_edges(self.targets, self.find(context))
+        super().validate(context)
+
+    def prepare(self, context: GraphContext) -> None:
+        """Decompose fused targets and sources: only plain operators show their masks."""
         sources = {source for heads in self.targets.values() for source, _ in heads.values()}
-        with GraphContext.of(model) as context:
-            decompose_fused(context, sources | self.targets.keys())
-            super().requires(model)
-            for block in self.find(context):
-                if block.name in sources and block.own_probabilities is None:
-                    raise CannotRewrite(
-                        f"{block.name}: its probabilities are inside a fused operator",
-                        "choose another source",
-                        code="reuse_attention.source",
-                    )
+        decompose_fused(context, sources | self.targets.keys())
 
     def rewrite(self, targets: AttentionTargets[ReusedHeads], context: GraphContext) -> None:
         by_name = {block.name: block for block in self.find(context)}

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
 from graph_passes.analysis.constants import constant_array
 from graph_passes.analysis.shapes import ShapeInfo
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, OutputProjection
 from graph_passes.context import GraphContext
 from graph_passes.emit.affine import emit_affine, emit_constant
 from graph_passes.emit.editing import Inserter
@@ -112,14 +112,16 @@ class SkipAttention(AttentionPass[Replacement]):
     lossy: ClassVar[bool] = True
 
     @classmethod
+    def validate_params(cls, block: AttentionBlock, params: Replacement) -> None:
+        if params.map is not None and block.output is not None:  # else the block is refused
+            _check_shapes(block, block.output, params.map)
+
+    @classmethod
     def refusal(
         cls, block: AttentionBlock, params: Replacement | None, context: GraphContext
     ) -> Refusal | None:
         refusal = caller_reads(block) or skip_refusal(block)
-        refusal = refusal or reused_elsewhere(block, cls.find(context))
-        if refusal is None and params is not None and params.map is not None:
-            _check_shapes(block, params.map)
-        return refusal
+        return refusal or reused_elsewhere(block, cls.find(context))
 
     def rewrite(self, targets: AttentionTargets[Replacement], context: GraphContext) -> None:
         for block, params in targets:
@@ -140,9 +142,13 @@ def skip_refusal(block: AttentionBlock) -> Refusal | None:
     return None
 
 
-def _check_shapes(block: AttentionBlock, affine: AffineMap) -> None:
-    assert block.output is not None
-    sizes = (block.input_size, block.output.matrix().shape[1])
+def _check_shapes(block: AttentionBlock, output: OutputProjection, affine: AffineMap) -> None:
+    """Check that a map has the input and output size of a block.
+
+    Raises:
+        InvalidArgument: It has other sizes.
+    """
+    sizes = (block.input_size, output.matrix().shape[1])
     weight = None if affine.weight is None else affine.weight.shape
     if weight not in (None, sizes) or affine.bias.shape != sizes[1:]:
         raise InvalidArgument(

@@ -128,7 +128,7 @@ class Rewriting:
 
     def _with_factors(self, rewrite: Collaborate) -> Collaborate:
         """Factor queries and keys, weighted by the tokens of the model as rewritten so far."""
-        rewrite.check(self.graph_context)
+        rewrite.require_applicable(self.graph_context)
         is_dense = any(not params.is_sparse for params in rewrite.targets.values())
         if is_dense or not self.fit:  # shorter heads are refitted once, after sharing
             self._measure()

@@ -148,6 +148,37 @@ def test_refusal_raises_cannot_rewrite_with_its_code() -> None:
     assert dict(model.meta) == {}
 
 
+def test_pass_stages_run_in_order_and_a_refused_block_is_not_rewritten() -> None:
+    stages: list[str] = []
+
+    class Recorded(RefuseAll):
+        @classmethod
+        def validate_params(cls, block: AttentionBlock, params: NoParams) -> None:
+            stages.append(f"validate {block.name}")
+
+        def prepare(self, context: GraphContext) -> None:
+            stages.append("prepare")
+
+        @classmethod
+        def refusal(
+            cls, block: AttentionBlock, params: NoParams | None, context: GraphContext
+        ) -> Refusal | None:
+            stages.append(f"refusal {block.name}")
+            return super().refusal(block, params, context) if block.name == SECOND else None
+
+    with raises(CannotRewrite, "rewrite.never", SECOND):
+        Recorded([FIRST, SECOND])(layers(2))
+    assert stages == [
+        f"validate {FIRST}", f"validate {SECOND}", "prepare",
+        f"refusal {FIRST}", f"refusal {SECOND}",
+    ]  # fmt: skip
+
+
+def test_pass_parameters_that_do_not_fit_a_block_are_invalid_arguments() -> None:
+    with raises(InvalidArgument, "prune_heads.mask_length", SECOND):
+        PruneHeads({FIRST: (1, 0, 1), SECOND: (1, 0)})(layers(2))
+
+
 def test_sizes_of_a_block_are_those_after_the_rewrite() -> None:
     model = layers(2)
     pruned, collaborative = PruneHeads({FIRST: (1, 0, 1)}), Collaborate({FIRST: {"rank": 5}})
