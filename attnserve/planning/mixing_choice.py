@@ -92,7 +92,8 @@ class FormComparison:
         model = self.job.original.clone()
         with GraphContext.of(model) as context:
             for rewrite in plan.passes:
-                (rewrite.unfitted(context) if isinstance(rewrite, Collaborate) else rewrite)(model)
+                rewrite.require_applicable(context)
+                rewrite.unfitted(context)(model)
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:

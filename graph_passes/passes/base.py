@@ -7,10 +7,10 @@ A rewrite is one class in one file of this package. Its name is used by plan.jso
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_args
 
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -20,6 +20,7 @@ from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import redirect_shapes, remove_unused, share_constants
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_names
@@ -70,10 +71,14 @@ class RewritePass(ir.passes.InPlacePass):
     Attributes:
         name: Identifies the rewrite everywhere; empty for a pass that is never part of a plan.
         lossy: Whether outputs change by more than rounding.
+        is_fitted: Whether weights of the rewrite are fitted before it runs (``fitted``).
+        changes_caches: Whether cached keys and values of its blocks have another shape afterwards.
     """
 
     name: ClassVar[str] = ""
     lossy: ClassVar[bool] = False
+    is_fitted: ClassVar[bool] = False
+    changes_caches: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -135,6 +140,38 @@ class RewritePass(ir.passes.InPlacePass):
     def caches(self, context: GraphContext) -> Mapping[str, CacheShape | None]:
         """The caches that the pass changes, by the name of input or output; None if removed."""
         return {}
+
+    # ---- overridden by rewrites that are fitted --------------------------------------------------
+
+    @property
+    def needs_refit(self) -> bool:
+        """Whether blocks that earlier passes changed are refitted before this pass is fitted.
+
+        If not, they are refitted once, after the pass.
+        """
+        return self.is_fitted
+
+    def blocks_to_fit(self, context: GraphContext) -> Sequence[AttentionBlock]:
+        """The blocks of the prepared graph whose token moments ``fitted`` uses."""
+        return ()
+
+    def fitted(
+        self,
+        context: GraphContext,
+        moments: Mapping[str, TokenMoments],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """The same pass with fitted weights, for the prepared graph.
+
+        Args:
+            moments: Token moments by block. Blocks without them are fitted to their weights alone.
+            progress: Called with (blocks done, blocks in total).
+        """
+        return self
+
+    def unfitted(self, context: GraphContext) -> Self:
+        """The same pass with placeholders for fitted weights, for models that are only timed."""
+        return self
 
     # ---- JSON ------------------------------------------------------------------------------------
 

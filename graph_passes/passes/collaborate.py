@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -115,6 +115,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
 
     name: ClassVar[str] = "collaborate"
     lossy: ClassVar[bool] = True
+    is_fitted: ClassVar[bool] = True
+    changes_caches: ClassVar[bool] = True
 
     @classmethod
     def with_factors(
@@ -133,18 +135,22 @@ class Collaborate(AttentionPass[SharedDimensions]):
             for name, whole in factors.items()
         })  # fmt: skip
 
-    def lossy_blocks(self, context: GraphContext) -> list[AttentionBlock]:
-        """The blocks that lose dimensions; fused operators are decomposed first."""
-        decompose_fused(context, self.targets.keys())
+    @property
+    def needs_refit(self) -> bool:
+        """Truncated heads are refitted once, after the pass; shared keys need exact inputs."""
+        return any(not params.is_sparse for params in self.targets.values())
+
+    def blocks_to_fit(self, context: GraphContext) -> list[AttentionBlock]:
+        """The blocks that lose dimensions."""
         return [block for block, params in self._changed(context) if _is_lossy(block, params)]
 
-    def factored(
+    def fitted(
         self,
         context: GraphContext,
         moments: Mapping[str, TokenMoments],
         progress: Callable[[int, int], None] | None = None,
-    ) -> Collaborate:
-        """The same pass with the factors of every block.
+    ) -> Self:
+        """The same pass with the factors of every block, for the prepared graph.
 
         Blocks with equal query and key weights share P, Q and M; their moments are pooled.
 
@@ -153,7 +159,6 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 are approximated.
             progress: Called with (blocks done, blocks in total).
         """
-        decompose_fused(context, self.targets.keys())
         targets = self._changed(context)
         factors: dict[str, CollaborativeFactors | RotaryFactors] = {}
         for uses in _equal_weights(targets):
@@ -175,17 +180,16 @@ class Collaborate(AttentionPass[SharedDimensions]):
                     factors[block.name] = fold_mean(whole, block.q.heads(), block.k.heads(), mean)
                 if progress is not None:
                     progress(len(factors), len(targets))
-        return Collaborate({
+        return type(self)({
             name: params.model_copy(update={"factors": factors.get(name)})
             for name, params in self.targets.items()
         })  # fmt: skip
 
-    def unfitted(self, context: GraphContext) -> Collaborate:
-        """Return the same pass with placeholder factors, for models that are only timed.
+    def unfitted(self, context: GraphContext) -> Self:
+        """The same pass with placeholder factors, for models that are only timed.
 
         Rotary positions get their own factors, which are computed from the weights.
         """
-        decompose_fused(context, self.targets.keys())
         targets = dict(self.targets)
         for block, params in self._changed(context):
             if block.q.rotary_terms:
@@ -201,7 +205,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
             content = np.full((heads, len(key)), 1e-2)
             factors = CollaborativeFactors(query, key, mixing, content, 1.0, 0)
             targets[block.name] = params.model_copy(update={"factors": factors})
-        return Collaborate(targets)
+        return type(self)(targets)
 
     def sizes(self, name: str, block: AttentionBlock | None) -> dict[str, int | None]:
         params = self.targets[name]

@@ -318,7 +318,8 @@ def apply_config(
     """Give one block of ``model`` a configuration, in place; its first heads or neurons are kept.
 
     Args:
-        moments: Token moments of the block's input; needed if queries and keys are truncated.
+        moments: Token moments of the block's input, for passes that are fitted; without them, they
+            are fitted to the weights alone.
 
     Raises:
         CannotRewrite: Some of its heads cannot be removed.
@@ -327,10 +328,10 @@ def apply_config(
     mask = [1] * config.kept + [0] * (count - config.kept)
     with GraphContext.of(model) as context:
         for rewrite in passes_of(block, config, mask):
-            if isinstance(rewrite, Collaborate) and moments is not None:
-                rewrite.factored(context, {block.name: moments})(model)
-            else:
-                rewrite(model)
+            if rewrite.is_fitted and moments is not None:
+                rewrite.require_applicable(context)
+                rewrite = rewrite.fitted(context, {block.name: moments})
+            rewrite(model)
 
 
 def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> None:

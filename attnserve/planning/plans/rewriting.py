@@ -23,7 +23,6 @@ from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import BlockPass, RewritePass, targets_of
-from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = ["ApplyReport", "Rewriting", "exact_steps"]
@@ -104,8 +103,8 @@ class Rewriting:
             InvalidData: The model refuses the data, or its activations are not finite.
             InvalidModel: A rewritten block fails certification.
         """
-        if isinstance(rewrite, Collaborate) and rewrite.targets:
-            rewrite = self._with_factors(rewrite)
+        if rewrite.is_fitted and targets_of(rewrite):
+            rewrite = self._fitted(rewrite)
         if rewrite.lossy and isinstance(rewrite, BlockPass):
             self._run_lossy(cast("BlockPass[Any, Any]", rewrite))
         else:
@@ -126,20 +125,19 @@ class Rewriting:
         )
         return ApplyReport(steps, is_exact=not self.changed, shared=tuple(sorted(self.shared)))
 
-    def _with_factors(self, rewrite: Collaborate) -> Collaborate:
-        """Factor queries and keys, weighted by the tokens of the model as rewritten so far."""
+    def _fitted(self, rewrite: RewritePass) -> RewritePass:
+        """Fit a pass to the tokens of the model as rewritten so far."""
         rewrite.require_applicable(self.graph_context)
-        is_dense = any(not params.is_sparse for params in rewrite.targets.values())
-        if is_dense or not self.fit:  # shorter heads are refitted once, after sharing
+        if rewrite.needs_refit or not self.fit:
             self._measure()
         self._certify()
         moments: dict[str, TokenMoments] = {}
-        lossy = [block for block in rewrite.lossy_blocks(self.graph_context)
-                 if block.graph is self.model.graph]  # fmt: skip
-        if self.job.data is not None and lossy:  # a session cannot observe the body of an If
-            batches = enough(self.job.data.fit, lossy)
-            moments = collect_moments(self.model, lossy, batches, context=self.job.context)
-        return rewrite.factored(self.graph_context, moments, self.job.context.stage("factor"))
+        blocks = [block for block in rewrite.blocks_to_fit(self.graph_context)
+                  if block.graph is self.model.graph]  # fmt: skip
+        if self.job.data is not None and blocks:  # a session cannot observe the body of an If
+            batches = enough(self.job.data.fit, blocks)
+            moments = collect_moments(self.model, blocks, batches, context=self.job.context)
+        return rewrite.fitted(self.graph_context, moments, self.job.context.stage("factor"))
 
     def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> None:
         targets = rewrite.targets

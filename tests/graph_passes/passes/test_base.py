@@ -185,7 +185,7 @@ def test_sizes_of_a_block_are_those_after_the_rewrite() -> None:
     with GraphContext.of(model) as context:
         pruned(model)
         assert pruned.sizes(FIRST, context.get(find_attention)[0][0]) == {"heads": 2}
-        factored = collaborative.factored(context, {})
+        factored = collaborative.fitted(context, {})
         factored(model)
         block = context.get(find_attention)[0][0]
         expected = {"heads": 2, "rank": 5, "head_size": None, "cache_width": None}
