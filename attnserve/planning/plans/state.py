@@ -13,12 +13,13 @@ from attnserve.choices import Precision
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
-from attnserve.planning.plans.rewriting import ApplyReport, Rewriting, exact_steps
+from attnserve.models.lineage import StepRecord
+from attnserve.planning.plans.rewriting import ApplyReport, Rewriting
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
 from graph_passes.analysis.cost import count_macs
 from graph_passes.context import GraphContext
-from graph_passes.passes.base import RewritePass
+from graph_passes.passes.base import RewritePass, targets_of
 
 if TYPE_CHECKING:  # it needs PyTorch
     from attnserve.recovery.labels import Labels
@@ -106,7 +107,11 @@ class State:
         self.finish_rewrites()
         fused = fuse_for(self.model, precision, self.job.context.provider)
         macs = count_macs(self.model, self.job.counted)
-        steps = [step for rewrite in fused for step in exact_steps(rewrite, macs)]
+        steps = [
+            StepRecord(rewrite=rewrite.name, block=name, macs_after=macs)
+            for rewrite in fused
+            for name in targets_of(rewrite)
+        ]
         self.applied = self.applied.then(ApplyReport(tuple(steps)))
         self.passes += fused
 
