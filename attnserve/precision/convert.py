@@ -12,6 +12,7 @@ import onnx_ir.passes.common as common
 from attnserve.choices import Precision
 from attnserve.models.quantized import quantized_node
 from attnserve.precision.int8 import Rounding, roundings
+from attnserve.precision.products import WeightKey
 from attnserve.precision.schemes import SCHEMES, Activations, Conversion, Scheme
 from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.interface import Batch
@@ -61,7 +62,7 @@ def convert(
     *,
     float_blocks: Collection[str] = (),
     to_nearest: bool = False,
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
+    rounding: Mapping[WeightKey, Rounding] | None = None,
 ) -> ir.Model:
     """Convert a copy of the model to another precision, with the same inputs and outputs (lossy).
 
@@ -106,7 +107,7 @@ def roundings_of(
     calibration: Sequence[Batch],
     *,
     float_blocks: Collection[str] = (),
-) -> dict[tuple[str, bool], Rounding]:
+) -> dict[WeightKey, Rounding]:
     """Compute the GPTQ rounding of int8 weights once, for reuse after training the weights.
 
     Raises:

@@ -48,7 +48,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.quantized import LARGEST_7_BIT, Bits, quantized_node
-from attnserve.precision.products import InputMoments, Product, Range, product_of
+from attnserve.precision.products import InputMoments, Product, Range, WeightKey, product_of
 from attnserve.precision.rounding import Rounder
 from attnserve.runtime.external_data import weight_bytes
 from graph_passes.analysis.constants import constant_array, constant_shape, is_constant
@@ -98,7 +98,7 @@ def quantize(
     smooth: bool = True,
     correct: bool = True,
     moments: InputMoments | None = None,
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
+    rounding: Mapping[WeightKey, Rounding] | None = None,
 ) -> None:
     """Quantize matrix products and large embedding tables in place.
 
@@ -111,7 +111,7 @@ def quantize(
         correct: Correct biases after static activations.
         moments: Second moments of the static activations; without them, weights are rounded to the
             nearest.
-        rounding: Precomputed ``roundings`` of a model with the same graph, by name.
+        rounding: Precomputed ``roundings`` of a model with the same graph.
 
     Raises:
         CannotRewrite: There are no products and tables to quantize, or weights are not finite.
@@ -140,8 +140,8 @@ def roundings(
     moments: InputMoments,
     *,
     keep: Collection[ir.Node] = (),
-) -> dict[tuple[str, bool], Rounding]:
-    """Compute the rounding of weights of static activations, by ``Product.name``.
+) -> dict[WeightKey, Rounding]:
+    """Compute the rounding of weights of static activations, by ``Product.weight_key``.
 
     Raises:
         CannotRewrite: There are no products to quantize, or weights are not finite.
@@ -149,7 +149,7 @@ def roundings(
     groups = product_groups(model, bits, ranges, keep=keep)
     writer = _Writer(model, bits, groups, correct=True, moments=moments)
     return {
-        product.name: writer.rounded(product, group.grid)
+        product.weight_key: writer.rounded(product, group.grid)
         for group in groups
         if group.grid is not None
         for product in group.products
@@ -210,7 +210,7 @@ def product_groups(
     *,
     keep: Collection[ir.Node] = (),
     smooth: bool = True,
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
+    rounding: Mapping[WeightKey, Rounding] | None = None,
     required: bool = True,
 ) -> list[Group]:
     """The products that ``quantize`` converts, with the grids of their activations.
@@ -242,7 +242,7 @@ def product_groups(
         if range_ is None:
             kernel_groups.append(Group(group, None))
             continue
-        known = (rounding or {}).get(group[0].name)
+        known = (rounding or {}).get(group[0].weight_key)
         # Shared weights would need a copy for each activation.
         is_shared = any(len(inputs[product.key]) > 1 for product in group)
         divisors = None
@@ -287,7 +287,7 @@ class _Writer:
         *,
         correct: bool,
         moments: InputMoments | None,
-        rounding: Mapping[tuple[str, bool], Rounding] | None = None,
+        rounding: Mapping[WeightKey, Rounding] | None = None,
     ) -> None:
         self.graph, self.opset = model.graph, model.opset_imports.get("", 1)
         self.bits: Bits = bits
@@ -422,7 +422,7 @@ class _Writer:
         self, product: Product, matrix: Float[np.ndarray, "D N"], rounder: Rounder | None
     ) -> tuple[Int8[np.ndarray, "D N"], Float[np.ndarray, " N"]]:
         """Bytes and scales of the divided weights of a product."""
-        rounding = self.rounding.get(product.name)
+        rounding = self.rounding.get(product.weight_key)
         if rounding is not None:
             return quantized_arrays(matrix + rounding.offset, self.bits, scales=rounding.scales)
         is_shared = len(self.inputs[product.key]) > 1

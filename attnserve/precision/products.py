@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -30,6 +30,7 @@ __all__ = [
     "InputMoments",
     "Product",
     "Range",
+    "WeightKey",
     "collect_ranges",
     "product_of",
 ]
@@ -57,6 +58,18 @@ class Range:
     mean_square: Float[np.ndarray, " D"]
 
 
+class WeightKey(NamedTuple):
+    """Identifies weights in a model and its copies.
+
+    Attributes:
+        name: The name of their value.
+        is_transposed: Whether a Gemm transposes them.
+    """
+
+    name: str
+    is_transposed: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Product:
     """A product of an activation and constant weights.
@@ -80,15 +93,15 @@ class Product:
 
     @property
     def key(self) -> tuple[ir.Value, bool]:
-        """Key of the weights and their orientation."""
+        """The weights, and whether they are transposed."""
         is_transposed = self.node.op_type == "Gemm" and self.node.attributes.get_int("transB", 0)
         return self.weight, bool(is_transposed)
 
     @property
-    def name(self) -> tuple[str, bool]:
-        """The key with the name of the weights, which copies of the model share."""
+    def weight_key(self) -> WeightKey:
+        """The key of the weights in copies of the model."""
         weight, is_transposed = self.key
-        return weight.name or "", is_transposed
+        return WeightKey(weight.name or "", is_transposed)
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
         array = constant_array(self.weight).astype(np.float64)

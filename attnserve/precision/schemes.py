@@ -26,7 +26,7 @@ from attnserve.plugins import Registry
 from attnserve.precision.half import to_bfloat16, to_float16
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import Rounding, large_tables, quantize
-from attnserve.precision.products import InputMoments, Range, collect_ranges, product_of
+from attnserve.precision.products import InputMoments, Range, WeightKey, collect_ranges, product_of
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.machine import has_int8_dot_product
 from graph_passes.analysis.constants import constant_type, is_constant, is_dequantized
@@ -75,7 +75,7 @@ class Conversion:
     keep: Collection[ir.Node] = ()
     to_nearest: bool = False
     tables: bool = True
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None
+    rounding: Mapping[WeightKey, Rounding] | None = None
 
     @property
     def moments(self) -> InputMoments | None:

@@ -26,7 +26,7 @@ from attnserve.models.quantized import Bits
 from attnserve.models.rows import fixed_axes
 from attnserve.precision.convert import convert, nodes_of_blocks, roundings_of
 from attnserve.precision.int8 import Rounding
-from attnserve.precision.products import MOMENT_TOKENS, collect_ranges
+from attnserve.precision.products import MOMENT_TOKENS, WeightKey, collect_ranges
 from attnserve.precision.schemes import SCHEMES
 from attnserve.recovery.batches import regroup
 from attnserve.recovery.distillation import (
@@ -146,7 +146,7 @@ class Recovery:
         self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
         self.empty = empty_axes(original, rewritten)
         self.calibration = [self._feed(batch) for batch in data.fit]
-        self.rounding: Mapping[tuple[str, bool], Rounding] | None = None
+        self.rounding: Mapping[WeightKey, Rounding] | None = None
         if self.bits is not None:
             self.rounding = roundings_of(
                 rewritten, precision, self.calibration, float_blocks=float_blocks

@@ -17,6 +17,7 @@ from attnserve.models.lineage import StepRecord
 from attnserve.planning.plans.rewriting import ApplyReport, Rewriting
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
+from attnserve.precision.products import WeightKey
 from graph_passes.analysis.cost import count_macs
 from graph_passes.context import GraphContext
 from graph_passes.passes.base import RewritePass, targets_of
@@ -69,7 +70,7 @@ class State:
     passes: list[RewritePass] = field(default_factory=list[RewritePass])
     applied: ApplyReport = field(default_factory=ApplyReport)
     converted: ir.Model | None = None
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None
+    rounding: Mapping[WeightKey, Rounding] | None = None
     labels: Labels | None = None
     training: TrainingResult | None = None
     _rewriting: Rewriting | None = None
