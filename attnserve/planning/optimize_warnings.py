@@ -125,7 +125,7 @@ def _data_warnings(job: Job, plan: Plan, applied: ApplyReport) -> list[str]:
             f"calibrated and verified on {usual:.0f} tokens (median), for {longest}: longer "
             "inputs may lose more; calibrate on inputs of the length to be served"
         )
-    widths = [block.input_size for block in job.report.blocks if block.name in plan.changed]
+    widths = [block.input_size for block in job.report.blocks if block.name in plan.lossy_blocks]
     widths += [sum(mask) for mask in plan.targets(PruneNeurons).values()]
     if widths and data.source.fit_tokens < max(widths):
         warnings.append(
@@ -162,7 +162,9 @@ def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
         return ["no output has a quality that can be measured: only cosines were compared"]
     warnings: list[str] = []
     if quality.value < LOW_QUALITY:
-        less = "compress less, or fewer layers" if plan.changed else "use a more exact precision"
+        less = (
+            "compress less, or fewer layers" if plan.lossy_blocks else "use a more exact precision"
+        )
         warnings.append(
             f"the outputs are far from the original's: {quality.measure} {quality.value:.3f} "
             f"({fidelity.data}); {less}"

@@ -155,7 +155,7 @@ def _recovered(state: State, step: Train, file: Path) -> tuple[RecoverReport, ir
     teacher_score = None
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
-    plan = Plan.listed((), job.target.precision, trainings=(step,))
+    plan = Plan.from_passes((), job.target.precision, trainings=(step,))
     plain = apply_steps(plan.conversion, State(job, rewritten)).result
     before = after = verify_training(job, plain, labels)  # errors come before the training
     trained = apply_steps(plan.steps, prepare(plan, state)).result

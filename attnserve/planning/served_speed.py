@@ -174,7 +174,7 @@ class ServedTimer:
             return None
         if is_bfloat16(converted) and self.job.context.provider == "cpu":
             return None
-        is_lossy, rows = bool(plan.changed), dict[str, int]()
+        is_lossy, rows = bool(plan.lossy_blocks), dict[str, int]()
 
         def models() -> list[ir.Model]:
             named = {"original": self.job.original, "fused": self.served(self.job.original)}

@@ -48,7 +48,7 @@ def test_optimize_plan_with_conversion_is_replayed_to_the_same_model(
     model = load_model(tiny / "model.onnx")
     plan = Plan.from_json(report.plan.to_json())
     again = model.clone()
-    plan = Plan.listed(plan.passes)  # without the conversion
+    plan = Plan.from_passes(plan.passes)  # without the conversion
     apply_plan(plan, State(job_of(model), again, fit=False))
     made = load_model(tmp_path / "one" / "model.onnx")
     operators = ("Attention", "Gelu", "Sum", "LayerNormalization")

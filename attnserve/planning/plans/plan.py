@@ -65,7 +65,7 @@ class Plan:
     steps: tuple[PlanStep, ...] = ()
 
     @classmethod
-    def listed(
+    def from_passes(
         cls,
         passes: Iterable[RewritePass],
         precision: Precision = "float32",
@@ -105,11 +105,11 @@ class Plan:
         place = {name: float(index) for index, name in enumerate(ORDER)}
         unlisted = place["fuse_attention"] - 0.5
         ordered = sorted(merged.values(), key=lambda rewrite: place.get(rewrite.name, unlisted))
-        return cls.listed(ordered, precision, float_blocks)
+        return cls.from_passes(ordered, precision, float_blocks)
 
-    def trained(self, training: Train) -> Plan:
+    def with_training(self, training: Train) -> Plan:
         """The plan with a training before its conversion."""
-        return self.listed(
+        return self.from_passes(
             self.passes, self.precision, self.float_blocks, (*self.trainings, training)
         )
 
@@ -121,7 +121,7 @@ class Plan:
 
     def with_passes(self, passes: Iterable[RewritePass]) -> Plan:
         """The plan with these passes instead of its own, and without a ``Fuse`` step."""
-        return self.listed(passes, self.precision, self.float_blocks, self.trainings)
+        return self.from_passes(passes, self.precision, self.float_blocks, self.trainings)
 
     @property
     def passes(self) -> tuple[RewritePass, ...]:
@@ -164,7 +164,7 @@ class Plan:
         return targets
 
     @property
-    def changed(self) -> list[str]:
+    def lossy_blocks(self) -> list[str]:
         """Every block that a lossy pass rewrites, once, in the order of the passes."""
         names = [name for rewrite in self.passes if rewrite.lossy for name in targets_of(rewrite)]
         return list(dict.fromkeys(names))
@@ -202,7 +202,7 @@ class Plan:
             for entry in plan.passes
         ]
         trainings = [_read_training(entry) for entry in plan.trainings]
-        return cls.listed(passes, plan.precision, plan.float_blocks, trainings)
+        return cls.from_passes(passes, plan.precision, plan.float_blocks, trainings)
 
 
 def _read_training(content: Mapping[str, Any]) -> Train:

@@ -124,7 +124,7 @@ class Judge:
             search_input.goal.keep
         ):
             self._enough = built
-        if not plan.changed:  # every result is compared with one that removes nothing
+        if not plan.lossy_blocks:  # every result is compared with one that removes nothing
             self._whole = built
         self.measured[choice.picks] = built.loss, built.fidelity.mean_cosine
         self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
@@ -137,7 +137,7 @@ class Judge:
             key: A name for the checkpoint of the training.
             label: A name of the training, for progress.
         """
-        plan = built.plan.trained(training)
+        plan = built.plan.with_training(training)
         state = State(
             self.search_input.job.labeled(label),
             built.state.model,
@@ -273,7 +273,7 @@ class Judge:
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
     """Why a plan is not returned; empty for one that is worth it."""
-    is_lossy = bool(plan.changed) or plan.precision != "float32"
+    is_lossy = bool(plan.lossy_blocks) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
         return "no configuration of any block is faster within the allowed loss"
     if gain < (MIN_GAIN if is_lossy else 1.0):

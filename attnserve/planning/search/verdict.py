@@ -60,7 +60,7 @@ def worth_removing(
     front_search: FrontSearch, best: Built, proofs: Sequence[Proof]
 ) -> tuple[Built, Sequence[Proof], str]:
     """The best choice, or the choice without removal if it is about as fast; and the reason."""
-    if not best.plan.changed:
+    if not best.plan.lossy_blocks:
         return best, proofs, ""
     plain, whole = front_search.nothing_removed()
     if whole is None:  # it misses the speed-up of the goal
@@ -101,7 +101,7 @@ def result_of(
         )
         return _no_gain(judge, best, reason, recovered)
     timed = judge.time(best)
-    if timed.refusal and best.plan.changed:  # for example, it is slower at a length
+    if timed.refusal and best.plan.lossy_blocks:  # for example, it is slower at a length
         other, others = verified(*front_search.nothing_removed())
         if other is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"

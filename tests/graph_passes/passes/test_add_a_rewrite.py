@@ -129,7 +129,7 @@ def test_new_pass_applied_by_a_plan_keeps_the_output(
     remove_constant_bias: type[AttentionPass[NoParams]],
 ) -> None:
     model, original = layers(2, **BIASED), layers(2, **BIASED)
-    plan = Plan.listed([remove_constant_bias(["attention_0", "attention_1"])])
+    plan = Plan.from_passes([remove_constant_bias(["attention_0", "attention_1"])])
     report = apply_plan(plan, State(job_of(original), model)).applied
     assert report.is_exact
     assert [(step.rewrite, step.block) for step in report.steps] == [

@@ -175,7 +175,7 @@ def test_removal_must_gain_three_percent_outside_the_interval(
 ) -> None:
     settling = Settling(gain, keeps)
     found, note = settling.run(monkeypatch)
-    assert bool(found.plan.changed) == removes
+    assert bool(found.plan.lossy_blocks) == removes
     assert bool(note) == (not removes) and (removes or "1.03x" in note)
     assert settling.proved == (["proof"] if removes else ["proof of the whole"])
 
@@ -190,7 +190,7 @@ def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
     """The fastest choice without removal failed its proof; the one after it may be slow."""
     settling = Settling(NO_GAIN, careful=careful)
     found, note = settling.run(monkeypatch)
-    assert bool(found.plan.changed) == removes
+    assert bool(found.plan.lossy_blocks) == removes
     assert removes or f"{careful.value:.2f}x" in note
 
 
