@@ -120,7 +120,7 @@ def test_plan_of_merges_passes_of_a_kind_and_sorts_them():
     assert Plan.merged([PruneHeads({})]).passes == ()
 
 
-def test_plan_changed_lists_blocks_of_lossy_passes_once():
+def test_plan_lossy_blocks_lists_blocks_of_lossy_passes_once():
     assert Plan.from_passes(passes()).lossy_blocks == [
         NAMES[0], NAMES[1], NAMES[3], "ffn_0", "ffn_1", NAMES[2],
     ]  # fmt: skip
