@@ -58,7 +58,7 @@ class _Map:
     place: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Match:
     """The nodes of one bias.
 
@@ -95,7 +95,9 @@ def _match(total: ir.Node) -> _Match | None:
         maps = _maps(residual, total)
         if maps is None or product is None or bias is None or product is residual:
             continue
-        return _Match(total, place, product, bias, norm, beta, maps)
+        return _Match(
+            total=total, place=place, product=product, bias=bias, norm=norm, beta=beta, maps=maps
+        )
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -37,6 +37,7 @@ __all__ = [
     "Edges",
     "ReuseAttention",
     "ReusedHeads",
+    "SourceHead",
     "check_edges",
     "renumbered",
     "reuse_refusal",
@@ -45,8 +46,11 @@ __all__ = [
 
 _HeadIndex = Annotated[int, Field(ge=0)]
 
-ReusedHeads = Mapping[_HeadIndex, tuple[str, _HeadIndex]]
-"""For each reusing head, the earlier layer and the head whose probabilities it reuses."""
+SourceHead = tuple[str, _HeadIndex]
+"""A layer and one of its heads, whose probabilities are reused."""
+
+ReusedHeads = Mapping[_HeadIndex, SourceHead]
+"""For each reusing head, the head of an earlier layer whose probabilities it reuses."""
 
 Edges = Mapping[str, ReusedHeads]
 """``ReusedHeads`` by layer."""
@@ -231,15 +235,26 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
                 )
 
 
+class _Probabilities(NamedTuple):
+    """Probabilities (B, h, S, T) of some heads of a layer.
+
+    Attributes:
+        places: The index of each of these heads on the axis h.
+    """
+
+    value: ir.Value
+    places: Mapping[int, int]
+
+
 @dataclass(frozen=True, eq=False)
 class _Available:
-    """Probabilities (B, h, S, T) of the layers emitted so far, and the heads that they hold."""
+    """The probabilities of the layers emitted so far, by layer."""
 
     info: ShapeInfo
     blocks: Mapping[str, AttentionBlock]
-    values: dict[str, tuple[ir.Value, dict[int, int]]] = field(default_factory=dict)
+    values: dict[str, _Probabilities] = field(default_factory=dict[str, _Probabilities])
 
-    def of(self, name: str, before: ir.Node) -> tuple[ir.Value, dict[int, int]]:
+    def of(self, name: str, before: ir.Node) -> _Probabilities:
         """Return a layer's probabilities; nodes that emit them are inserted before ``before``."""
         if name not in self.values:
             block = self.blocks[name]
@@ -249,12 +264,11 @@ class _Available:
 
     def put(self, block: AttentionBlock, value: ir.Value, heads: np.ndarray) -> None:
         """Record the heads of a layer that compute probabilities, in order."""
-        self.values[block.name] = value, {head: i for i, head in enumerate(heads.tolist())}
+        places = {head: place for place, head in enumerate(heads.tolist())}
+        self.values[block.name] = _Probabilities(value, places)
 
 
-def _reuse(
-    block: AttentionBlock, edges: Mapping[int, tuple[str, int]], available: _Available
-) -> None:
+def _reuse(block: AttentionBlock, edges: Mapping[int, SourceHead], available: _Available) -> None:
     """Emit a block with its own heads first, then the reused heads, grouped by source."""
     assert block.output is not None
     product = block.output.nodes[-1]

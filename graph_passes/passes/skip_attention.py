@@ -53,7 +53,7 @@ class AffineMap:
     bias: Float[np.ndarray, " N"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Skipped:
     """A removed attention: the map from ``input`` to ``output`` that replaces it."""
 
@@ -202,7 +202,13 @@ def _skipped(name: str, nodes: list[ir.Node]) -> Skipped | None:
         weight, bias = None, constant_array(_input(end, 0))
     else:
         return None
-    return Skipped(name, tokens, AffineMap(weight, bias), nodes[-1].outputs[0], tuple(nodes))
+    return Skipped(
+        name=name,
+        input=tokens,
+        affine=AffineMap(weight, bias),
+        output=nodes[-1].outputs[0],
+        nodes=tuple(nodes),
+    )
 
 
 def _named(by_name: Mapping[str, ir.Node], part: str) -> ir.Node | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
 
@@ -51,8 +51,8 @@ class StripCache(RewritePass):
         stripped = super().expected_interface(before, context)
         new = _new_lengths(context.model.graph)
         inputs = tuple(
-            (name, dtype, axes and tuple(new.get(axis, axis) for axis in axes))
-            for name, dtype, axes in stripped.inputs
+            value._replace(axes=value.axes and tuple(new.get(axis, axis) for axis in value.axes))
+            for value in stripped.inputs
         )
         return replace(stripped, inputs=inputs)
 
@@ -156,8 +156,16 @@ def _presents(caches: list[_Cache]) -> set[ir.Value]:
     return {value for value in (*joined, *copies) if value.is_graph_output()}
 
 
-def _batch_source(graph: ir.Graph, caches: list[_Cache]) -> tuple[ir.Value, int, int] | None:
-    """An input that stays, its axis with the batch of the caches, and the next axis."""
+class _BatchAxis(NamedTuple):
+    """The axes from ``start`` to ``stop`` (excluded) of an input: its batch."""
+
+    input: ir.Value
+    start: int
+    stop: int
+
+
+def _batch_source(graph: ir.Graph, caches: list[_Cache]) -> _BatchAxis | None:
+    """The axis of an input that stays which has the batch of the caches; None if there is none."""
     axes = {
         str(size)
         for cache in caches
@@ -168,7 +176,7 @@ def _batch_source(graph: ir.Graph, caches: list[_Cache]) -> tuple[ir.Value, int,
     for value in graph.inputs:
         for axis, size in enumerate(value.shape or ()):
             if value not in pasts and (str(size) in axes or not axes):
-                return value, axis, axis + 1
+                return _BatchAxis(value, axis, axis + 1)
     return None
 
 

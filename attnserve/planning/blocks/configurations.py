@@ -26,7 +26,7 @@ from graph_passes.passes.collaborate import Collaborate, SharedDimensions, shari
 from graph_passes.passes.conditions import caller_reads
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
-from graph_passes.passes.reuse_attention import Edges, ReuseAttention
+from graph_passes.passes.reuse_attention import Edges, ReuseAttention, SourceHead
 from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
 
 __all__ = [
@@ -161,13 +161,13 @@ class ReusePair:
         source = curve.mask(kept)
         return source, [source[head] for head in self.heads]
 
-    def edges(self, mask: Sequence[int]) -> dict[int, tuple[str, int]]:
+    def edges(self, mask: Sequence[int]) -> dict[int, SourceHead]:
         """The edges of the reader's kept heads."""
         name = self.source.names[0]
         return {head: (name, self.heads[head]) for head in np.flatnonzero(mask).tolist()}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LossCurve:
     """The loss at the model's output as parts of one group are removed.
 
