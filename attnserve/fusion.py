@@ -157,11 +157,13 @@ def fuse_for(
     *,
     is_timed_only: bool = False,
 ) -> tuple[RewritePass, ...]:
-    """Fuse a float32 model in place, before its conversion to another precision if that differs.
+    """Fuse operators of a float32 model in place, as far as a precision allows.
 
-    Operators that contain the projections are left out for integers.
+    The model may be converted to the precision afterwards: operators that contain the projections
+    are left out for integers.
 
     Args:
+        precision: The precision in which the model will run.
         provider: Where the model runs; half precision is for GPUs.
         is_timed_only: See ``fuse``.
 

@@ -145,9 +145,11 @@ def _output_file(
 
 @dataclass(frozen=True, eq=False)
 class _Rewritten:
-    """A plan, and the model after its steps.
+    """A rewritten model, and the plan whose steps made it.
 
     Attributes:
+        state: The state after the last step.
+        search: The report of the search that made the plan, if there was one.
         mixing: The choice between forms of shared dimensions, if there was one.
     """
 
@@ -164,16 +166,19 @@ class _Rewritten:
 
     @property
     def applied(self) -> ApplyReport:
+        """The finished rewrites, with their errors."""
         return self.state.applied
 
 
 def _searched(job: Job, goal: Goal) -> _Rewritten:
+    """The model of a search."""
     require_attention(job.report)  # errors come before the search, which takes long
     result = search(goal, job)
     return _Rewritten(result.report.plan, result.state, search=result.report)
 
 
 def _replayed(job: Job, saved: SavedPlan) -> _Rewritten:
+    """The model of a plan.json, applied to the same model and data as in its search."""
     assert job.data is not None
     plan = saved.plan_for(job.artifact, job.data)
     as_searched = replace(job, context=replace(job.context, threads=0))
@@ -183,6 +188,7 @@ def _replayed(job: Job, saved: SavedPlan) -> _Rewritten:
 
 
 def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
+    """The model with the requested rewrites, in the fastest form if the request leaves it open."""
     planned = plan_request(rewrites, job)
 
     def build(plan: Plan) -> _Rewritten:
@@ -207,7 +213,11 @@ def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
 
 
 def _require_empty_caches(job: Job, plan: Plan) -> None:
-    """Check that no row of the data has a cache whose form the plan changes."""
+    """Check that caches whose shape the plan changes are empty in the data.
+
+    Raises:
+        InvalidData: A row has such a cache that is not empty.
+    """
     if job.data is not None:
         changing = [rewrite for rewrite in plan.passes if rewrite.changes_caches]
         names = {name for rewrite in changing for name in targets_of(rewrite)}
@@ -269,7 +279,11 @@ def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> 
 
 
 def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
-    """Raises: CheckFailed: The mean cosine is below the bound."""
+    """Check the mean cosine of the outputs to the original's, if there is a bound.
+
+    Raises:
+        CheckFailed: It is below the bound.
+    """
     cosine, data = report.fidelity.mean_cosine, report.fidelity.data
     if min_cosine is None or cosine >= min_cosine:
         return
@@ -283,10 +297,12 @@ def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
 
 
 def _cost(cost: Cost, graph: ir.Model, counted: Workload) -> ModelCost:
+    """The recorded cost of a model, with its MACs at one workload."""
     return ModelCost(parameters=cost.parameters, macs=count_macs(graph, counted), bytes=cost.bytes)
 
 
 def _write(job: Job, model: ir.Model, report: OptimizeReport, *, external: bool) -> None:
+    """Write the model, and its record in attnserve.json."""
     inputs = {
         "source": source_entry(job.artifact, job.original),
         "calibration": None if job.data is None else calibration_of(job.data),

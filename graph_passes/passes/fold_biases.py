@@ -51,7 +51,12 @@ class FoldBiases(RewritePass):
 
 @dataclass(frozen=True, eq=False)
 class _Map:
-    """z = r W + c; ``node`` adds c, its input ``place``."""
+    """A linear map z = r W + c of the norm's output r.
+
+    Attributes:
+        weight: W.
+        node: The node that adds c, its input ``place``.
+    """
 
     weight: ir.Value
     node: ir.Node
@@ -60,7 +65,7 @@ class _Map:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Match:
-    """The nodes of one bias.
+    """A bias b that can be moved into a norm; letters as in ``FoldBiases``.
 
     Attributes:
         total: The node of y; its input ``place`` is ``product + bias``.
@@ -78,6 +83,7 @@ class _Match:
 
 
 def _match(total: ir.Node) -> _Match | None:
+    """Match the addition of a residual, y = (p + b) + r; None for other nodes."""
     if (total.domain, total.op_type) != ("", "Add"):
         return None
     for place in (0, 1):
@@ -147,6 +153,7 @@ def _maps(residual: ir.Value, total: ir.Node) -> tuple[_Map, ...] | None:
 
 
 def _map(user: ir.Node, place: int) -> _Map | None:
+    """Match a node that reads r, as its input ``place``, as a map with a bias; else None."""
     if place != 0 or len(user.inputs) < 2 or not _is_float(user.inputs[1], 2):
         return None
     weight = user.inputs[1]
@@ -165,6 +172,7 @@ def _map(user: ir.Node, place: int) -> _Map | None:
 
 
 def _fold(match: _Match) -> None:
+    """Add b to the norm, subtract b W_i from the bias of each map, and remove b."""
     bias = constant_array(match.bias).astype(np.float64)
     for linear in match.maps:
         shift = bias @ constant_array(linear.weight).astype(np.float64)

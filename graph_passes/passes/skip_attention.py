@@ -160,7 +160,7 @@ def _check_shapes(block: AttentionBlock, output: OutputProjection, affine: Affin
 
 
 def emit_skip(block: AttentionBlock, affine: AffineMap, info: ShapeInfo) -> None:
-    """Replace a block by a map."""
+    """Replace an attention block by an affine map of its input."""
     assert block.output is not None
     _emit(block.output.nodes[-1], block.name, block.x, affine, block.output.output, info)
 

@@ -87,10 +87,11 @@ class Plan:
         precision: Precision = "float32",
         float_blocks: Sequence[str] = (),
     ) -> Plan:
-        """Build a plan from passes in any order; they are merged by kind and sorted by ``ORDER``.
+        """Build a plan from passes in any order, which are merged by class and sorted by ``ORDER``.
 
         Args:
             passes: The passes; passes without targets are dropped.
+            float_blocks: Blocks that stay float32 in an int8 or int4 model.
         """
         merged: dict[type[RewritePass], RewritePass] = {}
         for rewrite in passes:
@@ -125,10 +126,12 @@ class Plan:
 
     @property
     def passes(self) -> tuple[RewritePass, ...]:
+        """The passes of the rewrites, in order."""
         return tuple(step.rewrite for step in self.steps if isinstance(step, Rewrite))
 
     @property
     def trainings(self) -> tuple[Train, ...]:
+        """The trainings, in order."""
         return tuple(step for step in self.steps if isinstance(step, Train))
 
     @property
@@ -143,6 +146,7 @@ class Plan:
 
     @property
     def precision(self) -> Precision:
+        """The precision of the result."""
         return next((step.scheme for step in self.steps if isinstance(step, Cast)), "float32")
 
     @property
@@ -152,11 +156,11 @@ class Plan:
         return blocks[0] if blocks else ()
 
     def find(self, kind: type[Kind]) -> Kind | None:
-        """The first pass of a kind."""
+        """The first pass of a class; None if there is none."""
         return next((rewrite for rewrite in self.passes if isinstance(rewrite, kind)), None)
 
     def targets(self, kind: type[RewritePass]) -> Mapping[str, Any]:
-        """The parameters of all passes of a kind, by block; empty if there is none."""
+        """The parameters of all passes of a class, by block; empty if there is none."""
         targets: dict[str, Any] = {}
         for rewrite in self.passes:
             if isinstance(rewrite, kind):
@@ -206,6 +210,11 @@ class Plan:
 
 
 def _read_training(content: Mapping[str, Any]) -> Train:
+    """Read a training of a plan.json.
+
+    Raises:
+        InvalidArgument: Its kind is unknown, or its values are invalid.
+    """
     kind = TRAININGS[str(content.get("step"))]
     try:
         return kind.from_json(content)

@@ -111,7 +111,11 @@ class SavedPlan:
 
     @classmethod
     def read(cls, path: Path) -> SavedPlan:
-        """Raises: InvalidData: The file cannot be read, or is not a plan."""
+        """Read and validate a plan.json; its blocks are checked when the plan is applied.
+
+        Raises:
+            InvalidData: The file cannot be read, or is not a plan.
+        """
         return cls(path, _read(path))
 
     @property

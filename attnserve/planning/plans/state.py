@@ -50,12 +50,12 @@ class State:
     Attributes:
         job: The original, the data and the context of all steps.
         model: A float32 copy of the original that rewrites change in place.
-        fit: Refit the outputs of changed blocks, if there is data.
+        fit: Whether the outputs of changed blocks are refitted, if there is data.
         key: Identifies the original and the data, in names of checkpoints.
-        precision, float_blocks: Target of the later conversion, for steps before it.
+        precision, float_blocks: Arguments of the later conversion, for the steps before it.
         passes: The passes that ran, in order.
-        applied: The rewrites that are finished.
-        converted: The model in that precision, once it is converted.
+        applied: The finished rewrites, with their errors.
+        converted: The model in the precision of the conversion, once it is converted.
         rounding: Rounding of int8 weights, if a training fixed it.
         labels: Labeled rows that a training learns too.
         training: The result of the last training.

@@ -39,10 +39,13 @@ class PlanStep(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Used in plans, records and options."""
+        """The name of the step in plans, records and options."""
 
     def refusal(self) -> Refusal | None:
-        """Why the step cannot be applied on this machine; a pass refuses blocks when it runs."""
+        """Why this machine cannot apply the step; None if it can.
+
+        Whether a step fits the model is checked when it is applied.
+        """
         return None
 
     @abstractmethod
@@ -56,7 +59,7 @@ class PlanStep(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Rewrite(PlanStep):
-    """A pass, with the blocks that it rewrites."""
+    """Run a pass on the blocks that it names."""
 
     rewrite: RewritePass
 
@@ -112,7 +115,11 @@ class Cast(PlanStep):
 
 @dataclass(frozen=True)
 class Quantize(Cast):
-    """Convert to integers, except for the blocks ``keep``, which stay float32."""
+    """Convert weights to integers, except for some blocks.
+
+    Attributes:
+        keep: The blocks that stay float32.
+    """
 
     keep: tuple[str, ...] = ()
 
@@ -183,6 +190,7 @@ class Train(PlanStep):
         )
 
     def to_json(self) -> dict[str, Any]:
+        """The training as an entry of ``trainings`` in plan.json."""
         return {"step": self.name, **asdict(self)}
 
     def from_json(self, content: Mapping[str, Any]) -> Self:
