@@ -52,14 +52,14 @@ class ApplyReport:
 
 
 @dataclass(eq=False, kw_only=True)
-class Step:
-    """A pass on one block, while later passes may still change and refit the block.
+class BlockRewrite:
+    """A pass that ran on one block, while later passes may still change and refit the block.
 
     Attributes:
         rewrite, block: The names of the pass and of the block.
-        macs: MACs of the whole model after the step; None if they cannot be counted.
-        sizes: Sizes of the block after the step, by their names in ``StepRecord``.
-        is_exact: Whether the step changes the block's output by rounding only.
+        macs: MACs of the whole model afterwards; None if they cannot be counted.
+        sizes: Sizes of the block afterwards, by their names in ``StepRecord``.
+        is_exact: Whether the pass changes the block's output by rounding only.
         is_measured: Whether the output was compared with the original's (and refitted) afterwards;
             true if that is not needed.
         is_certified: Whether the block was certified afterwards; true if that is not needed.
@@ -107,7 +107,7 @@ class Rewriting:
     job: Job
     graph_context: GraphContext
     fit: bool
-    steps: list[Step] = field(default_factory=list[Step])
+    steps: list[BlockRewrite] = field(default_factory=list[BlockRewrite])
 
     @property
     def model(self) -> ir.Model:
@@ -155,19 +155,19 @@ class Rewriting:
             moments = collect_moments(self.model, blocks, batches, context=self.job.context)
         return rewrite.fitted(self.graph_context, moments, self.job.context.stage("factor"))
 
-    def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> list[Step]:
+    def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> list[BlockRewrite]:
         """Run a lossy pass, whose MACs are attributed to its blocks one after another."""
         if not rewrite.targets:
             return []
         before, macs = self._macs_by_block(), self._macs()
         rewrite(self.model)
         after, blocks = self._macs_by_block(), self._blocks()
-        steps: list[Step] = []
+        steps: list[BlockRewrite] = []
         for name in rewrite.targets:
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
             error = rewrite.approximation_error(name)
             steps.append(
-                Step(
+                BlockRewrite(
                     rewrite=rewrite.name,
                     block=name,
                     macs=macs,
@@ -181,7 +181,7 @@ class Rewriting:
         steps[-1].macs = self._macs()  # of the whole model: other blocks may have changed too
         return steps
 
-    def _run_exact(self, rewrite: RewritePass) -> list[Step]:
+    def _run_exact(self, rewrite: RewritePass) -> list[BlockRewrite]:
         """Run an exact pass; one of the whole graph edits no attention, and has no steps."""
         rewrite(self.model)
         targets = targets_of(rewrite)
@@ -190,7 +190,9 @@ class Rewriting:
         macs = self._macs()
         attention = {block.name for block in self.graph_context.get(find_attention)[0]}
         return [
-            Step(rewrite=rewrite.name, block=name, macs=macs, is_certified=name not in attention)
+            BlockRewrite(
+                rewrite=rewrite.name, block=name, macs=macs, is_certified=name not in attention
+            )
             for name in targets
         ]
 
