@@ -133,10 +133,10 @@ class Settling:
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
         whole, careful = (
-            SimpleNamespace(choice=choice, plan=SimpleNamespace(changed=[]))
+            SimpleNamespace(choice=choice, plan=SimpleNamespace(lossy_blocks=[]))
             for choice in (INT8, FUSED)
         )
-        best = SimpleNamespace(choice=FRONT[3], plan=SimpleNamespace(changed=["layer"]))
+        best = SimpleNamespace(choice=FRONT[3], plan=SimpleNamespace(lossy_blocks=["layer"]))
 
         def paired_speedup(slow: Any, fast: Any) -> Speedup | None:
             return self.careful if slow is careful else self.gain
@@ -196,7 +196,7 @@ def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
 
 def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     front: Any = SimpleNamespace(nothing_removed=None)
-    plain: Any = SimpleNamespace(plan=SimpleNamespace(changed=[]))
+    plain: Any = SimpleNamespace(plan=SimpleNamespace(lossy_blocks=[]))
     assert verdict.worth_removing(front, plain, ["proof"]) == (plain, ["proof"], "")
 
 
