@@ -33,7 +33,7 @@ Place = Annotated[int, Field(strict=True, ge=0)]
 Template = Annotated[StrictStr, AfterValidator(_require_places)]
 
 
-class Record(Recorded):
+class Record(Recorded, frozen=True):
     """The content of attnserve.json about one model.
 
     Fields that are not given have the values of the folder's other files, or the defaults of

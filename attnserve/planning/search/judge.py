@@ -14,7 +14,7 @@ from attnserve.checks.quality import ROUNDING, allowed_loss, largest_loss
 from attnserve.checks.scores import Score, Share, share_kept
 from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import Speed
+from attnserve.models.lineage import ShapeLatency
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.blocks.pareto import Choice
@@ -73,7 +73,7 @@ class Timed(NamedTuple):
         refusal: Why the model is not returned; empty for one that is worth it.
     """
 
-    speeds: Sequence[Speed]
+    speeds: Sequence[ShapeLatency]
     gain: float
     refusal: str
 
@@ -184,7 +184,7 @@ class Judge:
             self.compare_speed(built.model, search_input.job.requested), search_input.lengths
         )
 
-    def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[Speed]:
+    def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
         """Time a model and the float32 original in interleaved order.
 
         Workloads at which the model seems slower are timed again.
@@ -204,7 +204,7 @@ class Judge:
             times = table.measure(parts, progress=progress)
             pairs = list(zip(times["original"], times["new"], strict=True))
         return [
-            Speed(
+            ShapeLatency(
                 batch=workload.batch,
                 sequence=workload.length,
                 original_ms=before,
@@ -265,13 +265,13 @@ class Judge:
             score = self.original_score if is_same else score_model(search_input.goal, job, model)
             share = share_kept(self.original_score, score, part=rows, seed=job.context.seed)
             losses.append(share.loss(bounded=bounded))
-        return Proof(fidelity, share, max(losses, default=0.0))
+        return Proof.of(fidelity, share, max(losses, default=0.0))
 
     def _plan(self, choice: Choice) -> Plan:
         return self.choices.plan(choice, self.search_input.job.target.precision)
 
 
-def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
+def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:
     """Why a plan is not returned; empty for one that is worth it."""
     is_lossy = bool(plan.changed) or plan.precision != "float32"
     if not (is_lossy or plan.passes):

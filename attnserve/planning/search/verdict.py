@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from attnserve.checks.quality import allowed_loss
 from attnserve.models.checksums import fingerprint
-from attnserve.models.lineage import Recovered, Source, Speed
+from attnserve.models.lineage import Recovered, ShapeLatency, Source
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.plans.state import State
@@ -163,7 +163,7 @@ def _no_gain(
     best: Built,
     reason: str,
     recovered: Recovered | None,
-    speeds: Sequence[Speed] = (),
+    speeds: Sequence[ShapeLatency] = (),
 ) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
