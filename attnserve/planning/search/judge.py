@@ -35,7 +35,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
 
-__all__ = ["Built", "Judge", "Timed", "score_model"]
+__all__ = ["Built", "Judge", "SpeedCheck", "score_model"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -64,12 +64,12 @@ class Built:
         return self.state.result
 
 
-class Timed(NamedTuple):
-    """The speed of a built model beside the original.
+class SpeedCheck(NamedTuple):
+    """The speed of a built model beside the original, and whether it is enough.
 
     Attributes:
-        speeds: At all checked lengths.
-        gain: Their geometric mean over the requested ones.
+        speeds: Latencies of both models at all checked lengths.
+        gain: The geometric mean of the speed-ups at the requested lengths.
         refusal: Why the model is not returned; empty for one that is worth it.
     """
 
@@ -170,12 +170,12 @@ class Judge:
         batches = [*data.choose, *(batch for part in data.prove for batch in part)]
         return self._compare(built.model, batches, "held out", None, job, bounded=True)
 
-    def time(self, built: Built) -> Timed:
-        """Time a built model at all checked lengths."""
+    def time(self, built: Built) -> SpeedCheck:
+        """Time a built model and the original at all checked lengths."""
         search_input = self.search_input
         speeds = self.compare_speed(built.model, search_input.checked)
         gain = mean_speedup(speeds, search_input.lengths)
-        return Timed(speeds, gain, _refusal(built.plan, gain, speeds))
+        return SpeedCheck(speeds, gain, _refusal(built.plan, gain, speeds))
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
