@@ -23,6 +23,11 @@ RESTORE = "restore or remove the file"
 
 
 def _require_places(template: str) -> str:
+    """The template, if it has a place for the query and one for the document.
+
+    Raises:
+        ValueError: A place is missing or repeated.
+    """
     if not template.count("{query}") == template.count("{document}") == 1:
         raise ValueError("expected {query} and {document}, once each")
     return template
