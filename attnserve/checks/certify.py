@@ -99,7 +99,11 @@ class MatchReport:
 
 
 def require_attention(report: MatchReport) -> None:
-    """Raises: InvalidModel: The model has no attention."""
+    """Refuse a model without certified attention blocks.
+
+    Raises:
+        InvalidModel: The report has no block; the message says why up to two were not matched.
+    """
     if report.blocks:
         return
     reasons = "; ".join(

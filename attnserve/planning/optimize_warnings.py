@@ -41,7 +41,7 @@ def warnings_of(
 
     Args:
         applied: The steps of the plan.
-        found: The report of the search, if there was one.
+        search: The report of the search, if there was one.
         costs: Costs of the original and of the rewritten model.
         even: The length from which the rewritten model needs more MACs; None if there is none.
         fidelities: The comparison with the original, and those on other data.
@@ -61,6 +61,7 @@ def warnings_of(
 
 
 def _training_warnings(search: PlanReport | None) -> list[str]:
+    """A warning about a search whose training brought no gain."""
     recovered = None if search is None else search.recovered
     return [] if recovered is None or recovered.gain else [recovered.verdict]
 
@@ -155,6 +156,7 @@ def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[StepRecord
 
 
 def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
+    """Warnings about a low quality, one without an interval, or none that can be measured."""
     quality = fidelity.quality
     if quality is None:
         if not fidelity.is_held_out:

@@ -164,7 +164,7 @@ class Train(PlanStep):
             CheckFailed: PyTorch does not compute what ONNX Runtime computes.
             MissingExtra: PyTorch is not installed.
         """
-        self._recovery(state)
+        self._recovery(state)  # constructed for its checks
 
     def apply(self, state: State) -> None:
         recovery = self._recovery(state)

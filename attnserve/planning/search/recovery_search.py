@@ -182,7 +182,8 @@ class RecoverySearch:
         judge, keep, proofs = self.judge, self.front_search.goal.keep, list[Proof]()
         without, reason = judge.time(plain).gain, ""
         for built in self.found:
-            _, gain, refusal = judge.time(built)
+            timed = judge.time(built)
+            gain, refusal = timed.gain, timed.refusal
             if keep is not None and gain < MIN_GAIN * without:
                 refusal = f"{gain:.2f}x with it, {without:.2f}x without"
             if refusal:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from attnserve.checks.quality import allowed_loss
 from attnserve.models.checksums import fingerprint
-from attnserve.models.lineage import Recovered, Source, Speed
+from attnserve.models.lineage import Recovered, ShapeLatency, Source
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.plans.state import State
@@ -56,29 +57,40 @@ def verified(front_search: FrontSearch, best: Built | None) -> tuple[Built | Non
     return best, proofs
 
 
-def worth_removing(
-    front_search: FrontSearch, best: Built, proofs: Sequence[Proof]
-) -> tuple[Built, Sequence[Proof], str]:
-    """The best choice, or the choice without removal if it is about as fast; and the reason."""
+class Selected(NamedTuple):
+    """The choice that a search returns.
+
+    Attributes:
+        proofs: Its verifications, in order.
+        note: Why it removes nothing, although a choice with a removal was found; else empty.
+    """
+
+    best: Built
+    proofs: Sequence[Proof]
+    note: str = ""
+
+
+def worth_removing(front_search: FrontSearch, best: Built, proofs: Sequence[Proof]) -> Selected:
+    """The best choice, or the choice without removal if it is about as fast."""
     if not best.plan.lossy_blocks:
-        return best, proofs, ""
+        return Selected(best, proofs)
     plain, whole = front_search.nothing_removed()
     if whole is None:  # it misses the speed-up of the goal
-        return best, proofs, ""
+        return Selected(best, proofs)
     gain = front_search.judge.paired_speedup(whole, best)
     if gain.low >= MIN_REMOVAL_GAIN:
-        return best, proofs, ""
+        return Selected(best, proofs)
     proved, others = verified(plain, whole)
     if proved is not None and proved is not whole:  # it keeps more blocks in float32
         gain = front_search.judge.paired_speedup(proved, best)
     if proved is None or gain.low >= MIN_REMOVAL_GAIN:
-        return best, proofs, ""
+        return Selected(best, proofs)
     reason = (
         f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
         f"{gain.high:.2f}) the speed of the fused original in {front_search.precision}, expected "
         f"at least {MIN_REMOVAL_GAIN}x"
     )
-    return proved, others, reason
+    return Selected(proved, others, reason)
 
 
 def result_of(
@@ -163,7 +175,7 @@ def _no_gain(
     best: Built,
     reason: str,
     recovered: Recovered | None,
-    speeds: Sequence[Speed] = (),
+    speeds: Sequence[ShapeLatency] = (),
 ) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"

@@ -15,9 +15,8 @@ import pytest
 from onnx import numpy_helper
 
 from attnserve.checks.certify import read_attention, require_finite_weights
-from attnserve.checks.compare import Fidelity, verify
+from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
-from attnserve.checks.quality import Quality
 from attnserve.choices import Precision
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import open_artifact
@@ -33,6 +32,7 @@ from graph_passes.errors import (
     InvalidModel,
 )
 from tests.architectures import Cell
+from tests.attnserve.qualities import fidelity_of, quality_of
 from tests.errors import raises
 from tests.files import tree
 from tests.graph_passes.graphs import graph
@@ -568,8 +568,7 @@ def test_require_finite_weights_refuses_nan_and_infinite_factors(bad: float, bod
 def test_optimize_low_quality_is_warned_of(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, warned: bool
 ):
-    quality = Quality("r2", value, value, value, None, value, 0.0, 60)
-    fidelity = Fidelity((), 1.0, 1.0, "held out of text.txt", (quality,))
+    fidelity = fidelity_of(quality_of("r2", value))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
     report = optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", dry_run=True)
     assert any("0.899 (held out of text.txt)" in each for each in report.warnings) is warned
@@ -579,10 +578,7 @@ def test_optimize_low_quality_is_warned_of(
 def test_optimize_few_held_out_texts_are_warned_of(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
 ):
-    quality = Quality(
-        "r2", 0.99, 0.99, 0.99, None, 0.99, 0.0, 6, lengths="up to 29 tokens", split=split
-    )
-    fidelity = Fidelity((), 1.0, 1.0, "held out of text.txt", (quality,))
+    fidelity = fidelity_of(quality_of("r2", 0.99, rows=6, lengths="up to 29 tokens", split=split))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
     report = optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", dry_run=True)
     assert any("210 different rows of up to 29 tokens" in each for each in report.warnings)

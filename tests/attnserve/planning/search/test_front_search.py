@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from attnserve.checks.compare import Fidelity
-from attnserve.checks.quality import Quality
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.search import verdict
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch, Probe, bisect
 from attnserve.runtime.interleaved_timer import Speedup
+from tests.attnserve.qualities import fidelity_of, quality_of
 
 NO_GAIN = Speedup(value=1.0, ci95=(0.98, 1.02))
 FUSED, INT8 = Choice(0.0, 10.0, (0,)), Choice(0.004, 6.0, (1,))
@@ -223,8 +222,7 @@ class FakeJudge:
         return loss
 
     def build(self, choice: Choice) -> Any:
-        found = Quality("r2", 1.0, 1.0, 1.0, None, 1.0, 0.0, 60)
-        fidelity = Fidelity((), 1.0, 1.0, "", (found,))
+        fidelity = fidelity_of(quality_of("r2", 1.0))
         return SimpleNamespace(choice=choice, loss=self.loss(choice), fidelity=fidelity)
 
 

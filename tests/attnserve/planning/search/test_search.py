@@ -19,7 +19,7 @@ import attnserve
 from attnserve.checks.compare import verify
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.lineage import Speed
+from attnserve.models.lineage import ShapeLatency
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Lengths
 from attnserve.planning.search import search
@@ -202,8 +202,8 @@ def test_search_without_gain_returns_the_original(
 ):
     """Every model is slower at 64 tokens."""
 
-    def slow(judge: Judge, model: ir.Model, workloads: Any) -> list[Speed]:
-        return [Speed(batch=1, sequence=n, original_ms=1.0, ms=1.1 if n == 64 else 0.8,
+    def slow(judge: Judge, model: ir.Model, workloads: Any) -> list[ShapeLatency]:
+        return [ShapeLatency(batch=1, sequence=n, original_ms=1.0, ms=1.1 if n == 64 else 0.8,
                       speedup=0.91 if n == 64 else 1.25)
                 for n in (workload.length for workload in workloads)]  # fmt: skip
 
