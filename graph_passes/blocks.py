@@ -50,7 +50,7 @@ __all__ = [
     "Scaled",
     "Unmatched",
     "Weighted",
-    "as_matrix",
+    "weight_matrix",
 ]
 
 HeadLayout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
@@ -186,17 +186,22 @@ class Projection:
     ``columns`` maps each element of a head to a column of W. Packed projections, shared columns and
     any order of heads have the same representation.
 
+    A projection ``has_weight`` unless all its heads are inputs of the graph. If W ``is_quantized``,
+    its elements are not read, and ``product`` is the value input @ W of the graph. If the
+    projection ``is_cached``, the heads ``past`` of earlier tokens precede those of ``input``.
+
     Attributes:
         input: The tokens: (B, S, D) if ``by_sequence``, else flattened or split into windows. The
             cached heads if there is no weight.
-        weight: A constant; None if all heads are inputs (``past``), as in cached cross-attention.
+        weight: W, a constant; None if all heads are inputs (``past``), as in cached
+            cross-attention.
         contracted: The axes of ``weight`` that are contracted with the last axis of the tokens:
             (0,) for (D, N), (1,) for (N, D). The other axes, flattened, are the columns. Empty if
-            the weight is bytes, which have no matrix.
+            the weight is an integer tensor, from which no matrix is computed.
         width: D, the size of the tokens; 0 if all heads are inputs.
         dtype: The element type in which the heads are computed: that of the weight, or of
             ``product``.
-        product: input @ W, if W is quantized.
+        product: input @ W if W is quantized, else None.
         columns: The column of each element of each head.
         gain: Element-wise factors, for example the mixing matrix of collaborative heads.
         offset: The bias.
@@ -209,7 +214,7 @@ class Projection:
         rotary_terms: All terms of the sum if there are rotary embeddings (the first has
             ``columns``).
         norm: The q/k norm, applied before the rotary embedding of ``rotary_terms``.
-        past: The cached heads, which precede those of ``input``.
+        past: The cached heads, which precede those of ``input``; None without a cache.
         axes: The permutation of ``output`` to (B, H, T, K), (B*H, T, K) or (B, T, H*K).
         sequence_first: Whether the tokens of ``input`` are ordered (S, B).
     """
@@ -234,10 +239,25 @@ class Projection:
     axes: tuple[int, ...] = ()
     sequence_first: bool = False
 
+    @property
+    def has_weight(self) -> bool:
+        """Whether the graph computes heads from tokens; otherwise all heads are cached."""
+        return self.weight is not None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weight is quantized, so that the heads are read from ``product``."""
+        return self.product is not None
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether there are heads of earlier tokens, which are inputs of the graph."""
+        return self.past is not None
+
     def sequences(self, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> int:
         """B, the number of sequences, given the shapes of values."""
         tokens = shape_of(self.input)
-        if self.output is None or self.weight is None or self.by_sequence:
+        if self.output is None or not self.has_weight or self.by_sequence:
             return tokens[0]
         return math.prod(tokens[:-1]) // shape_of(self.output)[self.token_axis]
 
@@ -281,14 +301,13 @@ class Projection:
 
     @property
     def source(self) -> ir.Value:
-        """The value that the heads are computed from: the input, or the product with bytes."""
+        """The value that the heads are computed from: ``input``, or the quantized product."""
         return self.input if self.product is None else self.product.value
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
-        """The weight as a matrix, input size first."""
+        """W as a matrix, input size first."""
         assert self.weight is not None, "cached heads have no weight"
-        assert self.contracted, "the weight is bytes"
-        return as_matrix(constant_array(self.weight), self.contracted)
+        return weight_matrix(self.weight, self.contracted)
 
     def heads(self) -> Float[np.ndarray, "H D K"]:
         """W^h of each head, without ``scale``."""
@@ -321,19 +340,22 @@ class OutputProjection:
     is_quantized: bool = False
 
     def matrix(self) -> Float[np.ndarray, "N D"]:
-        assert self.contracted, "the weight is bytes"
-        return as_matrix(constant_array(self.weight), self.contracted)
+        """W_O as a matrix, heads first."""
+        return weight_matrix(self.weight, self.contracted)
 
     def offset(self) -> Float[np.ndarray, " D"]:
+        """The bias, or a single zero without a bias."""
         if self.bias is None:
             return np.zeros(1, dtype=np.float32)
         return constant_array(self.bias).reshape(-1)
 
 
-def as_matrix(weight: np.ndarray, contracted: tuple[int, ...]) -> Float[np.ndarray, "D N"]:
-    """Reshape a weight of any rank to a matrix: contracted axes as rows, others as columns."""
-    rows = math.prod(weight.shape[axis] for axis in contracted)
-    return np.moveaxis(weight, contracted, range(len(contracted))).reshape(rows, -1)
+def weight_matrix(weight: ir.Value, contracted: tuple[int, ...]) -> Float[np.ndarray, "D N"]:
+    """The elements of a constant as a matrix: contracted axes as rows, the others as columns."""
+    assert contracted, "a weight of integers has no matrix"
+    array = constant_array(weight)
+    rows = math.prod(array.shape[axis] for axis in contracted)
+    return np.moveaxis(array, contracted, range(len(contracted))).reshape(rows, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -565,9 +587,8 @@ class AttentionBlock:
     @property
     def is_quantized(self) -> bool:
         """Whether any of its weights is quantized, so that rewrites cannot change it."""
-        parts = (self.q, self.k, self.v)
-        of_output = self.output is not None and self.output.is_quantized
-        return of_output or any(part.product is not None for part in parts)
+        parts = (self.q, self.k, self.v, self.output)
+        return any(part is not None and part.is_quantized for part in parts)
 
     @property
     def form(self) -> BlockForm:
@@ -587,11 +608,11 @@ class AttentionBlock:
     @property
     def is_sparse(self) -> bool:
         """Whether heads share some columns: a pair of query and key columns occurs in two heads."""
-        if self.is_collaborative or self.q.weight is None or self.k.weight is None:
+        if self.is_collaborative or not (self.q.has_weight and self.k.has_weight):
             return False
         counted = self.q.gain != 0
-        if self.q.product is None:  # columns of zeros belong to the content term
-            counted &= np.any(self.q.matrix(), axis=(0,))[self.q.columns]
+        if not self.q.is_quantized:  # columns of zeros belong to the content term
+            counted &= np.any(self.q.matrix(), axis=0)[self.q.columns]
         pairs = [
             set(zip(q[here].tolist(), k[here].tolist(), strict=True))
             for q, k, here in zip(self.q.columns, self.k.columns, counted, strict=True)
@@ -609,7 +630,7 @@ class Linear:
         width: D, the number of contracted elements.
         columns, rows: The column of W and the token of each element of the output, in shapes that
             broadcast to the output.
-        product: The output in floating point if W is quantized; it may include a bias.
+        product: The output in floating point if W is quantized, else None. It may include a bias.
     """
 
     node: ir.Node
@@ -627,10 +648,14 @@ class Linear:
         """scale * tokens @ W."""
         return self.node.outputs[0] if self.product is None else self.product
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether W is quantized."""
+        return self.product is not None
+
     def matrix(self) -> Float[np.ndarray, "D N"]:
         """scale * W."""
-        assert self.contracted, "the weight is bytes"
-        return as_matrix(constant_array(self.weight), self.contracted) * self.scale
+        return weight_matrix(self.weight, self.contracted) * self.scale
 
     def weight_operand(self, axis: int) -> Operand:
         """The weight as an input of the node; ``axis`` counts the neurons."""
@@ -717,7 +742,7 @@ class FeedForwardBlock:
     @property
     def is_quantized(self) -> bool:
         """Whether any of its weights is quantized, so that rewrites cannot change it."""
-        return any(part.product is not None for part in (*self.first, self.second))
+        return any(part.is_quantized for part in (*self.first, self.second))
 
     @property
     def is_gated(self) -> bool:

@@ -124,7 +124,7 @@ def softmax(logits: Float[np.ndarray, "*batch T"]) -> Float[np.ndarray, "*batch 
 def _project(
     projection: Projection, values: Mapping[ir.Value, np.ndarray], batch: int
 ) -> Float[np.ndarray, "B H T K"]:
-    present = None if projection.weight is None else _present(projection, values, batch)
+    present = _present(projection, values, batch) if projection.has_weight else None
     if projection.past is None:
         assert present is not None
         return present
@@ -137,7 +137,7 @@ def _present(
     projection: Projection, values: Mapping[ir.Value, np.ndarray], batch: int
 ) -> Float[np.ndarray, "B H T K"]:
     tokens = values[projection.source].astype(np.float64)
-    is_quantized = projection.product is not None
+    is_quantized = projection.is_quantized
     width = tokens.shape[-1] if is_quantized else projection.width
     if projection.sequence_first:
         tokens = tokens.reshape(-1, batch, width).swapaxes(0, 1)  # B T D

@@ -221,10 +221,10 @@ def _tokens_of(block: AttentionBlock) -> Iterator[tuple[ir.Node, ir.Value]]:
     Scores have the lengths of x and y, so they are included for self-attention only.
     """
     for part in (block.v, block.k, block.q):
-        if part.past is None:  # else some nodes count past tokens too
+        if not part.is_cached:  # else some nodes count past tokens too
             yield from ((node, part.input) for node in part.nodes)
     nodes = list(() if block.output is None else block.output.nodes)
-    nodes += block.nodes if block.x is block.y and block.k.past is None else ()
+    nodes += block.nodes if block.x is block.y and not block.k.is_cached else ()
     yield from ((node, block.x) for node in nodes)
 
 

@@ -27,7 +27,7 @@ TOKEN_LAYOUT = Refusal("token_layout", "its tokens are not laid out as (batch, s
 
 def heads_refusal(part: Projection) -> Refusal | None:
     """Why the heads of a projection cannot be emitted in plain operators; None if they can."""
-    if part.weight is None or part.past is not None:
+    if part.is_cached:
         return Refusal(
             "cached",
             "its cached keys and values are inputs of the graph, whose shapes would change",

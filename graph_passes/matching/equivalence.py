@@ -33,7 +33,7 @@ def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
     """
     if block.kind != other.kind or len(block.steps) != len(other.steps):
         return False
-    if block.kind == "cross" and block.y is not other.y and block.k.past is None:
+    if block.kind == "cross" and block.y is not other.y and not block.k.is_cached:
         return False
     comparison = _Comparison({(block.x, other.x, True): True, (block.y, other.y, True): True})
     steps = ([_as_mask(step) for step in attention.steps] for attention in (block, other))

@@ -87,7 +87,7 @@ def _match(
             inputs = [(0, node.inputs[0])]
         elif (part := _linear(node, runs[0])) is not None:
             first[node] = part
-            inputs = list(enumerate(node.inputs))[2:] if part.product is None else []
+            inputs = [] if part.is_quantized else list(enumerate(node.inputs))[2:]
         elif (count := _elementwise(node)) > 0:
             between[node] = parts
             inputs = list(enumerate(node.inputs))[:count]
@@ -108,7 +108,7 @@ def _match(
     inner = {*first, *between, product}
     for value in _outputs_of((*first, *between)):
         readers = [node for node, _ in value.uses() if node.op_type != "Shape"]
-        if value is second.tokens and second.product is not None:
+        if value is second.tokens and second.is_quantized:
             continue  # nodes that quantize it
         if value.is_graph_output() or not inner.issuperset(readers):
             return None
@@ -117,7 +117,7 @@ def _match(
         return None
     order = [node for node in graph if node in inner]
     bias, output = None, second.output
-    if second.product is None:
+    if not second.is_quantized:
         bias, output = _bias(product, second.columns.size)
         if bias is None and len(product.inputs) > 2 and product.inputs[2] is not None:
             return None  # a Gemm that adds the residual: its output is not that of the block

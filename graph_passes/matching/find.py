@@ -493,7 +493,7 @@ def _split_content(
             content = reader.match_projection(steps[0].value, "content", axes=product.key_axes)
         except (MatchFailure, ValueError):  # ValueError: it has fewer axes than the keys
             return tuple(steps), None
-        is_of_keys = content.weight is not None and content.input is k.input
+        is_of_keys = content.has_weight and content.input is k.input
         if is_of_keys and content.head_size == 1:
             return tuple(steps[1:]), content
     return tuple(steps), None
