@@ -54,7 +54,10 @@ __all__ = [
 ]
 
 HeadLayout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
+"""The order of the axes of projected heads; "inside" for heads that are no value of the graph."""
+
 BlockForm = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
+"""How a block computes its probabilities; "skip" stands for a removed attention layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,24 +101,27 @@ class BroadcastLayout:
                 first = positions.reshape(-1, 1) - (length - 1 if self.is_last_position else 0)
                 positions = first + np.arange(length)
             array = array[positions]
-        batches = np.arange(batch)[:, None, None, None]
-        tokens = np.arange(length)[None, None, :, None]
+        by_role = {
+            "batch": np.arange(batch)[:, None, None, None],
+            "token": np.arange(length)[None, None, :, None],
+        }
         index = [
-            (batches if axis == "batch" else tokens)
-            if isinstance(axis, str)
-            else axis[None, :, None, :]
-            for axis in self.axes
+            by_role[axis] if isinstance(axis, str) else axis[None, :, None, :] for axis in self.axes
         ]
         return array[tuple(index)]
 
 
 @dataclass(frozen=True, eq=False)
 class RotaryTerm:
-    """One term of a projection with rotary embeddings: factor * (x W g + o).
+    """One term of a projection with rotary embeddings.
+
+        term[b, h, t, k] = factor[b, h, t, k] * ( (x W)[columns[h, k]] * gain[h, k] + offset[h, k] )
 
     Attributes:
         factor: Cosines or sines by position; None means 1.
-        columns, gain, offset: As in ``Projection``, for this term.
+        columns: The column of W of each element of each head.
+        gain: Element-wise factors, for example -1 for elements that a rotation subtracts.
+        offset: The bias.
     """
 
     factor: BroadcastLayout | None
@@ -131,13 +137,19 @@ class Norm:
         u = scale * ((x W)[columns] * gain + offset);  n = u / size(u)
         size(u) = max(sqrt(mean(u^2) + epsilon), least) + added
 
-    The mean of u is subtracted first if ``centered``. The L2 norm is this norm with another scale
-    of the projection. The weight and bias of the norm are gain and offset of the projection, whose
-    columns index the flattened elements of n.
+    The L2 norm is this norm with another scale of the projection. The weight and bias of the norm
+    are gain and offset of the projection, whose columns index the flattened elements of n.
 
     Attributes:
         node: The last node of the norm before its weight.
-        columns: The columns of each group of length L that is normalized together.
+        columns: The columns of W of each group of L elements that are normalized together.
+        gain: Factors of the elements before the norm.
+        offset: Their bias.
+        scale: A scalar factor before the norm.
+        epsilon: Added to the mean square.
+        centered: Whether the mean of u is subtracted first, as in LayerNorm.
+        least: Lower bound of the root.
+        added: Added to the root.
         rotary_terms: All terms of u, by group instead of by head, if rotary embeddings precede the
             norm (the first has ``columns``).
     """
@@ -288,10 +300,12 @@ class Projection:
 
     @property
     def num_heads(self) -> int:
+        """H."""
         return self.columns.shape[0]
 
     @property
     def head_size(self) -> int:
+        """K, or V for values."""
         return self.columns.shape[1]
 
     @property
@@ -321,11 +335,14 @@ class OutputProjection:
 
     Attributes:
         input: The context operand of the product, (B, S, H*V) or (B, S, H, V).
-        weight: A constant.
-        contracted: The axes of ``weight`` that are contracted with the heads.
+        weight: W_O, a constant.
+        contracted: The axes of ``weight`` that are contracted with the heads; empty if W_O is
+            quantized.
         rows: The row of W_O for element v of head h.
+        bias: A constant; None without a bias, or if W_O is quantized.
         output: The value after the bias, (B, S, D) or (B*S, D); ``input`` if W_O is quantized.
-        sequence_first: Whether its tokens are ordered (S, B).
+        nodes: The nodes from the context to ``output``.
+        sequence_first: Whether the tokens of ``output`` are ordered (S, B).
         is_quantized: Whether W_O is quantized. The block then ends at ``input``.
     """
 
@@ -363,8 +380,8 @@ class PositionBias:
     """logits + sign * value: an additive mask or a position bias.
 
     Attributes:
-        axes: The permutation of the logits at this step to (B, H, S, T), if not the identity. Other
-            steps have the same attribute.
+        value: Broadcasts to the logits.
+        axes: The permutation of the logits at this step to (B, H, S, T); None for the identity.
         entangled: Whether the value depends on the queries or keys of the same block.
     """
 
@@ -376,7 +393,10 @@ class PositionBias:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Logits are replaced by ``fill`` where the boolean ``value`` differs from ``keep``."""
+    """Logits are replaced by ``fill`` where the boolean ``value`` differs from ``keep``.
+
+    ``axes`` is the permutation of the logits at this step to (B, H, S, T); None for the identity.
+    """
 
     value: ir.Value
     fill: float
@@ -425,7 +445,10 @@ class Causal:
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """logits * value: the multiplicative mask of older decoders."""
+    """logits * value: the multiplicative mask of older decoders.
+
+    ``axes`` is the permutation of the logits at this step to (B, H, S, T); None for the identity.
+    """
 
     value: ir.Value
     axes: tuple[int, ...] | None = None
@@ -542,10 +565,12 @@ class AttentionBlock:
 
     @property
     def kind(self) -> Literal["self", "cross"]:
+        """Self-attention if x is y, else cross-attention."""
         return "self" if self.x is self.y else "cross"
 
     @property
     def num_heads(self) -> int:
+        """H: own and reused heads."""
         return self.v.num_heads
 
     @property
@@ -569,14 +594,17 @@ class AttentionBlock:
 
     @property
     def num_kv_heads(self) -> int:
+        """G."""
         return self.v.num_distinct_heads
 
     @property
     def head_size(self) -> int:
+        """K."""
         return self.q.head_size
 
     @property
     def v_head_size(self) -> int:
+        """V."""
         return self.v.head_size
 
     @property
@@ -592,6 +620,7 @@ class AttentionBlock:
 
     @property
     def form(self) -> BlockForm:
+        """How the probabilities are computed: reused, from shared dimensions, or as usual."""
         if self.reused:
             return "reuse"
         if self.is_collaborative:
@@ -626,10 +655,13 @@ class Linear:
 
     Attributes:
         node: The product, or the fused operator that contains it.
+        tokens: The operand that is not constant.
+        weight: W, a constant input of ``node``.
         contracted: The axes of ``weight`` that are contracted with the last axes of ``tokens``.
         width: D, the number of contracted elements.
-        columns, rows: The column of W and the token of each element of the output, in shapes that
-            broadcast to the output.
+        columns: The column of W of each element of the output; broadcasts to the output.
+        rows: The token of each element of the output; broadcasts to the output.
+        scale: A factor of the product.
         product: The output in floating point if W is quantized, else None. It may include a bias.
     """
 
@@ -670,7 +702,7 @@ class Linear:
 
 
 class Operand(NamedTuple):
-    """A constant input of a node; ``axis`` counts the neurons."""
+    """A constant input of a node, by position; ``axis`` counts the neurons."""
 
     node: ir.Node
     position: int
@@ -678,6 +710,7 @@ class Operand(NamedTuple):
 
     @property
     def value(self) -> ir.Value:
+        """The constant."""
         value = self.node.inputs[self.position]
         assert value is not None
         return value

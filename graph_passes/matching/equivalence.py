@@ -120,6 +120,7 @@ class _Comparison:
 
 
 def _is_shape(value: ir.Value) -> bool:
+    """Whether a value is the output of a Shape."""
     node = value.producer()
     return node is not None and node.op_type == "Shape"
 
@@ -155,6 +156,7 @@ def _same_operator(a: ir.Value, b: ir.Value) -> bool:
 
 
 def _inputs(a: ir.Value, b: ir.Value) -> list[tuple[ir.Value | None, ir.Value | None]]:
+    """The pairs of inputs of the nodes that compute two values."""
     first, second = a.producer(), b.producer()
     assert first is not None and second is not None
     return list(zip(first.inputs, second.inputs, strict=True))
