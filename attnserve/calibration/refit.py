@@ -228,7 +228,8 @@ def refit(
                 )
             found[name] = replace(found[name], beside=beside[0])
         ahead = [_read(found[name] for name in each) for each in groups[index:]]
-        wanted, later = ahead[0], list(chain(*ahead[1:]))
+        wanted = ahead[0]
+        later = list(chain(*ahead[1:]))
         if len(group) == 1:
             read = mine.run_to(wanted, later)
         else:  # the first fit would change the inputs of the others
@@ -631,12 +632,14 @@ def _choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
 
     @cache
     def error(place: int) -> float:
+        """The cross-validation error of a ridge, minus that of the zero map."""
         if not 0 <= place < len(RIDGES):
             return np.inf
         pairs = zip(folds, equations, strict=True)
         return sum(held.error_above_zero_map(*rest.solve(RIDGES[place])) for held, rest in pairs)
 
-    best, place = -1, RIDGES.index(FIRST)
+    best = -1
+    place = RIDGES.index(FIRST)
     while place != best:
         best = place
         place = min((best, best - 1, best + 1), key=error)

@@ -99,6 +99,11 @@ class HeadSimilarity:
         return ranks
 
     def _heads_of(self, layer: str) -> slice:
+        """The rows of a layer's heads.
+
+        Raises:
+            InvalidArgument: No layer of this name was measured.
+        """
         if layer not in self.layers:
             raise InvalidArgument(
                 f"no attention block {layer!r} was measured; expected one of: "

@@ -44,6 +44,7 @@ def _quantized_gemm(shapes: Shapes, node: ir.Node) -> Shapes:
 
 
 def _quantized_sum(shapes: Shapes, node: ir.Node) -> Shapes:
+    """QLinearAdd and QLinearMul: the inputs are broadcast to each other."""
     a, b = shapes[0], shapes[3]
     return [] if a is None or b is None else [np.broadcast_shapes(a, b)]
 

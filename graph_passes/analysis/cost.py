@@ -295,12 +295,14 @@ def _shape(value: ir.Value | None, info: ShapeInfo) -> tuple[int, ...]:
 
 
 def _matmul(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of a matrix product: the elements of the output times the length of the sum."""
     a = _shape(node.inputs[0], info)
     inner = a[-2] if node.attributes.get_int("transA", 0) else a[-1]
     return math.prod(_shape(node.outputs[0], info)) * inner
 
 
 def _einsum(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of an Einsum: the product of the lengths of all letters, for each factor but one."""
     terms = node.attributes.get_string("equation", "").replace(" ", "").split("->")[0].split(",")
     shapes = [_shape(value, info) for value in node.inputs]
     if len(terms) < 2:
@@ -316,11 +318,13 @@ def _einsum(node: ir.Node, info: ShapeInfo) -> int:
 
 
 def _conv(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of a convolution: the elements of the output times those of a filter."""
     weight = _shape(node.inputs[3 if node.op_type == "QLinearConv" else 1], info)
     return math.prod(_shape(node.outputs[0], info)) * math.prod(weight[1:])
 
 
 def _conv_transpose(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of a transposed convolution: the elements of the input times those of a filter."""
     weight = _shape(node.inputs[1], info)
     return math.prod(_shape(node.inputs[0], info)) * math.prod(weight[1:])
 

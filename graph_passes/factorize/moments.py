@@ -55,7 +55,8 @@ class TokenMoments:
     head_weight: Float[np.ndarray, " H"] | None = None
 
     def __post_init__(self) -> None:
-        D, E = self.query_mean.size, len(self.key_covariance)
+        D = self.query_mean.size
+        E = len(self.key_covariance)
         shapes = {"query_mean": (D,), "query_covariance": (D, D), "key_covariance": (E, E)}
         for name, shape in shapes.items():
             moment: np.ndarray = getattr(self, name)

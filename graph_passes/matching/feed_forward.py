@@ -75,7 +75,8 @@ def _match(
     above = _above(second, graph, runs)
     if above is None:
         return None
-    first, between = above.first, above.between
+    first = above.first
+    between = above.between
     tokens = {_unflattened(part.tokens, runs) for part in first.values()}
     if len(first) > 2 or len(tokens) != 1 or not any(map(_is_nonlinear, (*first, *between))):
         return None

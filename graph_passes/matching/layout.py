@@ -466,7 +466,8 @@ class LayoutReader:
 
     def number_elements(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
         """Label the elements of a value; equal labels mean elements with the same inputs."""
-        shape, node = self.shape(value), value.producer()
+        shape = self.shape(value)
+        node = value.producer()
         constant = self.info.constant(value)
         if constant is not None:
             return np.unique(constant, return_inverse=True)[1].reshape(shape)

@@ -151,6 +151,7 @@ def _spreads(a: ir.Value | None, b: ir.Value | None, value: ir.Value, info: Shap
 
 
 def _is_cast_from_integers(value: ir.Value | None, info: ShapeInfo) -> bool:
+    """Whether a value is a Cast of integers, such as the result of an integer product."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "Cast" or node.inputs[0] is None:
         return False
@@ -182,6 +183,7 @@ def _above(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:
 
 
 def _is_quantize(value: ir.Value | None) -> bool:
+    """Whether a value is the output of QuantizeLinear."""
     node = None if value is None else value.producer()
     return node is not None and node.op_type == "QuantizeLinear"
 
