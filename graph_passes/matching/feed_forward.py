@@ -351,14 +351,14 @@ def _shape_marks(
 
 def _bounds_halves(node: ir.Node, nodes: Collection[ir.Node]) -> bool:
     """Whether only Slice nodes among these read what a node computes, as their bounds."""
-    if any(value.is_graph_output() for value in node.outputs):
-        return False
-    readers = [use for value in node.outputs for use in value.uses()]
-    return all(
-        (user.op_type == "Slice" and index in (1, 2)) if user in nodes
-        else _bounds_halves(user, nodes)
-        for user, index in readers
-    )  # fmt: skip
+    for value in node.outputs:
+        if value.is_graph_output():
+            return False
+        for user, index in value.uses():
+            is_bound = user.op_type == "Slice" and index in (1, 2)
+            if not (is_bound if user in nodes else _bounds_halves(user, nodes)):
+                return False
+    return True
 
 
 def _mark(
