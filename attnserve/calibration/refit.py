@@ -292,7 +292,7 @@ def enough(
 ) -> list[Batch]:
     """Batches with enough tokens to fit the last linear maps of these blocks.
 
-    That are 32 tokens for each input, and at least 8192 tokens. Fewer cost quality: in a prototype,
+    That is 32 tokens for each input, and at least 8192 tokens. Fewer cost quality: in a prototype,
     13 instead of 27 for each input raised the loss of MiniLM, without an eighth of its neurons, by
     23 %.
     """

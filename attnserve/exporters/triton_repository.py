@@ -46,7 +46,7 @@ DATATYPES: Mapping[str, str] = {
 """Triton's name of each tensor type of ONNX Runtime."""
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-"""Names of models that are also names of folders."""
+"""The pattern of a model's name, which is also the name of its folder."""
 
 VERSION = "1"
 """The folder of the only version."""

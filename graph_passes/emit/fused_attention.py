@@ -90,9 +90,6 @@ def _place(block: AttentionBlock) -> ir.Node:
     return next((node for node in block.graph if node in readers), output.nodes[-1])
 
 
-# ---- masks --------------------------------------------------------------------------------------
-
-
 def _is_causal(block: AttentionBlock) -> bool:
     """Whether the causal attribute of the operator applies; its definitions agree only if S = T."""
     return block.kind == "self" and any(isinstance(step, Causal) for step in block.steps)
@@ -205,9 +202,6 @@ def _emit_bias(block: AttentionBlock, info: ShapeInfo) -> ir.Value:
     mask = emit_steps(make, block, logits, np.arange(block.num_heads), info)
     low = make.constant(LOW[dtype], "low", dtype)
     return make.op("Max", [mask, low], "mask", dtype=dtype)
-
-
-# ---- the operator -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

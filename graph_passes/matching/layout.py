@@ -212,7 +212,6 @@ class LayoutReader:
             labels: Indices in (B, H, S, V) order, in the layout of the context.
             order: B, H, S and V.
         """
-        batch, heads, length, width = order
         size = labels.size
         value = context
         path: list[ir.Node] = []
@@ -235,19 +234,10 @@ class LayoutReader:
             columns = product.width
         else:
             return None
-        by_token = labels.reshape(-1, columns)
-        if labels.size != size or by_token.shape[0] != batch * length:
+        read = _rows_by_head(labels.reshape(-1, columns), order)
+        if labels.size != size or read is None:
             return None
-        # Label l is element (b, h, s, v). Each token must have its elements in the same order.
-        b, h, s, v = np.unravel_index(by_token, order)
-        tokens = np.arange(batch * length)[:, None]
-        elements = (h * width + v)[0]
-        by_batch, by_length = (b * length + s == tokens).all(), (s * batch + b == tokens).all()
-        if not ((by_batch or by_length) and (h * width + v == elements).all()):
-            return None
-        if np.unique(elements).size != heads * width:
-            return None
-        rows = np.argsort(elements).reshape(heads, width)
+        rows, sequence_first = read
         if quantized is not None:
             reader, weight = quantized
             return OutputProjection(
@@ -258,7 +248,7 @@ class LayoutReader:
                 bias=None,
                 output=value,
                 nodes=(*path, reader),
-                sequence_first=not by_batch,
+                sequence_first=sequence_first,
                 is_quantized=True,
             )
         assert product is not None and node is not None
@@ -271,7 +261,7 @@ class LayoutReader:
             bias=biased.bias,
             output=biased.output,
             nodes=(*path, *biased.nodes, node),
-            sequence_first=not by_batch,
+            sequence_first=sequence_first,
         )
 
     def _in_order(self, product: Linear) -> bool:
@@ -546,6 +536,33 @@ class LayoutReader:
             return evaluate(node, inputs, self.opsets)[index]
         except Exception as error:  # numpy raises various errors for incompatible shapes
             raise MatchFailure(f"{describe(node)} could not be evaluated: {error}") from error
+
+
+def _rows_by_head(
+    by_token: np.ndarray, order: tuple[int, int, int, int]
+) -> tuple[np.ndarray, bool] | None:
+    """Where each element of each head lies in the last axis, and whether tokens are (S, B).
+
+    Args:
+        by_token: Labels of the context in (B, H, S, V) order, one row per token.
+        order: B, H, S and V.
+
+    Returns:
+        None if the tokens are in another order, or their elements differ.
+    """
+    batch, heads, length, width = order
+    if by_token.shape[0] != batch * length:
+        return None
+    b, h, s, v = np.unravel_index(by_token, order)
+    tokens = np.arange(batch * length)[:, None]
+    elements = (h * width + v)[0]
+    by_batch = (b * length + s == tokens).all()
+    by_length = (s * batch + b == tokens).all()
+    if not ((by_batch or by_length) and (h * width + v == elements).all()):
+        return None
+    if np.unique(elements).size != heads * width:
+        return None
+    return np.argsort(elements).reshape(heads, width), not by_batch
 
 
 def _is_of_tokens(failure: MatchFailure) -> bool:
