@@ -1,4 +1,4 @@
-"""Cache of the analyses of one model, invalidated when the graph changes."""
+"""Computed analyses of one graph, kept until the graph changes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ T = TypeVar("T")
 
 
 class GraphContext:
-    """Cached analyses of a model, as in LLVM's analysis manager.
+    """Computed analyses of one graph, kept until the graph changes (LLVM: AnalysisManager).
 
     An analysis is any function whose first argument is the model. Passes invalidate all results
     when they change the graph. Call ``invalidate`` after any other edit.
 
-    ``with GraphContext.of(model) as context:`` shares one context among all passes in the block.
+    ``with GraphContext.of(model) as context:`` shares the results among all passes in the block.
+
+    Attributes:
+        model: The model that the graph belongs to.
     """
 
     def __init__(self, model: ir.Model) -> None:
@@ -48,7 +51,7 @@ class GraphContext:
     @classmethod
     @contextmanager
     def of(cls, model: ir.Model) -> Generator[GraphContext]:
-        """Return the active context of the model, or create one for the duration of the block."""
+        """The analyses that an outer block keeps for the model, or new ones for this block."""
         active = model.meta.get(KEY)
         if isinstance(active, cls) and active.model is model:  # clones copy the reference
             yield active

@@ -377,7 +377,7 @@ def _random_mask(
 def _keys(block: AttentionBlock, info: ShapeInfo) -> int:
     """T, the number of keys in the cache and from the tokens."""
     total = 0
-    if block.k.weight is not None:
+    if block.k.has_weight:
         tokens = info.shape(block.k.input) or (0,)
         total += math.prod(tokens[:-1]) // _batch(block, info)
     if block.k.past is not None:

@@ -267,7 +267,7 @@ def analyze_graph(
                 kind=block.kind,
                 num_heads=block.num_heads,
                 head_size=block.head_size,
-                input_size=None if block.q.weight is None else block.input_size,
+                input_size=block.input_size if block.q.has_weight else None,
                 weights=by_weights,
                 calibrated=calibrated,
                 ranks=ranks.get(name),
@@ -361,7 +361,7 @@ def _no_spectrum(block: AttentionBlock) -> str:
         return "all heads reuse the probabilities of another layer"
     if block.is_collaborative or block.is_sparse:
         return "its heads are already collaborative"
-    if block.q.weight is None or block.k.weight is None:
+    if not (block.q.has_weight and block.k.has_weight):
         return "its queries or keys are inputs of the graph, without a projection"
     if block.q.norm is not None or block.k.norm is not None:
         return "q/k normalization is between the projections and the scores"

@@ -104,6 +104,7 @@ def infer_outputs(
 
 
 def _type_and_shape(inferred: onnx.TypeProto | None) -> tuple[ir.DataType, Shape] | None:
+    """Element type and shape of an inferred type; None if a length is unknown."""
     if inferred is None or not inferred.tensor_type.HasField("shape"):
         return None
     dims = inferred.tensor_type.shape.dim
@@ -121,6 +122,7 @@ def _renamed(node: ir.Node, present: Sequence[bool]) -> onnx.NodeProto:
 
 
 def _imports(opsets: Mapping[str, int]) -> list[onnx.OperatorSetIdProto]:
+    """Opset imports as protos."""
     return [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
 
 

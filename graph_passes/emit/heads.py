@@ -27,7 +27,7 @@ TOKEN_LAYOUT = Refusal("token_layout", "its tokens are not laid out as (batch, s
 
 def heads_refusal(part: Projection) -> Refusal | None:
     """Why the heads of a projection cannot be emitted in plain operators; None if they can."""
-    if part.weight is None or part.past is not None:
+    if part.is_cached:
         return Refusal(
             "cached",
             "its cached keys and values are inputs of the graph, whose shapes would change",
@@ -63,6 +63,11 @@ class _Terms:
 
 
 def _terms(part: Projection, heads: np.ndarray) -> _Terms:
+    """The terms of some heads.
+
+    Raises:
+        _UnsupportedError: The projection cannot be emitted.
+    """
     whole = (RotaryTerm(None, part.columns, part.gain, part.offset),)
     rotary_terms = [
         RotaryTerm(term.factor, term.columns[heads], term.gain[heads], term.offset[heads])
@@ -114,7 +119,8 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
 
 def _order(term: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
     """The base element of each element of a term, which must be the same in each head."""
-    columns, used = term.columns[first], term.gain[first] != 0
+    columns = term.columns[first]
+    used = term.gain[first] != 0
     if np.array_equal(columns, base):
         return np.arange(base.shape[1])
     order = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
@@ -151,7 +157,8 @@ def emit_heads(
     """
     chosen = np.arange(part.num_heads) if heads is None else np.asarray(heads)
     terms = _terms(part, chosen)
-    dtype, (count, size) = part.dtype, terms.base.shape
+    dtype = part.dtype
+    count, size = terms.base.shape
     plain = (
         len(terms.rotary_terms) == 1
         and terms.rotary_terms[0][0].factor is None
@@ -215,8 +222,11 @@ def _emit_product(
         scale: Factor of the heads; not applied if they are normalized.
         is_plain: Whether the bias belongs to the product, since no term has a factor.
     """
-    dtype, columns, (count, size) = part.dtype, terms.base, terms.base.shape
-    gain, bias = np.full(columns.shape, scale), np.zeros(0)
+    dtype = part.dtype
+    columns = terms.base
+    count, size = columns.shape
+    gain = np.full(columns.shape, scale)
+    bias = np.zeros(0)
     if part.norm is not None:
         assert terms.group is not None
         columns = part.norm.columns[terms.group]
@@ -224,7 +234,8 @@ def _emit_product(
         bias = part.norm.offset[terms.group] * part.norm.scale
     elif is_plain:
         term = terms.rotary_terms[0][0]
-        gain, bias = scale * term.gain, scale * term.offset
+        gain = scale * term.gain
+        bias = scale * term.offset
     value = emit_columns(make, part, columns.reshape(-1), gain.reshape(-1))
     if np.any(bias):
         value = make.op("Add", [value, make.constant(bias.reshape(-1), "bias", dtype)], "biased")

@@ -212,7 +212,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         if block is None or (factors := params.factors) is None:
             return super().sizes(name, block)
         width = None
-        if block.k.past is not None and isinstance(factors, CollaborativeFactors):
+        if block.k.is_cached and isinstance(factors, CollaborativeFactors):
             width = cache_width(factors)
         shared = {"rank": factors.rank, "head_size": params.head_size, "cache_width": width}
         return super().sizes(name, block) | shared
@@ -235,9 +235,9 @@ class Collaborate(AttentionPass[SharedDimensions]):
             return collaborate_refusal(block, shared=True)
         if refusal := collaborate_refusal(block, caches=params.cache, shared=not params.is_sparse):
             return refusal
-        if block.k.past is not None and block.graph is not context.model.graph:
+        if block.k.is_cached and block.graph is not context.model.graph:
             return Refusal("cache_scope", "its cached keys stay inside the body of a node")
-        if block.k.past is not None and params.is_sparse:
+        if block.k.is_cached and params.is_sparse:
             return Refusal(
                 "cache_sparse",
                 "its cache holds shared dimensions: only dense mixing reads them",
@@ -382,12 +382,12 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return KEY_TERM
     if refusal := rotary_or_norm(block):
         return refusal
-    if block.k.weight is None:
+    if not block.k.has_weight:
         return Refusal(
             "external_keys",
             "its keys are inputs of the graph: no projection in the graph computes them",
         )
-    if block.k.past is not None and not caches:
+    if block.k.is_cached and not caches:
         return Refusal(
             "cached", "its cached keys are an input of the graph, made by the original projection"
         )
@@ -406,7 +406,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         )
     if not (block.q.by_sequence and block.k.by_sequence):
         return TOKEN_LAYOUT
-    if block.k.past is not None and (refusal := cache_refusal(block)):
+    if block.k.is_cached and (refusal := cache_refusal(block)):
         return refusal
     if refusal := _scores_refusal(block):
         return refusal
@@ -512,7 +512,7 @@ def _unpack_values(block: AttentionBlock) -> None:
     packed = not {*v.nodes}.isdisjoint((*block.q.nodes, *block.k.nodes))
     if not packed or not v.by_sequence or v.output is None:
         return
-    if v.past is None and v.layout != "B T H*K":
+    if not v.is_cached and v.layout != "B T H*K":
         # Before the first that may read them: Shape nodes come before the scores.
         make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
         values = emit_heads(make, v, v.scale)

@@ -23,7 +23,7 @@ __all__ = [
 def refuse_quantized_weights(block: AttentionBlock) -> Refusal | None:
     """Why the weights of a block cannot be rewritten: one is quantized; None if none is."""
     for name, part in (("queries", block.q), ("keys", block.k), ("values", block.v)):
-        if part.product is not None:
+        if part.is_quantized:
             what = f"its {name} are projected by quantized weights"
             return Refusal("quantized", f"{what}: {REWRITE_FIRST}")
     if block.output is not None and block.output.is_quantized:

@@ -146,7 +146,7 @@ def fusion_refusal(
             "dtype",
             f"its projections hold {names}, and the operator takes one of float and half types",
         )
-    if projects_inside and any(part.product is not None for part in parts):
+    if projects_inside and any(part.is_quantized for part in parts):
         return refuse_quantized_weights(block)
     if projects_inside and not block.q.input is block.k.input is block.v.input:
         return Refusal(
@@ -162,7 +162,7 @@ def _shared_refusal(block: AttentionBlock) -> Refusal | None:
             "probabilities_shared",
             "its scores or probabilities are read by another layer, or are an output",
         )
-    parts = [part for part in (block.q, block.k, block.v) if part.product is None]
+    parts = [part for part in (block.q, block.k, block.v) if not part.is_quantized]
     if _escapes(block, [node for part in parts for node in part.nodes]):
         return Refusal(
             "projections_shared",

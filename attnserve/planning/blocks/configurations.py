@@ -277,7 +277,7 @@ def configs_of(block: Block) -> list[BlockConfig]:
         own = block.num_heads * (cut - 1)
         if (rank := int(SHARED_FRACTION * own) // MULTIPLE * MULTIPLE) and block.num_heads > 1:
             configs.append(BlockConfig(block.num_heads, cut, rank))
-    if block.k.past is None and not (caller_reads(block) or skip_refusal(block)):
+    if not block.k.is_cached and not (caller_reads(block) or skip_refusal(block)):
         configs.append(BlockConfig(0))
     return configs
 
@@ -285,7 +285,7 @@ def configs_of(block: Block) -> list[BlockConfig]:
 def _shorter(block: AttentionBlock) -> int | None:
     """Half of the head size, if queries and keys can be truncated to it."""
     half = block.head_size // 2
-    able = half and half % MULTIPLE == 0 and block.k.past is None and not sharing_refusal(block)
+    able = half and half % MULTIPLE == 0 and not block.k.is_cached and not sharing_refusal(block)
     return half if able else None
 
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.moments import collect_moments
-from attnserve.calibration.refit import Targets, collect_targets, context_moments, enough, refit
+from attnserve.calibration.refit import Targets, collect_targets, enough, last_map_moments, refit
 from attnserve.calibration.ridge import FitMoments
 from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.checks.quality import QualityMeter
@@ -105,7 +105,7 @@ def loss_curves(
     probes, rest = _split(batches)
     estimator = LossEstimator(model, [block.name for block in blocks], probes, new_meter, context)
     curves: dict[str, LossCurve] = {}
-    sums = _by_group(able, context_moments(model, blocks, enough(rest, blocks), context=context))
+    sums = _by_group(able, last_map_moments(model, blocks, enough(rest, blocks), context=context))
     for done, (group, total) in enumerate(sums, start=1):
         last = _last_map(group)
         elimination = _elimination(group, last, total)
