@@ -61,15 +61,15 @@ UNSUPPORTED = {
     "sequence_id": SEQUENCES,
     "sequence_start": SEQUENCES,
     "sequence_end": SEQUENCES,
-    "shared_memory_region": ("shared memory is not served", "send the bytes"),
+    "shared_memory_region": ("shared memory is not supported", "send the tensor in the body"),
     "classification": (
-        "classification is not served here", "ask for the scores, or POST /predict",
+        "classification is not supported", "request the scores, or POST /predict",
     ),
 }  # fmt: skip
-"""Refused parameters of requests and tensors: (what is wrong, how to fix it)."""
+"""Parameters of requests and tensors that are refused: (what is wrong, how to fix it)."""
 
 BINARY = {"schema": {"type": "string", "format": "binary"}}
-"""A body of JSON followed by raw tensors."""
+"""OpenAPI description of a body of JSON that raw tensors follow."""
 
 
 class OutputParameters(Extensible):
@@ -256,7 +256,7 @@ def _refuse_unsupported(body: InferRequest) -> None:
     for what, tensors in (("input", body.inputs), ("output", body.outputs)):
         for name, times in Counter(tensor.name for tensor in tensors).items():
             if times > 1:
-                raise InvalidData(f"{what} {name!r} is given {times} times")
+                raise InvalidData(f"{what} {name!r} is given {times} times", "give it once")
         for tensor in tensors:
             _refuse_extensions(f"{what} {tensor.name!r}", tensor.parameters)
     _refuse_extensions("parameters", body.parameters)

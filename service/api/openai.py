@@ -57,7 +57,10 @@ Inputs = Annotated[
 
 
 class EmbeddingsRequest(VectorOptions):
-    """OpenAI's request for embeddings, which has no ``prompt_name``. Unknown fields are refused."""
+    """OpenAI's request for embeddings, with the extension ``prompt_name``.
+
+    Unknown fields are refused.
+    """
 
     model_config = ConfigDict(extra="forbid")
 

@@ -56,14 +56,14 @@ class VersionStatistics(Body):
 
 
 class ModelStatistics(Body):
-    """Exact counts and times in nanoseconds."""
+    """Statistics of versions of models: exact counts, and times in nanoseconds."""
 
     model_stats: list[VersionStatistics]
 
 
 class IndexRequest(Body):
     ready: bool = False
-    """Only versions that are ready."""
+    """Return only the versions that are ready."""
 
 
 class RepositoryRequest(Body):
@@ -128,7 +128,7 @@ async def unload(request: Request, name: str, body: RepositoryRequest = NO_PARAM
     ``unload_dependents`` has no effect, because no model depends on another.
     """
     if not isinstance(body.parameters.get("unload_dependents", False), bool):
-        raise InvalidData("parameters.unload_dependents: expected true or false")
+        raise InvalidData("parameters.unload_dependents: expected true or false", "omit it")
     await request.app.state.repository.unload(name)
     return Response()
 

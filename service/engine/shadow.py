@@ -56,7 +56,7 @@ log = logging.getLogger("attnserve")
 
 
 class Shadow:
-    """The follow-up of answered requests.
+    """Compares sampled rows with the original, and collects texts, after their answers were sent.
 
     Args:
         settings: ``shadow``, ``shadow_rate``, and the settings of the sample of texts.
