@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from attnserve.context import Device
-from attnserve.options import Cli, Options, option_type
+from attnserve.options import Cli, Options, expected_values, option_type
 from attnserve.runtime.machine import available_cores
 
 if TYPE_CHECKING:  # `attnserve --help` needs these types
@@ -53,7 +53,7 @@ def _listed(value: object) -> object:
 def _listed_secrets(value: object) -> object:
     parts = _listed(value)
     if parts == [] and isinstance(value, str):  # an empty secret would disable authentication
-        raise ValueError("set but holds no key; expected keys separated by commas, or unset")
+        raise ValueError("it holds no key: expected keys separated by commas, or unset")
     return parts
 
 
@@ -125,15 +125,23 @@ class EnvironmentOptions(Options):
         from graph_passes.errors import InvalidArgument
 
         first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(map(str, first["loc"][:1])) or "settings"
-        is_secret = "Secret" in str(getattr(cls.model_fields.get(name), "annotation", ""))
-        shown = "" if is_secret or first["type"] == "missing" else f" {first['input']!r}"
-        # Not every setting is an option: name an option only if its value was given.
+        name, *parts = map(str, first["loc"] or ("settings",))
+        field, inner = cls.model_fields.get(name), ".".join(parts)
+        is_secret = field is not None and "Secret" in str(field.annotation)
+        where = f"`{name}`" + (f" ({inner})" if inner else "")
+        shown = "" if is_secret else f" is {first['input']!r}"
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            what = f"{where} is not given"
+        elif first["type"] == "value_error" or field is None or inner:
+            what = f"{where}{shown}: {message}"
+        else:
+            what = f"{where}{shown}: expected {expected_values(field, message)}"
+        # Not every value comes from a parameter: name it only if it was given.
         is_given = given.get(name) not in (None, cls.environment().get(name))
-        option = f"--{name.replace('_', '-')} or " if is_given else ""
         raise InvalidArgument(
-            f"{name}{shown}: {first['msg']}",
-            f"set {option}{cls.prefix}{name.upper()}",
+            what,
+            f"set {f'`{name}` or ' if is_given else ''}{cls.prefix}{name.upper()}",
             code="settings.invalid",
         ) from error
 

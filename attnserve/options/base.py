@@ -37,6 +37,7 @@ __all__ = [
     "Cli",
     "OptionType",
     "Options",
+    "expected_values",
     "is_group",
     "option_name",
     "option_type",
@@ -156,7 +157,7 @@ class Options(BaseModel):
         value = first["input"]
         shown = reprlib.repr(value) if isinstance(value, str) else value
         raise InvalidArgument(
-            f"`{name}` is {shown}: expected {_expected(field, first['msg'])}",
+            f"`{name}` is {shown}: expected {expected_values(field, first['msg'])}",
             "give another value" if example is None else f"for example `{name}` {example}",
             code=f"{cls.area}.range",
         ) from error
@@ -293,8 +294,12 @@ def is_group(hint: Any) -> TypeGuard[type[Options]]:
 BOUNDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
 
 
-def _expected(field: FieldInfo, message: str) -> str:
-    """The valid values of a field, in words."""
+def expected_values(field: FieldInfo, message: str) -> str:
+    """The valid values of a field, in words, for an error.
+
+    Args:
+        message: The message of the failed validation, for fields without choices and bounds.
+    """
     about = option_type(field)
     members = get_args(about.kind)
     if get_origin(about.kind) is tuple and members and get_origin(members[0]) is Literal:
