@@ -200,7 +200,7 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
 
 
 def option_type(field: FieldInfo) -> OptionType:
-    """The parts of a field's type."""
+    """Split the type of a field into its kind, bounds, presentation and example."""
     kind: Any = field.annotation
     parts: list[Any] = [field]
     while True:
@@ -268,7 +268,14 @@ def with_keywords(function: Callable[P, Result]) -> WithKeywords[P, Result]:
 
 
 def _check_group(name: str, kind: type[Options], given: object, own: Collection[str]) -> None:
-    """Raises: InvalidArgument: A group has another type, or has a field that is a keyword too."""
+    """Check the value of a parameter that is a group of options.
+
+    Args:
+        own: Names of the group's fields that were given as keywords.
+
+    Raises:
+        InvalidArgument: The value has another type, or states a field that is a keyword too.
+    """
     from graph_passes.errors import InvalidArgument
 
     if not isinstance(given, kind):
