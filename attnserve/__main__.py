@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the output is complete: keep its exit code
         return code
     except KeyboardInterrupt:
-        print("interrupted; no partial output was written", file=sys.stderr)
+        print("interrupted: no partial output was written", file=sys.stderr)
         return 130
 
 

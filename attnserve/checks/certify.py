@@ -99,7 +99,7 @@ class MatchReport:
 
 
 def require_attention(report: MatchReport) -> None:
-    """Raises: InvalidModel: The model has no attention."""
+    """Check that a model has certified attention; else raise ``InvalidModel`` with the reasons."""
     if report.blocks:
         return
     reasons = "; ".join(

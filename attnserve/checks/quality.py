@@ -90,7 +90,7 @@ class Quality:
             because one frequent token is easily predicted.
         second_bound: The same with the confidence ``CHOICE``.
         output: The name of the output.
-        lengths: The lengths of the texts, if short and long texts are measured apart.
+        lengths: The lengths of the texts, if short and long texts are measured separately.
         file: The file of the texts, if there are several.
         is_finite: Whether the new model is finite where the original is. If not, both losses are 1.
         split: The part of the data: "choose", "prove", "held out" (both), or "data" (all of it).
@@ -223,7 +223,7 @@ class QualityMeter:
         model: The original.
         artifact: Its artifact, for the pooling of embeddings.
         measure: Overrides the measure of each kind of output, where it applies.
-        data: The data of the batches. Files, and short and long texts, are measured separately.
+        data: The data of the batches; files, and short and long texts, are measured separately.
         split: See ``Quality``.
     """
 

@@ -24,6 +24,7 @@ __all__ = [
 
 
 def read_number(path: Path, line: int, text: str, name: str = "score") -> float:
+    """The finite number in a field of a table; else raise ``InvalidData`` with its line."""
     try:
         value = float(text)
     except ValueError:
@@ -38,6 +39,7 @@ def read_number(path: Path, line: int, text: str, name: str = "score") -> float:
 
 
 def read_label(path: Path, line: int, text: str, names: Mapping[str, int]) -> int:
+    """The class of a label, a number or a name; else raise ``InvalidData`` with its line."""
     if text in names:
         return names[text]
     if text.isascii() and text.isdigit():

@@ -53,10 +53,10 @@ def run_texts(
 ) -> Iterator[tuple[Int[np.ndarray, " B"], np.ndarray, Bool[np.ndarray, "B S"]]]:
     """Yield (indices into ``encodings``, a model output, mask of real tokens) of each batch.
 
+    A model with a fixed number of rows gets batches of that many, of which the last one is filled.
+
     Args:
         output: The name of the output; None selects the embedding (``output_name``).
-
-    A model with a fixed number of rows gets batches of that many, of which the last one is filled.
 
     Raises:
         InvalidData: The inputs of the model are not tokens, or it refuses a batch.

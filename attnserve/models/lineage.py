@@ -264,7 +264,7 @@ def _present_name(measure: object) -> object:
 
 
 class Asked(Recorded):
-    """The request of a search; see ``options.Goal``."""
+    """The goal and the target of a search; see ``options.Goal`` and ``options.Target``."""
 
     keep: float | None = None
     target_speedup: float | None = None
@@ -285,7 +285,7 @@ class Asked(Recorded):
 
 
 class ProofRecord(Measured):
-    """Verification of a built choice on held-out data that no selection used."""
+    """The verification of a choice on held-out rows that no fit and no choice has used."""
 
     loss: FiniteFloat
     share: ShareRecord | None = None
@@ -329,9 +329,9 @@ class Search(Measured):
     """The part of plan.json that is recorded with an optimized model.
 
     Attributes:
-        fidelity, quality, qualities: Verification of the returned choice.
+        fidelity, quality, qualities: The result of the verification of the returned choice.
         choose: The same quality on the data to choose.
-        proofs: All verifications of choices, in order; all but the last missed the target.
+        proofs: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths.
     """
 

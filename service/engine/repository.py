@@ -24,7 +24,7 @@ from attnserve.models.model_folder import Place, find_models
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.checked_loading import CheckedModel, load_checked
 from attnserve.serving.loaded_model import Model
-from attnserve.serving.model_check import CheckResult, IsolationChecker, identify
+from attnserve.serving.model_check import CheckResult, LoadChecker, identify
 from attnserve.serving.operator_report import OperatorReport, unfused
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
@@ -83,7 +83,7 @@ class Repository:
         self.shadow = Shadow(settings, self.metrics, self.engines, folder=rows, worker=worker)
         self.draining = False
         self._new_checker = partial(
-            IsolationChecker,
+            LoadChecker,
             device=settings.device,
             timeout_s=settings.probe_timeout_s,
             rewrite=settings.rewrite,

@@ -14,7 +14,7 @@ from attnserve.checks.measures import Scores
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.serving import live_quality
-from attnserve.serving.live_quality import WINDOW, LiveQuality, read_promise
+from attnserve.serving.live_quality import WINDOW, LiveQuality, read_guarantee
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
 
@@ -135,7 +135,7 @@ def test_promise_is_read_from_the_lineage(tmp_path: Path):
     checksum = sha256(original.model)
 
     def promise(*entries: dict[str, Any]) -> tuple[str, float | None, str]:
-        found = read_promise(artifact(tmp_path / "new", *entries), original)
+        found = read_guarantee(artifact(tmp_path / "new", *entries), original)
         value = None if found.value is None else round(found.value, 9)
         return found.measure, value, found.output
 
