@@ -42,7 +42,7 @@ class Job:
 
     Attributes:
         artifact: The original on disk.
-        original: Its graph.
+        original: The graph of the original.
         data: Calibration data; without it, factors are computed from the weights alone.
         others: Data of ``also_prove``, by file name.
         tokenizer: The tokenizer that was given in place of the artifact's.
@@ -175,7 +175,7 @@ class Job:
 def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> tuple[Workload, ...]:
     """The workloads of a target: the batch sizes and lengths that a model should be fast at.
 
-    The lengths are those of the target, else quartiles of the data.
+    ``served_lengths`` gives the lengths.
 
     Raises:
         InvalidArgument: The phase needs a cache, which the model does not have.
@@ -194,6 +194,11 @@ def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> t
 
 
 def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:
+    """The lengths in tokens that a model should be fast at.
+
+    They are the requested ones, else the medians of four equal parts of the data by length, else
+    ``DEFAULT_LENGTHS``.
+    """
     if sequence is not None:
         return spread_lengths(sequence)
     if data is None or not data.lengths:

@@ -125,6 +125,7 @@ class FolderSettings:
 
     @cached_property
     def model(self) -> TransformersConfig:
+        """The keys of config.json."""
         return parse_settings(self.config, TransformersConfig)
 
     @property
@@ -135,6 +136,7 @@ class FolderSettings:
 
     @property
     def default_prompt(self) -> str | None:
+        """The name of the prompt that is used without a name; None without one."""
         return self.library.default_prompt_name if self.prompts else None
 
     @property
@@ -150,6 +152,7 @@ class FolderSettings:
 
     @property
     def is_language_model(self) -> bool:
+        """Whether the network predicts next tokens."""
         return self.token_score is not None or self.model.is_for("ForCausalLM")
 
     @property

@@ -384,9 +384,11 @@ class Run(Options):
 
     @property
     def device(self) -> Device:
+        """The runtime, provider and threads of these options."""
         return Device(self.provider, self.threads, self.runtime)
 
     def context(self, progress: Progress = ignore_progress) -> RunContext:
+        """The context of a run with these options."""
         return RunContext(
             self.provider, self.threads, self.runtime, seed=self.seed, progress=progress
         )

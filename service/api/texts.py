@@ -90,36 +90,50 @@ class TokenizeRequest(TextBody):
 
 
 class Usage(Body):
+    """The number of tokens of a request."""
+
     tokens: int
     """Including special tokens, excluding padding."""
 
 
 class Prediction(Body):
+    """A class with its score."""
+
     label: str
     score: float
 
 
 class TextResponse(Body):
+    """Shared fields of answers to requests with texts."""
+
     model: str
     usage: Usage
 
 
 class PredictResponse(TextResponse):
+    """The classes of each text."""
+
     predictions: list[list[Prediction]]
     """For each text, most likely class first."""
 
 
 class SimilarityResponse(TextResponse):
+    """The similarities of pairs of texts."""
+
     similarities: list[float]
     """Cosine similarities, in the order of the request."""
 
 
 class TokenizeResponse(TextResponse):
+    """The token ids of each text."""
+
     tokens: list[list[int]]
     """Token ids of each text, including special tokens."""
 
 
 class EmbedResponse(TextResponse):
+    """The embeddings of texts."""
+
     embeddings: list[list[float]]
     """One vector per text, in the order of the request."""
 

@@ -35,11 +35,15 @@ class ModelConfig(Extensible):
 
 
 class Duration(Body):
+    """A number of events, and their total time in nanoseconds."""
+
     count: int
     ns: int
 
 
 class VersionStatistics(Body):
+    """Statistics of one version of a model, since its first loading."""
+
     name: str
     version: str
     last_inference: int
@@ -62,11 +66,15 @@ class ModelStatistics(Body):
 
 
 class IndexRequest(Body):
+    """Filter of the index."""
+
     ready: bool = False
     """Return only the versions that are ready."""
 
 
 class RepositoryRequest(Body):
+    """Parameters of a load or unload."""
+
     parameters: dict[str, Any] = Field(default={})
 
 

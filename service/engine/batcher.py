@@ -37,10 +37,17 @@ ANSWER_MARGIN = 0.12
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A unit of work that can share a run with rows of the same ``key``; at least 1 token long.
+    """A unit of work that can share a run with rows of the same ``key``.
 
-    ``tokens`` is what a run computes for it; ``real_tokens`` leaves out the padding of a model with
-    a fixed length (default: ``tokens``).
+    Attributes:
+        key: Rows of equal key can share a run.
+        tokens: Number of tokens that a run computes for the row, at least 1.
+        payload: The value that ``Batcher`` passes to its ``run``.
+        real_tokens: Number of tokens without the padding of a model with a fixed length; None if
+            equal to ``tokens``.
+        request: The request of the row; set by the batcher.
+        number: Position in the order of arrival; set by the queue.
+        result: The result of the run; set by the batcher.
     """
 
     key: Hashable
@@ -79,6 +86,7 @@ class Queue:
 
     @property
     def next(self) -> Row:
+        """The oldest row of the request that has the next turn."""
         return next(iter(next(iter(self._waiting.values())).values()))
 
     @property
@@ -87,6 +95,7 @@ class Queue:
         return self._waiting.keys()
 
     def add(self, row: Row) -> None:
+        """Add a row to those of its request; a new request has the last turn."""
         row.number = self._next
         self._next += 1
         self._waiting.setdefault(row.request, OrderedDict())[row.number] = row
@@ -161,6 +170,7 @@ class BatchRun:
 
     @property
     def padded_tokens(self) -> int:
+        """Rows times the longest row."""
         return self.rows * self.longest
 
 
@@ -335,6 +345,7 @@ class Batcher:
         self._paused = True
 
     def resume(self) -> None:
+        """Start runs again after ``pause``."""
         self._paused = False
         self._start_batches()
 

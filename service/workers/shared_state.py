@@ -102,6 +102,7 @@ class SharedState:
         return (self.path / "complete").exists()
 
     def set_complete(self) -> None:
+        """Record that all workers have served."""
         (self.path / "complete").touch()
 
     # -- target state -----------------------------------------------------------------------------
@@ -141,6 +142,7 @@ class SharedState:
         return [status for status in statuses if status is not None and status.serving]
 
     def set_status(self, status: Status) -> None:
+        """Replace the status of a worker."""
         self._write(f"worker-{status.worker}.json", status)
 
     def remove_status(self, worker: int) -> None:

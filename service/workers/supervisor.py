@@ -106,6 +106,7 @@ class _Worker:
             return False
 
     def kill(self, why: str) -> None:
+        """Kill the process; ``why`` is the reason in the log."""
         log.error("%s %s: it is killed", self, why)
         self.process.kill()
         self.process.wait()
