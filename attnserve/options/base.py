@@ -307,6 +307,8 @@ def expected_values(field: FieldInfo, message: str) -> str:
     Args:
         message: The message of the failed validation, for fields without choices and bounds.
     """
+    if message.startswith("Value error, "):  # of the field's own reader
+        return message.removeprefix("Value error, ").removeprefix("expected ")
     about = option_type(field)
     members = get_args(about.kind)
     if get_origin(about.kind) is tuple and members and get_origin(members[0]) is Literal:
@@ -322,8 +324,4 @@ def expected_values(field: FieldInfo, message: str) -> str:
     ]
     if limits and about.kind in (int, float):
         return f"{'an integer' if about.kind is int else 'a number'}, {' and '.join(limits)}"
-    return (
-        message.removeprefix("Value error, ")
-        .removeprefix("Input should be ")
-        .removeprefix("expected ")
-    )
+    return message.removeprefix("Input should be ")

@@ -307,7 +307,11 @@ class Data(Options):
             InvalidArgument: It is not.
         """
         if not self.calib:
-            fail("calibration data is required", "give `calib`", "optimize.no_data")
+            fail(
+                "calibration data is required, but `calib` is not given",
+                "give `calib`, for example a text file with one sentence per line",
+                "optimize.no_data",
+            )
 
 
 def check_files(
