@@ -99,14 +99,14 @@ class Protocol(HttpToolsProtocol):
         self._most, self.limit_concurrency = self.limit_concurrency, None
         self._head = bytearray()  # the received part of an incomplete head
         self._body_left = 0.0  # bytes; infinite for chunks, 0 while a head is read
-        self._unread_bytes = 0  # since the last part of a body: sizes of chunks, and trailers
-        self._waits_since = self.loop.time()  # for a request, or for the rest of it
-        self._tail = b""  # of a body in chunks
+        self._unread_bytes = 0  # sizes of chunks and trailers since the last part of a body
+        self._waits_since = self.loop.time()  # start of the wait for a request, or its rest
+        self._tail = b""  # last bytes of a body in chunks, whose end may be split
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._refused = False
-        self._answering: Any = None  # the request that runs; ``cycle`` is the newest
+        self._answering: Any = None  # the running request; uvicorn's ``cycle`` is the newest one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -162,7 +162,7 @@ class LoadChecker:
         self._device, self._timeout_s = device, timeout_s
         self._rewrite, self._folder, self._is_cached = rewrite, folder, cached
         self._children: set[subprocess.Popen[bytes]] = set()
-        self._fusions: dict[str, Future[CheckResult]] = {}  # that run, by identity
+        self._fusions: dict[str, Future[CheckResult]] = {}  # running fusions, by identity
         self._is_closed = False
 
     @cached_property

@@ -119,7 +119,8 @@ class Queue:
         high = low + 1  # the batch is rows[low:high]
         while self.max_rows is None or high - low < self.max_rows:
             size, longest = high - low + 1, rows[high - 1][0]
-            added: list[tuple[int, bool]] = []  # the padding with each neighbor; if it is above
+            # Of each neighbor: the padding that it would add, and whether it is the longer one.
+            added: list[tuple[int, bool]] = []
             if low > 0 and size * longest <= self.budget:
                 added.append((longest - rows[low - 1][0], False))
             if high < len(rows) and size * rows[high][0] <= self.budget:
@@ -249,12 +250,13 @@ class Batcher:
         self._max_wait = max_wait_ms / 1e3
         self._concurrency = concurrency
         self._run_pool = ThreadPoolExecutor(concurrency, "run")
-        # Neither waits behind runs, nor short texts behind long ones.
+        # Rows are prepared in other threads than runs, and short texts in another than long ones,
+        # so that they do not wait for them.
         self._prepare_pool = ThreadPoolExecutor(1, "prepare")
         self._short_pool = ThreadPoolExecutor(1, "prepare-short")
         self._lock = threading.Lock()
         self._free_slots = concurrency
-        self._preparing = 0  # rows
+        self._preparing = 0  # number of rows
         self._paused = self._closed = False
         self._open: set[_Request] = set()  # requests without an answer
         self._runs: set[_Run] = set()
