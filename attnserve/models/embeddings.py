@@ -67,7 +67,7 @@ def run_texts(
     done = 0
     rows, _ = fixed_axes(value.shape for value in session.get_inputs())
     if "attention_mask" not in inputs and len({*map(len, encodings)}) > 1:
-        batch_size = 1  # they cannot be padded
+        batch_size = 1  # without a mask, texts cannot be padded
     for indices, feed in encoder.batches(encodings, rows or batch_size, inputs):
         mask = encoder.mask([encodings[i] for i in indices])
         missing = 0 if rows is None else rows - len(indices)

@@ -199,7 +199,7 @@ class FolderSettings:
         stated = (
             self.library.activation_fn
             or (nested and nested.activation_fn)
-            or self.model.sbert_ce_default_activation_function  # before version 4
+            or self.model.sbert_ce_default_activation_function  # sentence-transformers before 4
         )
         problem = PROBLEMS.get(self.model.problem_type) if of_problem else None
         if stated is None:

@@ -122,7 +122,7 @@ class Options(BaseModel):
             if name in cls.model_fields and cls.model_fields[name].description is None:
                 cls.model_fields[name].description = text
 
-    if not TYPE_CHECKING:  # the constructor of the fields is the one to show
+    if not TYPE_CHECKING:  # type checkers see pydantic's constructor, with the fields
 
         def __init__(self, **given: Any) -> None:
             try:
@@ -307,7 +307,7 @@ def expected_values(field: FieldInfo, message: str) -> str:
     Args:
         message: The message of the failed validation, for fields without choices and bounds.
     """
-    if message.startswith("Value error, "):  # of the field's own reader
+    if message.startswith("Value error, "):  # raised by the field's reader
         return message.removeprefix("Value error, ").removeprefix("expected ")
     about = option_type(field)
     members = get_args(about.kind)

@@ -236,7 +236,7 @@ class LiveComparison:
         measure = measure if guarantee.measure == "auto" else guarantee.measure
         pooling = None if artifact.tokenizer is None else artifact.pooling
         quality = LiveQuality(measure, pooling, guarantee.value, artifact.dimensions)
-        # One output, independent of the requests: the output for texts, if there is one.
+        # All requests are measured on one output: the output for texts, if there is one.
         model = self._model
         output = guarantee.output or model.outputs[0].name
         if model.encoder is not None:

@@ -178,7 +178,8 @@ class LoadChecker:
             with suppress(OSError):  # the disk is full: nothing is kept
                 folder = temporary_folder()
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-                self._folder = folder / "checks"  # the cache locks it, this process its parent
+                # The cache locks this folder, and this process locks the parent.
+                self._folder = folder / "checks"
         return CheckCache(self._folder or Path(os.devnull), **settings)
 
     def check(self, artifact: Artifact) -> CheckResult:
@@ -221,7 +222,7 @@ class LoadChecker:
             result = _result(artifact, content, facts, operators)
             is_fused = operators["rewritten"]
             fused_facts = facts.with_costs(running) if is_fused else None
-        except Exception:  # of another version, or damaged
+        except Exception:  # the entry is of another version, or damaged
             return None
         if result.identity != stored["identity"]:
             return None
@@ -301,7 +302,7 @@ class LoadChecker:
         if running is not None:
             return running
         fusion = self._fusions[result.identity] = Future[CheckResult]()
-        fusion.set_running_or_notify_cancel()  # it runs on if one of those that wait is cancelled
+        fusion.set_running_or_notify_cancel()  # one cancelled waiter must not stop it
 
         def run() -> None:
             try:
