@@ -51,13 +51,13 @@ PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
 """Operators that contain the projections; integer conversions cannot convert these."""
 
 COUNTED = tuple(Workload.of(*shape) for shape in ((1, 1), (2, 1), (1, 512), (1, 4096)))
-"""What MACs are compared at."""
+"""Workloads at which the MACs of the fused model are compared with those of the original."""
 
 FASTEST_RESIDUALS: Mapping[Provider, type[RewritePass]] = {
     "cpu": FuseResiduals,
     "cuda": FuseSkipNorm,
 }
-"""The passes for residual additions that are fastest."""
+"""The fastest pass for residual additions, by provider."""
 
 
 def fusion_passes(

@@ -54,7 +54,7 @@ of the model's size; the larger limit applies."""
 
 
 HELD_OUT_OF = "held out of "
-"""Before the name of a file: its rows that were held out of the fit."""
+"""Prefix of the source of held-out rows; the name of their file follows."""
 
 
 class OutputFidelity(OutputRecord, frozen=True):
@@ -120,7 +120,7 @@ class Fidelity(FidelityRecord, frozen=True):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the inputs were held out of the calibration data."""
+        """Whether the inputs are held-out rows of the calibration data."""
         return self.data.startswith(HELD_OUT_OF)
 
     @property
@@ -146,7 +146,7 @@ def verify(
     run: Run = Run(),
     progress: Progress | None = None,
 ) -> Fidelity:
-    """Run both models on the same inputs, from ``data`` or random.
+    """Compare the outputs of a new model with those of its original, on data or random inputs.
 
     ``measure`` is the measure of quality on ``data``; "auto" chooses it by the kind of each output.
 

@@ -1,4 +1,4 @@
-"""List the attention blocks of a model with their certificates, cost and applicable rewrites."""
+"""List the certified attention blocks of a model, with their cost and the rewrites that apply."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class QualityMeter:
         model: The original.
         artifact: Its artifact, for the pooling of embeddings.
         measure: Overrides the measure of each kind of output, where it applies.
-        data: The data of the batches. Files, and short and long texts, are measured separately.
+        data: The data of the batches; files, and short and long texts, are measured separately.
         split: See ``Quality``.
     """
 

@@ -409,9 +409,9 @@ class SearchRecord(Measured, frozen=True):
     """The part of plan.json that is recorded with an optimized model; see ``PlanRecord``.
 
     Attributes:
-        fidelity, quality, qualities: Verification of the returned choice.
+        fidelity, quality, qualities: The result of the verification of the returned choice.
         choose: The same quality on the data to choose.
-        proofs: All verifications of choices, in order; all but the last missed the target.
+        proofs: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths.
     """
 

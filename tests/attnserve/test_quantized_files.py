@@ -31,7 +31,7 @@ from attnserve.planning import lossless_passes
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
 from attnserve.runtime.session import open_session
-from attnserve.serving.model_check import IsolationChecker
+from attnserve.serving.model_check import LoadChecker
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.cost import parameter_bytes
 from graph_passes.analysis.workload import Workload
@@ -267,9 +267,7 @@ def test_load_check_of_a_quantized_model_gives_its_fused_form(
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    checker = IsolationChecker(
-        device=Device("cpu", threads=1), timeout_s=60, rewrite=True, folder=None
-    )
+    checker = LoadChecker(device=Device("cpu", threads=1), timeout_s=60, rewrite=True, folder=None)
     found = checker.check(open_artifact(folder))
     if found.fusion is not None:  # a busy machine: it runs in the background
         found = found.fusion.result(300)
