@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
+from functools import lru_cache
+from inspect import Signature, signature
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import onnx_ir as ir
@@ -38,8 +40,13 @@ class GraphContext:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Return ``analysis(model, *args, **kwargs)``, cached; arguments must be hashable."""
-        key = (analysis, args, *sorted(kwargs.items()))
+        """Return ``analysis(model, *args, **kwargs)``, cached; arguments must be hashable.
+
+        An argument that equals its default is the same as one that is left out.
+        """
+        bound = _signature(analysis).bind(self.model, *args, **kwargs)
+        bound.apply_defaults()
+        key = (analysis, bound.args[1:], *sorted(bound.kwargs.items()))
         if key not in self._results:
             self._results[key] = analysis(self.model, *args, **kwargs)
         return self._results[key]
@@ -62,3 +69,8 @@ class GraphContext:
             yield context
         finally:
             model.meta.pop(KEY, None)
+
+
+@lru_cache
+def _signature(analysis: Callable[..., Any]) -> Signature:
+    return signature(analysis)

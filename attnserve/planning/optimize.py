@@ -40,6 +40,7 @@ from attnserve.versions import versions
 from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.analysis.workload import Workload
+from graph_passes.context import GraphContext
 from graph_passes.errors import CheckFailed
 from graph_passes.passes.base import targets_of
 from graph_passes.passes.collaborate import Collaborate
@@ -108,13 +109,14 @@ def optimize(
         artifact, original, data, target, measure=measure, joined=joined, context=context
     )
     timer = ServedTimer(job)
-    if goal.is_given:
-        rewritten = _searched(job, goal)
-    elif saved is not None:
-        rewritten = _replayed(job, saved)
-    else:
-        rewritten = _requested(job, rewrites, timer)
-    report = _report(job, rewritten, timer, file)
+    with GraphContext.of(original):  # no step changes it: its analyses are shared
+        if goal.is_given:
+            rewritten = _searched(job, goal)
+        elif saved is not None:
+            rewritten = _replayed(job, saved)
+        else:
+            rewritten = _requested(job, rewrites, timer)
+        report = _report(job, rewritten, timer, file)
     _require_cosine(report, write.min_cosine)
     if saved is not None:
         saved.require_promise(report.fidelity)

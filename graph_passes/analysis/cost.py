@@ -29,6 +29,7 @@ from graph_passes.analysis.shapes import (
     read_axes,
 )
 from graph_passes.analysis.workload import Workload
+from graph_passes.context import GraphContext
 from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
@@ -207,7 +208,8 @@ def infer_at(model: ir.Model, workload: Workload) -> ShapeInfo:
 
 def count_macs(model: ir.Model, workload: Workload) -> int | None:
     """MACs of one run; None if something in the graph cannot be counted."""
-    total, uncounted = macs_at(infer_at(model, workload), model.graph)
+    with GraphContext.of(model) as context:
+        total, uncounted = macs_at(context.get(infer_at, workload), model.graph)
     return None if uncounted else total
 
 

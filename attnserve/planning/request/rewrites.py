@@ -63,7 +63,12 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
     """
     if rewrites.are_given:
         require_attention(job.report)
-    request = Request(rewrites, job, GraphContext(job.original))
+    with GraphContext.of(job.original) as context:
+        return _plan_request(Request(rewrites, job, context))
+
+
+def _plan_request(request: Request) -> PlannedRequest:
+    rewrites, job = request.rewrites, request.job
     skipped = choose_skipped(request)
     masks = choose_masks(request, skipped)
     edges = choose_edges(request, skipped, masks)

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 
+from attnserve.choices import Precision
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
 from attnserve.planning.search import verdict
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch, Probe, bisect
+from attnserve.planning.search.judge import Built
+from attnserve.planning.search.report import Proof
 from attnserve.runtime.interleaved_timer import Speedup
+from graph_passes.passes.prune_heads import PruneHeads
 from tests.attnserve.qualities import fidelity_of, quality_of
+from tests.jobs import job_of
 
 NO_GAIN = Speedup(value=1.0, ci95=(0.98, 1.02))
 FUSED, INT8 = Choice(0.0, 10.0, (0,)), Choice(0.004, 6.0, (1,))
 FRONT = [FUSED, INT8, Choice(0.005, 5.05, (2,)), Choice(0.009, 5.0, (3,)), Choice(0.05, 2.0, (4,))]
+MODEL = ir.from_onnx_text(
+    '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Relu(x) }'
+)
+STATE = State(job_of(MODEL), MODEL)
+FIDELITY = fidelity_of(quality_of("r2", 1.0))
+
+
+def built_of(choice: Choice, loss: float | None = None, *, removes: bool = False) -> Built:
+    """A built choice with this loss, by default the predicted one, and maybe without a head."""
+    plan = Plan.merged([PruneHeads({"layer": [1, 0]})] if removes else [])
+    return Built(choice, plan, STATE, FIDELITY, None, choice.loss if loss is None else loss)
 
 
 @dataclass(frozen=True)
@@ -39,14 +57,14 @@ class Judge:
     gain: Speedup = NO_GAIN
     built: list[Choice] = field(default_factory=list[Choice])
 
-    def build(self, choice: Choice) -> Any:
+    def build(self, choice: Choice) -> Built:
         self.built.append(choice)
-        return SimpleNamespace(choice=choice, loss=choice.loss)
+        return built_of(choice)
 
-    def paired_speedup(self, slow: Any, fast: Any) -> Speedup:
+    def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
         return self.gain
 
-    def speedup(self, built: Any) -> float:
+    def speedup(self, built: Built) -> float:
         return FUSED.ms / built.choice.ms
 
 
@@ -120,6 +138,31 @@ def test_nothing_removed_reaches_the_speedup_or_is_none(
     assert (found and found.choice) == choice
 
 
+@dataclass(frozen=True, eq=False)
+class Int8Search(FrontSearch):
+    """A search in int8, with this choice that removes nothing."""
+
+    whole: Built | None = None
+
+    @property
+    def precision(self) -> Precision:
+        return "int8"
+
+    def nothing_removed(self) -> tuple[FrontSearch, Built | None]:
+        return self, self.whole
+
+
+@dataclass
+class PairedJudge:
+    """A judge of two models: their speed-up by the slower one."""
+
+    gain: Speedup
+    others: dict[Built, Speedup] = field(default_factory=dict[Built, Speedup])
+
+    def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
+        return self.others.get(slow, self.gain)
+
+
 @dataclass
 class Settling:
     """A search whose best choice removes something; the other one, nothing."""
@@ -131,21 +174,11 @@ class Settling:
     proved: list[Any] = field(default_factory=list[Any])
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
-        whole, careful = (
-            SimpleNamespace(choice=choice, plan=SimpleNamespace(lossy_blocks=[]))
-            for choice in (INT8, FUSED)
-        )
-        best = SimpleNamespace(choice=FRONT[3], plan=SimpleNamespace(lossy_blocks=["layer"]))
-
-        def paired_speedup(slow: Any, fast: Any) -> Speedup | None:
-            return self.careful if slow is careful else self.gain
-
-        front: Any = SimpleNamespace(
-            goal=Goal(keep=0.99),
-            precision="int8",
-            judge=SimpleNamespace(paired_speedup=paired_speedup),
-            nothing_removed=lambda: ("front", whole),
-        )
+        whole, careful = built_of(INT8), built_of(FUSED)
+        best = built_of(FRONT[3], removes=True)
+        choices: Any = Candidates()
+        judge: Any = PairedJudge(self.gain, {careful: self.careful} if self.careful else {})
+        front = Int8Search(Goal(keep=0.99), choices, judge, whole)
 
         def proved(*_: Any) -> Any:
             found = careful if self.careful else whole
@@ -194,9 +227,9 @@ def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
 
 
 def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    front: Any = SimpleNamespace(nothing_removed=None)
-    plain: Any = SimpleNamespace(plan=SimpleNamespace(lossy_blocks=[]))
-    assert verdict.worth_removing(front, plain, ["proof"]) == (plain, ["proof"], "")
+    no_judge, plain, proofs = None, built_of(FUSED), [Proof.of(FIDELITY, None, 0.0)]
+    front = search(no_judge, keep=0.99)  # a comparison would need one
+    assert verdict.worth_removing(front, plain, proofs) == (plain, proofs, "")
 
 
 class Front:
@@ -221,9 +254,8 @@ class FakeJudge:
         self.measured[choice.picks] = loss, 1 - loss
         return loss
 
-    def build(self, choice: Choice) -> Any:
-        fidelity = fidelity_of(quality_of("r2", 1.0))
-        return SimpleNamespace(choice=choice, loss=self.loss(choice), fidelity=fidelity)
+    def build(self, choice: Choice) -> Built:
+        return built_of(choice, self.loss(choice))
 
 
 @pytest.mark.parametrize(
@@ -243,6 +275,40 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
     assert len(fake.measured) <= 1 + MAX_BUILDS
 
 
+@dataclass
+class ProvingJudge:
+    """A judge whose proofs have these losses, one after the other."""
+
+    losses: Iterator[float]
+    choices: Candidates
+    parts: list[int | str] = field(default_factory=list[int | str])
+    """The data of each proof."""
+
+    def build(self, choice: Choice) -> Built:
+        return built_of(choice)
+
+    def prove(self, built: Built, part: int | str) -> Proof:
+        self.parts.append(part)
+        return Proof.of(FIDELITY, None, next(self.losses))
+
+    def prove_on_all(self, built: Built) -> Proof:
+        return self.prove(built, "all")
+
+
+@dataclass(frozen=True, eq=False)
+class CarefulSearch(FrontSearch):
+    """A search in float32 that finds these more careful choices, one after the other."""
+
+    careful: Iterator[Built] = field(default_factory=lambda: iter(()))
+
+    @property
+    def precision(self) -> Precision:
+        return "float32"
+
+    def more_careful(self, built: Built, loss: float, keep: float) -> Built:
+        return next(self.careful)
+
+
 @pytest.mark.parametrize(
     ("losses", "kept", "proofs"),
     [
@@ -254,19 +320,12 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
     ],
 )
 def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: float, proofs: int):
-    measured = iter(losses)
-    choices = [SimpleNamespace(choice=Choice(loss, 1.0, ())) for loss in (0.03, 0.02, 0.01, 0.0)]
-    careful = iter(choices[1:] if len(losses) != 2 or losses[1] else choices[-1:])
-    judged: Any = SimpleNamespace(
-        prove=lambda built, part: SimpleNamespace(loss=next(measured), on=part),
-        prove_on_all=lambda built: SimpleNamespace(loss=next(measured), on="all"),
-        choices=SimpleNamespace(front=[None]), build=lambda _: choices[-1],
-    )  # fmt: skip
-    front: Any = SimpleNamespace(
-        goal=Goal(keep=0.99), precision="float32", judge=judged,
-        more_careful=lambda built, loss, keep: next(careful),
-    )  # fmt: skip
-    best, found = verdict.verified(front, choices[0])  # type: ignore[arg-type]
+    steps = [Choice(loss, 1.0, ()) for loss in (0.03, 0.02, 0.01, 0.0)]
+    careful = map(built_of, steps[1:] if len(losses) != 2 or losses[1] else steps[-1:])
+    choices: Any = Candidates(front=steps[-1:])
+    judge: Any = ProvingJudge(iter(losses), choices)
+    front = CarefulSearch(Goal(keep=0.99), choices, judge, careful)
+    best, found = verdict.verified(front, built_of(steps[0]))
     assert best is not None and best.choice.loss == kept
-    assert len(found) == proofs
-    assert [proof.on for proof in found][:3] == [0, 1, "all"][:proofs]
+    assert [proof.loss for proof in found] == losses and len(found) == proofs
+    assert judge.parts[:3] == [0, 1, "all"][:proofs]
