@@ -15,6 +15,7 @@ names. It is imported on first use, because its dependencies take long to import
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    public = import_module(f"{__name__}.public")
-    if name == "__all__" or name in public.__all__:
-        return getattr(public, name)
+    if find_spec(f"{__name__}.{name}") is None:  # `from graph_passes import errors` asks here first
+        public = import_module(f"{__name__}.public")
+        if name == "__all__" or name in public.__all__:
+            return getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,6 +48,14 @@ def test_import_loads_no_dependency() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_import_of_a_module_does_not_load_the_public_names() -> None:
+    code = (
+        "import sys; from graph_passes import errors; print('graph_passes.public' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_module_example_runs() -> None:
     model = attention()
     result = doctest.testmod(graph_passes, extraglobs={"model": model})
