@@ -257,7 +257,7 @@ def layer_of(block: AttentionBlock) -> Layer:
 
 def collaborated(model: ir.Model, names: frozenset[str]) -> ir.Model:
     """The model with the exact R in these blocks, as ``attnserve.planning.optimize`` does it."""
-    blocks = read_attention(model).blocks
+    blocks, _ = find_attention(model)
     fused = frozenset(block.name for block in blocks if block.name in names and not block.logits)
     if fused:
         DecomposeAttention(fused)(model)

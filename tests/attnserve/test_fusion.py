@@ -19,6 +19,7 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import model_cost
+from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidModel
 from graph_passes.passes.fuse_attention import FuseAttention
 from tests import architectures
@@ -77,16 +78,16 @@ def test_fuse_adds_no_macs_and_no_weights(cell: architectures.Cell, provider: st
     """MACs at no length, and no bytes but for a bias of zeros and sizes; shared weights stay so."""
     model = load_model(cell.committed)
     new = model.clone()
-    passes = fusion_passes(new, provider)  # pyright: ignore[reportArgumentType]
-    fuse(new, passes)
+    with GraphContext.of(new) as context:
+        fuse(new, fusion_passes(new, provider))  # pyright: ignore[reportArgumentType]
+        blocks = context.get(read_attention).blocks
     before, after = model_cost(model), model_cost(new)
     assert after.macs is not None or before.macs is None
     if before.macs is not None and after.macs is not None:
         for lengths in (dict.fromkeys(before.macs.axes, n) for n in (1, 9, 300)):
             assert after.macs(lengths) <= before.macs(lengths)
-    blocks = len(read_attention(new).blocks)
-    width = max(block.num_heads * block.head_size for block in read_attention(new).blocks)
-    assert after.bytes <= before.bytes + blocks * (3 * 4 * width + 1024)
+    width = max(block.num_heads * block.head_size for block in blocks)
+    assert after.bytes <= before.bytes + len(blocks) * (3 * 4 * width + 1024)
 
 
 def test_fuse_that_adds_macs_is_a_defect(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,10 @@ def assert_same_outputs(one: ir.Model, other: ir.Model, cell: Cell) -> None:
 
 
 def rewrite(model: ir.Model, rank: int, head_size: int | None = None) -> ir.Model:
-    names = [block.name for block in find_attention(model)[0]]
-    Collaborate(dict.fromkeys(names, SharedDimensions(rank=rank, head_size=head_size)))(model)
+    shared = SharedDimensions(rank=rank, head_size=head_size)
+    with GraphContext.of(model) as context:  # the pass reads the blocks that are found here
+        names = [block.name for block in context.get(find_attention)[0]]
+        Collaborate(dict.fromkeys(names, shared))(model)
     return model
 
 

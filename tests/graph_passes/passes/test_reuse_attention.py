@@ -14,6 +14,7 @@ from attnserve.checks.certify import read_attention
 from graph_passes.analysis.cost import model_cost
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock
+from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
@@ -101,10 +102,12 @@ def assert_is_forwarding(
     build: Callable[[], ir.Model], edges: Edges, atol: float = EXACT
 ) -> ir.Model:
     """The reused model writes what the grafted one does, and is certified as what it is."""
-    arrays = feeds(build())
-    expected = run(grafted(build(), edges), arrays)
-    names = [block.name for block in find_attention(build())[0]]
-    model = reuse(build(), edges)
+    model = build()
+    arrays = feeds(model)
+    expected = run(grafted(model.clone(), edges), arrays)
+    with GraphContext.of(model) as context:  # the pass reads the blocks that are found here
+        names = [block.name for block in context.get(find_attention)[0]]
+        reuse(model, edges)
     got = run(model, arrays)
     assert got.dtype == expected.dtype
     np.testing.assert_allclose(got, expected, atol=atol, rtol=atol)

@@ -482,9 +482,9 @@ def test_submit_deadline_passes_in_queue_is_not_computed() -> None:
         first = start(batcher.submit(rows("runs")))
         await run.reached(1)
         started = perf_counter()
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded):  # while the slot is busy
             await batcher.submit(rows("late", "too"), perf_counter() + 0.03)
-        assert 0.03 <= perf_counter() - started < 1  # not only when the slot is free
+        assert perf_counter() - started >= 0.03
         with raises(DeadlineExceeded, "request.deadline"):
             await batcher.submit(rows("over"), perf_counter())
         run.go.set()
@@ -609,7 +609,7 @@ def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
 
 def test_submit_long_runs_of_large_batches_are_not_expected_of_small_ones() -> None:
     def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        threading.Event().wait(0.1 if "large" in payloads else 0.0)
+        threading.Event().wait(0.3 if "large" in payloads else 0.0)
         return echo(key, payloads)
 
     async def script(batcher: Batcher) -> None:
@@ -617,7 +617,8 @@ def test_submit_long_runs_of_large_batches_are_not_expected_of_small_ones() -> N
             await batcher.submit(rows("large", tokens=60))
         first = start(batcher.submit(rows("large", tokens=60)))
         await asyncio.sleep(0.01)
-        small = await batcher.submit(rows("small"), perf_counter() + 0.17)  # starts after 0.09 s
+        # It starts after 0.29 s, and would end after 0.59 s if it took as long as a large one.
+        small = await batcher.submit(rows("small"), perf_counter() + 0.55)
         assert small.results == [("text", "small")]
         await first
 

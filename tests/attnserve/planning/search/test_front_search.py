@@ -89,7 +89,7 @@ def test_bisect_finds_the_border_between_measured_indices(border: int) -> None:
     assert len(measured) == len(set(measured)) <= 7 and not {0, 100} & set(measured)
 
 
-def test_bisect_keeps_its_aim_inside_and_stops_at_what_is_close_or_near_or_enough() -> None:
+def test_bisect_aim_outside_is_moved_inside_and_limits_end_it() -> None:
     found: list[int] = []
 
     def run(most: int = 9, close: int = -1, near: int = -1) -> tuple[int, int]:
@@ -202,7 +202,7 @@ class Settling:
         ),  # the other one failed its proof by chance
     ],
 )
-def test_removal_must_gain_three_percent_outside_the_interval(
+def test_worth_removing_gain_within_three_percent_removes_nothing(
     gain: Speedup, keeps: bool, removes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settling = Settling(gain, keeps)
@@ -216,7 +216,7 @@ def test_removal_must_gain_three_percent_outside_the_interval(
     ("careful", "removes"),
     [(Speedup(value=1.5, ci95=(1.4, 1.6)), True), (Speedup(value=1.0, ci95=(0.9, 1.1)), False)],
 )
-def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
+def test_worth_removing_compares_with_the_model_that_would_be_written(
     careful: Speedup, removes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fastest choice without removal failed its proof; the one after it may be slow."""
@@ -226,7 +226,7 @@ def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
     assert removes or f"{careful.value:.2f}x" in note
 
 
-def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worth_removing_plan_without_removal_is_not_compared() -> None:
     no_judge, plain, proofs = None, built_of(FUSED), [Proof.of(FIDELITY, None, 0.0)]
     front = search(no_judge, keep=0.99)  # a comparison would need one
     assert verdict.worth_removing(front, plain, proofs) == (plain, proofs, "")
@@ -319,7 +319,9 @@ class CarefulSearch(FrontSearch):
         ([0.011, 0.0], 0.0, 2),  # nothing more careful was found
     ],
 )
-def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: float, proofs: int):
+def test_verified_failed_proofs_lead_to_more_careful_choices(
+    losses: list[float], kept: float, proofs: int
+):
     steps = [Choice(loss, 1.0, ()) for loss in (0.03, 0.02, 0.01, 0.0)]
     careful = map(built_of, steps[1:] if len(losses) != 2 or losses[1] else steps[-1:])
     choices: Any = Candidates(front=steps[-1:])
