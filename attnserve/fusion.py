@@ -21,9 +21,9 @@ from attnserve.context import Provider
 from attnserve.models.opset import raise_opset
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.session import open_session
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
-from graph_passes.context import GraphContext
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import CannotRewrite, InvalidModel
 from graph_passes.matching.find import find_attention
@@ -76,26 +76,26 @@ def fusion_passes(
     Raises:
         CannotRewrite: No block can be fused.
     """
-    with GraphContext.of(model) as context:
-        return _fusion_passes(context, provider, operators, is_timed_only)
+    with Analyses.of(model) as analyses:
+        return _fusion_passes(analyses, provider, operators, is_timed_only)
 
 
 def _fusion_passes(
-    context: GraphContext,
+    analyses: Analyses,
     provider: Provider,
     operators: Sequence[FusedOperator] | None,
     is_timed_only: bool,
 ) -> tuple[RewritePass, ...]:
-    model = context.model
-    shapes, opsets = small_shapes(context), dict(model.opset_imports)
+    model = analyses.model
+    shapes, opsets = small_shapes(analyses), dict(model.opset_imports)
     with suppress(CannotRewrite):
         newest = model.clone()
         raise_opset(newest, max(OPSETS.values()))
         opsets = dict(newest.opset_imports)
     if is_timed_only:
-        blocks, unmatched = context.get(find_attention)
+        blocks, unmatched = analyses.get(find_attention)
     else:
-        report = context.get(read_attention)
+        report = analyses.get(read_attention)
         blocks, unmatched = report.blocks, report.unmatched
     reasons = [failure.reason for failure in unmatched]
     chosen: dict[str, FusedOperator] = {}
@@ -135,16 +135,16 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
         operator for rewrite in attention for operator in rewrite.targets.values()
     }
     needed = max((OPSETS.get(operator, 0) for operator in operators), default=0)
-    with GraphContext.of(model) as context:
+    with Analyses.of(model) as analyses:
         before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
         if model.opset_imports.get("", 0) < needed:
             raise_opset(model, needed)
-            context.invalidate()
+            analyses.invalidate()
         for rewrite in passes:
             rewrite(model)
         if is_timed_only:
             return
-        certified = {block.name for block in context.get(read_attention).blocks}
+        certified = {block.name for block in analyses.get(read_attention).blocks}
     for workload, old in zip(COUNTED, before, strict=True):
         new = count_macs(model, workload)
         if old is not None and new is not None and new > old:
@@ -213,7 +213,7 @@ def _fused_copy(
 ) -> tuple[ir.Model, tuple[RewritePass, ...]]:
     """A fused copy of a model, and its passes; see ``fusion_passes`` and ``fuse``."""
     fused = model.clone()
-    with GraphContext.of(fused):  # blocks are found once for the choice and for the first pass
+    with Analyses.of(fused):  # blocks are found once for the choice and for the first pass
         passes = fusion_passes(fused, provider, operators, is_timed_only=is_timed_only)
         fuse(fused, passes, is_timed_only=is_timed_only)
     return fused, passes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock, Unmatched
-from graph_passes.context import GraphContext
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -33,6 +33,7 @@ from graph_passes.passes.strip_cache import StripCache
 
 __all__ = [
     "AffineMap",
+    "Analyses",
     "AttentionBlock",
     "AttnserveError",
     "BlockPass",
@@ -46,7 +47,6 @@ __all__ = [
     "FuseGelu",
     "FuseResiduals",
     "FuseSkipNorm",
-    "GraphContext",
     "InvalidArgument",
     "InvalidData",
     "InvalidModel",

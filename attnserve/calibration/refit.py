@@ -34,10 +34,10 @@ from attnserve.data.datasets import thinned
 from attnserve.models.masks import flat_mask, is_mask, no_token, not_finite, token_mask
 from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch, owned
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import constant_array, origin, readers
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjection
-from graph_passes.context import GraphContext
 from graph_passes.emit.affine import emit_affine
 from graph_passes.emit.editing import Inserter, remove_unused, share_constants
 from graph_passes.errors import CannotRewrite
@@ -206,9 +206,9 @@ def refit(
     before = interface(model)
     theirs: _Theirs | Targets = targets or _Theirs(original, names, batches, context)
     chosen = [name for name in names if name in theirs.sequence_first]
-    with GraphContext.of(model) as graph:
-        pin_names(graph.get(find_attention)[0])
-        shapes = graph.get(infer_shapes_small, batch=2, sequence=5)
+    with Analyses.of(model) as analyses:
+        pin_names(analyses.get(find_attention)[0])
+        shapes = analyses.get(infer_shapes_small, batch=2, sequence=5)
         found = find_sites(model, chosen)
     groups = _groups(found, chosen)
     mine = LayerwiseRunner(model, batches, feed=feed, known=known, context=context)
@@ -244,8 +244,8 @@ def refit(
         is_shared = _is_read_elsewhere(folds.sites)
         fitted = _fitted(model, folds.sites, folds.moments(), shapes, fit=fit and not is_shared)
         done |= {name: replace(result, is_shared=is_shared) for name, result in fitted.items()}
-        with GraphContext.of(model) as graph:
-            graph.invalidate()
+        with Analyses.of(model) as analyses:
+            analyses.invalidate()
     share_constants(model, since=before.initializers)
     check_invariants(before, model, after="refit")
     return done
@@ -405,8 +405,8 @@ def _groups(sites: Mapping[str, Site], names: Sequence[str]) -> list[list[str]]:
 
 def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
     """All maps that can be fitted, in execution order; feed-forward layers only if named."""
-    with GraphContext.of(model) as graph:
-        attention = graph.get(find_attention)[0]
+    with Analyses.of(model) as analyses:
+        attention = analyses.get(find_attention)[0]
     blocks = [_of_block(b) for b in attention if b.output is not None and not b.is_quantized]
     found = [*blocks, *map(_of_skipped, skipped(model))]
     known = {site.name for site in found}

@@ -22,6 +22,7 @@ from onnx.reference import ReferenceEvaluator
 
 from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import readers
 from graph_passes.analysis.shapes import ShapeInfo, TensorInfo, infer_shapes_small, named_axes
 from graph_passes.blocks import (
@@ -34,7 +35,6 @@ from graph_passes.blocks import (
     PositionBias,
     Unmatched,
 )
-from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidModel, MissingExtra
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.rotary_and_norms import depends_on
@@ -174,8 +174,8 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     Raises:
         MissingExtra: ONNX Runtime is not installed.
     """
-    with GraphContext.of(model) as context:
-        blocks, unmatched = context.get(find_attention)
+    with Analyses.of(model) as analyses:
+        blocks, unmatched = analyses.get(find_attention)
     failed = list(unmatched)
     certified: list[Certified] = []
 

@@ -24,9 +24,9 @@ from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.request.sharing import SharingForm
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
-from graph_passes.context import GraphContext
 from graph_passes.passes.collaborate import Collaborate
 
 __all__ = ["FormComparison", "MixingChoice", "choose_mixing"]
@@ -90,10 +90,10 @@ class FormComparison:
     def sketch(self, plan: Plan) -> ir.Model:
         """Build the graph of a plan with unfitted weights, for timing."""
         model = self.job.original.clone()
-        with GraphContext.of(model) as context:
+        with Analyses.of(model) as analyses:
             for rewrite in plan.passes:
-                rewrite.require_applicable(context)
-                rewrite.unfitted(context)(model)
+                rewrite.require_applicable(analyses)
+                rewrite.unfitted(analyses)(model)
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:

@@ -37,10 +37,10 @@ from attnserve.planning.search.search import search
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
 from attnserve.versions import versions
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.analysis.workload import Workload
-from graph_passes.context import GraphContext
 from graph_passes.errors import CheckFailed
 from graph_passes.passes.base import targets_of
 from graph_passes.passes.collaborate import Collaborate
@@ -109,7 +109,7 @@ def optimize(
         artifact, original, data, target, measure=measure, joined=joined, context=context
     )
     timer = ServedTimer(job)
-    with GraphContext.of(original):  # no step changes it: its analyses are shared
+    with Analyses.of(original):  # no step changes it: its analyses are shared
         if goal.is_given:
             rewritten = _searched(job, goal)
         elif saved is not None:

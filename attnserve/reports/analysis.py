@@ -32,8 +32,8 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.lineage import Calibration
 from attnserve.versions import versions
+from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidArgument, InvalidModel, Refusal
 from graph_passes.passes.collaborate import sharing_refusal
 from graph_passes.passes.conditions import refuse_quantized_weights
@@ -289,8 +289,8 @@ def _measurable(
     indices = {block.name: index for index, block in enumerate(report.blocks)}
     fused = {b.name: decomposition_refusal(b) for b in report.blocks if b.logits is None}
     if fused:
-        with GraphContext.of(model) as graph_context:
-            decompose_fused(graph_context, fused)
+        with Analyses.of(model) as analyses:
+            decompose_fused(analyses, fused)
         report = read_attention(model, seed=seed)
     left_out = [
         NotAnalyzed(unmatched.node.name or unmatched.node.op_type, unmatched.reason)

@@ -17,6 +17,7 @@ from fractions import Fraction
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.contrib_shapes import RULES, SHAPE_PRESERVING
 from graph_passes.analysis.operator_sets import MATRIX_PRODUCTS, MICROSOFT
@@ -29,7 +30,6 @@ from graph_passes.analysis.shapes import (
     read_axes,
 )
 from graph_passes.analysis.workload import Workload
-from graph_passes.context import GraphContext
 from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
@@ -208,8 +208,8 @@ def infer_at(model: ir.Model, workload: Workload) -> ShapeInfo:
 
 def count_macs(model: ir.Model, workload: Workload) -> int | None:
     """MACs of one run; None if something in the graph cannot be counted."""
-    with GraphContext.of(model) as context:
-        total, uncounted = macs_at(context.get(infer_at, workload), model.graph)
+    with Analyses.of(model) as analyses:
+        total, uncounted = macs_at(analyses.get(infer_at, workload), model.graph)
     return None if uncounted else total
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import (
     constant_array,
     constant_shape,
@@ -19,7 +20,6 @@ from graph_passes.analysis.evaluation import evaluate
 from graph_passes.analysis.operator_sets import FLATTENS, GELUS, MICROSOFT, RESHAPES
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import FeedForwardBlock, Linear, Operand
-from graph_passes.context import GraphContext
 from graph_passes.matching.naming import assign_names, common_path, pinned_name
 from graph_passes.matching.products import linear
 from graph_passes.matching.quantized import quantized_linear
@@ -52,8 +52,8 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     number of neurons) has another reader, or if there are fewer neurons than input elements. Such
     bottlenecks are adapters or summaries. A wide pooler with its classifier matches.
     """
-    with GraphContext.of(model) as context:
-        runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+    with Analyses.of(model) as analyses:
+        runs = [analyses.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = model.graph.all_nodes()
     matches = (_match(node, runs, model.opset_imports) for node in nodes)
     # A quantized product has several outputs, before and after scale and bias: the last one stays.

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.operator_sets import REWRITE_FIRST, SELECTIONS
 from graph_passes.analysis.shapes import drop_length_dependent, infer_shapes_small
 from graph_passes.blocks import (
@@ -22,7 +23,6 @@ from graph_passes.blocks import (
     RotaryTerm,
     Unmatched,
 )
-from graph_passes.context import GraphContext
 from graph_passes.errors import MALFORMED_NODE, InvalidModel
 from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.idioms import SOFTMAXES, SoftmaxMatch
@@ -60,9 +60,9 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     Returns:
         Blocks in order of execution, and candidate nodes that did not match, with reasons.
     """
-    with GraphContext.of(model) as context:
-        info = context.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
-        others = context.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
+    with Analyses.of(model) as analyses:
+        info = analyses.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
+        others = analyses.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
     reader = LayoutReader(drop_length_dependent(info, others), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
     unmatched: list[Unmatched] = []

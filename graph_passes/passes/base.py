@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_args
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import redirect_shapes, remove_unused, share_constants
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.factorize.moments import TokenMoments
@@ -89,55 +89,55 @@ class RewritePass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         # Not in ``requires`` and ``ensures``: the invariants need the interface before the rewrite.
-        with GraphContext.of(model) as context:
-            self.require_applicable(context)
-            expected = self.expected_interface(interface(model), context)
-            modified = self.rewrite_graph(context)
+        with Analyses.of(model) as analyses:
+            self.require_applicable(analyses)
+            expected = self.expected_interface(interface(model), analyses)
+            modified = self.rewrite_graph(analyses)
             if modified:
-                context.invalidate()
+                analyses.invalidate()
             check_invariants(expected, model, after=type(self).__name__)
             return ir.passes.PassResult(model, modified=modified)
 
-    def require_applicable(self, context: GraphContext) -> None:
+    def require_applicable(self, analyses: Analyses) -> None:
         """Run the stages before the rewrite: validate, prepare and check.
 
         Raises:
             InvalidArgument: The parameters do not fit the model.
             CannotRewrite: The pass does not apply to the model.
         """
-        self.validate(context)
-        self.prepare(context)
-        self.check(context)
+        self.validate(analyses)
+        self.prepare(analyses)
+        self.check(analyses)
 
     # ---- the stages, overridden by rewrites ------------------------------------------------------
 
-    def validate(self, context: GraphContext) -> None:
+    def validate(self, analyses: Analyses) -> None:
         """Raise InvalidArgument if the parameters do not fit the model. The graph stays as it is.
 
         By default, any model fits.
         """
 
-    def prepare(self, context: GraphContext) -> None:
+    def prepare(self, analyses: Analyses) -> None:
         """Edit the graph as the later stages need it; by default, nothing is edited.
 
         The edit is exact, because the pass may still be refused. A second call changes nothing.
         """
 
-    def check(self, context: GraphContext) -> None:
+    def check(self, analyses: Analyses) -> None:
         """Raise CannotRewrite if the pass does not apply. The graph stays as it is.
 
         By default, it applies.
         """
 
     @abstractmethod
-    def rewrite_graph(self, context: GraphContext) -> bool:
+    def rewrite_graph(self, analyses: Analyses) -> bool:
         """Change the graph, and return whether anything changed."""
 
-    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
+    def expected_interface(self, before: Interface, analyses: Analyses) -> Interface:
         """The interface of the rewritten model; by default that of the model, with ``caches``."""
-        return before.with_caches(self.caches(context))
+        return before.with_caches(self.caches(analyses))
 
-    def caches(self, context: GraphContext) -> Mapping[str, CacheShape | None]:
+    def caches(self, analyses: Analyses) -> Mapping[str, CacheShape | None]:
         """The caches that the pass changes, by the name of input or output; None if removed."""
         return {}
 
@@ -151,13 +151,13 @@ class RewritePass(ir.passes.InPlacePass):
         """
         return self.is_fitted
 
-    def blocks_to_fit(self, context: GraphContext) -> Sequence[AttentionBlock]:
+    def blocks_to_fit(self, analyses: Analyses) -> Sequence[AttentionBlock]:
         """The blocks of the prepared graph whose token moments ``fitted`` uses."""
         return ()
 
     def fitted(
         self,
-        context: GraphContext,
+        analyses: Analyses,
         moments: Mapping[str, TokenMoments],
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
@@ -169,7 +169,7 @@ class RewritePass(ir.passes.InPlacePass):
         """
         return self
 
-    def unfitted(self, context: GraphContext) -> Self:
+    def unfitted(self, analyses: Analyses) -> Self:
         """The same pass with placeholders for fitted weights, for models that are only timed."""
         return self
 
@@ -245,12 +245,12 @@ class BlockPass(RewritePass, Generic[Block, Params]):
 
     @classmethod
     @abstractmethod
-    def find(cls, context: GraphContext) -> Sequence[Block]:
+    def find(cls, analyses: Analyses) -> Sequence[Block]:
         """Every block of the model that the pass could apply to, in order of execution."""
 
     @classmethod
     @abstractmethod
-    def refusal(cls, block: Block, params: Params | None, context: GraphContext) -> Refusal | None:
+    def refusal(cls, block: Block, params: Params | None, analyses: Analyses) -> Refusal | None:
         """Why a block cannot be rewritten; None if it can. Nothing is raised.
 
         Args:
@@ -260,7 +260,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """
 
     @abstractmethod
-    def rewrite(self, targets: Sequence[tuple[Block, Params]], context: GraphContext) -> None:
+    def rewrite(self, targets: Sequence[tuple[Block, Params]], analyses: Analyses) -> None:
         """Rewrite blocks, which are in order of execution.
 
         The base class removes nodes that become unused.
@@ -295,14 +295,14 @@ class BlockPass(RewritePass, Generic[Block, Params]):
 
     # ---- the stages of a pass --------------------------------------------------------------------
 
-    def validate(self, context: GraphContext) -> None:
+    def validate(self, analyses: Analyses) -> None:
         """Validate the parameters of each target.
 
         Raises:
             CannotRewrite: No block has the name of a target.
             InvalidArgument: Parameters do not fit their block.
         """
-        by_name = {block.name: block for block in self.find(context)}
+        by_name = {block.name: block for block in self.find(analyses)}
         for name, params in self.targets.items():
             if (block := by_name.get(name)) is None:
                 names = ", ".join(list(by_name)[:8]) or "none"
@@ -314,31 +314,31 @@ class BlockPass(RewritePass, Generic[Block, Params]):
                 )
             self.validate_params(block, params)
 
-    def check(self, context: GraphContext) -> None:
+    def check(self, analyses: Analyses) -> None:
         """Ask ``refusal`` for each block that changes.
 
         Raises:
             CannotRewrite: A block is refused.
         """
-        for block, params in self._changed(context):
-            if refusal := self.refusal(block, params, context):
+        for block, params in self._changed(analyses):
+            if refusal := self.refusal(block, params, analyses):
                 raise refusal.error(block.name, "leave this layer out")
 
-    def rewrite_graph(self, context: GraphContext) -> bool:
-        model, targets = context.model, self._changed(context)
+    def rewrite_graph(self, analyses: Analyses) -> bool:
+        model, targets = analyses.model, self._changed(analyses)
         if not targets:
             return False
         since = frozenset(model.graph.initializers)
-        pin_names(self.find(context))
-        self.rewrite(targets, context)
+        pin_names(self.find(analyses))
+        self.rewrite(targets, analyses)
         share_constants(model, since=since)
         remove_unused(model)
         redirect_shapes(model, [b for b, _ in targets if isinstance(b, AttentionBlock)])
         return True
 
-    def _changed(self, context: GraphContext) -> list[tuple[Block, Params]]:
+    def _changed(self, analyses: Analyses) -> list[tuple[Block, Params]]:
         """The blocks that the pass changes, with their parameters, in order of execution."""
-        blocks = [block for block in self.find(context) if block.name in self.targets]
+        blocks = [block for block in self.find(analyses) if block.name in self.targets]
         targets = [(block, self.targets[block.name]) for block in blocks]
         return [(block, params) for block, params in targets if self.changes(block, params)]
 
@@ -371,8 +371,8 @@ class AttentionPass(BlockPass[AttentionBlock, Params]):
         return {"heads": 0 if block is None else block.q.num_heads}
 
     @classmethod
-    def find(cls, context: GraphContext) -> Sequence[AttentionBlock]:
-        return context.get(find_attention)[0]
+    def find(cls, analyses: Analyses) -> Sequence[AttentionBlock]:
+        return analyses.get(find_attention)[0]
 
 
 class FeedForwardPass(BlockPass[FeedForwardBlock, Params]):
@@ -384,8 +384,8 @@ class FeedForwardPass(BlockPass[FeedForwardBlock, Params]):
         return {"neurons": 0 if block is None else block.num_neurons}
 
     @classmethod
-    def find(cls, context: GraphContext) -> Sequence[FeedForwardBlock]:
-        return context.get(find_feed_forward)
+    def find(cls, analyses: Analyses) -> Sequence[FeedForwardBlock]:
+        return analyses.get(find_feed_forward)
 
 
 def _require_keys(name: str, content: Mapping[str, Any], expected: set[str]) -> None:
@@ -398,19 +398,19 @@ def _require_keys(name: str, content: Mapping[str, Any], expected: set[str]) -> 
         )
 
 
-def small_shapes(context: GraphContext, *, distinct_lengths: bool = False) -> ShapeInfo:
+def small_shapes(analyses: Analyses, *, distinct_lengths: bool = False) -> ShapeInfo:
     """Shapes of all values at a small batch and length.
 
     Args:
         distinct_lengths: Give axes with different names different lengths.
     """
-    return context.get(infer_shapes_small, batch=2, sequence=5, distinct_lengths=distinct_lengths)
+    return analyses.get(infer_shapes_small, batch=2, sequence=5, distinct_lengths=distinct_lengths)
 
 
-def pin_all_names(context: GraphContext) -> None:
+def pin_all_names(analyses: Analyses) -> None:
     """Record the names of all blocks, before a pass changes constants that names come from."""
-    pin_names(context.get(find_attention)[0])
-    pin_names(context.get(find_feed_forward))
+    pin_names(analyses.get(find_attention)[0])
+    pin_names(analyses.get(find_feed_forward))
 
 
 def registered_passes() -> Mapping[str, type[RewritePass]]:

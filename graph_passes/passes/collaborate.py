@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     AttentionBlock,
@@ -21,7 +22,6 @@ from graph_passes.blocks import (
     Mask,
     Weighted,
 )
-from graph_passes.context import GraphContext
 from graph_passes.emit.attention import KEY_TERM, entangled_bias
 from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
 from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
@@ -140,13 +140,13 @@ class Collaborate(AttentionPass[SharedDimensions]):
         """Truncated heads are refitted once, after the pass; shared keys need exact inputs."""
         return any(not params.is_sparse for params in self.targets.values())
 
-    def blocks_to_fit(self, context: GraphContext) -> list[AttentionBlock]:
+    def blocks_to_fit(self, analyses: Analyses) -> list[AttentionBlock]:
         """The blocks that lose dimensions."""
-        return [block for block, params in self._changed(context) if _is_lossy(block, params)]
+        return [block for block, params in self._changed(analyses) if _is_lossy(block, params)]
 
     def fitted(
         self,
-        context: GraphContext,
+        analyses: Analyses,
         moments: Mapping[str, TokenMoments],
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
@@ -159,7 +159,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 are approximated.
             progress: Called with (blocks done, blocks in total).
         """
-        targets = self._changed(context)
+        targets = self._changed(analyses)
         factors: dict[str, CollaborativeFactors | RotaryFactors] = {}
         for uses in _equal_weights(targets):
             first, params = uses[0], self.targets[uses[0].name]
@@ -185,13 +185,13 @@ class Collaborate(AttentionPass[SharedDimensions]):
             for name, params in self.targets.items()
         })  # fmt: skip
 
-    def unfitted(self, context: GraphContext) -> Self:
+    def unfitted(self, analyses: Analyses) -> Self:
         """The same pass with placeholder factors, for models that are only timed.
 
         Rotary positions get their own factors, which are computed from the weights.
         """
         targets = dict(self.targets)
-        for block, params in self._changed(context):
+        for block, params in self._changed(analyses):
             if block.q.rotary_terms:
                 continue
             heads, rank = len(block.own_heads), params.rank
@@ -229,13 +229,13 @@ class Collaborate(AttentionPass[SharedDimensions]):
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: SharedDimensions | None, context: GraphContext
+        cls, block: AttentionBlock, params: SharedDimensions | None, analyses: Analyses
     ) -> Refusal | None:
         if params is None:
             return collaborate_refusal(block, shared=True)
         if refusal := collaborate_refusal(block, caches=params.cache, shared=not params.is_sparse):
             return refusal
-        if block.k.is_cached and block.graph is not context.model.graph:
+        if block.k.is_cached and block.graph is not analyses.model.graph:
             return Refusal("cache_scope", "its cached keys stay inside the body of a node")
         if block.k.is_cached and params.is_sparse:
             return Refusal(
@@ -244,9 +244,9 @@ class Collaborate(AttentionPass[SharedDimensions]):
             )
         return None
 
-    def caches(self, context: GraphContext) -> Mapping[str, CacheShape | None]:
+    def caches(self, analyses: Analyses) -> Mapping[str, CacheShape | None]:
         shapes: dict[str, CacheShape] = {}
-        for block, params in self._changed(context):
+        for block, params in self._changed(analyses):
             if (cache := cache_of(block.k)) is not None:
                 factors = _factors(block, params)
                 assert isinstance(factors, CollaborativeFactors)
@@ -254,12 +254,12 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 shapes |= {value.name or "": shape for value in (cache.past[0], cache.present)}
         return shapes
 
-    def prepare(self, context: GraphContext) -> None:
+    def prepare(self, analyses: Analyses) -> None:
         """Decompose fused targets: the scores inside a fused operator cannot be replaced."""
-        decompose_fused(context, self.targets.keys())
+        decompose_fused(analyses, self.targets.keys())
 
-    def rewrite(self, targets: AttentionTargets[SharedDimensions], context: GraphContext) -> None:
-        info = small_shapes(context)
+    def rewrite(self, targets: AttentionTargets[SharedDimensions], analyses: Analyses) -> None:
+        info = small_shapes(analyses)
         factored = [(block, params, _factors(block, params)) for block, params in targets]
         uses = Counter(id(factors.key) for _, _, factors in factored)
         for block, params, factors in factored:

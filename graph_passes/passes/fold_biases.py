@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import (
     constant_array,
     constant_shape,
@@ -15,7 +16,6 @@ from graph_passes.analysis.constants import (
     is_constant,
 )
 from graph_passes.analysis.operator_sets import MICROSOFT
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused
 from graph_passes.passes.base import RewritePass, pin_all_names
 
@@ -35,10 +35,10 @@ class FoldBiases(RewritePass):
 
     name: ClassVar[str] = "fold_biases"
 
-    def rewrite_graph(self, context: GraphContext) -> bool:
-        model, modified = context.model, False
+    def rewrite_graph(self, analyses: Analyses) -> bool:
+        model, modified = analyses.model, False
         # Names may come from the biases: plans and blocks in float32 refer to them.
-        pin_all_names(context)
+        pin_all_names(analyses)
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
                 match = _match(node)

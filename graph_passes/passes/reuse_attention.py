@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import Field
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
 from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import heads_refusal
@@ -82,9 +82,9 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: ReusedHeads | None, context: GraphContext
+        cls, block: AttentionBlock, params: ReusedHeads | None, analyses: Analyses
     ) -> Refusal | None:
-        blocks = list(cls.find(context))
+        blocks = list(cls.find(analyses))
         if refusal := reused_elsewhere(block, blocks):
             return refusal
         if params is None:
@@ -92,7 +92,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
             return reuse_refusal(block, blocks[:place])
         by_name = {other.name: other for other in blocks}
         runs = [
-            small_shapes(context, distinct_lengths=distinct_lengths)
+            small_shapes(analyses, distinct_lengths=distinct_lengths)
             for distinct_lengths in (False, True)
         ]
         for source in dict.fromkeys(source for source, _ in params.values()):
@@ -104,23 +104,23 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
             return emission_refusal(block, runs[0])
         return None
 
-    def validate(self, context: GraphContext) -> None:
+    def validate(self, analyses: Analyses) -> None:
         """Check the edges of all targets together: a source must not be reused itself.
 
         Raises:
             InvalidArgument: An edge is not from a head to an exact head of an earlier layer.
         """
-        check_edges(self.targets, self.find(context))
-        super().validate(context)
+        check_edges(self.targets, self.find(analyses))
+        super().validate(analyses)
 
-    def prepare(self, context: GraphContext) -> None:
+    def prepare(self, analyses: Analyses) -> None:
         """Decompose fused targets and sources: only plain operators show their masks."""
         sources = {source for heads in self.targets.values() for source, _ in heads.values()}
-        decompose_fused(context, sources | self.targets.keys())
+        decompose_fused(analyses, sources | self.targets.keys())
 
-    def rewrite(self, targets: AttentionTargets[ReusedHeads], context: GraphContext) -> None:
-        by_name = {block.name: block for block in self.find(context)}
-        available = _Available(small_shapes(context), by_name)
+    def rewrite(self, targets: AttentionTargets[ReusedHeads], analyses: Analyses) -> None:
+        by_name = {block.name: block for block in self.find(analyses)}
+        available = _Available(small_shapes(analyses), by_name)
         for block, heads in targets:
             _reuse(block, heads, available)
 

@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import constant_array
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock, OutputProjection
-from graph_passes.context import GraphContext
 from graph_passes.emit.affine import emit_affine, emit_constant
 from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import TOKEN_LAYOUT
@@ -118,14 +118,14 @@ class SkipAttention(AttentionPass[Replacement]):
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: Replacement | None, context: GraphContext
+        cls, block: AttentionBlock, params: Replacement | None, analyses: Analyses
     ) -> Refusal | None:
         refusal = caller_reads(block) or skip_refusal(block)
-        return refusal or reused_elsewhere(block, cls.find(context))
+        return refusal or reused_elsewhere(block, cls.find(analyses))
 
-    def rewrite(self, targets: AttentionTargets[Replacement], context: GraphContext) -> None:
+    def rewrite(self, targets: AttentionTargets[Replacement], analyses: Analyses) -> None:
         for block, params in targets:
-            emit_skip(block, params.map_for(block), small_shapes(context))
+            emit_skip(block, params.map_for(block), small_shapes(analyses))
 
 
 def skip_refusal(block: AttentionBlock) -> Refusal | None:

@@ -18,8 +18,8 @@ from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.runtime.session import open_session
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import model_cost
-from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidModel
 from graph_passes.passes.fuse_attention import FuseAttention
 from tests import architectures
@@ -78,9 +78,9 @@ def test_fuse_adds_no_macs_and_no_weights(cell: architectures.Cell, provider: st
     """MACs at no length, and no bytes but for a bias of zeros and sizes; shared weights stay so."""
     model = load_model(cell.committed)
     new = model.clone()
-    with GraphContext.of(new) as context:
+    with Analyses.of(new) as analyses:
         fuse(new, fusion_passes(new, provider))  # pyright: ignore[reportArgumentType]
-        blocks = context.get(read_attention).blocks
+        blocks = analyses.get(read_attention).blocks
     before, after = model_cost(model), model_cost(new)
     assert after.macs is not None or before.macs is None
     if before.macs is not None and after.macs is not None:

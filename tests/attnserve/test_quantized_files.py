@@ -32,10 +32,10 @@ from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
 from attnserve.runtime.session import open_session
 from attnserve.serving.model_check import LoadChecker
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.cost import parameter_bytes
 from graph_passes.analysis.workload import Workload
-from graph_passes.context import GraphContext
 from graph_passes.errors import CannotRewrite, InvalidModel
 from tests import architectures
 from tests.architectures import ARCHITECTURES, COMMITTED, OTHER_LENGTHS
@@ -156,8 +156,8 @@ def test_fuse_quantized_model_keeps_its_integers_and_outputs(
     """No activation of these models moves to another integer, so that outputs are equal."""
     model, feed = made(architecture, tool, tmp_path)
     new = model.clone()
-    with GraphContext.of(new) as context:
-        report = context.get(read_attention)
+    with Analyses.of(new) as analyses:
+        report = analyses.get(read_attention)
         assert [unmatched.reason for unmatched in report.unmatched] == []
         assert len(report.blocks) == 2
         is_quantized = (architecture, tool) not in UNCHANGED

@@ -13,9 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.planning.blocks.limits import MULTIPLE
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import origin
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import Refusal
@@ -230,7 +230,7 @@ def group_blocks(
         ffn: Allow the removal of neurons.
     """
     blocks_by_weight: dict[object, list[Block]] = {}
-    context = GraphContext(model)
+    analyses = Analyses(model)
     for block in attention:
         if block.graph is model.graph and block.output is not None:
             blocks_by_weight.setdefault(origin(block.output.weight), []).append(block)
@@ -248,16 +248,16 @@ def group_blocks(
             refusals += [] if ffn else [NOT_ALLOWED]
             kind, count = "feed_forward", first.num_neurons
         else:
-            refusals = [_refusal(b, context) for b in blocks if isinstance(b, AttentionBlock)]
+            refusals = [_refusal(b, analyses) for b in blocks if isinstance(b, AttentionBlock)]
             kind, count = "attention", first.num_heads
         refusal = next((reason for reason in refusals if reason is not None), None)
         groups.append(TiedBlocks(kind, tuple(blocks), count, refusal))
     return groups
 
 
-def _refusal(block: AttentionBlock, context: GraphContext) -> Refusal | None:
-    return PruneHeads.refusal(block, None, context) or emission_refusal(
-        block, small_shapes(context)
+def _refusal(block: AttentionBlock, analyses: Analyses) -> Refusal | None:
+    return PruneHeads.refusal(block, None, analyses) or emission_refusal(
+        block, small_shapes(analyses)
     )
 
 
@@ -326,11 +326,11 @@ def apply_config(
     """
     count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
     mask = [1] * config.kept + [0] * (count - config.kept)
-    with GraphContext.of(model) as context:
+    with Analyses.of(model) as analyses:
         for rewrite in passes_of(block, config, mask):
             if rewrite.is_fitted and moments is not None:
-                rewrite.require_applicable(context)
-                rewrite = rewrite.fitted(context, {block.name: moments})
+                rewrite.require_applicable(analyses)
+                rewrite = rewrite.fitted(analyses, {block.name: moments})
             rewrite(model)
 
 
@@ -343,6 +343,6 @@ def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]
     Raises:
         CannotRewrite: See ``ReuseAttention``.
     """
-    with GraphContext.of(model):
+    with Analyses.of(model):
         PruneHeads(masks)(model)
         ReuseAttention(edges)(model)

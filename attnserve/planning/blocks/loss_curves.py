@@ -39,8 +39,8 @@ from attnserve.planning.blocks.loss_estimation import LossEstimator
 from attnserve.planning.heads.selection import Reuse, edges_of
 from attnserve.precision.convert import Precision, convert_alone
 from attnserve.runtime.interface import Batch
+from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.errors import AttnserveError
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.find import find_attention
@@ -308,8 +308,8 @@ def _by_group(
 
 
 def _decompose(model: ir.Model, names: Collection[str]) -> None:
-    with GraphContext.of(model) as context:
-        decompose_fused(context, names)
+    with Analyses.of(model) as analyses:
+        decompose_fused(analyses, names)
 
 
 def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:

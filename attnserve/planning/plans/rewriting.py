@@ -16,9 +16,9 @@ from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.example_inputs import random_batches
 from attnserve.models.lineage import StepRecord
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs, infer_at, macs_at
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
@@ -105,13 +105,13 @@ class Rewriting:
     """
 
     job: Job
-    graph_context: GraphContext
+    analyses: Analyses
     fit: bool
     steps: list[BlockRewrite] = field(default_factory=list[BlockRewrite])
 
     @property
     def model(self) -> ir.Model:
-        return self.graph_context.model
+        return self.analyses.model
 
     def run(self, rewrite: RewritePass) -> None:
         """Run a pass.
@@ -143,17 +143,17 @@ class Rewriting:
 
     def _fitted(self, rewrite: RewritePass) -> RewritePass:
         """Fit a pass to the tokens of the model as rewritten so far."""
-        rewrite.require_applicable(self.graph_context)
+        rewrite.require_applicable(self.analyses)
         if rewrite.needs_refit or not self.fit:
             self._refit()
         self._certify()
         moments: dict[str, TokenMoments] = {}
-        blocks = [block for block in rewrite.blocks_to_fit(self.graph_context)
+        blocks = [block for block in rewrite.blocks_to_fit(self.analyses)
                   if block.graph is self.model.graph]  # fmt: skip
         if self.job.data is not None and blocks:  # a session cannot observe the body of an If
             batches = enough(self.job.data.fit, blocks)
             moments = collect_moments(self.model, blocks, batches, context=self.job.context)
-        return rewrite.fitted(self.graph_context, moments, self.job.context.stage("factor"))
+        return rewrite.fitted(self.analyses, moments, self.job.context.stage("factor"))
 
     def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> list[BlockRewrite]:
         """Run a lossy pass, whose MACs are attributed to its blocks one after another."""
@@ -188,7 +188,7 @@ class Rewriting:
         if not targets:
             return []
         macs = self._macs()
-        attention = {block.name for block in self.graph_context.get(find_attention)[0]}
+        attention = {block.name for block in self.analyses.get(find_attention)[0]}
         return [
             BlockRewrite(
                 rewrite=rewrite.name, block=name, macs=macs, is_certified=name not in attention
@@ -217,7 +217,7 @@ class Rewriting:
             context=self.job.context, fit=self.fit,
             feed=lambda batch: shaped_for(self.model, batch, empty),
         )  # fmt: skip
-        self.graph_context.invalidate()
+        self.analyses.invalidate()
         for step in self.steps:
             result = refits.get(step.block)
             step.is_measured = True
@@ -239,9 +239,9 @@ class Rewriting:
         rewritten = {step.block for step in self.steps if not step.is_certified}
         if not rewritten:
             return
-        feed_forwards = {block.name for block in self.graph_context.get(find_feed_forward)}
+        feed_forwards = {block.name for block in self.analyses.get(find_feed_forward)}
         removed = {gap.name for gap in skipped(self.model)} | feed_forwards
-        report = self.graph_context.get(read_attention, seed=self.job.context.seed)
+        report = self.analyses.get(read_attention, seed=self.job.context.seed)
         certified = {block.name for block in report.blocks}
         if lost := sorted(rewritten - removed - certified):
             reason = report.unmatched[0].reason if report.unmatched else "it is not found any more"
@@ -257,16 +257,16 @@ class Rewriting:
 
     def _blocks(self) -> dict[str, AttentionBlock | FeedForwardBlock]:
         blocks: dict[str, AttentionBlock | FeedForwardBlock] = {
-            block.name: block for block in self.graph_context.get(find_feed_forward)
+            block.name: block for block in self.analyses.get(find_feed_forward)
         }
-        return blocks | {block.name: block for block in self.graph_context.get(find_attention)[0]}
+        return blocks | {block.name: block for block in self.analyses.get(find_attention)[0]}
 
     def _macs_by_block(self) -> dict[str, int]:
-        shapes = self.graph_context.get(infer_at, self.job.counted)
+        shapes = self.analyses.get(infer_at, self.job.counted)
         macs = {b.name: macs_at(shapes, (*b.products, b.product))[0]
-                for b in self.graph_context.get(find_feed_forward)}  # fmt: skip
-        attention = [*self.graph_context.get(find_attention)[0], *skipped(self.model)]
+                for b in self.analyses.get(find_feed_forward)}  # fmt: skip
+        attention = [*self.analyses.get(find_attention)[0], *skipped(self.model)]
         return macs | {place.name: macs_at(shapes, place.nodes)[0] for place in attention}
 
     def _macs(self) -> int | None:
-        return self.graph_context.get(count_macs, self.job.counted)
+        return self.analyses.get(count_macs, self.job.counted)

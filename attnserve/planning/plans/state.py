@@ -18,8 +18,8 @@ from attnserve.planning.plans.rewriting import ApplyReport, Rewriting
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
 from attnserve.precision.products import WeightKey
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
-from graph_passes.context import GraphContext
 from graph_passes.passes.base import RewritePass, targets_of
 
 if TYPE_CHECKING:  # it needs PyTorch
@@ -90,9 +90,9 @@ class State:
     def rewrite(self, rewrite: RewritePass) -> None:
         """Run a pass; see ``Rewriting``."""
         if self._rewriting is None:
-            graph_context = self._scope.enter_context(GraphContext.of(self.model))
+            analyses = self._scope.enter_context(Analyses.of(self.model))
             fit = self.fit and self.job.data is not None
-            self._rewriting = Rewriting(self.job, graph_context, fit)
+            self._rewriting = Rewriting(self.job, analyses, fit)
         self._rewriting.run(rewrite)
         self.passes.append(rewrite)
 

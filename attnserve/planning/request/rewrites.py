@@ -23,7 +23,7 @@ from attnserve.planning.request.heads import (
 from attnserve.planning.request.neurons import choose_neurons
 from attnserve.planning.request.request import Request
 from attnserve.planning.request.sharing import SharingChooser, SharingForm
-from graph_passes.context import GraphContext
+from graph_passes.analyses import Analyses
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.base import RewritePass
@@ -63,8 +63,8 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
     """
     if rewrites.are_given:
         require_attention(job.report)
-    with GraphContext.of(job.original) as context:
-        return _plan_request(Request(rewrites, job, context))
+    with Analyses.of(job.original) as analyses:
+        return _plan_request(Request(rewrites, job, analyses))
 
 
 def _plan_request(request: Request) -> PlannedRequest:
@@ -175,7 +175,7 @@ def _neurons(request: Request) -> Masks:
     tied = group_blocks(request.model, request.blocks, ffn=True)
     groups = [group for group in tied if group.kind == "feed_forward"]
     refusals = {name: group.refusal for group in groups for name in group.names}
-    for block in request.graph_context.get(find_feed_forward):
+    for block in request.analyses.get(find_feed_forward):
         if refusal := request.in_body(block) or refusals.get(block.name, SAME_NAME):
             request.warnings.append(f"{block.name} keeps all its neurons: {refusal}")
     groups = [group for group in groups if group.refusal is None]

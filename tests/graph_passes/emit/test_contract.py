@@ -17,8 +17,8 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.opset import raise_opset
+from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
@@ -112,8 +112,8 @@ def found(source: str, opset: int) -> tuple[ir.Model, AttentionBlock]:
     model = SOURCES[source].build()
     if opset:
         raise_opset(model, opset)
-    context = OPEN.enter_context(GraphContext.of(model))
-    (block,), _ = context.get(find_attention)
+    analyses = OPEN.enter_context(Analyses.of(model))
+    (block,), _ = analyses.get(find_attention)
     return model, block
 
 
@@ -128,8 +128,8 @@ def block_of(source: str, emission: str) -> tuple[ir.Model, AttentionBlock, Atte
 def refusal_code(source: str, emission: str) -> str:
     """Why the pass cannot emit the graph; empty if it can."""
     model, block, rewrite = block_of(source, emission)
-    with GraphContext.of(model) as context:
-        refusal = rewrite.refusal(block, rewrite.targets[block.name], context)
+    with Analyses.of(model) as analyses:
+        refusal = rewrite.refusal(block, rewrite.targets[block.name], analyses)
     return "" if refusal is None else refusal.code
 
 

@@ -17,11 +17,11 @@ from attnserve.context import ONE_THREAD
 from attnserve.models.onnx_files import load_model
 from attnserve.models.opset import raise_opset
 from attnserve.runtime.session import open_session
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs, model_cost, parameter_bytes
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock, Causal, PositionBias
-from graph_passes.context import GraphContext
 from graph_passes.emit.fused_attention import LOW, OPSETS, FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
@@ -91,8 +91,8 @@ def raised(model: ir.Model, form: FusedOperator) -> ir.Model:
 def fuse(model: ir.Model, form: FusedOperator, *names: str) -> ir.Model:
     """Fuse all blocks, or those with these names."""
     raised(model, form)
-    with GraphContext.of(model) as context:  # the pass reads the blocks that are found here
-        names = names or tuple(block.name for block in context.get(find_attention)[0])
+    with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
+        names = names or tuple(block.name for block in analyses.get(find_attention)[0])
         result = FuseAttention(dict.fromkeys(names, form))(model)
     assert result.modified
     return result.model

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve.checks.certify import read_attention
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import model_cost
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
@@ -105,8 +105,8 @@ def assert_is_forwarding(
     model = build()
     arrays = feeds(model)
     expected = run(grafted(model.clone(), edges), arrays)
-    with GraphContext.of(model) as context:  # the pass reads the blocks that are found here
-        names = [block.name for block in context.get(find_attention)[0]]
+    with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
+        names = [block.name for block in analyses.get(find_attention)[0]]
         reuse(model, edges)
     got = run(model, arrays)
     assert got.dtype == expected.dtype

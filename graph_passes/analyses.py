@@ -10,21 +10,21 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import onnx_ir as ir
 
-__all__ = ["GraphContext"]
+__all__ = ["Analyses"]
 
-KEY = "attnserve.context"
+KEY = "attnserve.analyses"
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class GraphContext:
+class Analyses:
     """Computed analyses of one graph, kept until the graph changes (LLVM: AnalysisManager).
 
     An analysis is any function whose first argument is the model. Passes invalidate all results
     when they change the graph. Call ``invalidate`` after any other edit.
 
-    ``with GraphContext.of(model) as context:`` shares the results among all passes in the block.
+    ``with Analyses.of(model) as analyses:`` shares the results among all passes in the block.
 
     Attributes:
         model: The model that the graph belongs to.
@@ -57,7 +57,7 @@ class GraphContext:
 
     @classmethod
     @contextmanager
-    def of(cls, model: ir.Model) -> Generator[GraphContext]:
+    def of(cls, model: ir.Model) -> Generator[Analyses]:
         """The analyses that an outer block keeps for the model, or new ones for this block."""
         active = model.meta.get(KEY)
         if isinstance(active, cls) and active.model is model:  # clones copy the reference
