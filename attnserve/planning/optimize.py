@@ -119,7 +119,7 @@ def optimize(
         report = _report(job, rewritten, timer, file)
     _require_cosine(report, write.min_cosine)
     if saved is not None:
-        saved.require_promise(report.fidelity)
+        saved.require_guarantee(report.fidelity)
     if not write.dry_run:
         _write(job, rewritten.state.result, report, external=write.external_data)
         for training in rewritten.plan.trainings if saved is not None else ():

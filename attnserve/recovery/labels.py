@@ -289,7 +289,7 @@ class Labels:
         if min(map(len, parts)) < MIN_ROWS:
             sizes = ", ".join(str(len(part)) for part in parts)
             raise InvalidData(
-                f"`data` has {sizes} labeled rows to fit, to choose and to prove: expected"
+                f"`data` has {sizes} labeled rows to fit, to choose and to verify: expected"
                 f" {MIN_ROWS} of each at least",
                 "give more labeled rows",
                 code="recovery.few_labels",

@@ -77,7 +77,7 @@ def check_input(job: Job) -> str:
     if not (data.fit and data.choose and data.held_out):
         raise InvalidData(
             "the files of `data` have nearly the same rows: none are left for one of the parts to "
-            "fit, to choose and to prove",
+            "fit, to choose and to verify",
             "give more unlabeled text, each row in one file",
             code="recovery.few_rows",
         )

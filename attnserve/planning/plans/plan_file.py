@@ -123,13 +123,13 @@ class SavedPlan:
         return cls(path, _read(path))
 
     @property
-    def promised(self) -> float | None:
+    def guaranteed(self) -> float | None:
         """The guaranteed quality; None if the search guaranteed a task score, or had no gain."""
         asked = self.record.asked
         return asked.keep if self.record.gain and asked.measure != "score" else None
 
-    def require_promise(self, fidelity: Fidelity) -> None:
-        """Check that the model of the plan keeps what its search promised.
+    def require_guarantee(self, fidelity: Fidelity) -> None:
+        """Check that the model of the plan keeps what its search guarantees.
 
         The interval is compared, because these rows differ from the verification rows of the
         search.
@@ -137,13 +137,13 @@ class SavedPlan:
         Raises:
             CheckFailed: It certainly keeps less.
         """
-        quality, promised = fidelity.quality, self.promised
-        if promised is None or quality is None or quality.ci95 is None:
+        quality, guaranteed = fidelity.quality, self.guaranteed
+        if guaranteed is None or quality is None or quality.ci95 is None:
             return
-        if quality.ci95[1] < promised:
+        if quality.ci95[1] < guaranteed:
             raise CheckFailed(
                 f"the plan keeps {quality.value:.4f} ({quality.measure}, at most "
-                f"{quality.ci95[1]:.4f}) on {fidelity.data}, and its target is {promised:g}: "
+                f"{quality.ci95[1]:.4f}) on {fidelity.data}, and its goal is {guaranteed:g}: "
                 "nothing was written",
                 "make a new plan on this machine",
                 code="plan.promise",

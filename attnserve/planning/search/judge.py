@@ -153,20 +153,20 @@ class Judge:
         proof = self._compare(state.result, data.choose, "choose", 0, state.job, bounded=True)
         return Built(choice, plan, state, proof.fidelity, proof.share, proof.loss)
 
-    def prove(self, built: Built, part: int) -> Proof:
+    def verify(self, built: Built, part: int) -> Proof:
         """Verify a built choice on the first or second verification part."""
         parts = [batches for batches in self.search_input.data.prove if batches]
         batches = parts[min(part, len(parts) - 1)]
         return self._compare(
-            built.model, batches, "prove", 1 + part, self.search_input.job.labeled("prove")
+            built.model, batches, "prove", 1 + part, self.search_input.job.labeled("held out")
         )
 
-    def prove_on_all(self, built: Built) -> Proof:
+    def verify_on_all(self, built: Built) -> Proof:
         """Measure a built choice on all data that was held out, by its bounds.
 
         All of this data was used before, but only for choices with more loss.
         """
-        data, job = self.search_input.data, self.search_input.job.labeled("prove")
+        data, job = self.search_input.data, self.search_input.job.labeled("held out")
         batches = [*data.choose, *(batch for part in data.prove for batch in part)]
         return self._compare(built.model, batches, "held out", None, job, bounded=True)
 

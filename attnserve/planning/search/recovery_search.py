@@ -191,11 +191,11 @@ class RecoverySearch:
                 continue
             if len(proofs) == PROOFS:
                 break
-            allowed = judge.prove(plain, 0).loss if keep is None else allowed_loss(keep)
-            proofs.append(judge.prove(built, len(proofs)))
+            allowed = judge.verify(plain, 0).loss if keep is None else allowed_loss(keep)
+            proofs.append(judge.verify(built, len(proofs)))
             if proofs[-1].loss <= allowed:
                 return Trained(built, proofs, self._report(True, self._verdict(gain, without)))
-            reason = "a trained model missed the target on held-out data"
+            reason = "a trained model missed the goal on held-out data"
         return self._no_gain(reason, proofs)
 
     def _verdict(self, gain: float, without: float) -> str:

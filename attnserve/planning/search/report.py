@@ -77,7 +77,7 @@ class PlanReport:
             kept share of the task score, if the goal has a task.
         speeds: Speed of the whole model, at all checked lengths.
         choose: The same comparison on the data to choose.
-        proofs: All verifications, in order; all but the last missed the target.
+        proofs: All verifications, in order; all but the last missed the goal.
         recovered: The rounds of training; None without training.
         served_speed: What fusion, precision and removal gave; None if the original is returned.
         output: The file that the report was written to, if any; not part of the content.

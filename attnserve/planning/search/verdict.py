@@ -41,7 +41,7 @@ def verified(front_search: FrontSearch, best: Built | None) -> tuple[Built | Non
     if best is None:
         return None, []
     goal, judge = front_search.goal, front_search.judge
-    proofs = [judge.prove(best, 0)]
+    proofs = [judge.verify(best, 0)]
     for attempt in (1, 2, 3):
         if goal.keep is None or proofs[-1].loss <= allowed_loss(goal.keep):
             break
@@ -51,7 +51,7 @@ def verified(front_search: FrontSearch, best: Built | None) -> tuple[Built | Non
             best = front_search.more_careful(best, proofs[-1].loss, goal.keep)
         else:
             best = judge.build(judge.choices.front[0])
-        proofs.append(judge.prove_on_all(best) if attempt == 2 else judge.prove(best, attempt))
+        proofs.append(judge.verify_on_all(best) if attempt == 2 else judge.verify(best, attempt))
     if goal.keep is not None and (best.choice.loss or front_search.precision != "float32"):
         best = best if proofs[-1].loss <= allowed_loss(goal.keep) else None
     return best, proofs

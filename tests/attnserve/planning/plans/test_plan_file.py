@@ -106,7 +106,7 @@ def test_plan_that_certainly_keeps_less_than_it_promises_is_refused():
 
     def check(ci95: tuple[float, float] | None) -> None:
         found = quality_of("similarity", 0.97, ci95=ci95)
-        SavedPlan(Path("plan.json"), file).require_promise(fidelity_of(found))
+        SavedPlan(Path("plan.json"), file).require_guarantee(fidelity_of(found))
 
     check(None)
     check((0.95, 0.99))

@@ -287,12 +287,12 @@ class ProvingJudge:
     def build(self, choice: Choice) -> Built:
         return built_of(choice)
 
-    def prove(self, built: Built, part: int | str) -> Proof:
+    def verify(self, built: Built, part: int | str) -> Proof:
         self.parts.append(part)
         return Proof.of(FIDELITY, None, next(self.losses))
 
-    def prove_on_all(self, built: Built) -> Proof:
-        return self.prove(built, "all")
+    def verify_on_all(self, built: Built) -> Proof:
+        return self.verify(built, "all")
 
 
 @dataclass(frozen=True, eq=False)
