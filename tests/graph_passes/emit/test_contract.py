@@ -147,7 +147,7 @@ def test_emission_keeps_the_output_or_is_refused_with_its_code(source: str, emis
     unchanged, block, rewrite = block_of(source, emission)
     if code := refusal_code(source, emission):
         with raises(CannotRewrite, f"rewrite.{code}"):
-            rewrite(unchanged)
+            rewrite(unchanged.clone())  # it may be prepared before it is refused
         return
     model = unchanged.clone()
     mask = tuple(EMISSIONS[emission].kept(block.num_heads))
