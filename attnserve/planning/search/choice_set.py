@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from attnserve.choices import Precision
 from attnserve.planning.blocks.configurations import (
+    AS_EXPORTED,
     BlockConfig,
     LossCurve,
     ReusePair,
@@ -95,13 +96,13 @@ class ChoiceSet:
             losses.conversion,
         )
         options = [estimates.options(unit, pair) for unit, pair in units]
-        whole = [
+        unreduced = [
             [i for i, option in enumerate(each) if option.removes_nothing(unit)]
             for (unit, _), each in zip(units, options, strict=True)
         ]
-        least = pareto_front([[o[i] for i in w] for o, w in zip(options, whole, strict=True)])
+        least = pareto_front([[o[i] for i in u] for o, u in zip(options, unreduced, strict=True)])
         nothing_removed = [
-            replace(choice, picks=tuple(w[i] for w, i in zip(whole, choice.picks, strict=True)))
+            replace(choice, picks=tuple(u[i] for u, i in zip(unreduced, choice.picks, strict=True)))
             for choice in least
         ]
         return cls(
@@ -147,7 +148,7 @@ class ChoiceSet:
                     needs_plain = config.needs_plain_operators or block.name in sources
                     if implementation == "gelu":
                         passes.append(FuseGelu([block.name]))
-                    elif implementation != "as exported" and not needs_plain:
+                    elif implementation != AS_EXPORTED and not needs_plain:
                         passes.append(FuseAttention({block.name: implementation}))
         passes.append(ReuseAttention(renumbered(edges, masks)))
         if self.timing.residual_fusion is not None:

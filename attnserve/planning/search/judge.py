@@ -130,7 +130,7 @@ class Judge:
     )
     _latest: Built | None = None
     _enough: Built | None = None
-    _lossless: Built | None = None
+    _unreduced: Built | None = None
 
     @property
     def job(self) -> Job:
@@ -146,7 +146,7 @@ class Judge:
 
     def build(self, choice: Choice, plan: Plan) -> Built:
         """Apply the plan of a choice, convert the model, and measure its loss."""
-        for held in (self._latest, self._enough, self._lossless):
+        for held in (self._latest, self._enough, self._unreduced):
             if held is not None and held.choice.picks == choice.picks:
                 return held
         number = len(self.measured) + (choice.picks not in self.measured)
@@ -156,7 +156,7 @@ class Judge:
         if self.allowed is not None and built.loss <= self.allowed:
             self._enough = built
         if not plan.lossy_blocks:  # every result is compared with one that removes nothing
-            self._lossless = built
+            self._unreduced = built
         self.measured[choice.picks] = built.loss, built.fidelity.mean_cosine
         self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
         return built
@@ -236,16 +236,17 @@ class Judge:
         """
         job = self.job
         feeds = example_feeds(job.original, job.requested, job.context.seed)
-        times = time_models(
+        timed = time_models(
             [slow.model, fast.model], feeds, context=job.context, seconds=PAIR_SECONDS
         )
-        if times is None:
+        if timed is None:
             raise CannotRewrite(
                 "two models of the search cannot be timed beside each other",
                 "free memory, and start the search again: it continues",
                 code="search.not_timed",
             )
-        return paired_speedup([times[0] for times in times[1]], [times[1] for times in times[1]])
+        _, times = timed
+        return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
     def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Proof:
         """Compare a model with the original on held-out data, and on the same part of the task.

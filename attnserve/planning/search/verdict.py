@@ -107,14 +107,14 @@ def worth_removing(front_search: FrontSearch, best: Built, proofs: Sequence[Proo
     """The best choice, or the choice without removal if it is about as fast."""
     if not best.plan.lossy_blocks:
         return Selected(best, proofs)
-    unremoved = front_search.without_removal()
-    if unremoved.fastest is None:  # it misses the speed-up of the goal
+    unreduced = front_search.without_removal()
+    if unreduced.fastest is None:  # it misses the speed-up of the goal
         return Selected(best, proofs)
-    gain = front_search.judge.speedup_over(unremoved.fastest, best)
+    gain = front_search.judge.speedup_over(unreduced.fastest, best)
     if gain.low >= MIN_REMOVAL_GAIN:
         return Selected(best, proofs)
-    proved, others = verified(*unremoved)
-    if proved is not None and proved is not unremoved.fastest:  # more blocks stay float32
+    proved, others = verified(*unreduced)
+    if proved is not None and proved is not unreduced.fastest:  # more blocks stay float32
         gain = front_search.judge.speedup_over(proved, best)
     if proved is None or gain.low >= MIN_REMOVAL_GAIN:
         return Selected(best, proofs)
