@@ -3,7 +3,7 @@
 Attention and GELU become one operator each, residual sums and biases use the fewest nodes. Nothing
 is approximated, but sums are computed in another order. No fusion adds multiply-accumulates: heads
 that share query and key dimensions keep their form. Serving fuses the models that it loads
-(``planning.lossless_passes``). Every conversion of the precision fuses first. Products with
+(``planning.serving_form``). Every conversion of the precision fuses first. Products with
 quantized weights stay as they are.
 """
 
@@ -36,7 +36,14 @@ from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ATTENTION_OPERATORS", "DEFECT", "fuse", "fuse_for", "fusion_passes"]
+__all__ = [
+    "ATTENTION_OPERATORS",
+    "DEFECT",
+    "RESIDUAL_PASSES",
+    "fuse",
+    "fuse_for",
+    "fusion_passes",
+]
 
 DEFECT = "this is a defect of attnserve: please report it with the model; nothing was written"
 
@@ -52,11 +59,12 @@ PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
 COUNTED = tuple(Workload.of(*shape) for shape in ((1, 1), (2, 1), (1, 512), (1, 4096)))
 """Workloads at which the MACs of the fused model are compared with those of the original."""
 
-FASTEST_RESIDUALS: Mapping[Provider, type[RewritePass]] = {
-    "cpu": FuseResiduals,
-    "cuda": FuseSkipNorm,
+RESIDUAL_PASSES: Mapping[Provider, Sequence[type[FuseResiduals | FuseSkipNorm]]] = {
+    "cpu": (FuseResiduals,),
+    "cuda": (FuseSkipNorm, FuseResiduals),
 }
-"""The fastest pass for residual additions, by provider."""
+"""Passes for residual additions, usually fastest first; a search times them. On CPUs, ONNX Runtime
+itself writes the operator of ``FuseSkipNorm``."""
 
 
 def fusion_passes(
@@ -117,7 +125,7 @@ def _fusion_passes(
         )
     fused: list[RewritePass] = [FuseAttention(chosen)] if chosen else []
     fused += [FuseGelu(gelu)] if gelu else []
-    return (*fused, FoldBiases(), FASTEST_RESIDUALS[provider]())
+    return (*fused, FoldBiases(), RESIDUAL_PASSES[provider][0]())
 
 
 def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool = False) -> None:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
 from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
 from attnserve.checks.quality import QualityMeter
-from attnserve.choices import SearchMeasure
+from attnserve.choices import SearchMeasure, Split
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.data.lengths import length_bounds, middle_length, spread_lengths
@@ -147,14 +147,14 @@ class Job:
         """The job with a label before the names of its stages, on all threads: it is not timed."""
         return replace(self, context=replace(self.context, threads=0).labeled(label))
 
-    def meter(self, *, data: Dataset | None = None, split: str = "data") -> QualityMeter:
+    def meter(self, *, data: Dataset | None = None, split: Split = "data") -> QualityMeter:
         """Create a meter that compares outputs with those of the original."""
         return QualityMeter(
             self.original, self.artifact, measure=self.measure, data=data, split=split
         )
 
     def compare_held_out(
-        self, model: ir.Model, batches: Sequence[Batch], split: str = "prove"
+        self, model: ir.Model, batches: Sequence[Batch], split: Split = "prove"
     ) -> Fidelity:
         """Compare a model with the original on held-out rows.
 

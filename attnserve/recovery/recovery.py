@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
 from attnserve.checks.quality import QualityMeter, largest_loss
-from attnserve.choices import Measure, Precision
+from attnserve.choices import Measure, Precision, Split
 from attnserve.data.datasets import HELD_OUT, thinned
 from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
@@ -292,7 +292,7 @@ class Recovery:
         outputs = self.module(self._feed(labeled.batch))
         return labels.loss(outputs[names.index(labels.output)], labeled)
 
-    def _compare(self, model: ir.Model, batches: Sequence[Batch], split: str) -> Fidelity:
+    def _compare(self, model: ir.Model, batches: Sequence[Batch], split: Split) -> Fidelity:
         source = HELD_OUT_OF + self.data.source.file
         return compare(
             self.original, model, batches, source, meter=self.new_meter(split=split),

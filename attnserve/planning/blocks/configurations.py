@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -30,6 +30,7 @@ from graph_passes.passes.reuse_attention import Edges, ReuseAttention, SourceHea
 from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
 
 __all__ = [
+    "AS_EXPORTED",
     "MAX_CONFIGS",
     "Block",
     "BlockConfig",
@@ -48,6 +49,9 @@ __all__ = [
 Block = AttentionBlock | FeedForwardBlock
 Kind = Literal["attention", "feed_forward"]
 Implementation = FusedOperator | Literal["gelu", "as exported"]
+"""What computes a block: one operator, or the nodes of the export."""
+
+AS_EXPORTED: Final = "as exported"
 
 MAX_CONFIGS = 24
 """The approximate number of configurations of a feed-forward block, and the most of an attention
@@ -194,7 +198,7 @@ class LossCurve:
         kept = self.at(len(self.order) - config.kept)
         if config == BlockConfig(config.kept):
             return kept
-        changes = {whole.of(config.kept): loss for whole, loss in self.changed if whole.kept}
+        changes = {change.of(config.kept): loss for change, loss in self.changed if change.kept}
         share = config.kept / len(self.order)
         return kept + share * changes[config] if config in changes else None
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import ROUNDING, allowed_loss
 from attnserve.choices import Measure
 from attnserve.models.lineage import Recovered, Round
@@ -26,8 +27,8 @@ from attnserve.planning.plans.steps import TRAININGS, Train
 from attnserve.planning.search.front_search import (
     INTERPOLATE,
     TIGHT,
+    BisectStep,
     FrontSearch,
-    Probe,
     bisect,
     first_guess,
     power_of,
@@ -45,9 +46,6 @@ ROUNDS = 3
 STEP = 2.0
 """The predicted loss grows or shrinks by at most this factor from one round to the next; the first
 round takes this many times the loss of the choice without training."""
-
-PROOFS = 2
-"""Number of verification parts."""
 
 
 class Trained(NamedTuple):
@@ -134,11 +132,11 @@ class RecoverySearch:
                 last.choice.loss * float(np.clip(share, 1 / STEP, STEP))
             )
 
-        def keeps(index: int) -> Probe:
+        def keeps(index: int) -> BisectStep:
             seconds = self.seconds / (ROUNDS - len(trained))
             trained.append(self._train(front[index], allowed, seconds))
             loss = trained[-1].loss
-            return Probe(loss <= allowed, TIGHT * allowed <= loss <= allowed)
+            return BisectStep(loss <= allowed, TIGHT * allowed <= loss <= allowed)
 
         bisect(
             front.index(plain.choice), len(front), ROUNDS,
@@ -148,7 +146,7 @@ class RecoverySearch:
 
     def _train(self, choice: Choice, allowed: float, seconds: float) -> Built:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
-        built = self.judge.build(choice)
+        built = self.front_search.build(choice)
         number = len(self.rounds) + 1
         training = training_of(self.front_search.goal, seconds / 60)
         key = digest((self.key, built.plan.to_json()))
@@ -180,6 +178,7 @@ class RecoverySearch:
         Without ``keep``, it must lose less than ``plain``.
         """
         judge, keep, proofs = self.judge, self.front_search.goal.keep, list[Proof]()
+        parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
         without, reason = judge.time(plain).gain, ""
         for built in self.found:
             timed = judge.time(built)
@@ -189,10 +188,12 @@ class RecoverySearch:
             if refusal:
                 reason = reason or refusal
                 continue
-            if len(proofs) == PROOFS:
+            if len(proofs) == len(parts):
                 break
-            allowed = judge.verify(plain, 0).loss if keep is None else allowed_loss(keep)
-            proofs.append(judge.verify(built, len(proofs)))
+            allowed = (
+                judge.verify(plain, HeldOut.VERIFY).loss if keep is None else allowed_loss(keep)
+            )
+            proofs.append(judge.verify(built, parts[len(proofs)]))
             if proofs[-1].loss <= allowed:
                 return Trained(built, proofs, self._report(True, self._verdict(gain, without)))
             reason = "a trained model missed the goal on held-out data"
