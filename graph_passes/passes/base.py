@@ -237,7 +237,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
             place = "".join(f"[{part!r}]" for part in first["loc"])
             raise InvalidArgument(
                 f"{cls.name}: {name[:100]}{place} is {str(first['input'])[:80]!r}: {first['msg']}",
-                "see the class in graph_passes.passes for its parameters",
+                f"see {cls.__name__} in {cls.__module__} for its parameters",
                 code="pass.params",
             ) from error
 
@@ -322,7 +322,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """
         for block, params in self._changed(analyses):
             if refusal := self.refusal(block, params, analyses):
-                raise refusal.error(block.name, "leave this layer out")
+                raise refusal.error(block.name, "leave this block out")
 
     def rewrite_graph(self, analyses: Analyses) -> bool:
         model, targets = analyses.model, self._changed(analyses)
