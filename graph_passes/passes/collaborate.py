@@ -33,7 +33,7 @@ from graph_passes.factorize.moments import TokenMoments, pool_moments
 from graph_passes.factorize.rotary import RotaryFactors, shared_keys, truncated_planes
 from graph_passes.factorize.sparse import sparse_factors
 from graph_passes.matching.layout import only_consumer
-from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, FittedPass, small_shapes
 from graph_passes.passes.conditions import (
     QK_NORM,
     no_probabilities_refusal,
@@ -84,7 +84,7 @@ class SharedDimensions(BaseModel):
         return self.head_size is not None
 
 
-class Collaborate(AttentionPass[SharedDimensions]):
+class Collaborate(AttentionPass[SharedDimensions], FittedPass):
     """Share query and key dimensions between heads (eq. 6 and 7 of arXiv 2006.16362).
 
     Before: logits_h = s (x W_Q^h + b_Q^h)(y W_K^h + b_K^h)^T
@@ -115,8 +115,6 @@ class Collaborate(AttentionPass[SharedDimensions]):
 
     name: ClassVar[str] = "collaborate"
     lossy: ClassVar[bool] = True
-    is_fitted: ClassVar[bool] = True
-    changes_caches: ClassVar[bool] = True
 
     @classmethod
     def with_factors(
@@ -150,7 +148,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         moments: Mapping[str, TokenMoments],
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """The same pass with the factors of every block, for the prepared graph.
+        """The same pass with the factors of every block.
 
         Blocks with equal query and key weights share P, Q and M; their moments are pooled.
 

@@ -21,7 +21,7 @@ from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
-from graph_passes.passes.base import BlockPass, small_shapes
+from graph_passes.passes.base import BlockPass, FittedPass, small_shapes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
 from graph_passes.passes.conditions import returned_refusal
 from graph_passes.passes.prune_heads import PruneHeads
@@ -329,7 +329,7 @@ def apply_config(
     mask = [1] * config.kept + [0] * (count - config.kept)
     with Analyses.of(model) as analyses:
         for rewrite in passes_of(block, config, mask):
-            if rewrite.is_fitted and moments is not None:
+            if isinstance(rewrite, FittedPass) and moments is not None:
                 rewrite.require_applicable(analyses)
                 rewrite = rewrite.fitted(analyses, {block.name: moments})
             rewrite(model)
