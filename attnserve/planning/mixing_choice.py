@@ -27,6 +27,7 @@ from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
+from graph_passes.passes.base import FittedPass
 from graph_passes.passes.collaborate import Collaborate
 
 __all__ = ["FormComparison", "MixingChoice", "choose_mixing"]
@@ -92,8 +93,10 @@ class FormComparison:
         model = self.job.original.clone()
         with Analyses.of(model) as analyses:
             for rewrite in plan.passes:
-                rewrite.require_applicable(analyses)
-                rewrite.unfitted(analyses)(model)
+                if isinstance(rewrite, FittedPass):
+                    rewrite.require_applicable(analyses)
+                    rewrite = rewrite.unfitted(analyses)
+                rewrite(model)
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:

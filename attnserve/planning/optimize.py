@@ -42,7 +42,6 @@ from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CheckFailed
-from graph_passes.passes.base import targets_of
 from graph_passes.passes.collaborate import Collaborate
 
 __all__ = ["OptimizeReport", "optimize"]
@@ -221,8 +220,7 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
         InvalidData: A row has such a cache that is not empty.
     """
     if job.data is not None:
-        changing = [rewrite for rewrite in plan.passes if rewrite.changes_caches]
-        names = {name for rewrite in changing for name in targets_of(rewrite)}
+        names = plan.targets(Collaborate)
         pasts = [block.k.past for block in job.report.blocks if block.name in names]
         caches = [past.value.name or "" for past in pasts if past is not None]
         require_empty([*job.data.fit, *job.data.held_out], caches)

@@ -36,7 +36,7 @@ from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidModel, Refusal
 from graph_passes.passes.collaborate import sharing_refusal
-from graph_passes.passes.conditions import refuse_quantized_weights
+from graph_passes.passes.conditions import quantized_refusal
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ def _unobservable(block: AttentionBlock, model: ir.Model, fused: Refusal | None)
         return "the graph has no probabilities of shape (batch, heads, queries, keys)"
     if block.v.output is None:
         return "the graph has no value tensor"
-    if (refusal := refuse_quantized_weights(block)) is not None:
+    if (refusal := quantized_refusal(block)) is not None:
         return refusal.reason
     return ""
 

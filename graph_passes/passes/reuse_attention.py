@@ -25,11 +25,11 @@ from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.matching.equivalence import have_equal_masks
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import (
-    caller_reads,
-    no_output_projection,
-    no_probabilities,
-    refuse_quantized_weights,
-    reused_elsewhere,
+    no_output_projection_refusal,
+    no_probabilities_refusal,
+    quantized_refusal,
+    returned_refusal,
+    reused_refusal,
 )
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 
@@ -85,7 +85,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         cls, block: AttentionBlock, params: ReusedHeads | None, analyses: Analyses
     ) -> Refusal | None:
         blocks = list(cls.find(analyses))
-        if refusal := reused_elsewhere(block, blocks):
+        if refusal := reused_refusal(block, blocks):
             return refusal
         if params is None:
             place = next(i for i, other in enumerate(blocks) if other.name == block.name)
@@ -128,9 +128,9 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> Refusal | None:
     """Why ``block`` cannot reuse the probabilities of any block of ``earlier``; None if it can."""
     refusal = (
-        refuse_quantized_weights(block)
-        or caller_reads(block)
-        or no_output_projection(block)
+        quantized_refusal(block)
+        or returned_refusal(block)
+        or no_output_projection_refusal(block)
         or heads_refusal(block.v)
     )
     if refusal is not None:
@@ -181,13 +181,13 @@ def source_refusal(block: AttentionBlock) -> Refusal | None:
     """Why the probabilities of a block cannot be reused by another; None if they can."""
     if block.logits is None and block.own_probabilities is None:
         return decomposition_refusal(block)
-    return no_probabilities(block)
+    return no_probabilities_refusal(block)
 
 
 def _lengths_refusal(
     block: AttentionBlock, other: AttentionBlock, runs: Sequence[ShapeInfo]
 ) -> Refusal | None:
-    """Whether two layers have different numbers of queries or keys, whatever their masks."""
+    """Why a block cannot have the query and key lengths of ``other``; None if it can."""
     for role, mine, theirs in (("queries", block.x, other.x), ("keys", block.y, other.y)):
         for info in runs:
             shapes = [None if (s := info.shape(v)) is None else s[:-1] for v in (mine, theirs)]

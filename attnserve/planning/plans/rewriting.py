@@ -23,7 +23,7 @@ from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import BlockPass, RewritePass, targets_of
+from graph_passes.passes.base import BlockPass, FittedPass, RewritePass, targets_of
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = ["ApplyReport", "Rewriting"]
@@ -121,7 +121,7 @@ class Rewriting:
             InvalidData: The model refuses the data, or its activations are not finite.
             InvalidModel: A rewritten block fails certification.
         """
-        if rewrite.is_fitted and targets_of(rewrite):
+        if isinstance(rewrite, FittedPass) and targets_of(rewrite):
             rewrite = self._fitted(rewrite)
         if rewrite.lossy and isinstance(rewrite, BlockPass):
             self.steps += self._run_lossy(cast("BlockPass[Any, Any]", rewrite))
@@ -141,7 +141,7 @@ class Rewriting:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def _fitted(self, rewrite: RewritePass) -> RewritePass:
+    def _fitted(self, rewrite: FittedPass) -> FittedPass:
         """Fit a pass to the tokens of the model as rewritten so far."""
         rewrite.require_applicable(self.analyses)
         if rewrite.needs_refit or not self.fit:
@@ -165,7 +165,7 @@ class Rewriting:
         steps: list[BlockRewrite] = []
         for name in rewrite.targets:
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
-            error = rewrite.approximation_error(name)
+            error = rewrite.approximation_error(name) if isinstance(rewrite, FittedPass) else None
             steps.append(
                 BlockRewrite(
                     rewrite=rewrite.name,

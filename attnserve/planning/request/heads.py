@@ -70,7 +70,7 @@ def choose_skipped(request: Request) -> Replacements:
             )
         block = request.by_name[name]
         refusal = SkipAttention.refusal(block, None, request.analyses)
-        refusal = refusal or request.in_body(block)
+        refusal = refusal or request.body_refusal(block)
         if refusal is not None:
             raise refusal.error(name, "leave this layer out of `skip`")
         skipped[name] = "constant" if kind == "constant" else "affine"
@@ -90,7 +90,7 @@ def choose_masks(request: Request, skipped: Replacements) -> Masks:
     names = [name for name in request.requested if name not in skipped]
     blocks: list[AttentionBlock] = []
     for block in request.able(names, PruneHeads):
-        if refusal := request.in_body(block):
+        if refusal := request.body_refusal(block):
             request.leave(block, refusal)
         else:
             blocks.append(block)

@@ -91,8 +91,8 @@ class Request:
         if self.rewrites.strip_cache and is_cached and STRIP_FIRST not in self.warnings:
             self.warnings.append(STRIP_FIRST)
 
-    def in_body(self, block: AttentionBlock | FeedForwardBlock) -> Refusal | None:
-        """Why a block cannot be measured, if it lies in the body of another node."""
+    def body_refusal(self, block: AttentionBlock | FeedForwardBlock) -> Refusal | None:
+        """Why a block cannot be measured, if it lies in the body of a node; None if it can."""
         return None if block.graph is self.model.graph else IN_BODY
 
     def nothing(self, rewritten: str) -> CannotRewrite:

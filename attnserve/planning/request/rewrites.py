@@ -125,7 +125,7 @@ def _shared(
         unobserved=[
             block.name
             for block in request.blocks
-            if request.job.data is not None and request.in_body(block)
+            if request.job.data is not None and request.body_refusal(block)
         ],
     )
     ranks = _ranks(request)
@@ -176,7 +176,7 @@ def _neurons(request: Request) -> Masks:
     groups = [group for group in tied if group.kind == "feed_forward"]
     refusals = {name: group.refusal for group in groups for name in group.names}
     for block in request.analyses.get(find_feed_forward):
-        if refusal := request.in_body(block) or refusals.get(block.name, SAME_NAME):
+        if refusal := request.body_refusal(block) or refusals.get(block.name, SAME_NAME):
             request.warnings.append(f"{block.name} keeps all its neurons: {refusal}")
     groups = [group for group in groups if group.refusal is None]
     if not groups:

@@ -116,6 +116,7 @@ class SharingChooser:
         return shared
 
     def _refusal(self, block: AttentionBlock, form: SharingForm) -> Refusal | None:
+        """Why the queries and keys of a block cannot be reduced in a form; None if they can."""
         caches = self.rewrites.collab_cache
         shared = self.rewrites.head_dk is None and form.kind != "own"
         refusal = collaborate_refusal(block, caches=caches, shared=shared)
