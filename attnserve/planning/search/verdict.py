@@ -36,7 +36,7 @@ class Verified(NamedTuple):
     """The result of verifications.
 
     Attributes:
-        best: The choice that keeps its promise; None if none does.
+        best: The choice that meets the goal on this data; None if none does.
         proofs: The verifications, in order.
     """
 
@@ -60,11 +60,14 @@ def verified(front_search: FrontSearch, best: Built | None) -> Verified:
             return Verified(best, proofs)
         if not best.choice.loss:
             break
+    # Without loss and conversion, outputs differ by rounding only: it is returned nevertheless.
     is_exact = not best.choice.loss and front_search.precision == "float32"
     return Verified(best if is_exact else None, proofs)
 
 
 class _Attempt(NamedTuple):
+    """A choice to verify, and the data."""
+
     built: Built
     part: HeldOut
 
