@@ -26,7 +26,7 @@ from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
 from attnserve.planning.optimize_report import OptimizeReport
 from attnserve.planning.optimize_warnings import warnings_of
-from attnserve.planning.plans.apply import apply_plan, apply_steps, prepare
+from attnserve.planning.plans.apply import apply_plan, apply_steps
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import SavedPlan
 from attnserve.planning.plans.rewriting import ApplyReport
@@ -185,8 +185,8 @@ def _replayed(job: Job, saved: SavedPlan) -> _Rewritten:
     plan = saved.plan_for(job.artifact, job.data)
     as_searched = replace(job, context=replace(job.context, threads=0))
     _require_empty_caches(job, plan)
-    state = State(as_searched, job.original.clone(), key=saved.key)
-    return _Rewritten(plan, apply_plan(plan, state))
+    state = apply_plan(plan, as_searched, job.original.clone(), key=saved.key)
+    return _Rewritten(plan, state)
 
 
 def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
@@ -196,8 +196,8 @@ def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
     def build(plan: Plan) -> _Rewritten:
         """The rewritten model before its conversion."""
         _require_empty_caches(job, plan)
-        state = prepare(plan, State(job, job.original.clone(), rewrites.refit))
-        return _Rewritten(plan, apply_steps(plan.without_conversion, state))
+        state = State.start(plan, job, job.original.clone(), fit=rewrites.refit)
+        return _Rewritten(plan, apply_steps(plan.float_steps, state))
 
     if planned.forms:
         rewritten, form = choose_mixing(planned.forms, build, FormComparison(timer))
@@ -205,11 +205,10 @@ def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
         rewritten = replace(rewritten, warnings=warnings, mixing=form)
     else:
         rewritten = build(planned.plan)
-    plan, state = rewritten.plan, rewritten.state
-    apply_steps(plan.conversion, state)
+    state = apply_steps(rewritten.plan.conversion, rewritten.state)
     return replace(
         rewritten,
-        plan=plan.with_passes(state.passes),
+        plan=replace(rewritten.plan, passes=tuple(state.passes), fuse=False),
         warnings=(*planned.warnings, *rewritten.warnings),
     )
 

@@ -23,10 +23,10 @@ from attnserve.models.outputs import check_output, check_target
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.options import Run, Target, Training, check_files, with_keywords
 from attnserve.paths import StrPath, as_path, as_paths
-from attnserve.planning.plans.apply import apply_steps, prepare
+from attnserve.planning.plans.apply import apply_steps
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import TRAININGS, Train
+from attnserve.planning.plans.steps import TRAININGS
 from attnserve.recovery.labels import LabeledRow, LabelReport, Labels, read_labeled
 from attnserve.recovery.module import trainable_weights
 from attnserve.recovery.recovery import check_input
@@ -109,10 +109,11 @@ def recover(
         context=context,
     )  # fmt: skip
     key = _checkpoint_key(job, artifact, original_artifact, training, run)
-    state = State(job, rewritten, key=key, labels=labels)
     step = replace(TRAININGS["distill"], minutes=training.minutes, measure=training.measure)
+    plan = Plan(trainings=(step,), precision=job.target.precision)
+    state = State.start(plan, job, rewritten, key=key, labels=labels)
     with torch_threads(run.threads):
-        report, result = _recovered(state, step, file)
+        report, result = _recovered(state, file)
     write_recovered(
         artifact, rewritten, original_artifact, job, result, report,
         external=bool(external_files(rewritten)),
@@ -190,21 +191,20 @@ def _checkpoint_key(
     )
 
 
-def _recovered(state: State, step: Train, file: Path) -> tuple[RecoverReport, ir.Model]:
-    """Apply the plan of one training, and verify its result beside the model without it.
+def _recovered(state: State, file: Path) -> tuple[RecoverReport, ir.Model]:
+    """Apply a plan of one training, and verify its result beside the model without it.
 
     Returns:
         The report, and the model to write.
     """
-    job, labels, rewritten = state.job, state.labels, state.model
+    plan, job, labels = state.plan, state.job, state.labels
     check_input(job)
     teacher_score = None
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
-    plan = Plan.from_passes((), job.target.precision, trainings=(step,))
-    plain = apply_steps(plan.conversion, State(job, rewritten)).result
+    plain = apply_steps(plan.conversion, State.start(plan, job, state.model)).result
     before = after = verify_training(job, plain, labels)  # errors come before the training
-    trained = apply_steps(plan.steps, prepare(plan, state)).result
+    trained = apply_steps(plan.steps, state).result
     course = state.training
     assert isinstance(course, Course)
     result, gain, warnings = plain, False, list[str]()

@@ -83,7 +83,7 @@ def _plan_request(request: Request) -> PlannedRequest:
     has_others = bool(skipped or masks or edges)
     plans: dict[SharingForm, Plan] = {}
     for form, shared in _shared(request, own_heads, others=has_others).items():
-        plan = Plan.merged([*others, Collaborate(shared)], job.target.precision).with_fusion()
+        plan = Plan.merged([*others, Collaborate(shared)], job.target.precision, fuse=True)
         if plan.to_json() not in [known.to_json() for known in plans.values()]:
             plans[form] = plan
     plan = next(iter(plans.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -18,7 +18,7 @@ from attnserve.models.lineage import ShapeLatency
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.blocks.pareto import Choice
-from attnserve.planning.plans.apply import apply_plan, apply_steps, prepare
+from attnserve.planning.plans.apply import apply_plan, apply_steps
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import Train
@@ -118,7 +118,7 @@ class Judge:
         search_input, plan = self.search_input, self._plan(choice)
         number = len(self.measured) + (choice.picks not in self.measured)
         job = search_input.job.labeled(f"build {number}")
-        state = apply_plan(plan, State(job, job.original.clone()))
+        state = apply_plan(plan, job, job.original.clone())
         self._latest = built = self._built(choice, plan, state)
         if search_input.goal.keep is not None and built.loss <= allowed_loss(
             search_input.goal.keep
@@ -137,14 +137,15 @@ class Judge:
             key: A name for the checkpoint of the training.
             label: A name of the training, for progress.
         """
-        plan = built.plan.with_training(training)
-        state = State(
+        plan = replace(built.plan, trainings=(*built.plan.trainings, training))
+        state = State.start(
+            plan,
             self.search_input.job.labeled(label),
             built.state.model,
             key=key,
             applied=built.state.applied,
         )
-        apply_steps((training, *plan.conversion), prepare(plan, state))
+        apply_steps((training, *plan.conversion), state)
         return self._built(built.choice, plan, state)
 
     def _built(self, choice: Choice, plan: Plan, state: State) -> Built:

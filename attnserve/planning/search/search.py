@@ -36,6 +36,7 @@ from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
 from attnserve.planning.blocks.configurations import group_blocks
 from attnserve.planning.blocks.loss_curves import Losses, conversion_losses, loss_curves
+from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.choice_set import ChoiceSet
@@ -88,7 +89,7 @@ def search(goal: Goal, job: Job) -> SearchResult:
         # Fails early if the model cannot be converted.
         convert(job.original, precision, search_input.data.fit[:1], to_nearest=True)
     if goal.recover is not None:
-        training_of(goal).check(State(job.labeled("can be trained"), job.original))
+        training_of(goal).check(State.start(Plan(), job.labeled("can be trained"), job.original))
     original_score = None
     if goal.task is not None:
         original_score = score_model(goal, job.labeled("original"), job.original)
