@@ -93,7 +93,8 @@ def recover(
     if not files:
         raise InvalidArgument("`data` is empty", "give a file of texts", code="recovery.no_data")
     check_files(files, name="data")
-    artifact, original_artifact = open_artifact(model), open_artifact(teacher)
+    artifact = open_artifact(model)
+    original_artifact = open_artifact(teacher)
     _require_teacher(artifact, original_artifact)
     rewritten = _model_to_train(artifact, training, run)
     original = load_model(original_artifact)
@@ -197,25 +198,29 @@ def _recovered(state: State, file: Path) -> tuple[RecoverReport, ir.Model]:
     Returns:
         The report, and the model to write.
     """
-    plan, job, labels = state.plan, state.job, state.labels
+    plan = state.plan
+    job = state.job
+    labels = state.labels
     check_input(job)
     teacher_score = None
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
-    plain = apply_steps(plan.conversion, State.start(plan, job, state.model)).result
-    before = after = verify_training(job, plain, labels)  # errors come before the training
-    trained = apply_steps(plan.steps, state).result
+    plain_model = apply_steps(plan.conversion, State.start(plan, job, state.model)).result
+    before = after = verify_training(job, plain_model, labels)  # errors come before the training
+    trained_model = apply_steps(plan.steps, state).result
     course = state.training
     assert isinstance(course, Course)
-    result, gain, warnings = plain, False, list[str]()
+    result_model = plain_model
+    gain = False
+    warnings: list[str] = []
     if course.is_better:
         try:
-            verified = verify_training(job, trained, labels)
+            verification = verify_training(job, trained_model, labels)
         except CheckFailed as error:
             warnings.append(f"the trained model: {error.what}")
         else:
-            gain = verified.is_better_than(before)
-            result, after = (trained, verified) if gain else (plain, before)
+            gain = verification.is_better_than(before)
+            result_model, after = (trained_model, verification) if gain else (plain_model, before)
     if not gain:
         warnings.append("no gain: use more text similar to the served text, or more minutes")
     if course.stopped == "not finite":
@@ -231,12 +236,12 @@ def _recovered(state: State, file: Path) -> tuple[RecoverReport, ir.Model]:
         after=after.fidelity,
         gain=gain,
         training=course,
-        int8_weight_bits=int8_weight_bits(result),
-        int8_activations=int8_activations(result),
+        int8_weight_bits=int8_weight_bits(result_model),
+        int8_activations=int8_activations(result_model),
         scores=scores,
         warnings=tuple(warnings),
     )
-    return report, result
+    return report, result_model
 
 
 def _read_texts(tables: Mapping[Path, Sequence[LabeledRow]], path: Path) -> list[str]:

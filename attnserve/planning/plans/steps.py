@@ -173,7 +173,8 @@ class Train(PlanStep):
         course = recovery.train(60 * self.minutes, self._checkpoint(state.key))
         state.training = course
         if course.is_better:
-            state.model, state.rounding = recovery.trained, recovery.rounding
+            state.model = recovery.trained
+            state.rounding = recovery.rounding
 
     def forget(self, key: str) -> None:
         """Delete the checkpoint of the training of a state with this key."""
