@@ -114,12 +114,12 @@ def write_recovered(
         external: Whether the weights are in a file of their own.
     """
     last = artifact.lineage[-1].stated if artifact.lineage else {}
-    kept = {name: last[name] for name in KEPT if name in last}
+    fields = {name: last[name] for name in KEPT if name in last}
     if report.int8_weight_bits is not None:
-        if "plan" in kept:
-            kept["plan"] = {**kept["plan"], "precision": "int8"}
-        if "after" in kept:
-            kept["after"] = kept["after"].model_copy(update={"bytes": parameter_bytes(model)})
+        if "plan" in fields:
+            fields["plan"] = {**fields["plan"], "precision": "int8"}
+        if "after" in fields:
+            fields["after"] = fields["after"].model_copy(update={"bytes": parameter_bytes(model)})
     inputs = {
         # The quality is measured against the teacher, not against the rewritten model.
         "source": source_entry(teacher, job.original),
@@ -128,5 +128,5 @@ def write_recovered(
         "seed": job.context.seed,
         "versions": {**versions(), "torch": torch.__version__},
     }
-    entry = report.record.model_copy(update={**inputs, **kept})
+    entry = report.record.model_copy(update={**inputs, **fields})
     write_rewritten(report.output, model, artifact, entry, external=external)

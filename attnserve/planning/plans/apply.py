@@ -4,42 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attnserve.models.opset import raise_opset
+import onnx_ir as ir
+
+from attnserve.job import Job
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import PlanStep
-from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import InvalidArgument
-from graph_passes.passes.fuse_attention import FuseAttention
 
 __all__ = ["apply_plan", "apply_steps"]
 
 
-def apply_plan(plan: Plan, state: State) -> State:
-    """Apply all steps of a plan to a state, which is changed and returned.
+def apply_plan(plan: Plan, job: Job, model: ir.Model, *, fit: bool = True, key: str = "") -> State:
+    """Apply all steps of a plan to a float32 model, which is changed.
+
+    Args:
+        fit, key: See ``State``.
+
+    Returns:
+        The state after the last step.
 
     Raises:
         InvalidArgument: A step needs data, or this machine cannot apply it.
         AttnserveError: A step does not fit the model or the data.
     """
-    return apply_steps(plan.steps, prepare(plan, state))
-
-
-def prepare(plan: Plan, state: State) -> State:
-    """Set the opset that the plan's operators need, and the precision of its conversion.
-
-    Returns:
-        The state that was given.
-    """
-    operators = plan.targets(FuseAttention).values()
-    if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
-        raise_opset(state.model, needed)
-    state.precision, state.float_blocks = plan.precision, plan.float_blocks
-    return state
+    return apply_steps(plan.steps, State.start(plan, job, model, fit=fit, key=key))
 
 
 def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
-    """Apply steps in order to a state, which is changed and returned.
+    """Apply some steps of a plan to its state, which is changed and returned.
 
     Raises:
         InvalidArgument: A step needs data, or this machine cannot apply it.

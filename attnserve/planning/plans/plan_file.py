@@ -137,7 +137,8 @@ class SavedPlan:
         Raises:
             CheckFailed: It certainly keeps less.
         """
-        quality, guaranteed = fidelity.quality, self.guaranteed
+        quality = fidelity.quality
+        guaranteed = self.guaranteed
         if guaranteed is None or quality is None or quality.ci95 is None:
             return
         if quality.ci95[1] < guaranteed:

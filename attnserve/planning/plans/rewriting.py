@@ -159,9 +159,11 @@ class Rewriting:
         """Run a lossy pass, whose MACs are attributed to its blocks one after another."""
         if not rewrite.targets:
             return []
-        before, macs = self._macs_by_block(), self._macs()
+        before = self._macs_by_block()
+        macs = self._macs()
         rewrite(self.model)
-        after, blocks = self._macs_by_block(), self._blocks()
+        after = self._macs_by_block()
+        blocks = self._blocks()
         steps: list[BlockRewrite] = []
         for name in rewrite.targets:
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)

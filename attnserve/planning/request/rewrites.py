@@ -68,7 +68,8 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
 
 
 def _plan_request(request: Request) -> PlannedRequest:
-    rewrites, job = request.rewrites, request.job
+    rewrites = request.rewrites
+    job = request.job
     skipped = choose_skipped(request)
     masks = choose_masks(request, skipped)
     edges = choose_edges(request, skipped, masks)
@@ -82,8 +83,8 @@ def _plan_request(request: Request) -> PlannedRequest:
     own_heads = _own_heads(request, skipped, masks, edges)
     has_others = bool(skipped or masks or edges)
     plans: dict[SharingForm, Plan] = {}
-    for form, shared in _shared(request, own_heads, others=has_others).items():
-        plan = Plan.merged([*others, Collaborate(shared)], job.target.precision).with_fusion()
+    for form, dimensions in _shared(request, own_heads, others=has_others).items():
+        plan = Plan.merged([*others, Collaborate(dimensions)], job.target.precision, fuse=True)
         if plan.to_json() not in [known.to_json() for known in plans.values()]:
             plans[form] = plan
     plan = next(iter(plans.values()))
@@ -96,7 +97,8 @@ def _own_heads(
     request: Request, skipped: Replacements, masks: Masks, edges: MutableEdges
 ) -> dict[str, int]:
     """The number of heads that compute their own probabilities, by layer that keeps any head."""
-    removed, counts = removed_layers(skipped, masks), dict[str, int]()
+    removed = removed_layers(skipped, masks)
+    counts: dict[str, int] = {}
     for block in request.blocks:
         if block.name not in removed:
             mask = masks.get(block.name, [1] * block.num_heads)

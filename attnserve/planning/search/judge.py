@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -21,7 +21,7 @@ from attnserve.models.lineage import ShapeLatency
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.blocks.pareto import Choice
-from attnserve.planning.plans.apply import apply_plan, apply_steps, prepare
+from attnserve.planning.plans.apply import apply_plan, apply_steps
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import Train
@@ -151,7 +151,7 @@ class Judge:
                 return held
         number = len(self.measured) + (choice.picks not in self.measured)
         job = self.job.labeled(f"build {number}")
-        state = apply_plan(plan, State(job, job.original.clone()))
+        state = apply_plan(plan, job, job.original.clone())
         self._latest = built = self._built(choice, plan, state)
         if self.allowed is not None and built.loss <= self.allowed:
             self._enough = built
@@ -168,11 +168,15 @@ class Judge:
             key: A name for the checkpoint of the training.
             label: A name of the training, for progress.
         """
-        plan = built.plan.with_training(training)
-        state = State(
-            self.job.labeled(label), built.state.model, key=key, applied=built.state.applied
+        plan = replace(built.plan, trainings=(*built.plan.trainings, training))
+        state = State.start(
+            plan,
+            self.job.labeled(label),
+            built.state.model,
+            key=key,
+            applied=built.state.applied,
         )
-        apply_steps((training, *plan.conversion), prepare(plan, state))
+        apply_steps((training, *plan.conversion), state)
         return self._built(built.choice, plan, state)
 
     def _built(self, choice: Choice, plan: Plan, state: State) -> Built:

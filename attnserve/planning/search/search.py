@@ -37,6 +37,7 @@ from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
 from attnserve.planning.blocks.configurations import group_blocks
 from attnserve.planning.blocks.loss_curves import Losses, conversion_losses, loss_curves
+from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.choice_set import ChoiceSet
@@ -89,7 +90,7 @@ def search(goal: Goal, job: Job) -> SearchResult:
         # Fails early if the model cannot be converted.
         convert(job.original, precision, search_input.data.fit[:1], to_nearest=True)
     if goal.recover is not None:
-        training_of(goal).check(State(job.labeled("can be trained"), job.original))
+        training_of(goal).check(State.start(Plan(), job.labeled("can be trained"), job.original))
     task = ScoredTask.of(goal, job)
     checkpoint = SearchCheckpoint(_key(search_input))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)

@@ -12,6 +12,7 @@ from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Recovered, ShapeLatency, Source
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_REMOVAL_GAIN
+from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
@@ -241,7 +242,7 @@ def _no_gain(
         recovered = _without_gain(recovered, reason)
     report = replace(_report(front_search, best, verdict), speeds=speeds, recovered=recovered)
     job = front_search.judge.job
-    return SearchResult(report, State(job, job.original))
+    return SearchResult(report, State.start(Plan(), job, job.original))
 
 
 def _report(front_search: FrontSearch, best: Built, verdict: str) -> PlanReport:

@@ -21,7 +21,6 @@ from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning import serving_form
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
 from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import to_half
@@ -154,8 +153,8 @@ def test_plan_that_fuses_residuals_before_a_lossy_pass_is_refused() -> None:
     block = read_attention(model).blocks[0]
     prune = PruneHeads({block.name: [1] + [0] * (block.num_heads - 1)})
     with raises(CannotRewrite, "refit.residual", block.name):
-        plan = Plan.from_passes((FuseSkipNorm(), prune))
-        apply_plan(plan, State(job_of(original), model))
+        plan = Plan((FuseSkipNorm(), prune))
+        apply_plan(plan, job_of(original), model)
 
 
 @pytest.mark.parametrize("cell", architectures.COMMITTED[:1], ids=str)

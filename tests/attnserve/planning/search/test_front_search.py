@@ -36,7 +36,7 @@ FRONT = [FUSED, INT8, Choice(0.005, 5.05, (2,)), Choice(0.009, 5.0, (3,)), Choic
 MODEL = ir.from_onnx_text(
     '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Relu(x) }'
 )
-STATE = State(job_of(MODEL), MODEL)
+STATE = State.start(Plan(), job_of(MODEL), MODEL)
 PLAN = Plan()
 FIDELITY = fidelity_of(quality_of("r2", 1.0))
 
