@@ -65,15 +65,16 @@ def emit_fused_blocks(
         operators: The operator of each block, by name.
         info: Shapes of the model at a small batch and length.
     """
-    ordered = _in_order(model, blocks)
-    biases = _biases(model, ordered, info)
-    for block in reversed(ordered):  # the output of an earlier block may be a later one's input
+    blocks_in_order = _blocks_in_order(model, blocks)
+    biases = _biases(model, blocks_in_order, info)
+    # The output of an earlier block may be a later one's input.
+    for block in reversed(blocks_in_order):
         _fuse(block, operators[block.name], biases.get(block.name), info)
     if any(operators[block.name] != "onnx" for block in blocks):
         model.opset_imports.setdefault(MICROSOFT, 1)
 
 
-def _in_order(model: ir.Model, blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
+def _blocks_in_order(model: ir.Model, blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
     """Sort blocks by the places where they are emitted."""
     nodes = model.graph.all_nodes()
     place = {node: index for index, node in enumerate(nodes)}
@@ -103,7 +104,7 @@ def _biases(
     Blocks with equal masks and lengths share one bias, which is emitted before the first of them.
     """
     distinct_lengths = infer_shapes_small(model, batch=3, sequence=7, distinct_lengths=True)
-    emitted: dict[Hashable, ir.Value] = {}
+    bias_by_key: dict[Hashable, ir.Value] = {}
     biases: dict[str, ir.Value] = {}
     for block in blocks:
         causal = _is_causal(block)
@@ -118,9 +119,9 @@ def _biases(
         lengths = _lengths(block, steps, (info, distinct_lengths))
         heads = block.num_heads if any(_may_differ_by_head(step, info) for step in steps) else 1
         key = (block.graph, heads, block.q.dtype, *masks, lengths)
-        if key not in emitted:
-            emitted[key] = _emit_bias(replace(block, steps=tuple(steps)), info)
-        biases[block.name] = emitted[key]
+        if key not in bias_by_key:
+            bias_by_key[key] = _emit_bias(replace(block, steps=tuple(steps)), info)
+        biases[block.name] = bias_by_key[key]
     return biases
 
 
@@ -272,9 +273,9 @@ def _microsoft_call(make: Inserter, block: AttentionBlock, form: FusedOperator) 
     offset = np.concatenate([part.offset.reshape(-1) * scale for _, part, scale in parts])
     # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
     is_biased = form == "attention" or offset.any()
-    added = make.constant(offset, "qkv_bias", block.q.dtype) if is_biased else None
+    bias = make.constant(offset, "qkv_bias", block.q.dtype) if is_biased else None
     if form == "multi_head":
-        inputs = [*_projected(make, block), added]
+        inputs = [*_projected(make, block), bias]
         return _Call(operator, MICROSOFT, inputs, 5, attributes)
     factors = [part.matrix()[:, part.columns.reshape(-1)] for _, part, _ in parts]
     gains = [scale * part.gain.reshape(-1) for _, part, scale in parts]
@@ -282,13 +283,13 @@ def _microsoft_call(make: Inserter, block: AttentionBlock, form: FusedOperator) 
     weight = make.constant(np.hstack(weights), "qkv_weight", block.q.dtype)
     sizes = [len(gain) for gain in gains]
     if form == "merged":
-        whole = make.op("MatMul", [block.x, weight], "qkv")
+        qkv = make.op("MatMul", [block.x, weight], "qkv")
         widths = make.integers(sizes, "qkv_sizes")
-        inputs = [*make.ops("Split", [whole, widths], ROLES, axis=-1), added]
+        inputs = [*make.ops("Split", [qkv, widths], ROLES, axis=-1), bias]
     else:
         operator = "Attention"
         attributes["qkv_hidden_sizes"] = sizes
-        inputs = [block.x, weight, added]
+        inputs = [block.x, weight, bias]
     return _Call(operator, MICROSOFT, inputs, 5, attributes)
 
 

@@ -125,12 +125,12 @@ def sparse_factors(
         )  # fmt: skip
         factors, iterations = _shrunk(stack, metric.whiten(dense.factors), entries, limit)
         iterations += dense.iterations
-    read = np.flatnonzero(factors.mixing.any(axis=0))
-    factors = Factors(*(factor[:, read] for factor in factors))
+    dimensions = np.flatnonzero(factors.mixing.any(axis=0))
+    factors = Factors(*(factor[:, dimensions] for factor in factors))
     content = np.einsum("hek,hk->he", keys, bias)
     error = stack.residual(factors)
-    whole = CollaborativeFactors(*metric.unwhiten(factors), content, error, iterations)
-    return fold_mean(whole, queries, keys, moments.query_mean)
+    full_factors = CollaborativeFactors(*metric.unwhiten(factors), content, error, iterations)
+    return fold_mean(full_factors, queries, keys, moments.query_mean)
 
 
 def _truncated(stack: HeadStack, entries: int, max_head_size: int) -> Factors:

@@ -84,10 +84,10 @@ def _linear(node: ir.Node, value: ir.Value, info: ShapeInfo) -> Linear | None:
     assert weight is not None
     contracted: tuple[int, ...] = ()
     if node.op_type in OF_FLOATS:  # of a constant that DequantizeLinear computes
-        plain = linear(node, lambda value: info.shape(value) or ())
-        if plain is None or plain.scale != 1.0:
+        float_product = linear(node, lambda value: info.shape(value) or ())
+        if float_product is None or float_product.scale != 1.0:
             return None
-        contracted = plain.contracted
+        contracted = float_product.contracted
     return Linear(
         node=node,
         tokens=tokens,

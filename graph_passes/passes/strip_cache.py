@@ -62,9 +62,12 @@ class StripCache(RewritePass):
         return {value.name or "": None for value in values}
 
     def rewrite_graph(self, analyses: Analyses) -> bool:
-        model, graph = analyses.model, analyses.model.graph
-        caches, new = _find_caches(graph), _new_lengths(graph)
-        presents, batch = _presents(caches), _batch_source(graph, caches)
+        model = analyses.model
+        graph = analyses.model.graph
+        caches = _find_caches(graph)
+        new = _new_lengths(graph)
+        presents = _presents(caches)
+        batch = _batch_source(graph, caches)
         assert batch is not None
         graph.outputs[:] = [value for value in graph.outputs if value not in presents]
         for cache in caches:
