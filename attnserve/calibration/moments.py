@@ -37,14 +37,14 @@ def collect_moments(
         InvalidData: The model refuses a batch, or its activations are not finite.
     """
     sums = {block.name: _BlockSums(block) for block in blocks}
-    values = [_observed(block) for block in blocks]
+    values = [_observed_values(block) for block in blocks]
     for batch, arrays in observe(model, values, batches, context, "collect moments"):
         for block, (x, y, probabilities, v) in zip(blocks, arrays, strict=True):
             sums[block.name].add(x, y, probabilities, v.transpose(block.v.axes), batch)
     return {name: block_sums.moments() for name, block_sums in sums.items()}
 
 
-def _observed(block: AttentionBlock) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+def _observed_values(block: AttentionBlock) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """x, y, the own probabilities and v of a block."""
     own = block.own_probabilities
     assert own is not None, f"{block.name}: its probabilities are not in the graph"

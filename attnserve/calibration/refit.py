@@ -77,7 +77,7 @@ MANY_TOKENS = 5000
 """Number of tokens from which ridges are compared on one fold only: ridges are a factor of ten
 apart, and the solutions take most of the time."""
 
-FIRST = 1e-1
+FIRST_RIDGE = 1e-1
 """The first ridge to try; the search goes to weaker or stronger ones while the error falls."""
 
 
@@ -633,9 +633,9 @@ def _fit(
 def _choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
     """The ridge with the least cross-validation error; None if the current weights have less.
 
-    The search descends from ``FIRST``, and errors are measured on ``COLUMNS`` random projections of
-    the output. With a single text there is no held-out text: then only removed attention layers,
-    which have no weights yet, are fitted.
+    The search descends from ``FIRST_RIDGE``, and errors are measured on ``COLUMNS`` random
+    projections of the output. With a single text there is no held-out text: then only removed
+    attention layers, which have no weights yet, are fitted.
     """
     if len(folds) < 2:
         return RIDGES[-2] if isinstance(site.owner, Skipped) else None
@@ -661,7 +661,7 @@ def _choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
         )
 
     best = -1
-    place = RIDGES.index(FIRST)
+    place = RIDGES.index(FIRST_RIDGE)
     while place != best:
         best = place
         place = min((best, best - 1, best + 1), key=error)

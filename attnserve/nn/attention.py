@@ -29,7 +29,7 @@ Rotation = tuple[Tensor, Tensor]
 i + P/2; dimensions from P on stay (arXiv 2104.09864, in the layout of transformers)."""
 
 
-MASKED = -5000.0
+MASK_THRESHOLD = -5000.0
 """Additive masks hide tokens with values below this; some masks contain -10000."""
 
 
@@ -671,7 +671,7 @@ def _real_tokens(
     if mask is None:
         queries, keys = (probabilities.new_ones(B, n, dtype=torch.bool) for n in (S, T))
         return queries, keys
-    allowed = ~mask if mask.dtype == torch.bool else mask > MASKED
+    allowed = ~mask if mask.dtype == torch.bool else mask > MASK_THRESHOLD
     allowed = allowed[(None,) * (4 - allowed.ndim)]
     keys = allowed.expand(B, -1, -1, T).flatten(1, 2).any(1)
     return (keys if is_self else keys.new_ones(B, S)), keys

@@ -66,7 +66,7 @@ _CLASSES = {
 }  # fmt: skip
 """Attention classes of transformers, by name."""
 
-SUPPORTED = "BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral and Qwen2"
+SUPPORTED_MODELS = "BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral and Qwen2"
 
 
 class HuggingFaceAttention(nn.Module):
@@ -190,7 +190,7 @@ def swap(
             stacks.setdefault(re.sub(r"\d+", "#", name), []).append(name)
     if not stacks:
         raise InvalidArgument(
-            f"`model` is {type(model).__name__}: expected {SUPPORTED}",
+            f"`model` is {type(model).__name__}: expected {SUPPORTED_MODELS}",
             "pass one of these models as a whole, or build one with the layers of attnserve.nn",
             code="nn.unsupported_model",
         )

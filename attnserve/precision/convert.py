@@ -92,7 +92,7 @@ def convert(
     scheme = SCHEMES[precision]
     _check(model, scheme)
     with _conversion(precision):
-        copy, float_nodes = _prepared(model, scheme, float_blocks)
+        copy, float_nodes = _prepare_copy(model, scheme, float_blocks)
         activations = Activations(copy, calibration)
         result = scheme.write(
             Conversion(copy, activations, float_nodes, to_nearest=to_nearest, rounding=rounding)
@@ -117,7 +117,7 @@ def roundings_of(
     assert scheme.bits is not None
     _check(model, scheme)
     with _conversion(precision):
-        copy, float_nodes = _prepared(model, scheme, float_blocks)
+        copy, float_nodes = _prepare_copy(model, scheme, float_blocks)
         activations = Activations(copy, calibration)
         return roundings(
             copy, scheme.bits, activations.ranges, activations.moments, keep=float_nodes
@@ -144,7 +144,7 @@ def convert_alone(
     activations: Activations | None = None
     for names in parts:
         with _conversion(precision):
-            copy, part_nodes = _prepared(model, scheme, names)
+            copy, part_nodes = _prepare_copy(model, scheme, names)
             activations = activations or Activations(copy, calibration)
             float_nodes = [node for node in copy.graph.all_nodes() if node not in part_nodes]
             result = scheme.write(Conversion(copy, activations, float_nodes, tables=False))
@@ -188,7 +188,7 @@ def _check(model: ir.Model, scheme: Scheme) -> None:
     RUNTIMES["onnxruntime"].version()  # is installed
 
 
-def _prepared(
+def _prepare_copy(
     model: ir.Model, scheme: Scheme, blocks: Collection[str]
 ) -> tuple[ir.Model, set[ir.Node]]:
     """A copy as the tools need it, and its nodes of these blocks.

@@ -128,7 +128,7 @@ def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range
     values = list(_activations(model))
     sums: dict[ir.Value, _InputSums] = {value: _InputSums() for value in values}
     few = batches[:: -(-len(batches) // 64) or 1]
-    for tokens in _observed(model, values, few):
+    for tokens in _observe_tokens(model, values, few):
         for value, array in tokens.items():
             sums[value].add(array)
     if not batches:
@@ -177,7 +177,7 @@ class InputMoments:
         squares: dict[ir.Value, Any] = dict.fromkeys(first_values, 0.0)
         sums: dict[ir.Value, Any] = dict.fromkeys(first_values, 0.0)
         count = dict.fromkeys(first_values, 0)
-        for tokens in _observed(self._model, first_values, self._batches):
+        for tokens in _observe_tokens(self._model, first_values, self._batches):
             for value, array in tokens.items():
                 squares[value] += array.T @ array
                 sums[value] += array.sum(axis=0, dtype=np.float64)
@@ -202,7 +202,7 @@ def _activations(model: ir.Model) -> dict[ir.Value, int]:
     }
 
 
-def _observed(
+def _observe_tokens(
     model: ir.Model, values: Sequence[ir.Value], batches: Sequence[Batch]
 ) -> Iterator[dict[ir.Value, Float[np.ndarray, "M D"]]]:
     """Yield the tokens of activations in each batch, without padding."""

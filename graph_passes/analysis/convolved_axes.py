@@ -32,7 +32,7 @@ ELEMENTWISE = frozenset({
 })  # fmt: skip
 """Operators that may be between an image and its first convolution: a normalization, rounding."""
 
-BETWEEN = ELEMENTWISE | {"Erf", "Gelu", "Relu", "Sigmoid", "Tanh", "Transpose"}
+INNER_OPERATORS = ELEMENTWISE | {"Erf", "Gelu", "Relu", "Sigmoid", "Tanh", "Transpose"}
 """Operators that may be between the convolutions of a spectrogram and its positions."""
 
 
@@ -112,7 +112,7 @@ def _length(value: ir.Value) -> int | None:
             if is_convolution and index == 0 and _kernel(node):
                 stride *= _strides(node)[0]
                 width = _kernel(node)[0]
-            elif node.op_type not in BETWEEN:
+            elif node.op_type not in INNER_OPERATORS:
                 continue
             for table in node.inputs if node.op_type == "Add" else ():
                 shape = list(table.shape or ()) if table is not None and is_constant(table) else []

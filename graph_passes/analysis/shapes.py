@@ -46,9 +46,9 @@ __all__ = [
 SAMPLES = 400
 """Samples per token of an audio model: 25 ms at 16 kHz."""
 
-PLAIN = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
-                   ir.AttributeType.FLOATS, ir.AttributeType.STRING,
-                   ir.AttributeType.STRINGS})  # fmt: skip
+PLAIN_ATTRIBUTES = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
+                              ir.AttributeType.FLOATS, ir.AttributeType.STRING,
+                              ir.AttributeType.STRINGS})  # fmt: skip
 """Types of attributes that are hashable; results of nodes with others are not cached."""
 
 
@@ -427,7 +427,8 @@ def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
         try:
             tensors, reason = (_infer_node if body is None else body)(node, inference)
         except MALFORMED_NODE as error:
-            tensors, reason = (), f"{node.op_type}: {error}"
+            tensors = ()
+            reason = f"{node.op_type}: {error}"
         for value, tensor in zip(node.outputs, tensors, strict=False):
             if tensor is not None:
                 inference.known[value] = tensor
@@ -519,7 +520,7 @@ def _infer_node(node: ir.Node, inference: _Inference) -> Outcome:
     tensors = [inference.tensor(value) for value in node.inputs]
     if tensors.count(None) > node.inputs.count(None):
         return (), "its inputs have no known shape"
-    if not all(attribute.type in PLAIN for attribute in node.attributes.values()):
+    if not all(attribute.type in PLAIN_ATTRIBUTES for attribute in node.attributes.values()):
         return _outcome(node, tensors, inference.opsets)
     key = (
         *node.op_identifier(),

@@ -40,7 +40,9 @@ Attention."""
 ROLES = ("query", "key", "value")
 """Names of the nodes that compute the operands."""
 
-SPREAD = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+SPREADING_OPERATORS = frozenset(
+    {"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+)
 """Operators whose output has the elements of their first input."""
 
 LOW: Mapping[ir.DataType, float] = {
@@ -109,7 +111,7 @@ def _biases(
     for block in blocks:
         causal = _is_causal(block)
         steps = [
-            _hiding(step)
+            _hiding_step(step)
             for step in block.steps
             if not (causal and isinstance(step, Causal)) and not _hides_nothing(step)
         ]
@@ -146,14 +148,14 @@ def _uniform_element(value: ir.Value | None) -> float | None:
     node = value.producer()
     if node is None or node.domain:
         return None
-    if node.op_type in SPREAD:
+    if node.op_type in SPREADING_OPERATORS:
         return _uniform_element(node.inputs[0])
     if node.op_type == "Where" and (condition := _uniform_element(node.inputs[0])) is not None:
         return _uniform_element(node.inputs[1 if condition else 2])
     return None
 
 
-def _hiding(step: LogitStep) -> LogitStep:
+def _hiding_step(step: LogitStep) -> LogitStep:
     """The same mask with the fill -inf, so that masks that differ only in their fill are equal."""
     return replace(step, fill=-np.inf) if isinstance(step, Mask | KeyLengths) else step
 
@@ -250,7 +252,7 @@ def _onnx_call(make: Inserter, block: AttentionBlock) -> _Call:
     attributes: dict[str, Any] = {}
     groups = num_groups(block)
     if is_plain(block):
-        inputs = list(_projected(make, block, biased=True))
+        inputs = list(_project_operands(make, block, biased=True))
         attributes |= {"q_num_heads": block.num_heads, "kv_num_heads": groups}
     else:
         inputs = _heads(make, block, distinct=groups < block.num_heads)
@@ -267,7 +269,7 @@ def _microsoft_call(make: Inserter, block: AttentionBlock, form: FusedOperator) 
     operator = "MultiHeadAttention"
     inputs: list[ir.Value | None]
     if not is_plain(block):
-        inputs = [_merged(make, value) for value in _heads(make, block)]
+        inputs = [_merge_heads(make, value) for value in _heads(make, block)]
         return _Call(operator, MICROSOFT, inputs, 5, attributes)
     parts = _parts(block)
     offset = np.concatenate([part.offset.reshape(-1) * scale for _, part, scale in parts])
@@ -275,7 +277,7 @@ def _microsoft_call(make: Inserter, block: AttentionBlock, form: FusedOperator) 
     is_biased = form == "attention" or offset.any()
     bias = make.constant(offset, "qkv_bias", block.q.dtype) if is_biased else None
     if form == "multi_head":
-        inputs = [*_projected(make, block), bias]
+        inputs = [*_project_operands(make, block), bias]
         return _Call(operator, MICROSOFT, inputs, 5, attributes)
     factors = [part.matrix()[:, part.columns.reshape(-1)] for _, part, _ in parts]
     gains = [scale * part.gain.reshape(-1) for _, part, scale in parts]
@@ -315,7 +317,7 @@ def _heads(make: Inserter, block: AttentionBlock, *, distinct: bool = False) -> 
     return [query, key, emit_heads(make.part("value"), block.v, block.v.scale, distinct=distinct)]
 
 
-def _merged(make: Inserter, heads: ir.Value) -> ir.Value:
+def _merge_heads(make: Inserter, heads: ir.Value) -> ir.Value:
     """Emit heads (B, H, T, K) as (B, T, H*K)."""
     by_token = make.op("Transpose", [heads], "by_token", perm=[0, 2, 1, 3])
     return make.op("Reshape", [by_token, make.integers([0, 0, -1], "merged")], "merged_heads")
@@ -330,7 +332,7 @@ def _parts(block: AttentionBlock) -> list[tuple[str, Projection, float]]:
     return list(zip(ROLES, (block.q, block.k, block.v), scales, strict=True))
 
 
-def _projected(
+def _project_operands(
     make: Inserter, block: AttentionBlock, *, biased: bool = False
 ) -> Iterator[ir.Value]:
     """Emit queries, keys and values, (B, T, H*K), head after head.

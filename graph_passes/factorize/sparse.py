@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["sparse_factors"]
 
-FEW = 1 / 4
+FEW_SHARE = 1 / 4
 """If heads read at most this share of the dimensions, the dense start takes ``FEW_SWEEPS``."""
 
 FEW_SWEEPS = 10
@@ -121,7 +121,7 @@ def sparse_factors(
     else:
         dense = collaborative_factors(
             queries, keys, rank, query_bias=bias, moments=moments, progress=progress,
-            max_iterations=FEW_SWEEPS if head_size <= FEW * rank else MAX_SWEEPS,
+            max_iterations=FEW_SWEEPS if head_size <= FEW_SHARE * rank else MAX_SWEEPS,
         )  # fmt: skip
         factors, iterations = _shrunk(stack, metric.whiten(dense.factors), entries, limit)
         iterations += dense.iterations

@@ -63,9 +63,9 @@ __all__ = ["LayoutReader", "only_consumer"]
 
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Where"})
 PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
-FLATTENING = 4
+FLATTENING_REACH = 4
 """Maximum number of ``FLATTENS`` operators (which keep the order of elements) before a product."""
-ENDLESS = 1 << 30
+ENDLESS_BOUND = 1 << 30
 """Slice ends of at least this value mean the end of the axis (exporters write INT64_MAX etc.)."""
 REACH = 40
 """Maximum number of nodes between a projection and its product; rotary embeddings take about 12."""
@@ -440,7 +440,7 @@ class LayoutReader:
         *lengths, size = self.shape(tokens)
         count = math.prod(lengths)
         value: ir.Value | None = tokens
-        for _ in range(FLATTENING):
+        for _ in range(FLATTENING_REACH):
             shape = self.info.shape(value)
             if value is None or shape is None:
                 break
@@ -460,7 +460,7 @@ class LayoutReader:
         is_swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
         return (node.inputs[0], False) if is_swapped else (tokens, True)
 
-    def number_elements(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
+    def number_elements(self, value: ir.Value, reach: int = FLATTENING_REACH) -> np.ndarray:
         """Label the elements of a value; equal labels mean elements with the same inputs."""
         shape = self.shape(value)
         node = value.producer()
@@ -608,7 +608,7 @@ def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
     bounds = [
         (int(b), int(a)) for limits in (starts, ends) for b, a in zip(limits, axes, strict=True)
     ]
-    return any(data.shape[axis] < abs(bound) < ENDLESS for bound, axis in bounds)
+    return any(data.shape[axis] < abs(bound) < ENDLESS_BOUND for bound, axis in bounds)
 
 
 def _by_token(inner: LinearTrace, constant: np.ndarray) -> bool:

@@ -64,7 +64,7 @@ def quantized_reader(value: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Valu
     while pending:
         read, reach = pending.pop()
         for user, _ in read.uses():
-            if (weight := _weight(user)) is not None and value in _above(user, info):
+            if (weight := _weight(user)) is not None and value in _operand_sources(user, info):
                 return user, weight
             if reach and (user.op_type in CONVERSIONS or user.op_type in ("Mul", "Div")):
                 new = [output for output in user.outputs if output not in seen]
@@ -75,7 +75,7 @@ def quantized_reader(value: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Valu
 
 def _linear(node: ir.Node, value: ir.Value, info: ShapeInfo) -> Linear | None:
     """The product of a node whose floating-point output is ``value``."""
-    tokens = list(_above(node, info))[-1]
+    tokens = list(_operand_sources(node, info))[-1]
     weight = _weight(node)
     sizes = info.shape(tokens)
     shape = info.shape(value)
@@ -159,7 +159,7 @@ def _is_cast_from_integers(value: ir.Value | None, info: ShapeInfo) -> bool:
     return tensor is not None and not tensor.dtype.is_floating_point()
 
 
-def _above(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:
+def _operand_sources(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:
     """The operand of a product, then the values it is quantized from, ending at the tokens."""
     value = product.inputs[OPERANDS[product.domain, product.op_type][0]]
     for _ in range(REACH):

@@ -46,8 +46,9 @@ COMPUTES = {
 """Operators of ai.onnx with a kernel for bfloat16 in ONNX Runtime's CUDA provider, by the first
 opset that has it, as its docs/OperatorKernels.md says."""
 
-CONTRIBUTED = GELUS | {"Attention", "FusedMatMul", "MultiHeadAttention", "RotaryEmbedding",
-                       "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}  # fmt: skip
+CONTRIB_OPERATORS = GELUS | {"Attention", "FusedMatMul", "MultiHeadAttention", "RotaryEmbedding",
+                             "SkipLayerNormalization",
+                             "SkipSimplifiedLayerNormalization"}  # fmt: skip
 """Operators of com.microsoft with a kernel for bfloat16 there."""
 
 STATISTICS = {"LayerNormalization": (1, 2), "SkipLayerNormalization": (1, 2),
@@ -62,7 +63,7 @@ class ToBfloat16(RewritePass):
     """Convert a float32 graph to bfloat16 where a GPU has kernels for it; lossy.
 
     Before: z = f(x, W)
-    After:  z = f(bfloat16(x), bfloat16(W)), for f in ``COMPUTES`` and ``CONTRIBUTED``
+    After:  z = f(bfloat16(x), bfloat16(W)), for f in ``COMPUTES`` and ``CONTRIB_OPERATORS``
 
     bfloat16 has the range of float32 and 8 bits of its mantissa: the relative error is at most
     1/256. Finite constants beyond the largest bfloat16, as in masks, become the largest one. Other
@@ -125,7 +126,7 @@ def _is_converted(node: ir.Node, half: set[ir.Value], opset: int) -> bool:
         return False
     floats = [value for value in inputs if value.dtype == FLOAT]
     if node.domain == MICROSOFT:
-        return node.op_type in CONTRIBUTED
+        return node.op_type in CONTRIB_OPERATORS
     if node.domain or opset < min(COMPUTES):
         return False
     if node.op_type in MOVES:
@@ -186,7 +187,7 @@ def spread_types(model: ir.Model) -> None:
     set_missing_types(model)
     for node in model.graph.all_nodes():
         is_supported = (
-            node.op_type in CONTRIBUTED if node.domain else node.op_type in {*SINCE, *MOVES}
+            node.op_type in CONTRIB_OPERATORS if node.domain else node.op_type in {*SINCE, *MOVES}
         )
         if not is_supported or node.op_type in ("Cast", "IsNaN"):
             continue

@@ -57,7 +57,8 @@ class FuseSkipNorm(RewritePass):
 
 def _fusible(analyses: Analyses) -> list[ir.Node]:
     """The norms to fuse: the first of each sum."""
-    info, norms = small_shapes(analyses), dict[ir.Value | None, ir.Node]()
+    info = small_shapes(analyses)
+    norms: dict[ir.Value | None, ir.Node] = {}
     for norm in find_residuals(analyses.model):
         if _applies(norm, info) and not _may_broadcast(norm, analyses.get(_with_axes_of_one)):
             norms.setdefault(norm.inputs[0], norm)
@@ -150,7 +151,8 @@ def _without_bias(
     if len(value.uses()) != 1 or value.is_graph_output():
         return None
     for place in (0, 1):
-        product, bias = adds.inputs[1 - place], adds.inputs[place]
+        product = adds.inputs[1 - place]
+        bias = adds.inputs[place]
         if product is None or is_constant(product) or not _is_vector(bias, size):
             continue
         if info.shape(product) == info.shape(value):

@@ -130,7 +130,9 @@ def _cache(past: ir.Value, graph: ir.Graph) -> _Cache | None:
     """Match an input as a cache; None if it has other readers, or a fixed length."""
     if past.shape is None or past.is_graph_output():
         return None
-    joins, axes, copies = list[ir.Node](), set[int](), [past]
+    joins: list[ir.Node] = []
+    axes: set[int] = set()
+    copies = [past]
     for copy in copies:
         for node, index in copy.uses():
             if node.op_type == "Concat" and len(node.inputs) == 1:  # as TorchScript writes it
@@ -143,8 +145,8 @@ def _cache(past: ir.Value, graph: ir.Graph) -> _Cache | None:
     if len(axes) != 1 or any(node.graph is not graph for node in joins):
         return None
     axis = axes.pop()
-    free = [i for i, size in enumerate(past.shape) if not isinstance(size, int)]
-    return _Cache(past, axis, tuple(joins)) if axis in free and len(free) <= 2 else None
+    free_axes = [i for i, size in enumerate(past.shape) if not isinstance(size, int)]
+    return _Cache(past, axis, tuple(joins)) if axis in free_axes and len(free_axes) <= 2 else None
 
 
 def _presents(caches: list[_Cache]) -> set[ir.Value]:
