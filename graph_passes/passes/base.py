@@ -327,7 +327,8 @@ class BlockPass(RewritePass, Generic[Block, Params]):
                 raise refusal.error(block.name, "leave this block out")
 
     def rewrite_graph(self, analyses: Analyses) -> bool:
-        model, targets = analyses.model, self._changed(analyses)
+        model = analyses.model
+        targets = self._changed(analyses)
         if not targets:
             return False
         since = frozenset(model.graph.initializers)

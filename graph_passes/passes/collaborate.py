@@ -160,22 +160,26 @@ class Collaborate(AttentionPass[SharedDimensions], FittedPass):
         targets = self._changed(analyses)
         factors: dict[str, CollaborativeFactors | RotaryFactors] = {}
         for uses in _equal_weights(targets):
-            first, params = uses[0], self.targets[uses[0].name]
-            seen = [moments[block.name] for block in uses if block.name in moments]
-            pool = pool_moments(seen) if len(uses) > 1 and len(seen) == len(uses) else None
-            whole = factor(
+            first = uses[0]
+            params = self.targets[first.name]
+            known_moments = [moments[block.name] for block in uses if block.name in moments]
+            is_pooled = len(uses) > 1 and len(known_moments) == len(uses)
+            pool = pool_moments(known_moments) if is_pooled else None
+            block_factors = factor(
                 first, params.rank, head_size=params.head_size,
-                moments=pool or (seen[0] if seen else None),
+                moments=pool or (known_moments[0] if known_moments else None),
             )  # fmt: skip
             for block in uses:
-                factors[block.name] = whole
+                factors[block.name] = block_factors
                 if (
                     pool is not None
-                    and whole.relative_error > 0
-                    and isinstance(whole, CollaborativeFactors)
+                    and block_factors.relative_error > 0
+                    and isinstance(block_factors, CollaborativeFactors)
                 ):
                     mean = moments[block.name].query_mean
-                    factors[block.name] = fold_mean(whole, block.q.heads(), block.k.heads(), mean)
+                    factors[block.name] = fold_mean(
+                        block_factors, block.q.heads(), block.k.heads(), mean
+                    )
                 if progress is not None:
                     progress(len(factors), len(targets))
         return type(self)({
@@ -192,11 +196,12 @@ class Collaborate(AttentionPass[SharedDimensions], FittedPass):
         for block, params in self._changed(analyses):
             if block.q.rotary_terms:
                 continue
-            heads, rank = len(block.own_heads), params.rank
+            heads = len(block.own_heads)
+            rank = params.rank
             size = min(params.head_size or rank, rank)
             mixing = np.zeros((heads, rank))
-            read = (np.arange(heads)[:, None] * size + np.arange(size)) % rank  # H K'
-            np.put_along_axis(mixing, read, 1.0, axis=1)
+            columns = (np.arange(heads)[:, None] * size + np.arange(size)) % rank  # H K'
+            np.put_along_axis(mixing, columns, 1.0, axis=1)
             query, key = (
                 np.full((part.matrix().shape[0], rank), 1e-2) for part in (block.q, block.k)
             )
@@ -348,12 +353,12 @@ def _rotary_refusal(block: AttentionBlock, *, shared: bool) -> Refusal | None:
         return KEY_TERM
     if refusal := entangled_bias_refusal(block):
         return refusal
-    turned = [rotary_planes(part) for part in parts]
-    if turned[0] is None or turned[1] is None:
+    planes = [rotary_planes(part) for part in parts]
+    if planes[0] is None or planes[1] is None:
         return Refusal("rotary_layout", "its rotary positions do not turn pairs of elements")
-    if not np.array_equal(turned[0].elements, turned[1].elements):
+    if not np.array_equal(planes[0].elements, planes[1].elements):
         return Refusal("rotary_layout", "its rotary positions pair queries and keys differently")
-    if shared and not (turned[0].is_rotation and turned[1].is_rotation):
+    if shared and not (planes[0].is_rotation and planes[1].is_rotation):
         return Refusal(
             "rotary_angles", "the elements of a pair are not known to have the same rotary angle"
         )

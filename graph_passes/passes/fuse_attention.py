@@ -82,7 +82,8 @@ class FuseAttention(AttentionPass[FusedOperator]):
     def refusal(
         cls, block: AttentionBlock, params: FusedOperator | None, analyses: Analyses
     ) -> Refusal | None:
-        opsets, shapes = analyses.model.opset_imports, small_shapes(analyses)
+        opsets = analyses.model.opset_imports
+        shapes = small_shapes(analyses)
         forms: Sequence[FusedOperator] = get_args(FusedOperator) if params is None else (params,)
         refusals = [fusion_refusal(block, form, shapes, opsets) for form in forms]
         return None if None in refusals else refusals[0]
@@ -121,7 +122,8 @@ def fusion_refusal(
         or emission_refusal(block, info)
     ):
         return refusal
-    output, parts = block.output, (block.q, block.k, block.v)
+    output = block.output
+    parts = (block.q, block.k, block.v)
     assert output is not None
     if output.sequence_first or not all(part.by_sequence for part in parts):
         return TOKEN_LAYOUT

@@ -88,18 +88,19 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         if refusal := reused_refusal(block, blocks):
             return refusal
         if params is None:
-            place = next(i for i, other in enumerate(blocks) if other.name == block.name)
+            place = next(i for i, b in enumerate(blocks) if b.name == block.name)
             return reuse_refusal(block, blocks[:place])
-        by_name = {other.name: other for other in blocks}
+        by_name = {b.name: b for b in blocks}
         runs = [
             small_shapes(analyses, distinct_lengths=distinct_lengths)
             for distinct_lengths in (False, True)
         ]
         for source in dict.fromkeys(source for source, _ in params.values()):
-            other = by_name[source]
-            refusal = reuse_refusal(block, [other]) or _lengths_refusal(block, other, runs)
+            source_block = by_name[source]
+            refusal = reuse_refusal(block, [source_block])
+            refusal = refusal or _lengths_refusal(block, source_block, runs)
             if refusal is not None:
-                return Refusal(refusal.code, f"it cannot reuse {other.name}: {refusal}")
+                return Refusal(refusal.code, f"it cannot reuse {source_block.name}: {refusal}")
         if len(params) < block.num_heads:
             return emission_refusal(block, runs[0])
         return None
@@ -137,21 +138,21 @@ def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> R
         return refusal
     if block.reused:
         return Refusal("reuses_heads", "it already reuses the probabilities of an earlier block")
-    sources = [other for other in earlier if other.graph is block.graph]
+    sources = [source for source in earlier if source.graph is block.graph]
     if not sources:
         return Refusal(
             "no_earlier", "it is the first attention block: there are no probabilities to reuse"
         )
-    equal = [other for other in sources if have_equal_masks(block, other)]
-    if not equal:
+    equal_sources = [source for source in sources if have_equal_masks(block, source)]
+    if not equal_sources:
         return Refusal(
             "masks_differ",
             "no earlier attention has the same queries' and keys' lengths, masks and biases",
         )
-    if all(map(source_refusal, equal)):
+    if all(map(source_refusal, equal_sources)):
         return Refusal(
             "no_source",
-            f"no earlier attention has probabilities to reuse: {source_refusal(equal[-1])}",
+            f"no earlier attention has probabilities to reuse: {source_refusal(equal_sources[-1])}",
         )
     return None
 
@@ -226,8 +227,8 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
                     "choose a source layer that is executed earlier",
                     code="reuse_attention.order",
                 )
-            taken = {int(h) for reused in blocks[place[source]].reused for h in reused.heads}
-            if source_head in edges.get(source, {}) or source_head in taken:
+            reusing_heads = {int(h) for reuse in blocks[place[source]].reused for h in reuse.heads}
+            if source_head in edges.get(source, {}) or source_head in reusing_heads:
                 raise InvalidArgument(
                     f"{edge}: the source is reused itself, expected an exact head",
                     f"choose the source of {source}[{source_head}] instead",
@@ -280,10 +281,12 @@ def _reuse(block: AttentionBlock, edges: Mapping[int, SourceHead], available: _A
         available.put(block, *parts[0])
     for source in dict.fromkeys(source for source, _ in edges.values()):
         value, places = available.of(source, product)
-        taken = sorted(
-            (places[theirs], head) for head, (layer, theirs) in edges.items() if layer == source
+        index_and_head = sorted(
+            (places[source_head], head)
+            for head, (layer, source_head) in edges.items()
+            if layer == source
         )
-        index, heads = np.array(taken, np.int64).T
+        index, heads = np.array(index_and_head, np.int64).T
         if not np.array_equal(index, np.arange(len(places))):
             at = make.integers(index, "source_heads")
             dtype = probabilities_type(available.blocks[source], available.info)

@@ -199,7 +199,8 @@ def _skipped(name: str, nodes: list[ir.Node]) -> Skipped | None:
         bias = np.zeros(weight.shape[1], weight.dtype)
         bias = bias if end is None else constant_array(_input(end, 1))
     elif end is not None:
-        weight, bias = None, constant_array(_input(end, 0))
+        weight = None
+        bias = constant_array(_input(end, 0))
     else:
         return None
     return Skipped(

@@ -80,7 +80,7 @@ class LossEstimator:
         self.places = {name: place for place, name in enumerate(self.inputs)}
         weights = [weight for weight, _ in self.inputs.values()]
         self._part = part
-        self._nodes = {name: found[name].of.nodes for name in self.inputs}
+        self._nodes = {name: found[name].owner.nodes for name in self.inputs}
         self._segments = SegmentedModel(part, weights, context)
         self._place, self._states = 0, [self._start(batch) for batch in batches]
         self.original_outputs = [self._segments.finish(0, state) for state in self._states]
