@@ -16,8 +16,8 @@ from contextlib import suppress
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention
-from attnserve.choices import Precision
 from attnserve.context import Provider
+from attnserve.literals import Precision
 from attnserve.models.opset import raise_opset
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.session import open_session

@@ -14,10 +14,10 @@ import onnx_ir as ir
 from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
 from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
 from attnserve.checks.quality import QualityMeter
-from attnserve.choices import SearchMeasure
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.data.lengths import length_bounds, middle_length, spread_lengths
+from attnserve.literals import SearchMeasure
 from attnserve.models.artifact import Artifact
 from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Data, Lengths, Target

@@ -13,9 +13,9 @@ from pydantic import Field
 
 from attnserve.checks.measures import not_finite_rows
 from attnserve.checks.quality import Quality, QualityMeter, describe_rows
-from attnserve.choices import Measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_progress
 from attnserve.data.datasets import load_inputs
+from attnserve.literals import Measure
 from attnserve.models.artifact import open_artifact
 from attnserve.models.cache_inputs import (
     empty_axes,

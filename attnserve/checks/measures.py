@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from attnserve.choices import Measure, Pooling
 from attnserve.intervals import mean_interval, mean_lower_bound
+from attnserve.literals import Measure, Pooling
 from attnserve.models.embeddings import pool
 from attnserve.models.masks import flat_mask, token_mask, vector_mask
 from attnserve.runtime.interface import Batch

@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import Field
 
 from attnserve.checks.quality import CHOICE
-from attnserve.choices import TaskName
 from attnserve.intervals import bootstrap, bootstrap_interval, ratio_lower_bound
+from attnserve.literals import TaskName
 from attnserve.models.lineage import ShareRecord
 from graph_passes.errors import CheckFailed
 

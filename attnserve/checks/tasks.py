@@ -26,11 +26,11 @@ from attnserve.checks.task_data import (
     read_texts,
     read_words,
 )
-from attnserve.choices import Pooling, TaskName
 from attnserve.context import RunContext
 from attnserve.data.array_files import read_arrays
 from attnserve.data.datasets import load_inputs, wanted_inputs
 from attnserve.data.text_files import read_table
+from attnserve.literals import Pooling, TaskName
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import embed_texts, output_name, run_texts
 from attnserve.models.onnx_files import load_model

@@ -10,7 +10,6 @@ import typer
 from rich.markup import escape
 
 import attnserve
-from attnserve.choices import Pooling, TaskName
 from attnserve.cli import options as opt
 from attnserve.cli.command import add_command
 from attnserve.cli.display import (
@@ -25,6 +24,7 @@ from attnserve.cli.display import (
     set_log_level,
     shorten_names,
 )
+from attnserve.literals import Pooling, TaskName
 from attnserve.options import Run
 
 if TYPE_CHECKING:

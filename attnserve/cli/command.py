@@ -14,6 +14,7 @@ from typer.models import OptionInfo
 from attnserve.cli.display import with_options
 from attnserve.cli.options import limit_threads
 from attnserve.options import Options, OptionType, Run, is_group, option_type
+from attnserve.options.base import Switch
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -22,23 +23,18 @@ __all__ = ["add_command"]
 
 Function = Callable[..., None]
 
-CALLBACKS: Mapping[tuple[type[Options], str], Callable[[int], int]] = {
-    (Run, "threads"): limit_threads,
-}
-"""Called with the value of an option when it is read."""
-
 
 @dataclass(frozen=True)
 class _Field:
     """A field as a parameter of a command.
 
     Attributes:
-        choice: The value that its flag stands for; None for the field's own value.
+        switch: Its flag, if it sets the field to one value.
     """
 
     name: str
     parameter: Parameter
-    choice: str | None = None
+    switch: Switch | None = None
 
 
 def add_command(
@@ -84,9 +80,11 @@ def add_command(
                 )
 
         def run(**values: Any) -> None:
-            made = {name: _made(kind, fields, values) for name, (kind, fields) in groups.items()}
-            own = {name: values[name] for name in hints if name in values and name not in made}
-            function(**own, **made)
+            arguments = {
+                name: _group(kind, fields, values) for name, (kind, fields) in groups.items()
+            }
+            arguments |= {name: values[name] for name in hints if name in values.keys() - groups}
+            function(**arguments)
 
         shown = sorted(parameters.values(), key=lambda parameter: _place(parameter, panels))
         run.__signature__ = Signature(_rename_fields_in_help(shown))  # type: ignore[attr-defined]
@@ -110,37 +108,33 @@ def _fields(
     kind: type[Options],
     defaults: Any,
 ) -> Iterator[_Field]:
-    """The options of a field: one, and one for each choice.
+    """The options of a field: one for each of its switches, and one for any value.
 
     Args:
         defaults: A group whose values are the defaults, if the command has its own.
     """
     about = option_type(field)
     panel = kind.panel if about.cli.panel is None else about.cli.panel
-    text = (field.description or "").partition("\n\n")[0]
-    if about.cli.choices is not None:
-        for flag, (value, each) in about.cli.choices.items():
-            option = typer.Option(flag, metavar="", help=each, rich_help_panel=panel or None)
-            own = flag.removeprefix("--").replace("-", "_")
-            yield _Field(name, _parameter(own, bool, option, False), value)
+    for switch in about.cli.switches:
         option = typer.Option(
-            metavar="NAME", help=about.cli.choice_help, rich_help_panel=panel or None
+            switch.flag, metavar="", help=switch.help, rich_help_panel=panel or None
         )
-        yield _Field(name, _parameter(name, str | None, option, None))
-        return
+        parameter_name = switch.flag.removeprefix("--").replace("-", "_")
+        yield _Field(name, _parameter(parameter_name, bool, option, False), switch)
+    text = about.cli.help or (field.description or "").partition("\n\n")[0]
     shown: Any = _shown_type(about)
     if about.cli.is_argument:
         argument = typer.Argument(metavar=about.cli.metavar, help=text)
         yield _Field(name, _parameter(name, shown, argument, ...))
         return
-    default = getattr(defaults, name, field.get_default())
+    default = None if about.cli.switches else getattr(defaults, name, field.get_default())
     is_left = kind.reads_environment or about.cli.is_text or get_origin(shown) is list
     option = typer.Option(
         *_flags(name, about, None if is_left else default),
         metavar="" if shown is bool else about.cli.metavar,
         help=text + (_default_text(default) if is_left else ""),
         rich_help_panel=panel or None,
-        callback=CALLBACKS.get((kind, name)),
+        callback=limit_threads if (kind, name) == (Run, "threads") else None,
         **_bounds(about),
     )
     default = None if is_left else default
@@ -196,29 +190,27 @@ def _bounds(about: OptionType) -> dict[str, Any]:
     return {names[name]: value for name, value in given.items()}
 
 
-def _made(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) -> Any:
+def _group(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) -> Options:
     """Build the group from option values; missing options have the defaults."""
-    fields_given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     flags: dict[str, list[str]] = {}
-    with_choices = {field.name for field in fields if field.choice is not None}
     for field in fields:
         value = values[field.parameter.name]
-        if value is None or (field.choice is not None and not value):
+        if value is None or (field.switch is not None and not value):
             continue
-        fields_given[field.name] = value if field.choice is None else field.choice
-        if field.name in with_choices:
-            flag = "--" + field.parameter.name.replace("_", "-")
-            flags.setdefault(field.name, []).append(flag)
-    for name, several in flags.items():
-        if len(several) > 1:
+        arguments[field.name] = value if field.switch is None else field.switch.value
+        flag = "--" + field.parameter.name.replace("_", "-")
+        flags.setdefault(field.name, []).append(flag)
+    for name, exclusive in flags.items():
+        if len(exclusive) > 1:
             from graph_passes.errors import InvalidArgument
 
             raise InvalidArgument(
-                f"{' and '.join(several)} exclude each other",
+                f"{' and '.join(exclusive)} exclude each other",
                 "give one of them",
-                code=option_type(kind.model_fields[name]).cli.choice_conflict,
+                code=f"cli.{name}",
             )
-    return kind(**fields_given)
+    return kind(**arguments)
 
 
 def _rename_fields_in_help(parameters: list[Parameter]) -> list[Parameter]:

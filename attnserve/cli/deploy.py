@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 import attnserve
-from attnserve.choices import Attention, Exporter
 from attnserve.cli import options as opt
 from attnserve.cli.command import add_command
 from attnserve.cli.display import log_level, print_json, print_line, set_log_level
+from attnserve.literals import Attention, Exporter
 from attnserve.options import Run
 from service.settings import RaySettings, Settings
 

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.choices import Activation, Attention, Exporter, Pooling
 from attnserve.exporters.heads import (
     embedding_head,
     first_line,
@@ -33,6 +32,7 @@ from attnserve.exporters.heads import (
     scorer,
     token_score,
 )
+from attnserve.literals import Activation, Attention, Exporter, Pooling
 from attnserve.models.artifact import COMPANIONS
 from attnserve.models.folder_settings import EmbeddingSettings, FolderSettings, read_settings
 from attnserve.models.onnx_files import load_model, save_model

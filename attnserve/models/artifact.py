@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, cast
 
-from attnserve.choices import Activation, Pooling, Similarity
+from attnserve.literals import Activation, Pooling, Similarity
 from attnserve.models.folder_settings import parse_settings, read_settings
 from attnserve.models.json_files import read_json
 from attnserve.models.lineage import RewriteRecord

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnserve.choices import Pooling
+from attnserve.literals import Pooling
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import Encoding, TextEncoder, model_inputs
 from attnserve.runtime.interface import RunFailed, Session

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from attnserve.choices import Activation, Pooling, Similarity
+from attnserve.literals import Activation, Pooling, Similarity
 from attnserve.models.json_files import read_json
 from attnserve.models.record import Record
 from attnserve.models.settings_files import (

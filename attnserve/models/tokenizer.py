@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer, normalizers
 
-from attnserve.choices import Padding, Side
+from attnserve.literals import Padding, Side
 from attnserve.models.artifact import Artifact
 from attnserve.models.folder_settings import parse_settings
 from attnserve.models.settings_files import TokenizerConfig, TransformersConfig

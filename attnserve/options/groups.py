@@ -9,7 +9,8 @@ from typing import Annotated, Any, NoReturn, Self, get_args
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, model_validator
 
-from attnserve.choices import (
+from attnserve.context import Device, Progress, Provider, RunContext, ignore_progress
+from attnserve.literals import (
     Alignment,
     Importance,
     LearnedTask,
@@ -18,7 +19,6 @@ from attnserve.choices import (
     SearchMeasure,
     TaskName,
 )
-from attnserve.context import Device, Progress, Provider, RunContext, ignore_progress
 from attnserve.options.base import Cli, Options
 from attnserve.options.fields import (
     CALIBRATION,
@@ -32,7 +32,7 @@ from attnserve.options.fields import (
     Minutes,
     Names,
     Ranks,
-    Share,
+    RemovedShare,
     fail,
     read_lengths,
     read_minutes,
@@ -100,7 +100,7 @@ class Rewrites(Options):
     align: Alignment = "similarity"
     """Heads whose probabilities `reuse` takes: the most similar ones, or those with the same
     index."""
-    prune: Share | None = None
+    prune: RemovedShare | None = None
     """Share of the heads to remove, least important first."""
     importance: Importance = "energy"
     """Head-importance criterion: output energy not recoverable from other heads (energy),
@@ -109,7 +109,7 @@ class Rewrites(Options):
     """Heads to keep (1) and to remove (0), as .json: {"layer": [1, 0, ...]}."""
     skip: Names = ()
     """Layers whose attention is replaced by an affine map, or by a constant (LAYER:constant)."""
-    ffn: Share | None = None
+    ffn: RemovedShare | None = None
     """Share of the feed-forward neurons to remove."""
     strip_cache: bool = False
     """Remove a decoder's KV cache from the inputs and outputs, for models that only take whole

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import onnx_ir as ir
 
-from attnserve.choices import Precision
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
+from attnserve.literals import Precision
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.lineage import StepRecord
 from attnserve.planning.plans.rewriting import ApplyReport, Rewriting

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from attnserve.choices import Measure, Precision
+from attnserve.literals import Measure, Precision
 from attnserve.planning.plans.state import State
 from attnserve.plugins import Registry
 from attnserve.precision.schemes import SCHEMES

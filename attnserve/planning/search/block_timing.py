@@ -9,8 +9,8 @@ from typing import Any, get_args
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.choices import Precision
 from attnserve.context import Progress, Provider, ignore_progress
+from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
     Block,
     BlockConfig,
