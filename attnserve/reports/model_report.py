@@ -90,7 +90,7 @@ def report(
     """
     require_extra("jinja2", "matplotlib")
     progress, seed = progress or ignore_progress, Run(seed=seed).seed
-    places = list(_places(Path(models), as_path(output)))
+    places = list(_reported_models(Path(models), as_path(output)))
     for place in places:
         check_output(place.page, force=force)
     reports: list[ModelReport] = []
@@ -110,7 +110,7 @@ def report(
     return reports
 
 
-class _Place(NamedTuple):
+class _ReportedModel(NamedTuple):
     """A model, by its name and version as in the service, and the page to write."""
 
     name: str
@@ -119,7 +119,7 @@ class _Place(NamedTuple):
     page: Path
 
 
-def _places(path: Path, output: Path | None) -> Iterator[_Place]:
+def _reported_models(path: Path, output: Path | None) -> Iterator[_ReportedModel]:
     """Find the models at a path.
 
     Args:
@@ -146,10 +146,10 @@ def _places(path: Path, output: Path | None) -> Iterator[_Place]:
             page = artifact.folder / f"{own}report.html"
             if output is not None:
                 page = output / (f"{name}-{version}.html" if len(versions) > 1 else f"{name}.html")
-            yield _Place(name, version, artifact, page)
+            yield _ReportedModel(name, version, artifact, page)
 
 
-def _read(place: _Place, seed: int) -> ModelReport:
+def _read(place: _ReportedModel, seed: int) -> ModelReport:
     """The report of one model, whose attention blocks are matched and certified now."""
     artifact = place.artifact
     rewrites = artifact.lineage

@@ -11,9 +11,9 @@ from attnserve.context import CPU, DEFAULT_CONTEXT, Device, RunContext
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
 
-__all__ = ["Observer", "State", "behind", "extract", "observe", "reads", "state_of"]
+__all__ = ["Arrays", "Observer", "behind", "extract", "observe", "reads", "state_of"]
 
-State = Mapping[ir.Value, np.ndarray]
+Arrays = Mapping[ir.Value, np.ndarray]
 """Arrays of values of a graph."""
 
 
@@ -30,7 +30,7 @@ class Observer:
     """
 
     def __init__(
-        self, model: ir.Model, wanted: Sequence[ir.Value], known: State, device: Device = CPU
+        self, model: ir.Model, wanted: Sequence[ir.Value], known: Arrays, device: Device = CPU
     ) -> None:
         self._wanted = [value for value in dict.fromkeys(wanted) if value not in known]
         self._names: dict[ir.Value, str] = {}
@@ -38,7 +38,7 @@ class Observer:
             part, self._names = extract(model, known, self._wanted)
             self._session = open_session(part, device, spinning=False)
 
-    def __call__(self, state: State) -> dict[ir.Value, np.ndarray]:
+    def __call__(self, state: Arrays) -> dict[ir.Value, np.ndarray]:
         """Compute the wanted values that are not known; arrays may be session memory (``owned``).
 
         Raises:
@@ -86,7 +86,7 @@ def state_of(
 
 
 def extract(
-    model: ir.Model, known: State, wanted: Sequence[ir.Value]
+    model: ir.Model, known: Arrays, wanted: Sequence[ir.Value]
 ) -> tuple[ir.Model, dict[ir.Value, str]]:
     """Extract the computation of values from known ones as a model, with the names of its inputs.
 

@@ -43,16 +43,16 @@ from graph_passes.errors import (
 )
 
 __all__ = [
+    "BufferDevice",
     "OnnxRuntime",
     "OnnxSession",
-    "Place",
     "placed",
     "require_runtime",
     "run_errors",
     "stoppable",
 ]
 
-Place = Literal["cpu", "cuda"]
+BufferDevice = Literal["cpu", "cuda"]
 """The device of buffers; "cpu" is for tests without a GPU."""
 
 
@@ -161,14 +161,14 @@ class OnnxSession:
         return run_on_cpu
 
     def binding(
-        self, inputs: Mapping[str, Any], place: Place, names: Sequence[str] | None = None
+        self, inputs: Mapping[str, Any], device: BufferDevice, names: Sequence[str] | None = None
     ) -> Any:
-        """Bind inputs and outputs (None: all); outputs are allocated on the device ``place``."""
+        """Bind inputs and outputs (None: all); outputs are allocated on ``device``."""
         binding = self.native.io_binding()
         for name, value in inputs.items():
             binding.bind_ortvalue_input(name, value)
         for name in names or [value.name for value in self.get_outputs()]:
-            binding.bind_output(name, place, DEVICE)
+            binding.bind_output(name, device, DEVICE)
         return binding
 
     def end_profiling(self) -> Path:
@@ -176,9 +176,9 @@ class OnnxSession:
         return Path(self.native.end_profiling())
 
 
-def placed(array: np.ndarray, place: Place) -> Any:
+def placed(array: np.ndarray, device: BufferDevice) -> Any:
     """Copy an array to the device."""
-    return require_runtime().OrtValue.ortvalue_from_numpy(array, place, DEVICE)
+    return require_runtime().OrtValue.ortvalue_from_numpy(array, device, DEVICE)
 
 
 def stoppable(options: Any) -> Any:

@@ -228,7 +228,7 @@ def _structure(graph: ir.Graph, number: dict[ir.Value, int]) -> Hashable:
         return number.setdefault(value, len(number))
 
     rows: list[Hashable] = []
-    for node in _in_order(graph):
+    for node in _nodes_in_order(graph):
         attributes = tuple(sorted((n, _attribute(a, number)) for n, a in node.attributes.items()))
         inputs = tuple(place(value) for value in node.inputs)
         outputs = tuple(place(value) for value in node.outputs)
@@ -242,7 +242,7 @@ def _content(tensor: ir.TensorProtocol) -> Any:
     return tensor.numpy().tolist() if int(np.prod(tensor.shape.numpy())) <= most else None
 
 
-def _in_order(graph: ir.Graph) -> list[ir.Node]:
+def _nodes_in_order(graph: ir.Graph) -> list[ir.Node]:
     """The nodes that the outputs depend on, in a topological order independent of the listing."""
     order: dict[ir.Node, None] = {}
     pending = [origin(value).producer() for value in reversed(graph.outputs)]

@@ -19,7 +19,7 @@ from attnserve.context import CPU, Device
 from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
 from attnserve.runtime.interface import Feed, Session
 from attnserve.runtime.io_binding import InputBuffers, run_bound, run_options
-from attnserve.runtime.onnx_runtime import OnnxSession, Place, stoppable
+from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, stoppable
 from attnserve.runtime.session import open_session
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import CudaRunner, GraphRunner
@@ -105,9 +105,9 @@ class IoBindingRunner(CudaRunner):
     allocated or an input is empty, the session copies the inputs itself.
     """
 
-    def __init__(self, session: OnnxSession, place: Place = "cuda") -> None:
+    def __init__(self, session: OnnxSession, device: BufferDevice = "cuda") -> None:
         super().__init__(session)
-        self._place: Place = place
+        self._device: BufferDevice = device
         self._policy = ArenaShrinkPolicy()
         # Last in, first out: buffers that are not used recently may be of an earlier peak.
         self._free: list[InputBuffers] = []
@@ -121,9 +121,9 @@ class IoBindingRunner(CudaRunner):
         try:
             buffers = self._free.pop()
         except IndexError:
-            buffers = InputBuffers(self._place)
+            buffers = InputBuffers(self._device)
         try:
-            binding = self.session.binding(buffers.filled(feed), self._place, names)
+            binding = self.session.binding(buffers.filled(feed), self._device, names)
         except Exception as error:  # no memory, or a type without buffers
             if not self._warned:
                 log.warning("run without GPU input buffers: %s", str(error).partition("\n")[0])

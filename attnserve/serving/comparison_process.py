@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from attnserve.choices import Measure
 from attnserve.context import Device
+from attnserve.literals import Measure
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_checksums
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment

@@ -23,9 +23,9 @@ import numpy as np
 
 from attnserve.checks.measures import new_meter
 from attnserve.checks.quality import ROUNDING
-from attnserve.choices import Measure, Pooling
 from attnserve.context import Device
 from attnserve.intervals import mean_lower_bound
+from attnserve.literals import Measure, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.lineage import Asked, RewriteRecord

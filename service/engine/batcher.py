@@ -193,7 +193,7 @@ class RequestResult:
 
 
 @dataclass(eq=False)
-class _Request:
+class _OpenRequest:
     future: asyncio.Future[RequestResult]
     started: float
     deadline: float | None
@@ -207,10 +207,10 @@ class _Request:
 
 
 @dataclass(eq=False)
-class _Run:
+class _SlotRun:
     """A run in a slot, or a preparation of rows, with the requests that wait for it."""
 
-    requests: set[_Request]
+    requests: set[_OpenRequest]
     stop: Stop = field(default_factory=Stop)
     abandoned_at: float | None = None
 
@@ -258,8 +258,8 @@ class Batcher:
         self._free_slots = concurrency
         self._preparing = 0  # number of rows
         self._paused = self._closed = False
-        self._open: set[_Request] = set()  # requests without an answer
-        self._runs: set[_Run] = set()
+        self._open: set[_OpenRequest] = set()  # requests without an answer
+        self._runs: set[_SlotRun] = set()
         self._recent_runs: deque[tuple[int, float]] = deque(maxlen=RECENT_RUNS)
         """Padded tokens and seconds of each recent run."""
         self._loop: asyncio.AbstractEventLoop  # that of the requests; set by the first one
@@ -369,7 +369,7 @@ class Batcher:
 
     # -- on the event loop ------------------------------------------------------------------------
 
-    def _open_request(self, rows: int, deadline: float | None) -> _Request:
+    def _open_request(self, rows: int, deadline: float | None) -> _OpenRequest:
         self.check_room(rows)
         if self._closed:
             raise NotReady("the model is unloaded", "load it again")
@@ -377,9 +377,9 @@ class Batcher:
         now = perf_counter()
         if deadline is not None and now >= deadline:
             raise DeadlineExceeded("the deadline has passed", "allow more time, or send less")
-        return _Request(loop.create_future(), now, deadline)
+        return _OpenRequest(loop.create_future(), now, deadline)
 
-    async def _wait(self, request: _Request) -> RequestResult:
+    async def _wait(self, request: _OpenRequest) -> RequestResult:
         timer = None
         if request.deadline is not None:
             delay = request.deadline - request.started
@@ -398,17 +398,17 @@ class Batcher:
         while batch := self._take_batch():
             self._run_pool.submit(self._run_batches, batch)
 
-    def _expire(self, request: _Request) -> None:
+    def _expire(self, request: _OpenRequest) -> None:
         self._fail(
             request,
             DeadlineExceeded("the answer would come after the deadline", "allow more time"),
         )
 
-    def _fail(self, request: _Request, error: Exception) -> None:
+    def _fail(self, request: _OpenRequest, error: Exception) -> None:
         if not request.future.done():
             request.future.set_exception(error)
 
-    def _withdraw(self, request: _Request) -> None:
+    def _withdraw(self, request: _OpenRequest) -> None:
         """Remove waiting rows of an answered request, and cancel runs that only it waits for."""
         with self._lock:
             if request.remaining:
@@ -449,13 +449,13 @@ class Batcher:
     # -- in a thread of a pool --------------------------------------------------------------------
 
     def _prepare(
-        self, request: _Request, prepare: Callable[[], Sequence[Row]], count: int, in_slot: bool
+        self, request: _OpenRequest, prepare: Callable[[], Sequence[Row]], count: int, in_slot: bool
     ) -> None:
         """Prepare and enqueue the rows of a request; in a slot, run what is due."""
         rows: Sequence[Row] = ()
         error: Exception | None = None
         started = perf_counter()
-        run = _Run({request})
+        run = _SlotRun({request})
         with self._lock:
             self._runs.add(run)
         try:
@@ -488,7 +488,7 @@ class Batcher:
     def _compute(self, rows: list[Row]) -> list[tuple[list[Row], BatchRun | Exception]]:
         """Run a batch. If it fails, run each request separately: only faulty requests fail."""
         started = perf_counter()
-        run = _Run({row.request for row in rows})
+        run = _SlotRun({row.request for row in rows})
         with self._lock:
             self._runs.add(run)
         STOP.set(run.stop)
@@ -534,7 +534,7 @@ class Batcher:
 
     # -- with the lock held -----------------------------------------------------------------------
 
-    def _enqueue(self, request: _Request, rows: Sequence[Row], now: float) -> None:
+    def _enqueue(self, request: _OpenRequest, rows: Sequence[Row], now: float) -> None:
         request.rows, request.queued_at = list(rows), now
         request.remaining = len(rows)
         request.has_waited = self._free_slots == 0 or self._paused
@@ -547,7 +547,7 @@ class Batcher:
         past = sorted(seconds for tokens, seconds in self._recent_runs if tokens <= padded_tokens)
         return past[-self._concurrency - 1] if len(past) > self._concurrency else 0.0
 
-    def _will_miss_deadline(self, request: _Request, end: float) -> bool:
+    def _will_miss_deadline(self, request: _OpenRequest, end: float) -> bool:
         """Whether a run with this end would be too late for ``request``, which is then refused.
 
         A request that found a free slot always runs: the expected duration would otherwise never
@@ -579,7 +579,7 @@ def _as_exception(error: BaseException) -> Exception:
     return failed
 
 
-def _request_result(request: _Request) -> RequestResult:
+def _request_result(request: _OpenRequest) -> RequestResult:
     spans = sorted((batch.started, batch.ended) for batch, _ in request.batches)
     compute_s = _union(spans)
     total_s = max(end for _, end in spans) - request.started

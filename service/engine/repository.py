@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from attnserve.models.artifact import open_artifact
-from attnserve.models.model_folder import Place, find_models
+from attnserve.models.model_folder import ModelLocation, find_models
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.checked_loading import CheckedModel, load_checked
 from attnserve.serving.loaded_model import Model
@@ -182,13 +182,13 @@ class Repository:
 
         If the path cannot be read, the index lists the loaded versions.
         """
-        on_disk: Mapping[str, Mapping[str, Place]] = {}
+        on_disk: Mapping[str, Mapping[str, ModelLocation]] = {}
         with suppress(AttnserveError):
             on_disk = self._find()
         entries: dict[tuple[str, str], Entry] = {}
-        for name, places in on_disk.items():
+        for name, locations in on_disk.items():
             failures = self._failures.get(name, {})
-            for version in places:
+            for version in locations:
                 reason = failures.get(version, "not loaded")
                 entries[name, version] = Entry(name, version, "UNAVAILABLE", reason)
         for key in self._loading:
@@ -265,19 +265,21 @@ class Repository:
     async def _replace(self, name: str, versions: Collection[str] | None = None) -> None:
         """Load ``versions`` of ``name``, None for all; see ``load`` for the rest."""
         async with self._changing:
-            places = (await asyncio.to_thread(self._find)).get(name, {})
+            locations = (await asyncio.to_thread(self._find)).get(name, {})
             if versions is not None:
-                places = {version: places[version] for version in versions if version in places}
-            if not places:
+                locations = {
+                    version: locations[version] for version in versions if version in locations
+                }
+            if not locations:
                 raise UnknownModel(f"unknown model {name!r}: it is not on disk")
             serving = self._engines.get(name, {})
             following: dict[str, Engine] = {}
             first: AttnserveError | None = None
-            for version in sorted(places, key=int):
+            for version in sorted(locations, key=int):
                 key = (name, version)
                 self._loading.add(key)
                 try:
-                    engine = await self._prepare(name, version, places[version])
+                    engine = await self._prepare(name, version, locations[version])
                     self._failures.get(name, {}).pop(version, None)
                 except AttnserveError as error:
                     why = hide_folders(error.what, self.settings.model)
@@ -365,8 +367,8 @@ class Repository:
         names = ", ".join(sorted(self._engines))
         raise NotFound(f"this server has several models: {names}", "name one of them")
 
-    async def _prepare(self, name: str, version: str, place: Place) -> Engine:
-        """The engine of the model at ``place``: the current one if unchanged, else a new one."""
+    async def _prepare(self, name: str, version: str, location: ModelLocation) -> Engine:
+        """The engine of the model at ``location``: the current one if unchanged, else a new one."""
         current = self._engines.get(name, {}).get(version)
 
         def is_served(checked: CheckResult) -> bool:
@@ -378,7 +380,7 @@ class Repository:
             return done["rewritten"] or "pending" in done or not is_news
 
         try:
-            loaded = await asyncio.to_thread(self._load, name, version, place, is_served)
+            loaded = await asyncio.to_thread(self._load, name, version, location, is_served)
         except AttnserveError:
             raise
         except Exception as error:  # a failure of one model must not affect the others
@@ -391,13 +393,15 @@ class Repository:
         if loaded is None:
             assert current is not None
             return current
-        return self._serve(name, version, place, loaded)
+        return self._serve(name, version, location, loaded)
 
-    def _serve(self, name: str, version: str, place: Place, loaded: CheckedModel) -> Engine:
+    def _serve(
+        self, name: str, version: str, location: ModelLocation, loaded: CheckedModel
+    ) -> Engine:
         """Create the engine of a loaded model; it is replaced after a fusion in the background."""
 
         def reload() -> Model:
-            again = self._load(name, version, place)
+            again = self._load(name, version, location)
             if again is None or again.identity != loaded.identity:
                 raise NotReady(f"the files of {name} have changed", "load it again")
             return again.model
@@ -414,12 +418,14 @@ class Repository:
         if self._started:
             _log_operators(engine)
         if loaded.fusion is not None:
-            task = asyncio.ensure_future(self._serve_fused(engine, place, loaded.fusion))
+            task = asyncio.ensure_future(self._serve_fused(engine, location, loaded.fusion))
             self._fusing.add(task)
             task.add_done_callback(self._fusing.discard)
         return engine
 
-    async def _serve_fused(self, engine: Engine, place: Place, fusion: Future[CheckResult]) -> None:
+    async def _serve_fused(
+        self, engine: Engine, location: ModelLocation, fusion: Future[CheckResult]
+    ) -> None:
         """Replace an engine by the engine of the fused model, after the fusion."""
         name, version = engine.name, engine.version
         checked = await asyncio.wrap_future(fusion)
@@ -431,7 +437,7 @@ class Repository:
                 _log_operators(engine)
                 return
             try:
-                loaded = await asyncio.to_thread(self._load, name, version, place)
+                loaded = await asyncio.to_thread(self._load, name, version, location)
             except Exception as error:  # the model is served as it is
                 log.warning("%s version %s is not fused: %s", name, version, error)
                 engine.model.operators = self._shown(unfused(str(error)))
@@ -445,7 +451,7 @@ class Repository:
                 engine.model.operators = unfused(why)
                 await asyncio.to_thread(loaded.model.close)
                 return
-            self._engines[name][version] = self._serve(name, version, place, loaded)
+            self._engines[name][version] = self._serve(name, version, location, loaded)
             self._retire(engine)
 
     @asynccontextmanager
@@ -457,7 +463,7 @@ class Repository:
         self,
         name: str,
         version: str,
-        place: Place,
+        location: ModelLocation,
         is_served: Callable[[CheckResult], bool] = lambda checked: False,
     ) -> CheckedModel | None:
         """Load the model; None if ``is_served``, see ``load_checked``.
@@ -475,7 +481,7 @@ class Repository:
         )
         open_model = partial(Model, options=options, name=name)
         check = self._checker.check if settings.probe else identify
-        artifact = open_artifact(place.path, place.shared)
+        artifact = open_artifact(location.path, location.shared)
         loaded = load_checked(artifact, check, open_model, is_served)
         if loaded is None:
             return None
@@ -506,7 +512,7 @@ class Repository:
             for engine in self.engines()
         ]
 
-    def _find(self) -> Mapping[str, Mapping[str, Place]]:
+    def _find(self) -> Mapping[str, Mapping[str, ModelLocation]]:
         """The models on disk, by name and version.
 
         Raises:
