@@ -86,11 +86,11 @@ def bootstrap(
         return statistic(*(np.zeros((1, count), int) for count in counts))
     random, step = np.random.default_rng(seed), max(1, BATCH_ELEMENTS // sum(counts))
     with np.errstate(invalid="ignore"):
-        found = [
-            statistic(*(random.integers(0, n, (min(step, resamples - done), n)) for n in counts))
-            for done in range(0, resamples, step)
+        chunks = [
+            statistic(*(random.integers(0, n, (min(step, resamples - start), n)) for n in counts))
+            for start in range(0, resamples, step)
         ]
-    values = np.concatenate(found)
+    values = np.concatenate(chunks)
     return values[np.isfinite(values)]
 
 

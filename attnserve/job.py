@@ -86,13 +86,13 @@ class Job:
         data = None
         if options.calib:
             data = load(options.calib, weights=options.calib_weights, sequence=joined)
-        others = [(path.name, load(path, split=False)) for path in options.also_prove]
+        other_data = [(path.name, load(path, split=False)) for path in options.also_prove]
         served_workloads(original, target, data)  # raises errors before long work
         return cls(
             artifact=artifact,
             original=original,
             data=data,
-            others=others,
+            others=other_data,
             tokenizer=options.tokenizer,
             measure=measure,
             target=target,
@@ -140,8 +140,8 @@ class Job:
     @property
     def longest(self) -> int:
         """The longest length at which the model should be fast."""
-        middle, counted = middle_length(self.lengths), self.counted.length
-        return length_bounds(self.lengths if counted == middle else counted)[1]
+        middle, counted_length = middle_length(self.lengths), self.counted.length
+        return length_bounds(self.lengths if counted_length == middle else counted_length)[1]
 
     def labeled(self, label: str) -> Self:
         """The job with a label before the names of its stages, on all threads: it is not timed."""

@@ -41,9 +41,9 @@ class Budget:
         Raises:
             DeadlineExceeded: The deadline passed before.
         """
-        left = None if deadline is None else deadline - perf_counter()
+        timeout_s = None if deadline is None else deadline - perf_counter()
         try:
-            async with asyncio.timeout(left), self._turn:
+            async with asyncio.timeout(timeout_s), self._turn:
                 while not self._has_room(size):
                     self._freed.clear()
                     await self._freed.wait()

@@ -95,9 +95,10 @@ class Server(uvicorn.Server):
             raise self._load_error
         if self._interrupted:
             raise KeyboardInterrupt
-        if lost := self._unanswered + self._connections.cut_answers:
+        if lost_count := self._unanswered + self._connections.cut_answers:
             raise ServiceError(
-                f"{lost} connections were closed during the drain: their requests were not answered"
+                f"{lost_count} connections were closed during the drain: their requests were not"
+                " answered"
                 f" in {self._repository.settings.drain_timeout_s:g} s, or the answers not read",
                 "raise ATTNSERVE_DRAIN_TIMEOUT_S, or lower the timeouts of requests",
                 code="server.drain_timeout",
@@ -128,8 +129,10 @@ class Server(uvicorn.Server):
         gc.freeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        again = self._repository.draining and sig == signal.SIGINT and not self._interrupted
-        if again and self._loading is not None:
+        is_second_signal = (
+            self._repository.draining and sig == signal.SIGINT and not self._interrupted
+        )
+        if is_second_signal and self._loading is not None:
             # uvicorn would close every connection: an error answer tells clients the reason.
             self._interrupted = True
             self._loading.get_loop().call_soon_threadsafe(self._repository.abandon)

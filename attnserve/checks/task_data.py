@@ -158,7 +158,7 @@ def read_judgments(
                 )
         value = read_number(path, line, relevance, "relevance")
         judgments.setdefault(query, {})[document] = value
-    judged = {query: one for query, one in judgments.items() if max(one.values()) > 0}
+    judged = {query: grades for query, grades in judgments.items() if max(grades.values()) > 0}
     if not judged:
         raise InvalidData(
             f"{path}: no document has a relevance above 0",

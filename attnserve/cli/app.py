@@ -91,8 +91,8 @@ def _failed(error: Exception, arguments: Sequence[str]) -> int:
     if isinstance(error, AttnserveError):
         _show(error, arguments)
     elif isinstance(error, OSError):  # for example a path that became unreadable
-        where = f"{error.filename}: " if error.filename else ""
-        _show(AttnserveError(f"{where}{error.strerror or error}", "check the path"), arguments)
+        prefix = f"{error.filename}: " if error.filename else ""
+        _show(AttnserveError(f"{prefix}{error.strerror or error}", "check the path"), arguments)
     else:
         _show(
             AttnserveError(

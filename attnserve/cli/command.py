@@ -65,18 +65,18 @@ def add_command(
                 parameters[parameter.name] = keyword
                 continue
             fields = [
-                each
+                option
                 for name, field in kind.model_fields.items()
                 if name not in left_out and kind.has_option(name)
-                for each in _fields(name, field, kind, parameter.default)
+                for option in _fields(name, field, kind, parameter.default)
             ]
             groups[parameter.name] = kind, fields
-            for each in fields:
-                is_required = each.parameter.name in required
-                parameters[each.parameter.name] = (
-                    each.parameter.replace(default=Parameter.empty)
+            for option in fields:
+                is_required = option.parameter.name in required
+                parameters[option.parameter.name] = (
+                    option.parameter.replace(default=Parameter.empty)
                     if is_required
-                    else each.parameter
+                    else option.parameter
                 )
 
         def run(**values: Any) -> None:
@@ -86,9 +86,14 @@ def add_command(
             arguments |= {name: values[name] for name in hints if name in values.keys() - groups}
             function(**arguments)
 
-        shown = sorted(parameters.values(), key=lambda parameter: _place(parameter, panels))
-        run.__signature__ = Signature(_rename_fields_in_help(shown))  # type: ignore[attr-defined]
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        ordered_parameters = sorted(
+            parameters.values(), key=lambda parameter: _place(parameter, panels)
+        )
+        run.__signature__ = Signature(  # type: ignore[attr-defined]
+            _rename_fields_in_help(ordered_parameters)
+        )
+        run.__name__ = function.__name__
+        run.__doc__ = function.__doc__
         app.command(**options)(run)
         return function
 
@@ -122,16 +127,16 @@ def _fields(
         parameter_name = switch.flag.removeprefix("--").replace("-", "_")
         yield _Field(name, _parameter(parameter_name, bool, option, False), switch)
     text = about.cli.help or (field.description or "").partition("\n\n")[0]
-    shown: Any = _shown_type(about)
+    value_type: Any = _shown_type(about)
     if about.cli.is_argument:
         argument = typer.Argument(metavar=about.cli.metavar, help=text)
-        yield _Field(name, _parameter(name, shown, argument, ...))
+        yield _Field(name, _parameter(name, value_type, argument, ...))
         return
     default = None if about.cli.switches else getattr(defaults, name, field.get_default())
-    is_left = kind.reads_environment or about.cli.is_text or get_origin(shown) is list
+    is_left = kind.reads_environment or about.cli.is_text or get_origin(value_type) is list
     option = typer.Option(
         *_flags(name, about, None if is_left else default),
-        metavar="" if shown is bool else about.cli.metavar,
+        metavar="" if value_type is bool else about.cli.metavar,
         help=text + (_default_text(default) if is_left else ""),
         rich_help_panel=panel or None,
         callback=limit_threads if (kind, name) == (Run, "threads") else None,
@@ -139,16 +144,16 @@ def _fields(
     )
     default = None if is_left else default
     if default is None:
-        shown |= None
-    yield _Field(name, _parameter(name, shown, option, default))
+        value_type |= None
+    yield _Field(name, _parameter(name, value_type, option, default))
 
 
 def _default_text(default: Any) -> str:
     """The default of an option as text; empty without a default."""
     if default is None or default == ():
         return ""
-    shown = ("on" if default else "off") if isinstance(default, bool) else default
-    return f" (default: {shown})"
+    value = ("on" if default else "off") if isinstance(default, bool) else default
+    return f" (default: {value})"
 
 
 def _parameter(name: str, kind: Any, option: Any, default: Any) -> Parameter:
@@ -178,16 +183,16 @@ def _shown_type(about: OptionType) -> Any:
 
 def _bounds(about: OptionType) -> dict[str, Any]:
     """The bounds of an integer, if Typer can check all of them; the type checks the others."""
-    given = {
+    limits = {
         name: getattr(bound, name)
         for bound in about.bounds
         for name in ("gt", "ge", "lt", "le")
         if getattr(bound, name, None) is not None
     }
     names = {"ge": "min", "le": "max"}
-    if about.kind is not int or about.cli.is_text or not given.keys() <= names.keys():
+    if about.kind is not int or about.cli.is_text or not limits.keys() <= names.keys():
         return {}
-    return {names[name]: value for name, value in given.items()}
+    return {names[name]: value for name, value in limits.items()}
 
 
 def _group(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) -> Options:

@@ -111,8 +111,8 @@ class Record(Recorded, frozen=True):
             return cls.model_validate(content)
         except (TypeError, ValidationError) as error:
             is_invalid = isinstance(error, ValidationError)
-            what = first_problem(error) if is_invalid else str(error)
-            raise InvalidModel(f"{path}: {what}", fix, code="artifact.record") from error
+            problem = first_problem(error) if is_invalid else str(error)
+            raise InvalidModel(f"{path}: {problem}", fix, code="artifact.record") from error
 
     def over(self, base: Self) -> Self:
         """Return ``base`` updated with the fields that are given here."""

@@ -251,9 +251,9 @@ def analyze_graph(
     scored = [block for block in blocks if block.logits is not None and block.q.num_heads]
     ranks = measure_ranks(model, scored, data.fit, context=context)
     energy = head_energy(model, blocks, data.fit, context=context)
-    wanted = {block.name: groups or -(-block.num_heads // 2) for block in blocks}
-    votes = voting_to_stay(model, blocks, data.fit, groups=wanted, context=context)
-    without = leave_one_out(model, blocks, data.fit, context=context)
+    head_counts = {block.name: groups or -(-block.num_heads // 2) for block in blocks}
+    votes = voting_to_stay(model, blocks, data.fit, groups=head_counts, context=context)
+    losses = leave_one_out(model, blocks, data.fit, context=context)
     gates = sensitivity(model, blocks, data.fit, context=context)
 
     layers: list[LayerAnalysis] = []
@@ -272,7 +272,7 @@ def analyze_graph(
                 calibrated=calibrated,
                 ranks=ranks.get(name),
                 energy=energy[name],
-                leave_one_out=without[name],
+                leave_one_out=losses[name],
                 sensitivity=gates[name],
                 votes=votes[name],
                 notes=notes,

@@ -85,9 +85,9 @@ def open_runner(
             log.warning("running without CUDA graphs: %s", refused.what)
             return _with_io_binding(session)
         runners = [
-            GraphRunner(one, Buckets(options.cuda_graphs, longest=longest))
-            for one in sessions
-            if isinstance(one, OnnxSession)
+            GraphRunner(onnx_session, Buckets(options.cuda_graphs, longest=longest))
+            for onnx_session in sessions
+            if isinstance(onnx_session, OnnxSession)
         ]
         return RunnerPool(runners) if len(runners) > 1 else [*runners, *sessions][0]
     return _with_io_binding(open_one(cuda=cuda))

@@ -141,7 +141,11 @@ class ComparisonProcess:
             )  # fmt: skip
         except WorkerCrashed as error:
             raise InvalidModel(f"{artifact.model}: {error.what}", "check the original") from error
-        errors = [error for one in self._served() if (error := self._watch(self._child, one))]
+        errors = [
+            error
+            for served_model in self._served()
+            if (error := self._watch(self._child, served_model))
+        ]
         if errors and not any(self._is_compared.values()):
             self._end_child(self._restart_at)
             raise errors[0]
@@ -161,9 +165,14 @@ class ComparisonProcess:
         Raises:
             AttnserveError: The comparison or the start of the child failed.
         """
-        wanted = (*row.key, row.content)
+        identity = (*row.key, row.content)
         served = next(
-            (one for one in self._served() if (one.name, one.version, one.content) == wanted), None
+            (
+                served_model
+                for served_model in self._served()
+                if (served_model.name, served_model.version, served_model.content) == identity
+            ),
+            None,
         )
         if served is None:
             return None

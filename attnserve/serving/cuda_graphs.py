@@ -41,8 +41,8 @@ class Layout:
         outputs = {value.name: tuple(value.shape) for value in session.get_outputs()}
         rows = {axes[0] if axes else None for axes in inputs.values()}
         tokens = {axis for axes in inputs.values() for axis in axes[1:2] if type(axis) is not int}
-        rest = {axis for axes in inputs.values() for axis in axes[2:]}
-        if len(rows) != 1 or len(tokens) > 1 or not all(type(axis) is int for axis in rest):
+        feature_axes = {axis for axes in inputs.values() for axis in axes[2:]}
+        if len(rows) != 1 or len(tokens) > 1 or not all(type(axis) is int for axis in feature_axes):
             return None
         first, second = rows.pop(), tokens.pop() if tokens else ""
         if first is None or not isinstance(second, str) or first == second:  # an axis has no name
@@ -171,13 +171,13 @@ class _Buffers:
         self._host: dict[str, np.ndarray] = {}
         for name, array in feed.items():
             rows, tokens = layout.padded(name, bucket)
-            rest = array.shape[1:] if tokens is None else (tokens, *array.shape[2:])
-            self._host[name] = np.zeros((rows, *rest), array.dtype)
+            row_shape = array.shape[1:] if tokens is None else (tokens, *array.shape[2:])
+            self._host[name] = np.zeros((rows, *row_shape), array.dtype)
         self._fill(feed)
         self._inputs = {name: placed(array, device) for name, array in self._host.items()}
-        first = session.binding(self._inputs, device)
-        run_bound(session, first, run_options(), feed)  # allocates the outputs, without capture
-        self._outputs = dict(zip(layout.outputs, first.get_outputs(), strict=True))
+        binding = session.binding(self._inputs, device)
+        run_bound(session, binding, run_options(), feed)  # allocates the outputs, without capture
+        self._outputs = dict(zip(layout.outputs, binding.get_outputs(), strict=True))
         self._binding = session.native.io_binding()
         for name, value in self._inputs.items():
             self._binding.bind_ortvalue_input(name, value)

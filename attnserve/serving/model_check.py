@@ -213,18 +213,19 @@ class LoadChecker:
 
     def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
         """Read the result of an earlier check; None if none fits the model."""
-        stored = self._cache.read(content)
-        if stored is None:
+        entry = self._cache.read(content)
+        if entry is None:
             return None
         try:
-            operators, running = stored["operators"], stored["running"]
-            facts = GraphFacts.from_json(stored["facts"])
+            operators = entry["operators"]
+            costs = entry["running"]
+            facts = GraphFacts.from_json(entry["facts"])
             result = _result(artifact, content, facts, operators)
             is_fused = operators["rewritten"]
-            fused_facts = facts.with_costs(running) if is_fused else None
+            fused_facts = facts.with_costs(costs) if is_fused else None
         except Exception:  # the entry is of another version, or damaged
             return None
-        if result.identity != stored["identity"]:
+        if result.identity != entry["identity"]:
             return None
         fused = self._cache.file(content) if is_fused else None
         return replace(result, rewritten=fused, fused_facts=fused_facts)
@@ -298,9 +299,9 @@ class LoadChecker:
         self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
     ) -> Future[CheckResult]:
         """Start the fusion in a thread, if it does not run already."""
-        running = self._fusions.get(result.identity)
-        if running is not None:
-            return running
+        open_fusion = self._fusions.get(result.identity)
+        if open_fusion is not None:
+            return open_fusion
         fusion = self._fusions[result.identity] = Future[CheckResult]()
         fusion.set_running_or_notify_cancel()  # one cancelled waiter must not stop it
 
@@ -326,13 +327,13 @@ class LoadChecker:
         with self._cache.lock(lambda: self._is_closed) as is_locked:
             if not is_locked:
                 return result.unfused("the server stops")
-            stored = self._recall(artifact, content)
+            entry = self._recall(artifact, content)
             if (
-                stored is not None
-                and stored.identity == result.identity
-                and stored.operators != PENDING
+                entry is not None
+                and entry.identity == result.identity
+                and entry.operators != PENDING
             ):
-                return stored
+                return entry
             return self._fuse(artifact, content, result, timeout_s)
 
     def _fuse(
@@ -343,13 +344,13 @@ class LoadChecker:
         Results that depend on the state of the machine are cached for a limited time, or not at
         all.
         """
-        with self._cache.new_file(content) as new:
-            why = _lacks_resources(result.facts.weight_bytes, new)
-            if new is None or why is not None:
-                return result.unfused(why or "there is no folder for it")
+        with self._cache.new_file(content) as file:
+            reason = _lacks_resources(result.facts.weight_bytes, file)
+            if file is None or reason is not None:
+                return result.unfused(reason or "there is no folder for it")
             try:
                 operators, costs = run_isolated(
-                    _fuse_in_child, artifact, new, self._device,
+                    _fuse_in_child, artifact, file, self._device,
                     timeout_s=timeout_s,
                     environment=allowed_environment(),
                     prepare=partial(limit_process, *self._limits(artifact, timeout_s), nice=NICE),
@@ -360,16 +361,17 @@ class LoadChecker:
                 is_stopped = isinstance(error, WorkerCrashed) and -(error.status or 0) in STOPS
                 if self._is_closed or is_stopped:
                     return result.unfused(f"the fusion was stopped: {error.what}")
-                found, is_final = result.unfused(error.what), isinstance(error, CannotRewrite)
+                fused_result = result.unfused(error.what)
+                is_final = isinstance(error, CannotRewrite)
             else:
                 facts, is_final = result.facts.with_costs(costs), True
-                found = replace(result, operators=operators, fused_facts=facts)
+                fused_result = replace(result, operators=operators, fused_facts=facts)
             if not _is_current(artifact, result):
                 return result.unfused("the files changed during the fusion")
-            if found.fused_facts is not None:
-                found = replace(found, rewritten=self._cache.keep(new))
-        self._write(content, found, is_final=is_final)
-        return found
+            if fused_result.fused_facts is not None:
+                fused_result = replace(fused_result, rewritten=self._cache.keep(file))
+        self._write(content, fused_result, is_final=is_final)
+        return fused_result
 
 
 def _size(artifact: Artifact) -> int:

@@ -36,7 +36,8 @@ def _model(
     quality: Any,
 ) -> dict[str, Any]:
     statistics = engine.metrics.statistics(series)
-    peak, outside = series.get("gpu_memory_peak_bytes"), series.get("out_of_calibration", {})
+    peak = series.get("gpu_memory_peak_bytes")
+    out_of_calibration = series.get("out_of_calibration", {})
     return {
         "name": engine.name,
         "version": engine.version,
@@ -50,7 +51,9 @@ def _model(
         "runs": statistics["execution_count"],
         "gpu_peak_bytes": None if peak is None else int(peak[()]),
         "quality": quality,
-        "out_of_calibration": {reason: int(count) for (reason,), count in sorted(outside.items())},
+        "out_of_calibration": {
+            reason: int(count) for (reason,), count in sorted(out_of_calibration.items())
+        },
         "window": engine.metrics.window(seconds),
         "card": engine.model.card,
     }

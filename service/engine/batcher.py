@@ -112,20 +112,20 @@ class Queue:
 
     def take(self) -> list[Row]:
         """Remove and return the next batch, shortest row first; the queue must not be empty."""
-        first = self.next
-        self._waiting.move_to_end(first.request)
-        rows = self._sorted[first.key]
-        low = bisect_left(rows, (first.tokens, first.number))
+        oldest = self.next
+        self._waiting.move_to_end(oldest.request)
+        rows = self._sorted[oldest.key]
+        low = bisect_left(rows, (oldest.tokens, oldest.number))
         high = low + 1  # the batch is rows[low:high]
         while self.max_rows is None or high - low < self.max_rows:
             size, longest = high - low + 1, rows[high - 1][0]
             # Of each neighbor: the padding that it would add, and whether it is the longer one.
-            added: list[tuple[int, bool]] = []
+            padding_costs: list[tuple[int, bool]] = []
             if low > 0 and size * longest <= self.budget:
-                added.append((longest - rows[low - 1][0], False))
+                padding_costs.append((longest - rows[low - 1][0], False))
             if high < len(rows) and size * rows[high][0] <= self.budget:
-                added.append(((size - 1) * (rows[high][0] - longest), True))
-            padding, is_above = min(added, default=(math.inf, False))
+                padding_costs.append(((size - 1) * (rows[high][0] - longest), True))
+            padding, is_above = min(padding_costs, default=(math.inf, False))
             if padding > self.overhead:
                 break
             low, high = (low, high + 1) if is_above else (low - 1, high)
@@ -454,7 +454,7 @@ class Batcher:
         """Prepare and enqueue the rows of a request; in a slot, run what is due."""
         rows: Sequence[Row] = ()
         error: Exception | None = None
-        started = perf_counter()
+        start = perf_counter()
         run = _SlotRun({request})
         with self._lock:
             self._runs.add(run)
@@ -463,14 +463,14 @@ class Batcher:
                 rows = _check_not_empty(prepare())
         except BaseException as raised:
             error = _as_exception(raised)
-        now = perf_counter()
-        request.prepare_s = now - started
+        end = perf_counter()
+        request.prepare_s = end - start
         with self._lock:
             self._runs.discard(run)
             self._preparing -= count
             self._free_slots += in_slot
             if rows and not request.future.done():
-                self._enqueue(request, rows, now)
+                self._enqueue(request, rows, end)
         if error is not None:
             self._loop.call_soon_threadsafe(self._fail, request, error)
         if in_slot:
@@ -487,7 +487,7 @@ class Batcher:
 
     def _compute(self, rows: list[Row]) -> list[tuple[list[Row], BatchRun | Exception]]:
         """Run a batch. If it fails, run each request separately: only faulty requests fail."""
-        started = perf_counter()
+        start = perf_counter()
         run = _SlotRun({row.request for row in rows})
         with self._lock:
             self._runs.add(run)
@@ -508,9 +508,9 @@ class Batcher:
                 self._runs.discard(run)
         ended = perf_counter()
         with self._lock:
-            self._recent_runs.append((len(rows) * rows[-1].tokens, ended - started))
+            self._recent_runs.append((len(rows) * rows[-1].tokens, ended - start))
         tokens = sum(row.real_tokens or row.tokens for row in rows)
-        return [(rows, BatchRun(len(rows), rows[-1].tokens, tokens, started, ended, result))]
+        return [(rows, BatchRun(len(rows), rows[-1].tokens, tokens, start, ended, result))]
 
     def _take_batch(self, freed: int = 0) -> list[Row] | None:
         """Free finished slots, then take a slot and the due batch; None if either is missing."""

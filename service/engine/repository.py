@@ -117,19 +117,19 @@ class Repository:
         """
         if name is None:
             name = self._only()
-        loaded = self._engines.get(name)
-        if not loaded:
+        versions = self._engines.get(name)
+        if not versions:
             self._require_started()
             if name in self._known:
                 raise NotReady(f"the model {name!r} is not loaded", "load it, or wait until it is")
             names = ", ".join(map(repr, sorted(self._engines))) or "no model"
             raise UnknownModel(f"unknown model {name!r}: this server has {names}")
         if version is None:
-            return loaded[max(loaded, key=int)]
-        if version not in loaded:
-            has = ", ".join(sorted(loaded, key=int))
+            return versions[max(versions, key=int)]
+        if version not in versions:
+            has = ", ".join(sorted(versions, key=int))
             raise NotFound(f"unknown version {version!r} of {name!r}: it has {has}")
-        return loaded[version]
+        return versions[version]
 
     def versions(self, name: str) -> list[str]:
         """The loaded versions of ``name``, lowest first.
@@ -213,16 +213,16 @@ class Repository:
         names = await asyncio.to_thread(self._find)
         if unknown := set(self.settings.model_limits) - names.keys():
             log.warning("model_limits: unknown model %s", ", ".join(sorted(unknown)))
-        first: AttnserveError | None = None
+        first_error: AttnserveError | None = None
         for name in sorted(names):
             try:
                 await self._replace(name)
             except AttnserveError as error:
                 log.error("%s is not loaded: %s", name, str(error).replace("\n", "; "))
                 self._missing.add(name)
-                first = first or error
+                first_error = first_error or error
         if not self._engines:
-            raise first or InvalidModel(
+            raise first_error or InvalidModel(
                 f"{self.settings.model}: no model in this folder: expected model.onnx,"
                 " NAME/model.onnx or NAME/VERSION/model.onnx",
                 "check the path",
@@ -274,7 +274,7 @@ class Repository:
                 raise UnknownModel(f"unknown model {name!r}: it is not on disk")
             serving = self._engines.get(name, {})
             following: dict[str, Engine] = {}
-            first: AttnserveError | None = None
+            first_error: AttnserveError | None = None
             for version in sorted(locations, key=int):
                 key = (name, version)
                 self._loading.add(key)
@@ -282,9 +282,9 @@ class Repository:
                     engine = await self._prepare(name, version, locations[version])
                     self._failures.get(name, {}).pop(version, None)
                 except AttnserveError as error:
-                    why = hide_folders(error.what, self.settings.model)
-                    self._failures.setdefault(name, {})[version] = why
-                    first = first or error
+                    reason = hide_folders(error.what, self.settings.model)
+                    self._failures.setdefault(name, {})[version] = reason
+                    first_error = first_error or error
                     if version not in serving:
                         continue
                     engine = serving[version]
@@ -296,8 +296,8 @@ class Repository:
                 for engine in serving.values():
                     if engine not in following.values():
                         self._retire(engine)
-            if first is not None:
-                raise first
+            if first_error is not None:
+                raise first_error
 
     async def unload(self, name: str) -> None:
         """Refuse new requests for ``name``, answer the accepted ones, then free the model.
@@ -369,18 +369,22 @@ class Repository:
 
     async def _prepare(self, name: str, version: str, location: ModelLocation) -> Engine:
         """The engine of the model at ``location``: the current one if unchanged, else a new one."""
-        current = self._engines.get(name, {}).get(version)
+        served_engine = self._engines.get(name, {}).get(version)
 
         def is_served(checked: CheckResult) -> bool:
             """Whether ``current`` runs it, and nothing new is known of its fusion."""
-            if current is None or not current.ready or checked.identity != current.content:
+            if (
+                served_engine is None
+                or not served_engine.ready
+                or checked.identity != served_engine.content
+            ):
                 return False
-            done = current.model.operators
+            done = served_engine.model.operators
             is_news = checked.rewritten is not None or checked.fusion is not None
             return done["rewritten"] or "pending" in done or not is_news
 
         try:
-            loaded = await asyncio.to_thread(self._load, name, version, location, is_served)
+            checked_model = await asyncio.to_thread(self._load, name, version, location, is_served)
         except AttnserveError:
             raise
         except Exception as error:  # a failure of one model must not affect the others
@@ -390,35 +394,35 @@ class Repository:
                 "see the log of the server",
                 code="model.unexpected",
             ) from error
-        if loaded is None:
-            assert current is not None
-            return current
-        return self._serve(name, version, location, loaded)
+        if checked_model is None:
+            assert served_engine is not None
+            return served_engine
+        return self._serve(name, version, location, checked_model)
 
     def _serve(
-        self, name: str, version: str, location: ModelLocation, loaded: CheckedModel
+        self, name: str, version: str, location: ModelLocation, checked_model: CheckedModel
     ) -> Engine:
         """Create the engine of a loaded model; it is replaced after a fusion in the background."""
 
         def reload() -> Model:
             again = self._load(name, version, location)
-            if again is None or again.identity != loaded.identity:
+            if again is None or again.identity != checked_model.identity:
                 raise NotReady(f"the files of {name} have changed", "load it again")
             return again.model
 
         engine = Engine(
-            loaded.model,
+            checked_model.model,
             self.settings.for_model(name),
             self.metrics.of(name, version),
             reload,
             self.shadow,
             version=version,
-            content=loaded.identity,
+            content=checked_model.identity,
         )
         if self._started:
             _log_operators(engine)
-        if loaded.fusion is not None:
-            task = asyncio.ensure_future(self._serve_fused(engine, location, loaded.fusion))
+        if checked_model.fusion is not None:
+            task = asyncio.ensure_future(self._serve_fused(engine, location, checked_model.fusion))
             self._fusing.add(task)
             task.add_done_callback(self._fusing.discard)
         return engine
@@ -437,21 +441,21 @@ class Repository:
                 _log_operators(engine)
                 return
             try:
-                loaded = await asyncio.to_thread(self._load, name, version, location)
+                checked_model = await asyncio.to_thread(self._load, name, version, location)
             except Exception as error:  # the model is served as it is
                 log.warning("%s version %s is not fused: %s", name, version, error)
                 engine.model.operators = self._shown(unfused(str(error)))
                 return
-            assert loaded is not None
-            if loaded.identity != engine.content:  # the files were replaced
-                await asyncio.to_thread(loaded.model.close)
+            assert checked_model is not None
+            if checked_model.identity != engine.content:  # the files were replaced
+                await asyncio.to_thread(checked_model.model.close)
                 return
-            if loaded.fusion is not None:  # its result could not be stored: do not retry forever
-                why = "the result of the load check could not be stored"
-                engine.model.operators = unfused(why)
-                await asyncio.to_thread(loaded.model.close)
+            if checked_model.fusion is not None:  # its result was not stored: do not retry forever
+                reason = "the result of the load check could not be stored"
+                engine.model.operators = unfused(reason)
+                await asyncio.to_thread(checked_model.model.close)
                 return
-            self._engines[name][version] = self._serve(name, version, location, loaded)
+            self._engines[name][version] = self._serve(name, version, location, checked_model)
             self._retire(engine)
 
     @asynccontextmanager
@@ -482,16 +486,16 @@ class Repository:
         open_model = partial(Model, options=options, name=name)
         check = self._checker.check if settings.probe else identify
         artifact = open_artifact(location.path, location.shared)
-        loaded = load_checked(artifact, check, open_model, is_served)
-        if loaded is None:
+        checked_model = load_checked(artifact, check, open_model, is_served)
+        if checked_model is None:
             return None
-        model = loaded.model
+        model = checked_model.model
         model.operators = self._shown(model.operators)
         if model.int8_warning is not None:
             log.warning("%s version %s: %s", name, version, model.int8_warning)
         if not model.batch_invariant:
             log.warning("%s version %s: %s", name, version, NOT_BATCH_INVARIANT)
-        return loaded
+        return checked_model
 
     def _shown(self, operators: OperatorReport) -> OperatorReport:
         """A report of operators without paths of this server, because clients see it."""
