@@ -87,7 +87,8 @@ def _fusion_passes(
     is_timed_only: bool,
 ) -> tuple[RewritePass, ...]:
     model = analyses.model
-    shapes, opsets = small_shapes(analyses), dict(model.opset_imports)
+    shapes = small_shapes(analyses)
+    opsets = dict(model.opset_imports)
     with suppress(CannotRewrite):
         newest = model.clone()
         raise_opset(newest, max(OPSETS.values()))

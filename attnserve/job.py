@@ -140,7 +140,8 @@ class Job:
     @property
     def longest(self) -> int:
         """The longest length at which the model should be fast."""
-        middle, counted_length = middle_length(self.lengths), self.counted.length
+        middle = middle_length(self.lengths)
+        counted_length = self.counted.length
         return length_bounds(self.lengths if counted_length == middle else counted_length)[1]
 
     def labeled(self, label: str) -> Self:
@@ -180,7 +181,8 @@ def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> t
     Raises:
         InvalidArgument: The phase needs a cache, which the model does not have.
     """
-    phase, cached = target.phase, has_cache(model.graph)
+    phase = target.phase
+    cached = has_cache(model.graph)
     if phase is None:
         phase = "token" if cached and SCHEMES[target.precision].for_tokens else "sequence"
     if phase != "sequence" and not cached:

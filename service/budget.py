@@ -16,8 +16,10 @@ class Budget:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._used = limit, 0
-        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        self._limit = limit
+        self._used = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
 
     def take(self, size: int) -> None:
         """Reserve ``size`` bytes until they are released.

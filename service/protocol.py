@@ -96,7 +96,8 @@ class Protocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._most, self.limit_concurrency = self.limit_concurrency, None
+        self._most = self.limit_concurrency
+        self.limit_concurrency = None
         self._head = bytearray()  # the received part of an incomplete head
         self._body_left = 0.0  # bytes; infinite for chunks, 0 while a head is read
         self._unread_bytes = 0  # sizes of chunks and trailers since the last part of a body

@@ -120,7 +120,8 @@ class Server(uvicorn.Server):
         try:
             await self.load()
         except Exception as error:
-            self._load_error, self.should_exit = self._load_error or error, True
+            self._load_error = self._load_error or error
+            self.should_exit = True
             return
         self._repository.log_operators()
         # Exempt the objects that exist now (modules, routes, models) from garbage collection: a
@@ -154,7 +155,8 @@ class Server(uvicorn.Server):
         self.server_state.default_headers.append(CLOSE)
         self.config.encoded_headers.append(CLOSE)  # uvicorn makes the default anew each second
         # Replaces uvicorn's handler, which raises the signals again after the drain.
-        self.force_exit, self.should_exit = self.should_exit and sig == signal.SIGINT, True
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         settings = self._repository.settings

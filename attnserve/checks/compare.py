@@ -325,7 +325,8 @@ def _run_both(
     The models take turns, because a session needs as much memory as its model. The outputs of the
     first one are kept until they reach ``KEPT_SHARE`` of its size.
     """
-    progress, runs = context.stage("verify"), 0
+    progress = context.stage("verify")
+    runs = 0
     limit = max(KEPT_BYTES, int(KEPT_SHARE * weight_bytes(models[0])))
 
     def run_each(model: ir.Model, chunk: Sequence[Batch]) -> Iterator[list[np.ndarray]]:

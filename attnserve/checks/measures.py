@@ -175,7 +175,9 @@ def not_finite_rows(
     if a.dtype.kind != "f" or a.shape != b.shape or not a.size:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     shape = a.shape if a.ndim > 1 else (len(a), 1)
-    real, x, y = vector_mask(shape, batch), a.reshape(shape), b.reshape(shape)
+    real = vector_mask(shape, batch)
+    x = a.reshape(shape)
+    y = b.reshape(shape)
     is_nan = np.isnan(x)
     wrong = ~is_nan & (np.isnan(y) | ((np.isinf(x) | np.isinf(y)) & (x != y)))
     original, new = (np.unique(np.nonzero(bad.any(-1) & real)[0]) for bad in (is_nan, wrong))
@@ -357,7 +359,8 @@ class LogitsMeter(Meter):
 
     def scores(self) -> Scores:
         counts, divergence, differs = (self.sums.column(i) for i in range(3))
-        kl, agreement = self._kl(), _ratio(differs, counts, unit=1.0)
+        kl = self._kl()
+        agreement = _ratio(differs, counts, unit=1.0)
         extras = {"kl_nats": float(divergence.sum() / counts.sum())}
         tokens, before, after = self.next
         if tokens and before / tokens < self._constant_nats():

@@ -322,7 +322,8 @@ def _token_classification(run: OpenModel, data: Path) -> RatioScore:
         [encoding for encoding, _ in encodings], "batch, sequence, classes"
     ):
         for index, row, real in zip(indices, logits, mask, strict=True):
-            classes, places = row[real].argmax(axis=-1), encodings[index][1]
+            classes = row[real].argmax(axis=-1)
+            places = encodings[index][1]
             # Truncated words have no prediction.
             guess = ["O" if at is None else names.get(int(classes[at]), "O") for at in places]
             gold = _entities(sentences[index].labels)

@@ -144,7 +144,8 @@ def pool(
             code="text.pooling",
         )
     vectors = hidden.astype(np.float32, copy=False)  # float16 sums overflow
-    rows, real = np.arange(len(vectors)), mask != 0
+    rows = np.arange(len(vectors))
+    real = mask != 0
     if hidden.ndim == 3 and pooling == "cls":
         vectors = vectors[rows, real.argmax(axis=1)]  # B D
     elif hidden.ndim == 3 and pooling == "last":

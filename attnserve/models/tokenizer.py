@@ -168,7 +168,8 @@ class TextEncoder:
         if length is None:
             return self
         encoder = copy(self)
-        encoder.length, encoder.max_length = length, min(self.max_length or length, length)
+        encoder.length = length
+        encoder.max_length = min(self.max_length or length, length)
         encoder._check_length(encoder.max_length)
         return encoder
 
@@ -485,7 +486,8 @@ def _kept(
     The library's own truncation is a state of the tokenizer, which requests with other limits
     share, and it keeps the rest of both texts of a pair in all combinations.
     """
-    count, right = len(encoding), side == "right"
+    count = len(encoding)
+    right = side == "right"
     if isinstance(encoding, Encoding):
         return list(range(limit) if right else range(count - limit, count))
     if spans is not None:
@@ -501,7 +503,9 @@ def _kept(
         return [index for index in range(count) if index not in gone]
     sequences: list[int | None] = encoding.sequence_ids
     counts = [sequences.count(0), sequences.count(1)]
-    sizes, room, short_size = counts, max(limit - sequences.count(None), 0), min(counts)
+    sizes = counts
+    room = max(limit - sequences.count(None), 0)
+    short_size = min(counts)
     if sum(counts) > room:
         long_size = max(room - short_size, (room + 1) // 2)
         short_size = room - long_size

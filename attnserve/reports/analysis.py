@@ -173,7 +173,8 @@ class Analysis:
         return [self._summary(row) for row in range(len(self.layers))]
 
     def _summary(self, row: int) -> LayerSummary:
-        layer, match = self.layers[row], self.earlier(row)
+        layer = self.layers[row]
+        match = self.earlier(row)
         variance = layer.calibrated or layer.weights
         sides = () if variance is None else (variance.query, variance.key)
         weakest = int(layer.energy.argmin())

@@ -62,7 +62,8 @@ def _steps(rewrite: RewriteRecord) -> Figure | None:
 
 def _groups(names: list[str]) -> tuple[list[int], list[str]]:
     """The first index of each run of equal names (and the end), and the name of each run."""
-    starts, labels = [0], list[str]()
+    starts = [0]
+    labels = list[str]()
     for name, run in groupby(names):
         starts.append(starts[-1] + len(list(run)))
         labels.append(name)

@@ -89,7 +89,8 @@ def report(
         MissingExtra: jinja2, matplotlib or ONNX Runtime is not installed.
     """
     require_extra("jinja2", "matplotlib")
-    progress, seed = progress or ignore_progress, Run(seed=seed).seed
+    progress = progress or ignore_progress
+    seed = Run(seed=seed).seed
     reported_models = list(_reported_models(Path(models), as_path(output)))
     for model in reported_models:
         check_output(model.page, force=force)

@@ -96,7 +96,8 @@ def head_similarity(analysis: Analysis) -> Figure | None:
         for end in ends[1:-1]:
             axes.axhline(end - 0.5, color=MUTED, linewidth=0.5)
             axes.axvline(end - 0.5, color=MUTED, linewidth=0.5)
-        middles, labels = (ends[:-1] + ends[1:] - 1) / 2, [str(x.index) for x in analysis.layers]
+        middles = (ends[:-1] + ends[1:] - 1) / 2
+        labels = [str(x.index) for x in analysis.layers]
         axes.set_xticks(middles, labels)
         axes.set_yticks(middles, labels)
         axes.tick_params(length=0)

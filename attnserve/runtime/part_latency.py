@@ -109,7 +109,7 @@ def _part(
 
     Args:
         inputs: The inputs of the part, its sources first.
-        seen: The arrays of the inputs at each shape.
+        states: The arrays of the inputs at each shape.
         sizes: Batch and length at each shape.
     """
     part, names = extract(model, {value: states[0][value] for value in inputs}, [cut.output])

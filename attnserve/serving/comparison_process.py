@@ -47,7 +47,8 @@ class RowSampler:
     """
 
     def __init__(self, rate: float, samplers: int = 1) -> None:
-        self._rate, self._first_rows = rate, math.ceil(FIRST_ROWS / samplers)
+        self._rate = rate
+        self._first_rows = math.ceil(FIRST_ROWS / samplers)
         self._size = self._at = self._chosen = 0
 
     def is_next(self) -> bool:
@@ -56,7 +57,8 @@ class RowSampler:
             is_first = self._first_rows > 0
             self._first_rows -= 1
             self._size = round(1 / (max(self._rate, FIRST_RATE) if is_first else self._rate))
-            self._at, self._chosen = 0, random.randrange(self._size)
+            self._at = 0
+            self._chosen = random.randrange(self._size)
         self._at += 1
         return self._at - 1 == self._chosen
 
@@ -206,7 +208,8 @@ class ComparisonProcess:
 
     def _watch(self, child: Worker, served: ServedModel) -> AttnserveError | None:
         """Register a model in the child; the error contains the reason if it cannot be compared."""
-        model, error = served.model, None
+        model = served.model
+        error = None
         try:
             child.call(
                 "watch", str((served.name, served.version)), model.artifact, model.signature,

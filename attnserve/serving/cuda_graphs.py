@@ -44,7 +44,8 @@ class Layout:
         feature_axes = {axis for axes in inputs.values() for axis in axes[2:]}
         if len(rows) != 1 or len(tokens) > 1 or not all(type(axis) is int for axis in feature_axes):
             return None
-        first, second = rows.pop(), tokens.pop() if tokens else ""
+        first = rows.pop()
+        second = tokens.pop() if tokens else ""
         if first is None or not isinstance(second, str) or first == second:  # an axis has no name
             return None
         return cls(first, second, inputs, outputs)
@@ -131,7 +132,8 @@ class GraphRunner(CudaRunner):
         """Declare that padding a batch with rows or tokens does not change its results."""
         if self._layout is None:
             return
-        self._may_capture, can_slice = True, self._layout.can_slice
+        self._may_capture = True
+        can_slice = self._layout.can_slice
         self._rows = rows and can_slice and isinstance(self._layout.rows, str)
         self._tokens = tokens and can_slice
 

@@ -173,8 +173,11 @@ class LiveQuality:
         if self._rows < 4 or not (is_look or self._rows - self._measured_at >= wait):
             return False
         self._measured_at = self._rows
-        scores, report = self._meter.scores(), self.report
-        rows, guaranteed, broken = len(scores.influence), report.promise, report.broken
+        scores = self._meter.scores()
+        report = self.report
+        rows = len(scores.influence)
+        guaranteed = report.promise
+        broken = report.broken
         if is_look:
             self._looks += 1
             grown = min(int(self._rows * LOOK_GROWTH), WINDOW)

@@ -225,7 +225,8 @@ class Model:
 
     def tokens(self, inputs: Mapping[str, np.ndarray]) -> int:
         """Number of unmasked tokens, without tokens of a cache."""
-        mask, shape = inputs.get("attention_mask"), self.ids(inputs).shape[:2]
+        mask = inputs.get("attention_mask")
+        shape = self.ids(inputs).shape[:2]
         if mask is not None and mask.ndim == 2 and len(shape) == 2 and mask.shape[1] >= shape[1]:
             return int(np.count_nonzero(mask[:, mask.shape[1] - shape[1] :]))
         return math.prod(shape)
@@ -466,7 +467,8 @@ class Model:
         """
         name = self.text_output("embed")
         axes = self._axes_of(name)
-        artifact, is_logits = self.artifact, name.endswith("logits")
+        artifact = self.artifact
+        is_logits = name.endswith("logits")
         is_classes = name == "logits" or (artifact.output is not None and self.classifies)
         if len(axes) == 2 and isinstance(axes[1], int):
             is_score = self.classifies and name == self.text_output("classify")

@@ -236,7 +236,8 @@ class LoadChecker:
         Raises:
             InvalidModel, InvalidArgument: See ``check``.
         """
-        name, deadline = artifact.model, monotonic() + self._timeout_s
+        name = artifact.model
+        deadline = monotonic() + self._timeout_s
         try:
             with Worker(
                 _CheckProcess, artifact, self._device,
@@ -364,7 +365,8 @@ class LoadChecker:
                 fused_result = result.unfused(error.what)
                 is_final = isinstance(error, CannotRewrite)
             else:
-                facts, is_final = result.facts.with_costs(costs), True
+                facts = result.facts.with_costs(costs)
+                is_final = True
                 fused_result = replace(result, operators=operators, fused_facts=facts)
             if not _is_current(artifact, result):
                 return result.unfused("the files changed during the fusion")
@@ -386,7 +388,8 @@ def identify(artifact: Artifact) -> CheckResult:
     Raises:
         InvalidModel: It cannot be read.
     """
-    content, facts = _content(artifact), GraphFacts.read(artifact)
+    content = _content(artifact)
+    facts = GraphFacts.read(artifact)
     return _result(artifact, content, facts, unfused("the load check is off"))
 
 
@@ -439,7 +442,8 @@ class _CheckProcess:
 
     def _check_memory(self) -> None:
         """Refuse a small file that computes large constants; images need more memory than texts."""
-        size, taken = _size(self._artifact), peak_bytes()
+        size = _size(self._artifact)
+        taken = peak_bytes()
         examples = self._facts.examples[:1]
         input_bytes = sum(array.nbytes for example in examples for array in example.values())
         most = LOADED_BYTES + LOADED_PER_BYTE * size + RUN_PER_BYTE * input_bytes
@@ -483,7 +487,8 @@ def _lacks_resources(weights: int, new: Path | None) -> str | None:
         weights: Their size in bytes.
         new: Where the fused model is written.
     """
-    memory, has = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights, available_bytes()
+    memory = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights
+    has = available_bytes()
     if memory > has:
         return f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
     free = shutil.disk_usage(new.parent).free if new is not None else 0

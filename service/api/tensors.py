@@ -101,7 +101,8 @@ def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.
     """
     arrays: dict[str, np.ndarray] = {}
     for tensor in tensors:
-        subject, size = f"input {tensor.name!r}", tensor.parameters.binary_data_size
+        subject = f"input {tensor.name!r}"
+        size = tensor.parameters.binary_data_size
         if size is not None and size > len(raw):
             raise InvalidData(
                 f"{subject}: binary_data_size is {size}, but {len(raw)} bytes are left in the body",

@@ -14,7 +14,9 @@ def report(repository: Repository) -> dict[str, Any]:
     """The body of GET /stats.json. Milliseconds, bytes, multiply-accumulates."""
     metrics = repository.metrics
     states = {state[:2]: state for state in metrics.watch()}
-    series, seconds, quality = metrics.statistics(), metrics.seconds(), metrics.quality()
+    series = metrics.statistics()
+    seconds = metrics.seconds()
+    quality = metrics.quality()
     loaded = [(engine, (engine.name, engine.version)) for engine in repository.engines()]
     return {
         "ready": repository.ready,

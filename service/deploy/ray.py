@@ -103,7 +103,7 @@ def _build(settings: Settings, names: Sequence[str]) -> FastAPI:
     """The application of a replica.
 
     Args:
-        needed: Names of the settings of API keys that the service uses.
+        names: Names of the settings of API keys that the service uses.
 
     Raises:
         InvalidArgument: The service requires keys that this machine does not have.
@@ -161,7 +161,8 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
         )
     # Ray reports usage statistics unless this variable is 0.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    runtime, serve = import_module("ray"), _require_serve()
+    runtime = import_module("ray")
+    serve = _require_serve()
     try:
         runtime.init(
             address=ray_settings.address,

@@ -118,7 +118,8 @@ class Queue:
         low = bisect_left(rows, (oldest.tokens, oldest.number))
         high = low + 1  # the batch is rows[low:high]
         while self.max_rows is None or high - low < self.max_rows:
-            size, longest = high - low + 1, rows[high - 1][0]
+            size = high - low + 1
+            longest = rows[high - 1][0]
             # Of each neighbor: the padding that it would add, and whether it is the longer one.
             padding_costs: list[tuple[int, bool]] = []
             if low > 0 and size * longest <= self.budget:
@@ -535,7 +536,8 @@ class Batcher:
     # -- with the lock held -----------------------------------------------------------------------
 
     def _enqueue(self, request: _OpenRequest, rows: Sequence[Row], now: float) -> None:
-        request.rows, request.queued_at = list(rows), now
+        request.rows = list(rows)
+        request.queued_at = now
         request.remaining = len(rows)
         request.has_waited = self._free_slots == 0 or self._paused
         for row in rows:
@@ -595,7 +597,8 @@ def _request_result(request: _OpenRequest) -> RequestResult:
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
     """Length of the union of intervals, which are sorted by start."""
-    covered, until = 0.0, float("-inf")
+    covered = 0.0
+    until = float("-inf")
     for start, end in spans:
         covered += max(0.0, end - max(start, until))
         until = max(until, end)

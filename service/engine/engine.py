@@ -391,9 +391,11 @@ class Engine:
         start_ns = perf_counter_ns()
         is_text = key[0] not in ("alone", "together")
         if is_text:
-            inputs, names = model.text_inputs(payloads), [model.text_output(key[0])]
+            inputs = model.text_inputs(payloads)
+            names = [model.text_output(key[0])]
         else:
-            inputs, names = join_rows(payloads), key[1]
+            inputs = join_rows(payloads)
+            names = key[1]
         prepared = perf_counter_ns()
         outputs = tuple(model.run(inputs, names).values())
         inferred = perf_counter_ns()
@@ -434,7 +436,8 @@ class Engine:
         """
         size = self.model.output_bytes(shapes, outputs)
         _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
-        needed, limit = self.model.run_bytes(row), self.settings.max_run_bytes
+        needed = self.model.run_bytes(row)
+        limit = self.settings.max_run_bytes
         if needed is not None and needed > limit:
             raise TooLarge(
                 f"an operator of {self.name} needs {needed} bytes at this length: at most {limit}",

@@ -194,7 +194,8 @@ class Repository:
         for key in self._loading:
             entries[key] = Entry(*key, "LOADING")
         for engine in self.engines():
-            key, why = (engine.name, engine.version), self._why_not_ready(engine)
+            key = (engine.name, engine.version)
+            why = self._why_not_ready(engine)
             entries[key] = Entry(*key, "READY" if why is None else "UNAVAILABLE", why or "")
         return [entries[key] for key in sorted(entries, key=lambda key: (key[0], int(key[1])))]
 

@@ -76,7 +76,8 @@ class Shadow:
         worker: int = 0,
     ) -> None:
         self._settings, self._metrics, self._engines = settings, metrics, engines
-        self._folder, self._is_first = folder, worker == 0
+        self._folder = folder
+        self._is_first = worker == 0
         self._texts = settings.sample_texts and TextSample(
             settings.sample_texts, settings.sample_rate, mask=settings.sample_mask
         )
@@ -195,7 +196,8 @@ class Shadow:
             self._spawn(self._when_idle(sample))
 
     async def _write_lines(self) -> None:
-        lines, self._lines = self._lines, []
+        lines = self._lines
+        self._lines = []
         await self._in_thread(self._write_texts, lines)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -59,7 +59,8 @@ class SharedRepository(Repository):
         self._applying = asyncio.Lock()
         metrics.rss = lambda: rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
         metrics.workers = lambda: self.workers[1]
-        metrics.seconds, metrics.delay_s = state.seconds, 1
+        metrics.seconds = state.seconds
+        metrics.delay_s = 1
 
     # -- state over all workers -------------------------------------------------------------------
 

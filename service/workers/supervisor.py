@@ -227,7 +227,8 @@ class _Supervisor:
                     worker.kill("does not stop")
                 continue
             has_beaten = worker.has_beaten()
-            is_up, silent_s = is_up or has_beaten, 0.0 if has_beaten else silent_s + POLL_S
+            is_up = is_up or has_beaten
+            silent_s = 0.0 if has_beaten else silent_s + POLL_S
             if silent_s > (HANG_S if is_up else IMPORT_S):
                 worker.kill("hangs")
             elif worker.serving_since is None:
