@@ -16,8 +16,8 @@ from contextlib import suppress
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention
-from attnserve.choices import Precision
 from attnserve.context import Provider
+from attnserve.literals import Precision
 from attnserve.models.opset import raise_opset
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.session import open_session
@@ -95,7 +95,8 @@ def _fusion_passes(
     is_timed_only: bool,
 ) -> tuple[RewritePass, ...]:
     model = analyses.model
-    shapes, opsets = small_shapes(analyses), dict(model.opset_imports)
+    shapes = small_shapes(analyses)
+    opsets = dict(model.opset_imports)
     with suppress(CannotRewrite):
         newest = model.clone()
         raise_opset(newest, max(OPSETS.values()))
@@ -106,24 +107,24 @@ def _fusion_passes(
         report = analyses.get(read_attention)
         blocks, unmatched = report.blocks, report.unmatched
     reasons = [failure.reason for failure in unmatched]
-    chosen: dict[str, FusedOperator] = {}
+    operators_by_block: dict[str, FusedOperator] = {}
     for block in blocks:
         if block.graph is not model.graph or block.idiom in IDIOMS.values():
             continue
         for operator in operators or ATTENTION_OPERATORS[provider]:
             refusal = fusion_refusal(block, operator, shapes, opsets)
             if refusal is None:
-                chosen[block.name] = operator
+                operators_by_block[block.name] = operator
                 break
             reasons.append(refusal.reason)
     gelu = fusible_gelus(model)
-    if not chosen and not gelu:
+    if not operators_by_block and not gelu:
         raise CannotRewrite(
             f"no block can be written in a faster operator: {(reasons or ['none was found'])[0]}",
             "use the model as it is",
             code="fusion.nothing",
         )
-    fused: list[RewritePass] = [FuseAttention(chosen)] if chosen else []
+    fused: list[RewritePass] = [FuseAttention(operators_by_block)] if operators_by_block else []
     fused += [FuseGelu(gelu)] if gelu else []
     return (*fused, FoldBiases(), RESIDUAL_PASSES[provider][0]())
 
@@ -142,29 +143,30 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
     operators: set[FusedOperator] = {
         operator for rewrite in attention for operator in rewrite.targets.values()
     }
-    needed = max((OPSETS.get(operator, 0) for operator in operators), default=0)
+    opset = max((OPSETS.get(operator, 0) for operator in operators), default=0)
     with Analyses.of(model) as analyses:
-        before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
-        if model.opset_imports.get("", 0) < needed:
-            raise_opset(model, needed)
+        macs_before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
+        if model.opset_imports.get("", 0) < opset:
+            raise_opset(model, opset)
             analyses.invalidate()
         for rewrite in passes:
             rewrite(model)
         if is_timed_only:
             return
         certified = {block.name for block in analyses.get(read_attention).blocks}
-    for workload, old in zip(COUNTED, before, strict=True):
-        new = count_macs(model, workload)
-        if old is not None and new is not None and new > old:
+    for workload, old_macs in zip(COUNTED, macs_before, strict=True):
+        new_macs = count_macs(model, workload)
+        if old_macs is not None and new_macs is not None and new_macs > old_macs:
             raise InvalidModel(
-                f"the fused model has {new} MACs at {workload} tokens, and the original {old}",
+                f"the fused model has {new_macs} MACs at {workload} tokens, and the original"
+                f" {old_macs}",
                 DEFECT,
                 code="internal.fusion_macs",
             )
     names = {name for rewrite in attention for name in rewrite.targets}
-    if lost := sorted(names - certified):
+    if lost_names := sorted(names - certified):
         raise InvalidModel(
-            f"{lost[0]} is not certified after its fusion",
+            f"{lost_names[0]} is not certified after its fusion",
             DEFECT,
             code="internal.certificate",
         )

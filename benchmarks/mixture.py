@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 import attnserve
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from benchmarks._common import (
     description,
     minilm,

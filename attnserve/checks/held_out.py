@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from attnserve.choices import Split
 from attnserve.data.datasets import Dataset
+from attnserve.literals import Split
 from attnserve.runtime.interface import Batch
 
 __all__ = ["TASK_PARTS", "HeldOut"]

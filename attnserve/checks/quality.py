@@ -27,8 +27,8 @@ from attnserve.checks.measures import (
     new_meter,
     not_finite_rows,
 )
-from attnserve.choices import Measure, Pooling, SearchMeasure, Split
 from attnserve.data.datasets import Dataset
+from attnserve.literals import Measure, Pooling, SearchMeasure, Split
 from attnserve.models.artifact import Artifact
 from attnserve.models.lineage import QualityRecord, present
 from attnserve.models.masks import token_mask

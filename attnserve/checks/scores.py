@@ -13,8 +13,8 @@ from pydantic import Field
 
 from attnserve.checks.held_out import TASK_PARTS, HeldOut
 from attnserve.checks.quality import SELECTION_CONFIDENCE
-from attnserve.choices import TaskName
 from attnserve.intervals import bootstrap, bootstrap_interval, ratio_lower_bound
+from attnserve.literals import TaskName
 from attnserve.models.lineage import ShareRecord
 from graph_passes.errors import CheckFailed
 

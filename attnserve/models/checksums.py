@@ -33,7 +33,7 @@ def check_checksums(artifact: Artifact) -> None:
         InvalidModel: A file is missing, or its checksum differs.
     """
     record = artifact.model.with_name(RECORD)
-    for name, expected in artifact.record.files.items():
+    for name, digest in artifact.record.files.items():
         path = artifact.folder / name
         if Path(name).name != name:
             raise InvalidModel(
@@ -48,9 +48,9 @@ def check_checksums(artifact: Artifact) -> None:
                 code="artifact.file_missing",
             )
         checksum = sha256(path)
-        if checksum != expected.lower():
+        if checksum != digest.lower():
             raise InvalidModel(
-                f"{path}: the sha256 is {checksum[:12]}.., but {record.name} has {expected[:12]}..",
+                f"{path}: the sha256 is {checksum[:12]}.., but {record.name} has {digest[:12]}..",
                 "copy the artifact again, or export or optimize it again",
                 code="artifact.checksum",
             )
@@ -117,7 +117,7 @@ def last_rewrite_of(original: Artifact, lineage: Sequence[RewriteRecord]) -> int
     weights, because it may be stored in another way since (for example with external data), or by
     the file in records of earlier versions.
     """
-    sources = [one.source for one in lineage]
+    sources = [entry.source for entry in lineage]
     if not any(source.sha256 for source in sources):
         return 0
     checksum = sha256(original.model)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import AfterValidator, Field, FiniteFloat, StrictBool, StrictStr, ValidationError
 
-from attnserve.choices import Activation, Padding, Pooling, Side, Similarity
+from attnserve.literals import Activation, Padding, Pooling, Side, Similarity
 from attnserve.models.json_files import first_problem
 from attnserve.models.lineage import Recorded, RewriteRecord
 from graph_passes.errors import InvalidModel
@@ -34,7 +34,7 @@ def _require_places(template: str) -> str:
 
 
 Count = Annotated[int, Field(strict=True, gt=0)]
-Place = Annotated[int, Field(strict=True, ge=0)]
+Index = Annotated[int, Field(strict=True, ge=0)]
 Template = Annotated[StrictStr, AfterValidator(_require_places)]
 
 
@@ -77,7 +77,7 @@ class Record(Recorded, frozen=True):
     activation: Activation | None = None
     template: Template | None = None
     max_length: Count | None = None
-    first_position: Place | None = None
+    first_position: Index | None = None
     id2label: dict[str, Any] | list[Any] | None = None
     task: StrictStr | None = None
     exporter: StrictStr | None = None
@@ -111,8 +111,8 @@ class Record(Recorded, frozen=True):
             return cls.model_validate(content)
         except (TypeError, ValidationError) as error:
             is_invalid = isinstance(error, ValidationError)
-            what = first_problem(error) if is_invalid else str(error)
-            raise InvalidModel(f"{path}: {what}", fix, code="artifact.record") from error
+            problem = first_problem(error) if is_invalid else str(error)
+            raise InvalidModel(f"{path}: {problem}", fix, code="artifact.record") from error
 
     def over(self, base: Self) -> Self:
         """Return ``base`` updated with the fields that are given here."""

@@ -9,7 +9,8 @@ from typing import Annotated, Any, NoReturn, Self, get_args
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, model_validator
 
-from attnserve.choices import (
+from attnserve.context import Device, Progress, Provider, RunContext, ignore_progress
+from attnserve.literals import (
     Alignment,
     Importance,
     LearnedTask,
@@ -18,7 +19,6 @@ from attnserve.choices import (
     SearchMeasure,
     TaskName,
 )
-from attnserve.context import Device, Progress, Provider, RunContext, ignore_progress
 from attnserve.options.base import Cli, Options
 from attnserve.options.fields import (
     CALIBRATION,
@@ -32,7 +32,7 @@ from attnserve.options.fields import (
     Minutes,
     Names,
     Ranks,
-    Share,
+    RemovedShare,
     fail,
     read_lengths,
     read_minutes,
@@ -100,7 +100,7 @@ class Rewrites(Options):
     align: Alignment = "similarity"
     """Heads whose probabilities `reuse` takes: the most similar ones, or those with the same
     index."""
-    prune: Share | None = None
+    prune: RemovedShare | None = None
     """Share of the heads to remove, least important first."""
     importance: Importance = "energy"
     """Head-importance criterion: output energy not recoverable from other heads (energy),
@@ -109,7 +109,7 @@ class Rewrites(Options):
     """Heads to keep (1) and to remove (0), as .json: {"layer": [1, 0, ...]}."""
     skip: Names = ()
     """Layers whose attention is replaced by an affine map, or by a constant (LAYER:constant)."""
-    ffn: Share | None = None
+    ffn: RemovedShare | None = None
     """Share of the feed-forward neurons to remove."""
     strip_cache: bool = False
     """Remove a decoder's KV cache from the inputs and outputs, for models that only take whole
@@ -143,7 +143,7 @@ class Rewrites(Options):
                 "request.conflict",
             )
         is_collaborative = self.collab_dk is not None or self.head_dk is not None
-        for option, is_given, is_used, needed in (
+        for option, is_given, is_used, requirement in (
             (f"`mixing` {self.mixing}", self.mixing != "auto", is_collaborative, "collab_dk"),
             ("`collab_cache`", self.collab_cache, is_collaborative, "collab_dk"),
             ("`importance`", self.importance != "energy", self.prune is not None, "prune"),
@@ -151,8 +151,8 @@ class Rewrites(Options):
         ):
             if is_given and not is_used:
                 fail(
-                    f"{option} has no effect without `{needed}`",
-                    f"give `{needed}`, or leave it out",
+                    f"{option} has no effect without `{requirement}`",
+                    f"give `{requirement}`, or leave it out",
                     "request.conflict",
                 )
         if self.prune is not None and self.prune_heads is not None:
@@ -161,8 +161,12 @@ class Rewrites(Options):
                 "give one of them",
                 "request.conflict",
             )
-        others = (self.collab_dk, self.head_dk, self.reuse, self.prune)
-        if self.ffn is not None and self.layers is not None and all(o is None for o in others):
+        attention_rewrites = (self.collab_dk, self.head_dk, self.reuse, self.prune)
+        if (
+            self.ffn is not None
+            and self.layers is not None
+            and all(o is None for o in attention_rewrites)
+        ):
             fail(
                 "`layers` names attention blocks, and `ffn` removes neurons of any layer",
                 "leave `layers` out",
@@ -326,11 +330,11 @@ def check_files(
         InvalidArgument: A file is given twice, or the weights do not fit the files.
     """
     resolved = [path.resolve() for path in paths]
-    if twice := next(
+    if duplicate := next(
         (str(p) for p, f in zip(paths, resolved, strict=True) if resolved.count(f) > 1), ""
     ):
         fail(
-            f"`{name}` names {twice} more than once",
+            f"`{name}` names {duplicate} more than once",
             "give each file once" + ("; `calib_weights` sets its share" * (name == "calib")),
             "data.repeated",
         )

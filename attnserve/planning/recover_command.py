@@ -10,12 +10,12 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from attnserve.choices import LearnedTask
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.datasets import Dataset, content_digest, load_inputs
 from attnserve.data.text_files import read_sentences
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
+from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.onnx_files import data_file, load_model

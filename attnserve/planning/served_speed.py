@@ -20,10 +20,10 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import Field
 
-from attnserve.choices import Precision
 from attnserve.context import Device, RunContext
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
+from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import ServedSpeedRecord
 from attnserve.models.onnx_files import save_model

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from attnserve.models.quantized import quantized_node
 from attnserve.precision.int8 import Rounding, roundings
 from attnserve.precision.products import WeightKey

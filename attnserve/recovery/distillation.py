@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attnserve.checks.measures import LEAST_PROBABILITY
 from attnserve.checks.quality import Quality
-from attnserve.choices import Pooling
 from attnserve.context import RunContext
+from attnserve.literals import Pooling
 from attnserve.models.masks import vector_mask
 from attnserve.models.output_kinds import is_cache_name
 from attnserve.runtime.interface import Batch, owned

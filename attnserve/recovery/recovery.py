@@ -13,9 +13,9 @@ from torch import Tensor
 
 from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
 from attnserve.checks.quality import QualityMeter, largest_loss
-from attnserve.choices import Measure, Precision, Split
 from attnserve.data.datasets import HELD_OUT, thinned
 from attnserve.job import Job
+from attnserve.literals import Measure, Precision, Split
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.masks import token_mask
 from attnserve.models.output_kinds import is_cache_name, probability_outputs, resized_outputs

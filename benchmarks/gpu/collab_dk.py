@@ -17,8 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 import attnserve
-from attnserve.choices import Precision
 from attnserve.context import Device, Provider
+from attnserve.literals import Precision
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning.serving_form import fuse_lossless

@@ -10,8 +10,8 @@ import pytest
 
 from attnserve import fusion
 from attnserve.checks.certify import read_attention
-from attnserve.choices import Precision
 from attnserve.fusion import fuse, fuse_for, fusion_passes
+from attnserve.literals import Precision
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plans.apply import apply_plan

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from attnserve.models.json_files import first_problem
 from attnserve.planning.plans.steps import TRAININGS, Cast, Fuse, PlanStep, Rewrite, Train
 from attnserve.plugins import load_plugins

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from attnserve.checks.compare import Fidelity
-from attnserve.choices import SearchMeasure
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
+from attnserve.literals import SearchMeasure
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem

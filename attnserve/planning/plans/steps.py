@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from attnserve.choices import Measure, Precision
 from attnserve.fusion import fuse_for
+from attnserve.literals import Measure, Precision
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.lineage import StepRecord
 from attnserve.planning.plans.rewriting import ApplyReport

@@ -9,9 +9,9 @@ from typing import Any, get_args
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.choices import Precision
 from attnserve.context import Progress, ignore_progress
 from attnserve.fusion import RESIDUAL_PASSES
+from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
     AS_EXPORTED,
     Block,

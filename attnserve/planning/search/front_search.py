@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attnserve.checks.quality import allowed_loss
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.search.choice_set import ChoiceSet

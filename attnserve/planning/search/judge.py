@@ -14,8 +14,8 @@ from attnserve.checks.evaluate import score_session
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import ROUNDING, largest_loss
 from attnserve.checks.scores import Score, Share, share_kept
-from attnserve.choices import TaskName
 from attnserve.job import Job
+from attnserve.literals import TaskName
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import ShapeLatency
 from attnserve.options import Goal

@@ -18,7 +18,7 @@ import numpy as np
 
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import ROUNDING, allowed_loss
-from attnserve.choices import Measure
+from attnserve.literals import Measure
 from attnserve.models.lineage import Recovered, Round
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN

@@ -12,7 +12,7 @@ import pytest
 
 from attnserve.models.artifact import Artifact, copy_companions, open_artifact
 from attnserve.models.lineage import RewriteRecord
-from attnserve.models.model_folder import Place, find_models
+from attnserve.models.model_folder import ModelLocation, find_models
 from attnserve.models.onnx_files import external_data_locations, load_model, save_model
 from attnserve.models.outputs import check_target
 from attnserve.models.record import Record, write_record
@@ -149,7 +149,7 @@ def test_a_folder_named_onnx_is_a_plain_one_without_configuration(tmp_path: Path
 @pytest.mark.parametrize("level", ["model", "folder of models"])
 def test_find_models_of_the_hub(hub: Path, level: str):
     found = find_models(hub if level == "model" else hub.parent)
-    assert found == {"encoder": {"1": Place(hub)}}
+    assert found == {"encoder": {"1": ModelLocation(hub)}}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="names are bytes on POSIX only")

@@ -19,10 +19,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
-from attnserve.choices import Precision  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.data.datasets import load_inputs  # noqa: E402
 from attnserve.job import Job  # noqa: E402
+from attnserve.literals import Precision  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.options import Goal  # noqa: E402

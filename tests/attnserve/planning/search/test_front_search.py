@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.held_out import HeldOut
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.plan import Plan

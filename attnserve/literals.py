@@ -1,4 +1,4 @@
-"""Option values with a fixed set of names. Nothing heavy is imported: the CLI must start fast."""
+"""Values of options with a fixed set, as ``Literal``. Nothing heavy is imported, for ``--help``."""
 
 from __future__ import annotations
 
