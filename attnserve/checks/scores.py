@@ -14,7 +14,7 @@ from pydantic import Field
 from attnserve.checks.quality import CHOICE
 from attnserve.choices import TaskName
 from attnserve.intervals import bootstrap, bootstrap_interval, ratio_lower_bound
-from attnserve.models.lineage import ShareRecord
+from attnserve.models.recorded import ShareRecord
 from graph_passes.errors import CheckFailed
 
 if TYPE_CHECKING:
