@@ -97,7 +97,8 @@ class Quality(QualityRecord, frozen=True):
         p5: The 5th percentile of the measure of single texts.
         constant: The value of a constant predictor.
         rows: The number of texts.
-        split: The part of the data: "choose", "prove", "held out" (both), or "data" (all of it).
+        split: The part of the data: "choose", "prove", "held out" (both), or "data" (all of it);
+            "random" for random inputs.
         output: The name of the output.
         file: The file of the texts, if there are several.
         lengths: The lengths of the texts, if short and long texts are measured apart.
