@@ -25,10 +25,10 @@ from attnserve.models.cache_inputs import (
     stripped_caches,
 )
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import FidelityRecord, OutputRecord, present
 from attnserve.models.masks import flat_mask, token_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
+from attnserve.models.recorded import FidelityRecord, OutputRecord, present
 from attnserve.models.rows import fixed_axes, row_count
 from attnserve.options import Run, with_keywords
 from attnserve.paths import StrPath, as_path

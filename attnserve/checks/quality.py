@@ -30,7 +30,6 @@ from attnserve.checks.measures import (
 from attnserve.data.datasets import Dataset
 from attnserve.literals import Measure, Pooling, SearchMeasure, Split
 from attnserve.models.artifact import Artifact
-from attnserve.models.lineage import QualityRecord, present
 from attnserve.models.masks import token_mask
 from attnserve.models.output_kinds import (
     MIN_CLASSES,
@@ -41,6 +40,7 @@ from attnserve.models.output_kinds import (
     same_outputs,
     vocabulary_size,
 )
+from attnserve.models.recorded import QualityRecord, present
 from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData

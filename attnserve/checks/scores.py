@@ -15,7 +15,7 @@ from attnserve.checks.held_out import TASK_PARTS, HeldOut
 from attnserve.checks.quality import SELECTION_CONFIDENCE
 from attnserve.intervals import bootstrap, bootstrap_interval, ratio_lower_bound
 from attnserve.literals import TaskName
-from attnserve.models.lineage import ShareRecord
+from attnserve.models.recorded import ShareRecord
 from graph_passes.errors import CheckFailed
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from pydantic import AfterValidator, Field, FiniteFloat, StrictBool, StrictStr, 
 
 from attnserve.literals import Activation, Padding, Pooling, Side, Similarity
 from attnserve.models.json_files import first_problem
-from attnserve.models.lineage import Recorded, RewriteRecord
+from attnserve.models.lineage import RewriteRecord
+from attnserve.models.recorded import Recorded
 from graph_passes.errors import InvalidModel
 
 __all__ = ["RECORD", "Record", "merged_record", "parse_record", "read_record", "write_record"]

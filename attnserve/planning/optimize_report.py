@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnserve.checks.compare import Fidelity
-from attnserve.models.lineage import ModelCost, RewriteRecord, StepRecord, present
+from attnserve.models.lineage import ModelCost, RewriteRecord, StepRecord
 from attnserve.models.quantized import Int8Activations
+from attnserve.models.recorded import present
 from attnserve.planning.mixing_choice import MixingChoice
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.report import PlanReport

@@ -25,8 +25,8 @@ from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import ServedSpeedRecord
 from attnserve.models.onnx_files import save_model
+from attnserve.models.recorded import ServedSpeedRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES

@@ -14,9 +14,10 @@ from attnserve.data.token_statistics import calibration_of
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
-from attnserve.models.lineage import BeforeRecovery, RewriteRecord, present
+from attnserve.models.lineage import BeforeRecovery, RewriteRecord
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
+from attnserve.models.recorded import present
 from attnserve.recovery.labels import LabelReport
 from attnserve.recovery.training import Course
 from attnserve.versions import versions

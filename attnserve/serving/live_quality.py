@@ -28,7 +28,8 @@ from attnserve.intervals import mean_lower_bound
 from attnserve.literals import Measure, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
-from attnserve.models.lineage import Asked, RewriteRecord
+from attnserve.models.lineage import RewriteRecord
+from attnserve.models.search_record import Asked
 from attnserve.runtime.interface import Batch
 from attnserve.serving.activations import logits_of
 from attnserve.serving.backends import RunnerOptions

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import ShapeLatency
+from attnserve.models.recorded import ShapeLatency
 from attnserve.planning import served_speed
 from attnserve.planning.search.judge import Built, Judge
 from attnserve.planning.served_speed import ServedSpeed, ServedTimer

@@ -17,7 +17,9 @@ from attnserve.literals import SearchMeasure
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
-from attnserve.models.lineage import Calibration, SearchRecord, ServedSpeedRecord, Source, Whole
+from attnserve.models.lineage import Calibration, Source
+from attnserve.models.recorded import ServedSpeedRecord, Whole
+from attnserve.models.search_record import SearchRecord
 from attnserve.options import Lengths, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu

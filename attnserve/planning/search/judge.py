@@ -17,7 +17,7 @@ from attnserve.checks.scores import Score, Share, share_kept
 from attnserve.job import Job
 from attnserve.literals import TaskName
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import ShapeLatency
+from attnserve.models.recorded import ShapeLatency
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.blocks.pareto import Choice

@@ -19,7 +19,7 @@ import numpy as np
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import ROUNDING, allowed_loss
 from attnserve.literals import Measure
-from attnserve.models.lineage import Recovered, Round
+from attnserve.models.search_record import Recovered, Round
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN
 from attnserve.planning.blocks.pareto import Choice

@@ -12,15 +12,9 @@ from pydantic import Field
 
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.scores import Share
-from attnserve.models.lineage import (
-    Asked,
-    Calibration,
-    ProofRecord,
-    Recovered,
-    ShapeLatency,
-    Source,
-    present,
-)
+from attnserve.models.lineage import Calibration, Source
+from attnserve.models.recorded import ShapeLatency, present
+from attnserve.models.search_record import Asked, ProofRecord, Recovered
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanRecord, Point
 from attnserve.planning.served_speed import ServedSpeed

@@ -31,9 +31,9 @@ from attnserve.data.datasets import content_digest
 from attnserve.job import Job
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import Asked
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
+from attnserve.models.search_record import Asked
 from attnserve.options import Goal
 from attnserve.planning.blocks.configurations import group_blocks
 from attnserve.planning.blocks.loss_curves import Losses, conversion_losses, loss_curves

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attnserve.data.datasets import Dataset
 from attnserve.job import Job
-from attnserve.models.lineage import Asked
+from attnserve.models.search_record import Asked
 from graph_passes.analysis.workload import Workload
 
 __all__ = ["SearchInput"]
