@@ -40,7 +40,7 @@ class HeldOut(Enum):
 
     def batches(self, data: Dataset) -> Sequence[Batch]:
         """The batches of a data set; of less than four rows, both parts to verify are the same."""
-        first, second = data.prove
+        first, second = data.verify
         match self:
             case HeldOut.CHOOSE:
                 return data.choose

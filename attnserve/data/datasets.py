@@ -83,7 +83,7 @@ class Dataset:
     Attributes:
         fit: Batches to fit: for statistics and weights.
         choose: Batches to choose, which a search may measure repeatedly.
-        prove: Parts to verify, which are measured once; the second one only if the first
+        verify: Parts to verify, which are measured once; the second one only if the first
             verification fails.
         length: Median of the lengths in tokens at which the model runs; rows of arrays keep their
             padding.
@@ -95,7 +95,7 @@ class Dataset:
 
     fit: Sequence[Batch]
     choose: Sequence[Batch]
-    prove: Sequence[Sequence[Batch]]
+    verify: Sequence[Sequence[Batch]]
     length: int
     source: Calibration
     lengths: Sequence[int] = ()
@@ -104,7 +104,7 @@ class Dataset:
     @property
     def held_out(self) -> list[Batch]:
         """All batches to verify: the held-out ones except those to choose."""
-        return [batch for part in self.prove for batch in part]
+        return [batch for part in self.verify for batch in part]
 
     def file_of(self, batch: Batch) -> Dataset:
         """The data of the file that a batch comes from."""
@@ -235,10 +235,10 @@ class _File:
             **(counts if more_lengths else {}),
         )
         if self.is_split:
-            fit, choose, *prove = map(self.batches, parts)
+            fit, choose, *verify = map(self.batches, parts)
         else:
-            fit, choose, *prove = [self.batches(parts[0])] * len(parts)
-        return Dataset(fit, choose, prove, int(np.median(self.sizes)), source, all_lengths)
+            fit, choose, *verify = [self.batches(parts[0])] * len(parts)
+        return Dataset(fit, choose, verify, int(np.median(self.sizes)), source, all_lengths)
 
 
 def _read_file(
@@ -367,9 +367,9 @@ def _combined(
     return Dataset(
         fit=[batch for dataset in datasets for batch in dataset.fit],
         choose=[batch for dataset in datasets for batch in dataset.choose],
-        prove=[
+        verify=[
             [batch for part in parts for batch in part]
-            for parts in zip(*(dataset.prove for dataset in datasets), strict=True)
+            for parts in zip(*(dataset.verify for dataset in datasets), strict=True)
         ],
         length=int(np.median([size for file in files for size in file.sizes])),
         source=source,

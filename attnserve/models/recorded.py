@@ -3,7 +3,7 @@
 Older versions recorded fewer fields, so most may be missing. Fields that this version does not know
 are kept: a newer one may have written them.
 
-A measured value is its own record: ``Quality``, ``Share``, ``Fidelity``, ``Proof`` and
+A measured value is its own record: ``Quality``, ``Share``, ``Fidelity``, ``Verification`` and
 ``ServedSpeed`` extend the class here whose name ends in ``Record`` by what is required when it is
 measured and by what is not written. A field of a record holds such a value as it is, and writes the
 fields of its declared class.

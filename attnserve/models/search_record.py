@@ -18,10 +18,10 @@ from attnserve.models.recorded import (
 
 __all__ = [
     "Asked",
-    "ProofRecord",
     "Recovered",
     "Round",
     "SearchRecord",
+    "VerificationRecord",
 ]
 
 
@@ -53,8 +53,8 @@ class Asked(Recorded, frozen=True):
     recover: float | None = None
 
 
-class ProofRecord(Measured, frozen=True):
-    """The recorded part of ``planning.search.report.Proof``: a verification on held-out data.
+class VerificationRecord(Measured, frozen=True):
+    """The recorded part of ``planning.search.report.Verification``.
 
     Attributes:
         loss: The largest of the losses that the goal limits; see ``Quality.loss``.
@@ -114,7 +114,7 @@ class SearchRecord(Measured, frozen=True):
     gain: bool = False
     fidelity: FidelityRecord | None = None
     choose: QualityRecord | None = None
-    proofs: tuple[ProofRecord, ...] = ()
+    proofs: tuple[VerificationRecord, ...] = ()
     speedup: FiniteFloat | None = None
     speeds: tuple[ShapeLatency, ...] = ()
     machine: str | None = None

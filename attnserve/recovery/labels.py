@@ -193,7 +193,7 @@ class Labels:
         self._check_rows(parts, labels)
         self.largest = labels.max()
         self.counts = RowCounts(*map(len, parts))
-        self.fit, self.choose, self.prove = (
+        self.fit, self.choose, self.verify = (
             [_batch([encodings[i] for i in places], labels[places], inputs)
              for places in _grouped(part, encodings)]
             for part in parts

@@ -67,5 +67,5 @@ def labeled_outputs(job: Job, model: ir.Model, labels: Labels) -> list[tuple[Lab
     """The output of the task on the labeled rows to verify."""
     empty = empty_axes(job.original, model)
     session = open_session(model, job.context, spinning=False)
-    feeds = (shaped_for(model, one.batch, empty) for one in labels.prove)
-    return labels.outputs(model, labels.prove, feeds, session)
+    feeds = (shaped_for(model, one.batch, empty) for one in labels.verify)
+    return labels.outputs(model, labels.verify, feeds, session)

@@ -26,7 +26,7 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.report import Proof, mean_speedup
+from attnserve.planning.search.report import Verification, mean_speedup
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest
@@ -181,10 +181,12 @@ class Judge:
 
     def _built(self, choice: Choice, plan: Plan, state: State) -> Built:
         """Measure a model on the data to choose."""
-        proof = self._compare(state.result, HeldOut.CHOOSE, state.job)
-        return Built(choice, plan, state, proof.fidelity, proof.share, proof.loss)
+        verification = self._compare(state.result, HeldOut.CHOOSE, state.job)
+        return Built(
+            choice, plan, state, verification.fidelity, verification.share, verification.loss
+        )
 
-    def verify(self, built: Built, part: HeldOut) -> Proof:
+    def verify(self, built: Built, part: HeldOut) -> Verification:
         """Verify a built choice on held-out data."""
         return self._compare(built.model, part, self.job.labeled("held out"))
 
@@ -252,7 +254,7 @@ class Judge:
         _, times = timed
         return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
-    def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Proof:
+    def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Verification:
         """Compare a model with the original on held-out data, and on the same part of the task.
 
         Losses are bounds if the data was used before; see ``Quality.loss``.
@@ -265,7 +267,7 @@ class Judge:
         if self.task is not None:
             share = self.task.share(model, fidelity, part, job)
             losses.append(share.loss(bounded=is_bounded))
-        return Proof.of(fidelity, share, max(losses, default=0.0))
+        return Verification.of(fidelity, share, max(losses, default=0.0))
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:

@@ -34,7 +34,7 @@ from attnserve.planning.search.front_search import (
     power_of,
 )
 from attnserve.planning.search.judge import Built, Judge
-from attnserve.planning.search.report import Proof
+from attnserve.planning.search.report import Verification
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
 from graph_passes.errors import AttnserveError
@@ -53,11 +53,11 @@ class Trained(NamedTuple):
 
     Attributes:
         best: The verified choice; None if the choice without training is better.
-        proofs: All verifications of trained choices, in order.
+        verifications: All verifications of trained choices, in order.
     """
 
     best: Built | None
-    proofs: list[Proof]
+    verifications: list[Verification]
     report: Recovered
 
 
@@ -177,7 +177,7 @@ class RecoverySearch:
 
         Without ``keep``, it must lose less than ``plain``.
         """
-        judge, keep, proofs = self.judge, self.front_search.goal.keep, list[Proof]()
+        judge, keep, verifications = self.judge, self.front_search.goal.keep, list[Verification]()
         parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
         without, reason = judge.time(plain).gain, ""
         for built in self.found:
@@ -188,16 +188,18 @@ class RecoverySearch:
             if refusal:
                 reason = reason or refusal
                 continue
-            if len(proofs) == len(parts):
+            if len(verifications) == len(parts):
                 break
             allowed = (
                 judge.verify(plain, HeldOut.VERIFY).loss if keep is None else allowed_loss(keep)
             )
-            proofs.append(judge.verify(built, parts[len(proofs)]))
-            if proofs[-1].loss <= allowed:
-                return Trained(built, proofs, self._report(True, self._verdict(gain, without)))
+            verifications.append(judge.verify(built, parts[len(verifications)]))
+            if verifications[-1].loss <= allowed:
+                return Trained(
+                    built, verifications, self._report(True, self._verdict(gain, without))
+                )
             reason = "a trained model missed the goal on held-out data"
-        return self._no_gain(reason, proofs)
+        return self._no_gain(reason, verifications)
 
     def _verdict(self, gain: float, without: float) -> str:
         minutes = sum(trained.seconds for trained in self.rounds) / 60
@@ -212,9 +214,9 @@ class RecoverySearch:
         kept = 1 - min(trained.loss for trained in self.rounds)
         return f"the best of {len(self.rounds)} trained models keeps {kept:.4f}"
 
-    def _no_gain(self, reason: str, proofs: Sequence[Proof] = ()) -> Trained:
+    def _no_gain(self, reason: str, verifications: Sequence[Verification] = ()) -> Trained:
         verdict = f"no gain by training: {reason}; the result without training is returned"
-        return Trained(None, list(proofs), self._report(False, verdict))
+        return Trained(None, list(verifications), self._report(False, verdict))
 
     def _report(self, gain: bool, verdict: str) -> Recovered:
         torch = package_versions(["torch"]).get("torch", "")

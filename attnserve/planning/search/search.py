@@ -113,11 +113,11 @@ def search(goal: Goal, job: Job) -> SearchResult:
 
 def _recovered(recovery: RecoverySearch, plain: Built | None) -> SearchResult:
     """The result with training, or without it if that is no better."""
-    best, proofs, report = recovery.run(plain)
+    best, verifications, report = recovery.run(plain)
     if best is None:
         best, others = verified(recovery.front_search, plain)
-        proofs = [*proofs, *others]
-    result = result_of(recovery.front_search, best, proofs, report)
+        verifications = [*verifications, *others]
+    result = result_of(recovery.front_search, best, verifications, report)
     recovery.remove_checkpoints()
     return result
 

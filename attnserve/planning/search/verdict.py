@@ -19,7 +19,7 @@ from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Built, SpeedCheck
-from attnserve.planning.search.report import PlanReport, Proof
+from attnserve.planning.search.report import PlanReport, Verification
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed
@@ -40,11 +40,11 @@ class Verified(NamedTuple):
 
     Attributes:
         best: The choice that meets the goal on this data; None if none does.
-        proofs: The verifications, in order.
+        verifications: The verifications, in order.
     """
 
     best: Built | None
-    proofs: list[Proof]
+    verifications: list[Verification]
 
 
 def verified(front_search: FrontSearch, best: Built | None) -> Verified:
@@ -52,20 +52,20 @@ def verified(front_search: FrontSearch, best: Built | None) -> Verified:
 
     ``best`` of the result is None if even the lossless choice misses the goal after conversion.
     """
-    proofs = list[Proof]()
+    verifications = list[Verification]()
     if best is None:
-        return Verified(None, proofs)
+        return Verified(None, verifications)
     keep = front_search.goal.keep
-    for attempt in _attempts(front_search, best, proofs):
-        proofs.append(front_search.judge.verify(attempt.built, attempt.part))
+    for attempt in _attempts(front_search, best, verifications):
+        verifications.append(front_search.judge.verify(attempt.built, attempt.part))
         best = attempt.built
-        if keep is None or proofs[-1].loss <= allowed_loss(keep):
-            return Verified(best, proofs)
+        if keep is None or verifications[-1].loss <= allowed_loss(keep):
+            return Verified(best, verifications)
         if not best.choice.loss:
             break
     # Without loss and conversion, outputs differ by rounding only: it is returned nevertheless.
     is_exact = not best.choice.loss and front_search.precision == "float32"
-    return Verified(best if is_exact else None, proofs)
+    return Verified(best if is_exact else None, verifications)
 
 
 class _Attempt(NamedTuple):
@@ -76,7 +76,7 @@ class _Attempt(NamedTuple):
 
 
 def _attempts(
-    front_search: FrontSearch, best: Built, proofs: Sequence[Proof]
+    front_search: FrontSearch, best: Built, verifications: Sequence[Verification]
 ) -> Iterator[_Attempt]:
     """Choices to verify in order, each if the one before failed, and the data.
 
@@ -84,14 +84,14 @@ def _attempts(
     its bounds. This data was used before, but only for choices with more loss.
 
     Args:
-        proofs: The verifications so far.
+        verifications: The verifications so far.
     """
     keep = front_search.goal.keep
     yield _Attempt(best, HeldOut.VERIFY)
     assert keep is not None
-    careful = front_search.more_careful(best, proofs[-1].loss, keep)
+    careful = front_search.more_careful(best, verifications[-1].loss, keep)
     yield _Attempt(careful, HeldOut.VERIFY_AGAIN)
-    more_careful = front_search.more_careful(careful, proofs[-1].loss, keep)
+    more_careful = front_search.more_careful(careful, verifications[-1].loss, keep)
     yield _Attempt(more_careful, HeldOut.ALL)
     yield _Attempt(front_search.lossless(), HeldOut.VERIFY_AGAIN)
 
@@ -100,30 +100,32 @@ class Selected(NamedTuple):
     """The choice that a search returns.
 
     Attributes:
-        proofs: Its verifications, in order.
+        verifications: Its verifications, in order.
         note: Why it removes nothing, although a choice with a removal was found; else empty.
     """
 
     best: Built
-    proofs: Sequence[Proof]
+    verifications: Sequence[Verification]
     note: str = ""
 
 
-def worth_removing(front_search: FrontSearch, best: Built, proofs: Sequence[Proof]) -> Selected:
+def worth_removing(
+    front_search: FrontSearch, best: Built, verifications: Sequence[Verification]
+) -> Selected:
     """The best choice, or the choice without removal if it is about as fast."""
     if not best.plan.lossy_blocks:
-        return Selected(best, proofs)
+        return Selected(best, verifications)
     unreduced = front_search.without_removal()
     if unreduced.fastest is None:  # it misses the speed-up of the goal
-        return Selected(best, proofs)
+        return Selected(best, verifications)
     gain = front_search.judge.speedup_over(unreduced.fastest, best)
     if gain.low >= MIN_REMOVAL_GAIN:
-        return Selected(best, proofs)
+        return Selected(best, verifications)
     proved, others = verified(*unreduced)
     if proved is not None and proved is not unreduced.fastest:  # more blocks stay float32
         gain = front_search.judge.speedup_over(proved, best)
     if proved is None or gain.low >= MIN_REMOVAL_GAIN:
-        return Selected(best, proofs)
+        return Selected(best, verifications)
     reason = (
         f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
         f"{gain.high:.2f}) the speed of the fused original in {front_search.precision}, expected "
@@ -135,7 +137,7 @@ def worth_removing(front_search: FrontSearch, best: Built, proofs: Sequence[Proo
 def result_of(
     front_search: FrontSearch,
     best: Built | None,
-    proofs: Sequence[Proof],
+    verifications: Sequence[Verification],
     recovered: Recovered | None = None,
 ) -> SearchResult:
     """The best choice, or an empty plan if it is not faster than the original.
@@ -144,8 +146,8 @@ def result_of(
         CheckFailed: It misses the requested speed-up.
     """
     if best is None:
-        return _missed(front_search, proofs, recovered)
-    selected, timed = _timed(front_search, worth_removing(front_search, best, proofs))
+        return _missed(front_search, verifications, recovered)
+    selected, timed = _timed(front_search, worth_removing(front_search, best, verifications))
     if not timed.refusal:
         return _gain(front_search, selected, timed, recovered)
     target_speedup = front_search.goal.target_speedup or 1
@@ -159,14 +161,14 @@ def result_of(
 
 
 def _missed(
-    front_search: FrontSearch, proofs: Sequence[Proof], recovered: Recovered | None
+    front_search: FrontSearch, verifications: Sequence[Verification], recovered: Recovered | None
 ) -> SearchResult:
     """The original, because no choice keeps the quality of the goal."""
     lossless, keep = front_search.lossless(), front_search.goal.keep
     reason = (
-        f"the best choice reaches {1 - proofs[-1].loss:.4f} on held-out data, target {keep:g}"
-        if proofs
-        else f"the lossless choice reaches {1 - lossless.loss:.4f}, target {keep:g}"
+        f"the best choice reaches {1 - verifications[-1].loss:.4f} on held-out data, goal {keep:g}"
+        if verifications
+        else f"the lossless choice reaches {1 - lossless.loss:.4f}, goal {keep:g}"
     )
     return _no_gain(front_search, lossless, reason, recovered)
 
@@ -175,10 +177,10 @@ def _timed(front_search: FrontSearch, selected: Selected) -> tuple[Selected, Spe
     """Time a choice beside the original, and another one if a removal makes it too slow."""
     timed = front_search.judge.time(selected.best)
     if timed.refusal and selected.best.plan.lossy_blocks:  # for example, it is slower at a length
-        proved, proofs = verified(*front_search.without_removal())
+        proved, verifications = verified(*front_search.without_removal())
         if proved is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"
-            return Selected(proved, proofs, note), front_search.judge.time(proved)
+            return Selected(proved, verifications, note), front_search.judge.time(proved)
     return selected, timed
 
 
@@ -186,12 +188,12 @@ def _gain(
     front_search: FrontSearch, selected: Selected, timed: SpeedCheck, recovered: Recovered | None
 ) -> SearchResult:
     """A choice that meets the goal and is faster than the original."""
-    best, proofs, note = selected
+    best, verifications, note = selected
     if recovered is not None and note:
         recovered = _without_gain(recovered, note)
-    proof = proofs[-1]
+    verification = verifications[-1]
     speed = ServedTimer(front_search.judge.job).measure(best.state.model, best.model, best.plan)
-    verdict = f"{timed.gain:.2f}x as fast, keeping {_kept(proof, front_search.goal)}"
+    verdict = f"{timed.gain:.2f}x as fast, keeping {_kept(verification, front_search.goal)}"
     if speed is not None:
         verdict += f": {speed.describe(best.plan.precision)}"
     if recovered is not None and recovered.gain:
@@ -201,27 +203,27 @@ def _gain(
         _report(front_search, best, verdict),
         plan=best.plan,
         gain=True,
-        fidelity=proof.fidelity,
-        share=proof.share,
+        fidelity=verification.fidelity,
+        share=verification.share,
         speeds=timed.speeds,
         choose=best.fidelity,
-        proofs=tuple(proofs),
+        proofs=tuple(verifications),
         recovered=recovered,
         served_speed=speed,
     )
     return SearchResult(report, best.state)
 
 
-def _kept(proof: Proof, goal: Goal) -> str:
+def _kept(verification: Verification, goal: Goal) -> str:
     """What a verification found, in words."""
     parts: list[str] = []
-    if proof.fidelity.quality is not None:
-        quality = proof.fidelity.quality
+    if verification.fidelity.quality is not None:
+        quality = verification.fidelity.quality
         parts.append(f"{quality.measure} {quality.value:.4f}")
-    if proof.share is not None:
+    if verification.share is not None:
         parts.append(
-            f"{proof.share.value:.2%} of the {goal.task} score (standard error "
-            f"{proof.share.standard_error:.2%})"
+            f"{verification.share.value:.2%} of the {goal.task} score (standard error "
+            f"{verification.share.standard_error:.2%})"
         )
     return ", ".join(parts)
 

@@ -15,8 +15,8 @@ FIT, CHOOSE, FIRST, SECOND = ({"x": np.full((1, 1), number)} for number in range
 SOURCE: Any = None
 
 
-def data(*prove: list[Batch]) -> Dataset:
-    return Dataset([FIT], [CHOOSE], prove, 1, SOURCE)
+def data(*verify: list[Batch]) -> Dataset:
+    return Dataset([FIT], [CHOOSE], verify, 1, SOURCE)
 
 
 def test_batches_and_records_of_each_part() -> None:

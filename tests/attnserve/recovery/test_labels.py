@@ -162,14 +162,14 @@ def test_rows_to_fit_have_no_text_that_is_held_out(tiny: Path, pairs: Path):
     labels = Labels("sts", rows, data, graph, open_artifact(tiny))
     fit, choose, prove = (
         {content for one in part for content in row_contents(one.batch)}
-        for part in (labels.fit, labels.choose, labels.prove)
+        for part in (labels.fit, labels.choose, labels.verify)
     )
     unseen = {content for batch in data.held_out for content in row_contents(batch)}
     watched = {content for batch in data.choose for content in row_contents(batch)}
     assert not fit & (unseen | watched)
     assert not choose & unseen
     assert unseen <= prove
-    parts = (labels.fit, labels.choose, labels.prove)
+    parts = (labels.fit, labels.choose, labels.verify)
     assert sum(len(one.labels) for part in parts for one in part) == len(rows)
     # Each score is with its own pair.
     encoder, wanted = load_encoder(open_artifact(tiny)), wanted_inputs(graph)

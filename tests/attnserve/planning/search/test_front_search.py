@@ -24,7 +24,7 @@ from attnserve.planning.search.front_search import (
     bisect,
 )
 from attnserve.planning.search.judge import Built
-from attnserve.planning.search.report import Proof
+from attnserve.planning.search.report import Verification
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.attnserve.qualities import fidelity_of, quality_of
@@ -178,7 +178,7 @@ class Settling:
     gain: Speedup
     keeps: bool = True
     careful: Speedup | None = None
-    """The gain over another choice without removal, which the proof returns then."""
+    """The gain over another choice without removal, which the verification returns then."""
     proved: list[Any] = field(default_factory=list[Any])
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
@@ -190,10 +190,10 @@ class Settling:
 
         def proved(*_: Any) -> Any:
             found = careful if self.careful else whole
-            return (found if self.keeps else None), ["proof of the whole"]
+            return (found if self.keeps else None), ["verification of the whole"]
 
         monkeypatch.setattr(verdict, "verified", proved)
-        found, self.proved, note = verdict.worth_removing(front, best, ["proof"])
+        found, self.proved, note = verdict.worth_removing(front, best, ["verification"])
         return found, note
 
 
@@ -207,7 +207,7 @@ class Settling:
             Speedup(value=0.99, ci95=(0.98, 1.0)),
             False,
             True,
-        ),  # the other one failed its proof by chance
+        ),  # the other one failed its verification by chance
     ],
 )
 def test_worth_removing_gain_within_three_percent_removes_nothing(
@@ -217,7 +217,7 @@ def test_worth_removing_gain_within_three_percent_removes_nothing(
     found, note = settling.run(monkeypatch)
     assert bool(found.plan.lossy_blocks) == removes
     assert bool(note) == (not removes) and (removes or "1.03x" in note)
-    assert settling.proved == (["proof"] if removes else ["proof of the whole"])
+    assert settling.proved == (["verification"] if removes else ["verification of the whole"])
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_worth_removing_gain_within_three_percent_removes_nothing(
 def test_worth_removing_compares_with_the_model_that_would_be_written(
     careful: Speedup, removes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fastest choice without removal failed its proof; the one after it may be slow."""
+    """The fastest choice without removal failed its verification; the one after it may be slow."""
     settling = Settling(NO_GAIN, careful=careful)
     found, note = settling.run(monkeypatch)
     assert bool(found.plan.lossy_blocks) == removes
@@ -235,7 +235,7 @@ def test_worth_removing_compares_with_the_model_that_would_be_written(
 
 
 def test_worth_removing_plan_without_removal_is_not_compared() -> None:
-    no_judge, plain, proofs = None, built_of(FUSED), [Proof.of(FIDELITY, None, 0.0)]
+    no_judge, plain, proofs = None, built_of(FUSED), [Verification.of(FIDELITY, None, 0.0)]
     front = search(no_judge, keep=0.99)  # a comparison would need one
     assert verdict.worth_removing(front, plain, proofs) == (plain, proofs, "")
 
@@ -292,14 +292,14 @@ class ProvingJudge:
 
     losses: Iterator[float]
     parts: list[HeldOut] = field(default_factory=list[HeldOut])
-    """The data of each proof."""
+    """The data of each verification."""
 
     def build(self, choice: Choice, plan: Plan = PLAN) -> Built:
         return built_of(choice)
 
-    def verify(self, built: Built, part: HeldOut) -> Proof:
+    def verify(self, built: Built, part: HeldOut) -> Verification:
         self.parts.append(part)
-        return Proof.of(FIDELITY, None, next(self.losses))
+        return Verification.of(FIDELITY, None, next(self.losses))
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,6 +332,6 @@ def test_verified_failed_proofs_lead_to_more_careful_choices(
     front = CarefulSearch(Goal(keep=0.99), choices, judge, careful)
     best, found = verdict.verified(front, built_of(steps[0]))
     assert best is not None and best.choice.loss == kept
-    assert [proof.loss for proof in found] == losses and len(found) == proofs
+    assert [verification.loss for verification in found] == losses and len(found) == proofs
     parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN]
     assert judge.parts == parts[:proofs]
