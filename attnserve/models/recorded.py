@@ -12,9 +12,18 @@ fields of its declared class.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, field_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FiniteFloat,
+    SerializerFunctionWrapHandler,
+    field_serializer,
+    model_serializer,
+    model_validator,
+)
 
 from attnserve.runtime.interleaved_timer import Speedup
 
@@ -37,9 +46,18 @@ class Recorded(BaseModel, frozen=True):
 
     model_config = ConfigDict(extra="allow")
 
+    @property
+    def json_fields(self) -> Collection[str]:
+        """The names of the fields that its JSON contains."""
+        return self.model_fields_set
+
+    @model_serializer(mode="wrap")
+    def _serialized(self, to_content: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in to_content(self).items() if name in self.json_fields}
+
     def to_json(self, *left_out: str) -> dict[str, Any]:
         """The fields as JSON values, without the named ones."""
-        return self.model_dump(mode="json", exclude_unset=True, exclude=set(left_out))
+        return self.model_dump(mode="json", exclude=set(left_out))
 
     @property
     def stated(self) -> dict[str, Any]:
@@ -55,8 +73,9 @@ def present(**values: Any) -> dict[str, Any]:
 class Whole(Recorded, frozen=True):
     """Base class of record parts whose JSON contains all fields; null without a value."""
 
-    def model_post_init(self, context: Any) -> None:
-        self.__pydantic_fields_set__.update(type(self).model_fields)
+    @property
+    def json_fields(self) -> Collection[str]:
+        return {*type(self).model_fields, *self.model_fields_set}
 
 
 class QualityRecord(Recorded, frozen=True):
@@ -93,13 +112,23 @@ class Measured(Recorded, frozen=True):
     quality: QualityRecord | None = None
     qualities: tuple[QualityRecord, ...] = ()
 
-    def model_post_init(self, context: Any) -> None:
-        qualities = self.qualities or ((self.quality,) if self.quality else ())
-        if qualities:
-            vars(self).update(quality=self.quality or qualities[0], qualities=qualities)
-            self.__pydantic_fields_set__.add("quality")
-        if len(qualities) < 2:
-            self.__pydantic_fields_set__.discard("qualities")
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, content: Any) -> Any:
+        """Add the one field that follows from the other."""
+        if not isinstance(content, dict):
+            return content
+        fields = cast("dict[str, Any]", content)
+        quality = fields.get("quality")
+        qualities = fields.get("qualities")
+        if qualities and quality is None and isinstance(qualities, list | tuple):
+            return {**fields, "quality": cast("Sequence[Any]", qualities)[0]}
+        return {**fields, "qualities": (quality,)} if quality and not qualities else fields
+
+    @property
+    def json_fields(self) -> Collection[str]:
+        names = super().json_fields
+        return names if len(self.qualities) > 1 else {*names} - {"qualities"}
 
 
 class ShareRecord(Recorded, frozen=True):

@@ -26,7 +26,7 @@ from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
 from attnserve.planning.optimize_report import OptimizeReport
 from attnserve.planning.optimize_warnings import warnings_of
-from attnserve.planning.plans.apply import apply_plan, apply_steps
+from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import SavedPlan
 from attnserve.planning.plans.rewriting import ApplyReport
@@ -197,7 +197,7 @@ def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
     def build(plan: Plan) -> _Rewritten:
         """The rewritten model before its conversion."""
         _require_empty_caches(job, plan)
-        state = State.start(plan, job, job.original.clone(), fit=rewrites.refit)
+        state = start(plan, job, job.original.clone(), fit=rewrites.refit)
         return _Rewritten(plan, apply_steps(plan.float_steps, state))
 
     if planned.forms:

@@ -23,7 +23,7 @@ from attnserve.models.outputs import check_output, check_target
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.options import Run, Target, Training, check_files, with_keywords
 from attnserve.paths import StrPath, as_path, as_paths
-from attnserve.planning.plans.apply import apply_steps
+from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import TRAININGS
@@ -112,9 +112,9 @@ def recover(
     key = _checkpoint_key(job, artifact, original_artifact, training, run)
     step = replace(TRAININGS["distill"], minutes=training.minutes, measure=training.measure)
     plan = Plan(trainings=(step,), precision=job.target.precision)
-    state = State.start(plan, job, rewritten, key=key, labels=labels)
+    state = start(plan, job, rewritten, key=key, labels=labels)
     with torch_threads(run.threads):
-        report, result = _recovered(state, file)
+        report, result = _recovered(plan, state, file)
     write_recovered(
         artifact, rewritten, original_artifact, job, result, report,
         external=bool(external_files(rewritten)),
@@ -192,20 +192,19 @@ def _checkpoint_key(
     )
 
 
-def _recovered(state: State, file: Path) -> tuple[RecoverReport, ir.Model]:
+def _recovered(plan: Plan, state: State, file: Path) -> tuple[RecoverReport, ir.Model]:
     """Apply a plan of one training, and verify its result beside the model without it.
 
     Returns:
         The report, and the model to write.
     """
-    plan = state.plan
     job = state.job
     labels = state.labels
     check_input(job)
     teacher_score = None
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
-    plain_model = apply_steps(plan.conversion, State.start(plan, job, state.model)).result
+    plain_model = apply_steps(plan.conversion, start(plan, job, state.model)).result
     before = after = verify_training(job, plain_model, labels)  # errors come before the training
     trained_model = apply_steps(plan.steps, state).result
     course = state.training

@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from attnserve.job import Job
+from attnserve.models.opset import raise_opset
 from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import PlanStep
+from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import InvalidArgument
+from graph_passes.passes.fuse_attention import FuseAttention
 
-__all__ = ["apply_plan", "apply_steps"]
+if TYPE_CHECKING:
+    from attnserve.recovery.labels import Labels
+
+__all__ = ["apply_plan", "apply_steps", "start"]
+
+
+def start(
+    plan: Plan,
+    job: Job,
+    model: ir.Model,
+    *,
+    fit: bool = True,
+    key: str = "",
+    labels: Labels | None = None,
+    applied: ApplyReport | None = None,
+) -> State:
+    """The state before the first step of a plan, with the opset that its operators need.
+
+    Args:
+        model: The model to change, in float32.
+        fit, key, labels: See ``State``.
+        applied: Earlier rewrites of the model, if there are any.
+    """
+    operators = plan.targets(FuseAttention).values()
+    if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
+        raise_opset(model, needed)
+    return State(
+        job, model, plan.precision, tuple(plan.float_blocks),
+        fit=fit, key=key, labels=labels, applied=applied or ApplyReport(),
+    )  # fmt: skip
 
 
 def apply_plan(plan: Plan, job: Job, model: ir.Model, *, fit: bool = True, key: str = "") -> State:
@@ -28,7 +62,7 @@ def apply_plan(plan: Plan, job: Job, model: ir.Model, *, fit: bool = True, key: 
         InvalidArgument: A step needs data, or this machine cannot apply it.
         AttnserveError: A step does not fit the model or the data.
     """
-    return apply_steps(plan.steps, State.start(plan, job, model, fit=fit, key=key))
+    return apply_steps(plan.steps, start(plan, job, model, fit=fit, key=key))
 
 
 def apply_steps(steps: Iterable[PlanStep], state: State) -> State:

@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Protocol, Self
 import onnx_ir as ir
 
 from attnserve.job import Job
-from attnserve.models.opset import raise_opset
+from attnserve.literals import Precision
 from attnserve.planning.plans.rewriting import ApplyReport, Rewriting
 from attnserve.precision.int8 import Rounding
 from attnserve.precision.products import WeightKey
 from graph_passes.analyses import Analyses
-from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.passes.base import RewritePass
-from graph_passes.passes.fuse_attention import FuseAttention
 
 if TYPE_CHECKING:
-    from attnserve.planning.plans.plan import Plan
     from attnserve.recovery.labels import Labels
 
 __all__ = ["State", "TrainingResult"]
@@ -43,13 +40,13 @@ class TrainingResult(Protocol):
 
 @dataclass(eq=False)
 class State:
-    """A model while the steps of a plan are applied to it; ``start`` makes one.
+    """A model while the steps of a plan are applied to it; ``apply.start`` makes one.
 
     The first attributes are the same for all steps; the steps change those from ``model`` on.
 
     Attributes:
-        plan: The plan that is applied; trainings read the precision of its conversion.
         job: The original, the data and the context of all steps.
+        precision, float_blocks: The conversion at the end of the plan, for which trainings prepare.
         fit: Whether the outputs of changed blocks are refitted, if there is data.
         key: Identifies the original and the data, in names of checkpoints.
         labels: Labeled rows that a training learns too.
@@ -61,9 +58,10 @@ class State:
         converted: The model in the precision of the conversion, once it is converted.
     """
 
-    plan: Plan
     job: Job
     model: ir.Model
+    precision: Precision = "float32"
+    float_blocks: tuple[str, ...] = ()
     fit: bool = True
     key: str = ""
     labels: Labels | None = None
@@ -74,29 +72,6 @@ class State:
     converted: ir.Model | None = None
     _rewriting: Rewriting | None = None
     _scope: ExitStack = field(default_factory=ExitStack)
-
-    @classmethod
-    def start(
-        cls,
-        plan: Plan,
-        job: Job,
-        model: ir.Model,
-        *,
-        fit: bool = True,
-        key: str = "",
-        labels: Labels | None = None,
-        applied: ApplyReport | None = None,
-    ) -> Self:
-        """The state before the first step of a plan, with the opset that its operators need.
-
-        Args:
-            model: The model to change, in float32.
-            applied: Earlier rewrites of the model, if there are any.
-        """
-        operators = plan.targets(FuseAttention).values()
-        if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
-            raise_opset(model, needed)
-        return cls(plan, job, model, fit, key, labels, applied or ApplyReport())
 
     def __enter__(self) -> Self:
         return self

@@ -188,9 +188,8 @@ class Train(PlanStep):
         from attnserve.recovery.recovery import Recovery  # needs PyTorch
 
         state.finish_rewrites()
-        plan = state.plan
         return Recovery(
-            state.model, state.job, self.measure, plan.precision, plan.float_blocks, state.labels
+            state.model, state.job, self.measure, state.precision, state.float_blocks, state.labels
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from attnserve.models.recorded import ShapeLatency
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.blocks.pareto import Choice
-from attnserve.planning.plans.apply import apply_plan, apply_steps
+from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import Train
@@ -169,7 +169,7 @@ class Judge:
             label: A name of the training, for progress.
         """
         plan = replace(built.plan, trainings=(*built.plan.trainings, training))
-        state = State.start(
+        state = start(
             plan,
             self.job.labeled(label),
             built.state.model,

@@ -37,8 +37,8 @@ from attnserve.models.search_record import Asked
 from attnserve.options import Goal
 from attnserve.planning.blocks.configurations import group_blocks
 from attnserve.planning.blocks.loss_curves import Losses, conversion_losses, loss_curves
+from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.choice_set import ChoiceSet
 from attnserve.planning.search.estimates import changes_to_measure
@@ -90,7 +90,7 @@ def search(goal: Goal, job: Job) -> SearchResult:
         # Fails early if the model cannot be converted.
         convert(job.original, precision, search_input.data.fit[:1], to_nearest=True)
     if goal.recover is not None:
-        training_of(goal).check(State.start(Plan(), job.labeled("can be trained"), job.original))
+        training_of(goal).check(start(Plan(), job.labeled("can be trained"), job.original))
     task = ScoredTask.of(goal, job)
     checkpoint = SearchCheckpoint(_key(search_input))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)

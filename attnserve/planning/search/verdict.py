@@ -14,6 +14,7 @@ from attnserve.models.recorded import ShapeLatency
 from attnserve.models.search_record import Recovered
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_REMOVAL_GAIN
+from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
@@ -246,7 +247,7 @@ def _no_gain(
         recovered = _without_gain(recovered, reason)
     report = replace(_report(front_search, best, verdict), speeds=speeds, recovered=recovered)
     job = front_search.judge.job
-    return SearchResult(report, State.start(Plan(), job, job.original))
+    return SearchResult(report, start(Plan(), job, job.original))
 
 
 def _report(front_search: FrontSearch, best: Built, verdict: str) -> PlanReport:

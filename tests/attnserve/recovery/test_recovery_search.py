@@ -27,8 +27,8 @@ from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.options import Goal  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
+from attnserve.planning.plans.apply import start  # noqa: E402
 from attnserve.planning.plans.plan import Plan  # noqa: E402
-from attnserve.planning.plans.state import State  # noqa: E402
 from attnserve.planning.plans.steps import Train  # noqa: E402
 from attnserve.planning.search import recovery_search, search  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
@@ -178,7 +178,7 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
     data = load_inputs([texts], model, artifact)
     blocks = (find_attention(model)[0][0].name,) * (precision != "float32")
     plan = Plan(precision=precision, float_blocks=blocks)
-    state = State.start(plan, Job(artifact, model, data), model.clone())
+    state = start(plan, Job(artifact, model, data), model.clone())
     recovery = Train()._recovery(state)
     rounded = recovery.module.replaced
     if precision != "int8":  # int4 is converted after the training

@@ -13,8 +13,8 @@ from attnserve.checks.held_out import HeldOut
 from attnserve.literals import Precision
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
+from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
 from attnserve.planning.search import verdict
 from attnserve.planning.search.front_search import (
     MAX_BUILDS,
@@ -36,7 +36,7 @@ FRONT = [FUSED, INT8, Choice(0.005, 5.05, (2,)), Choice(0.009, 5.0, (3,)), Choic
 MODEL = ir.from_onnx_text(
     '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Relu(x) }'
 )
-STATE = State.start(Plan(), job_of(MODEL), MODEL)
+STATE = start(Plan(), job_of(MODEL), MODEL)
 PLAN = Plan()
 FIDELITY = fidelity_of(quality_of("r2", 1.0))
 
