@@ -58,7 +58,7 @@ HELD_OUT_OF = "held out of "
 
 
 class OutputFidelity(OutputRecord, frozen=True):
-    """Errors of one output; its own record. Cosines are over the last axis, per token, no padding.
+    """Errors of one output, also in the record. Cosines are per token, over the last axis.
 
     Errors are infinite if a number of the new model alone is NaN or infinite, and its token has the
     cosine 0. Tokens with NaN in the original are left out.
@@ -101,7 +101,7 @@ class OutputFidelity(OutputRecord, frozen=True):
 
 
 class Fidelity(FidelityRecord, frozen=True):
-    """A comparison of a model with the original; its own record.
+    """A comparison of a model with the original, also in the record.
 
     Attributes:
         outputs: The errors of each output.

@@ -84,7 +84,7 @@ class Subject(NamedTuple):
 
 
 class Quality(QualityRecord, frozen=True):
-    """The measured quality of one output on held-out texts; its own record.
+    """The measured quality of one output on held-out texts, also in the record.
 
     Other measures of the same output are in ``also``.
 

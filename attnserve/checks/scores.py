@@ -221,7 +221,7 @@ Score = StsScore | ClassificationScore | RatioScore | PerplexityScore
 
 
 class Share(ShareRecord, frozen=True):
-    """The share of a score that is kept on some rows, with its standard error; its own record.
+    """The share of a score that is kept on some rows, with its standard error (recorded).
 
     The bootstrap draws the same rows for both models, so that common errors cancel. It draws
     ``BLOCKS`` blocks of consecutive rows (Kuensch 1989), because files are often sorted by source.

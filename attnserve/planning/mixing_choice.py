@@ -205,7 +205,10 @@ def choose_mixing(
 
 
 def _fastest(forms: Mapping[str, FormReport]) -> FormReport:
-    """Select the fastest form, preferably slower at no shape; of equals, the smaller error."""
+    """The fastest form; of those that are about as fast, the one with the smallest error.
+
+    Forms that are slower than the original at some shape are taken only if all are.
+    """
     steady = [report for report in forms.values() if is_steady(report)]
     able = steady or list(forms.values())
     most = max(report.speedup.value for report in able)

@@ -60,7 +60,7 @@ MOST_BYTES = 64_000_000
 class ServedSpeed(ServedSpeedRecord, frozen=True):
     """The speed-ups of a model in the form that serving runs, each over the form before it.
 
-    It is its own record, which describes the fields.
+    ``ServedSpeedRecord`` describes the fields that are recorded.
 
     Attributes:
         device: Device of the runs; not recorded.

@@ -373,7 +373,7 @@ class Repository:
         served_engine = self._engines.get(name, {}).get(version)
 
         def is_served(checked: CheckResult) -> bool:
-            """Whether ``current`` runs it, and nothing new is known of its fusion."""
+            """Whether ``served_engine`` runs it, and nothing new is known of its fusion."""
             if (
                 served_engine is None
                 or not served_engine.ready

@@ -174,7 +174,7 @@ class SavedPlan:
             return given
         if given != "auto":
             raise InvalidArgument(
-                f"`measure` is {given}, and the target of {self.path} is in {planned}",
+                f"`measure` is {given}, and the goal of {self.path} is in {planned}",
                 "leave `measure` out; `attnserve verify` measures in other ways",
                 code="optimize.conflict",
             )

@@ -62,7 +62,7 @@ MIN_STEP = 0.1
 score."""
 
 MAX_STEP, MAX_FIRST_STEP = 0.9, 0.5
-"""Largest share of that way, and from the lossless choice: interpolation from zero loss aims too
+"""Largest share of that way, and from the least lossy choice: interpolation from no loss aims too
 high until a lossy choice is known to keep enough."""
 
 TIME_MARGIN = 0.05
@@ -158,12 +158,12 @@ class FrontSearch:
         """The measured loss of a choice, which is built unless a checkpoint has it."""
         return self.judge.loss(choice, self.choices.plan(choice))
 
-    def lossless(self) -> Built:
+    def least_lossy(self) -> Built:
         """Build the choice with the least loss: fused operators, and the precision."""
         return self.build(self.choices.front[0])
 
     def run(self) -> Built | None:
-        """Search for a choice that meets the goal; None if even lossless rewrites lose too much.
+        """Search for a choice that meets the goal; None if the least lossy one loses too much.
 
         Raises:
             CheckFailed: The precision alone loses too much, or the speed-up is out of reach.
@@ -174,30 +174,30 @@ class FrontSearch:
         return self.fastest(self.goal.keep)
 
     def fastest(self, keep: float) -> Built | None:
-        """The fastest choice that meets the quality target."""
+        """The fastest choice that meets the goal of quality."""
         front = self.choices.front
-        lossless = self.lossless()
-        measure, allowed = self.worst_measure(lossless), 1 - keep
-        if (constant := self._constant(lossless)) >= keep:
+        least_lossy = self.least_lossy()
+        measure, allowed = self.worst_measure(least_lossy), 1 - keep
+        if (constant := self._constant(least_lossy)) >= keep:
             raise CheckFailed(
                 f"`keep` is {keep}, and a constant predictor keeps {constant:.3f} "
                 f"by the measure {measure}",
                 "choose another `measure`, or a higher `keep`",
                 code="search.constant",
             )
-        if lossless.loss > allowed_loss(keep):
+        if least_lossy.loss > allowed_loss(keep):
             if self.precision == "float32":
                 return None
             raise CheckFailed(
-                f"{self.precision} weights alone keep {1 - lossless.loss:.4f} by the measure "
+                f"{self.precision} weights alone keep {1 - least_lossy.loss:.4f} by the measure "
                 f"{measure}, expected {keep}",
                 "lower `keep`, or leave `precision` at float32",
                 code="search.precision",
             )
-        if lossless.loss >= allowed:
-            return lossless
+        if least_lossy.loss >= allowed:
+            return least_lossy
         power = power_of(measure)
-        limit, start = allowed**power, lossless.loss**power
+        limit, start = allowed**power, least_lossy.loss**power
         measured = {0: start}
 
         def aim(low: int, high: int) -> int:
@@ -269,7 +269,7 @@ class FrontSearch:
         front = self.choices.front
         first = self._speedup_at(0)
         if first >= speedup:
-            return self.lossless()
+            return self.least_lossy()
         last = self._speedup_at(len(front) - 1)
         if last < speedup:
             raise CheckFailed(

@@ -1,9 +1,9 @@
-"""Search for faster choices that reach the target after training (``attnserve.recovery``).
+"""Search for faster choices that meet the goal after training (``attnserve.recovery``).
 
 Each round builds a choice beyond the one that was found without training, trains it to give the
 outputs of the original, and measures it on the data to choose. The next round moves to a faster
-choice if the target was reached, and to a slower one if not. The fastest trained choice that
-reaches the target is verified on unused held-out data. If it fails, the next one is verified on
+choice if the goal was met, and to a slower one if not. The fastest trained choice that
+meets the goal is verified on unused held-out data. If it fails, the next one is verified on
 other data. The fallback is the choice without training, which was selected before any verification,
 so that the same data can be used for it.
 """
@@ -75,7 +75,7 @@ class RecoverySearch:
         key: The name of the search's checkpoint.
         seconds: The time left for training.
         rounds: The rounds so far.
-        found: The trained choices that reach the target, the fastest first.
+        found: The trained choices that meet the goal, the fastest first.
     """
 
     front_search: FrontSearch
@@ -95,7 +95,7 @@ class RecoverySearch:
         Without ``keep``, the choice itself is trained. An error in a round ends the rounds.
         """
         if plain is None:
-            return self._no_gain("even lossless rewrites miss the target")
+            return self._no_gain("even the choice with the least loss misses the goal")
         problem = ""
         try:
             self._train_choices(plain)

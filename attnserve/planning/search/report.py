@@ -38,7 +38,7 @@ def mean_speedup(speeds: Sequence[ShapeLatency], lengths: Collection[int]) -> fl
 
 
 class Verification(VerificationRecord, frozen=True):
-    """Verification of a built choice on held-out data that no selection used; its own record.
+    """Verification of a built choice on held-out data that no selection used, also in the record.
 
     Attributes:
         fidelity: The comparison with the original, whose qualities are recorded.

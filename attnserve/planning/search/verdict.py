@@ -51,7 +51,7 @@ class Verified(NamedTuple):
 def verified(front_search: FrontSearch, best: Built | None) -> Verified:
     """Verify a choice on data that no choice has seen, and others if it fails (``_attempts``).
 
-    ``best`` of the result is None if even the lossless choice misses the goal after conversion.
+    ``best`` of the result is None if even the least lossy choice misses the goal after conversion.
     """
     verifications = list[Verification]()
     if best is None:
@@ -94,7 +94,7 @@ def _attempts(
     yield _Attempt(careful, HeldOut.VERIFY_AGAIN)
     more_careful = front_search.more_careful(careful, verifications[-1].loss, keep)
     yield _Attempt(more_careful, HeldOut.ALL)
-    yield _Attempt(front_search.lossless(), HeldOut.VERIFY_AGAIN)
+    yield _Attempt(front_search.least_lossy(), HeldOut.VERIFY_AGAIN)
 
 
 class Selected(NamedTuple):
@@ -165,13 +165,13 @@ def _missed(
     front_search: FrontSearch, verifications: Sequence[Verification], recovered: Recovered | None
 ) -> SearchResult:
     """The original, because no choice keeps the quality of the goal."""
-    lossless, keep = front_search.lossless(), front_search.goal.keep
+    least_lossy, keep = front_search.least_lossy(), front_search.goal.keep
     reason = (
         f"the best choice reaches {1 - verifications[-1].loss:.4f} on held-out data, goal {keep:g}"
         if verifications
-        else f"the lossless choice reaches {1 - lossless.loss:.4f}, goal {keep:g}"
+        else f"the choice with the least loss reaches {1 - least_lossy.loss:.4f}, goal {keep:g}"
     )
-    return _no_gain(front_search, lossless, reason, recovered)
+    return _no_gain(front_search, least_lossy, reason, recovered)
 
 
 def _timed(front_search: FrontSearch, selected: Selected) -> tuple[Selected, SpeedCheck]:
