@@ -18,7 +18,7 @@ from typing import Any, cast
 from attnserve.literals import Activation, Pooling, Similarity
 from attnserve.models.folder_settings import parse_settings, read_settings
 from attnserve.models.json_files import read_json
-from attnserve.models.lineage import RewriteRecord
+from attnserve.models.lineage import LineageEntry
 from attnserve.models.record import RECORD, Record, parse_record, read_record
 from attnserve.models.settings_files import TransformersConfig
 from attnserve.paths import StrPath, belongs_to
@@ -175,7 +175,7 @@ class Artifact:
         return self.record.max_length
 
     @property
-    def lineage(self) -> tuple[RewriteRecord, ...]:
+    def lineage(self) -> tuple[LineageEntry, ...]:
         """The rewrites of the model, oldest first."""
         return self.record.lineage
 

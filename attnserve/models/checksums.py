@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnserve.models.artifact import Artifact
-from attnserve.models.lineage import RewriteRecord, Source
+from attnserve.models.lineage import LineageEntry, Source
 from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.record import RECORD
 from graph_passes.errors import InvalidModel
@@ -110,7 +110,7 @@ def source_entry(artifact: Artifact, model: ir.Model) -> Source:
     )
 
 
-def last_rewrite_of(original: Artifact, lineage: Sequence[RewriteRecord]) -> int | None:
+def last_rewrite_of(original: Artifact, lineage: Sequence[LineageEntry]) -> int | None:
     """Index of the last rewrite that names this model as its source.
 
     0 if no rewrite names a source; None if all name other models. The model is identified by its

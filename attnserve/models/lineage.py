@@ -27,9 +27,9 @@ __all__ = [
     "BeforeRecovery",
     "Calibration",
     "FormReport",
+    "LineageEntry",
     "MixingChoice",
     "ModelCost",
-    "RewriteRecord",
     "Source",
     "StepRecord",
     "TokenIds",
@@ -183,7 +183,7 @@ class BeforeRecovery(Measured, frozen=True):
     fidelity: FidelityRecord | None = None
 
 
-class RewriteRecord(Measured, frozen=True):
+class LineageEntry(Measured, frozen=True):
     """One entry of the lineage.
 
     Attributes:

@@ -20,7 +20,7 @@ from attnserve.models.artifact import (
     copy_companions,
 )
 from attnserve.models.checksums import sha256
-from attnserve.models.lineage import RewriteRecord
+from attnserve.models.lineage import LineageEntry
 from attnserve.models.onnx_files import data_file, save_model
 from attnserve.models.record import (
     RECORD,
@@ -255,7 +255,7 @@ def _flush(path: Path) -> None:
 
 
 def write_rewritten(
-    target: Path, model: ir.Model, source: Artifact, entry: RewriteRecord, *, external: bool
+    target: Path, model: ir.Model, source: Artifact, entry: LineageEntry, *, external: bool
 ) -> None:
     """Write a model that was made from ``source``, its record and companion files, atomically.
 

@@ -386,7 +386,7 @@ class AttentionLayer(nn.Module):
         """Check that tokens (batch first) and masks fit each other.
 
         Raises:
-            InvalidArgument: They do not.
+            InvalidArgument: Their shapes differ, or are not (B, S, D).
         """
         if query.ndim != 3 or query.shape[2] != self.embed_dim or key.ndim != 3:
             raise InvalidArgument(
@@ -576,7 +576,7 @@ def check_size(name: str, size: int) -> None:
     """Check that a size is positive.
 
     Raises:
-        InvalidArgument: It is not.
+        InvalidArgument: The size is below 1.
     """
     if size < 1:
         raise InvalidArgument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Self, get_args
+from typing import Annotated, Any, ClassVar, NoReturn, Self, get_args
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, model_validator
 
@@ -72,6 +72,8 @@ class Rewrites(Options):
 
     panel = REWRITES
     area = "request"
+    MODIFIERS: ClassVar = ("mixing", "collab_cache", "align", "importance", "layers", "refit")
+    """Fields that only say how the others rewrite."""
 
     collab_dk: Annotated[
         Ranks | None,
@@ -122,16 +124,12 @@ class Rewrites(Options):
     @property
     def are_given(self) -> bool:
         """Whether any rewrite is requested."""
-        rewrites = (
-            self.collab_dk,
-            self.head_dk,
-            self.reuse,
-            self.prune,
-            self.prune_heads,
-            self.ffn,
-        )
-        is_any = any(value is not None for value in rewrites)
-        return is_any or bool(self.skip) or self.strip_cache
+        return any(self.changed(*self.MODIFIERS))
+
+    @classmethod
+    def requests(cls) -> list[str]:
+        """The names of the fields that request a rewrite."""
+        return [name for name in cls.model_fields if name not in cls.MODIFIERS]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -226,7 +224,7 @@ class Goal(Options):
         """Check that a search is requested.
 
         Raises:
-            InvalidArgument: It is not.
+            InvalidArgument: No goal is given.
         """
         if not self.is_given:
             self._fail_without_goal()
@@ -308,7 +306,7 @@ class Data(Options):
         """Check that calibration data is given.
 
         Raises:
-            InvalidArgument: It is not.
+            InvalidArgument: No calibration data is given.
         """
         if not self.calib:
             fail(

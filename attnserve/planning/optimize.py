@@ -147,7 +147,7 @@ def _output_file(
 
 
 @dataclass(frozen=True, eq=False)
-class _Rewritten:
+class _Outcome:
     """A rewritten model, and the plan whose steps made it.
 
     Attributes:
@@ -173,32 +173,32 @@ class _Rewritten:
         return self.state.applied
 
 
-def _searched(job: Job, goal: Goal) -> _Rewritten:
+def _searched(job: Job, goal: Goal) -> _Outcome:
     """The model of a search."""
     require_attention(job.report)  # errors come before the search, which takes long
     result = search(goal, job)
-    return _Rewritten(result.report.plan, result.state, search=result.report)
+    return _Outcome(result.report.plan, result.state, search=result.report)
 
 
-def _replayed(job: Job, saved: SavedPlan) -> _Rewritten:
+def _replayed(job: Job, saved: SavedPlan) -> _Outcome:
     """The model of a plan.json, applied to the same model and data as in its search."""
     assert job.data is not None
     plan = saved.plan_for(job.artifact, job.data)
     as_searched = replace(job, context=replace(job.context, threads=0))
     _require_empty_caches(job, plan)
     state = apply_plan(plan, as_searched, job.original.clone(), key=saved.key)
-    return _Rewritten(plan, state)
+    return _Outcome(plan, state)
 
 
-def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
+def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Outcome:
     """The model with the requested rewrites, in the fastest form if the request leaves it open."""
     planned = plan_request(rewrites, job)
 
-    def build(plan: Plan) -> _Rewritten:
+    def build(plan: Plan) -> _Outcome:
         """The rewritten model before its conversion."""
         _require_empty_caches(job, plan)
         state = start(plan, job, job.original.clone(), fit=rewrites.refit)
-        return _Rewritten(plan, apply_steps(plan.float_steps, state))
+        return _Outcome(plan, apply_steps(plan.float_steps, state))
 
     if planned.forms:
         rewritten, form = choose_mixing(planned.forms, build, FormComparison(timer))
@@ -230,7 +230,7 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
 # ---- result -------------------------------------------------------------------------------------
 
 
-def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> OptimizeReport:
+def _report(job: Job, rewritten: _Outcome, timer: ServedTimer, file: Path) -> OptimizeReport:
     """Time the converted model, and compare it with the original."""
     original = job.original
     search_report = rewritten.search

@@ -105,7 +105,7 @@ def _refuse_sequences(model: ir.Model) -> None:
     """Check that no input or output is a sequence of float32 tensors.
 
     Raises:
-        CannotRewrite: One is.
+        CannotRewrite: There is such an input or output.
     """
     for value in (*model.graph.inputs, *model.graph.outputs):
         if isinstance(value.type, ir.SequenceType) and value.dtype == ir.DataType.FLOAT:

@@ -14,7 +14,7 @@ from attnserve.data.token_statistics import calibration_of
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
-from attnserve.models.lineage import BeforeRecovery, RewriteRecord
+from attnserve.models.lineage import BeforeRecovery, LineageEntry
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
 from attnserve.models.recorded import present
@@ -75,9 +75,9 @@ class RecoverReport:
         return self.record.to_json("rewrite")
 
     @property
-    def record(self) -> RewriteRecord:
+    def record(self) -> LineageEntry:
         """The entry of the lineage; ``write_recovered`` adds the inputs."""
-        return RewriteRecord(
+        return LineageEntry(
             rewrite="recover" if self.int8_weight_bits is None else "recover+int8",
             fidelity=self.after.cosines,
             qualities=self.after.qualities,

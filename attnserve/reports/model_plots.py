@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.models.lineage import RewriteRecord
+from attnserve.models.lineage import LineageEntry
 from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg
 from attnserve.reports.plots import Figure
 
 __all__ = ["figures"]
 
 
-def figures(rewrite: RewriteRecord) -> list[Figure]:
+def figures(rewrite: LineageEntry) -> list[Figure]:
     """The plots that the recorded values of one rewrite allow."""
     plots = (_steps(rewrite), _latency(rewrite), _recovery(rewrite))
     return [figure for figure in plots if figure is not None]
 
 
-def _steps(rewrite: RewriteRecord) -> Figure | None:
+def _steps(rewrite: LineageEntry) -> Figure | None:
     """Error of each step and the cost after it."""
     steps = [step for step in rewrite.steps if step.relative_error is not None]
     if len(steps) < 2:
@@ -70,7 +70,7 @@ def _groups(names: list[str]) -> tuple[list[int], list[str]]:
     return starts, labels
 
 
-def _latency(rewrite: RewriteRecord) -> Figure | None:
+def _latency(rewrite: LineageEntry) -> Figure | None:
     """Latency of the original and of the new model at each measured shape."""
     speeds = rewrite.search.speeds if rewrite.search else ()
     if not speeds:
@@ -103,7 +103,7 @@ def _latency(rewrite: RewriteRecord) -> Figure | None:
     )
 
 
-def _recovery(rewrite: RewriteRecord) -> Figure | None:
+def _recovery(rewrite: LineageEntry) -> Figure | None:
     """Losses of the training against time."""
     history = rewrite.training.history if rewrite.training else ()
     rows = [(s, a, b) for s, a, b in history if a and b and a > 0 and b > 0]

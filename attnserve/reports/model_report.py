@@ -17,7 +17,7 @@ from attnserve.checks.inspect import Inspection, inspect_graph
 from attnserve.context import Progress, ignore_progress
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import sha256
-from attnserve.models.lineage import SIZES, RewriteRecord
+from attnserve.models.lineage import SIZES, LineageEntry
 from attnserve.models.model_folder import find_models
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_folder, check_output, staged
@@ -53,7 +53,7 @@ class ModelReport:
     artifact: Artifact
     output: Path
     inspection: Inspection
-    rewrites: tuple[RewriteRecord, ...]
+    rewrites: tuple[LineageEntry, ...]
     size: int
 
     def to_json(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from attnserve.intervals import mean_lower_bound
 from attnserve.literals import Measure, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
-from attnserve.models.lineage import RewriteRecord
+from attnserve.models.lineage import LineageEntry
 from attnserve.models.search_record import Asked
 from attnserve.runtime.interface import Batch
 from attnserve.serving.activations import logits_of
@@ -106,7 +106,7 @@ def read_guarantee(artifact: Artifact, original: Artifact) -> Guarantee:
     return Guarantee(cast(Measure, quality.measure), value, quality.output)
 
 
-def _guaranteed(entry: RewriteRecord) -> float | None:
+def _guaranteed(entry: LineageEntry) -> float | None:
     """The guarantee of one rewrite; None without one."""
     quality, search = entry.quality, entry.search
     if quality is None or quality.split == "random":

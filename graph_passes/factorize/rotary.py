@@ -139,7 +139,7 @@ def _check(name: str, number: int, largest: int) -> None:
     """Check that a size is even and from 2 to ``largest``.
 
     Raises:
-        InvalidArgument: It is not.
+        InvalidArgument: The size is odd or out of range.
     """
     if number % 2 or not 2 <= number <= largest:
         raise InvalidArgument(

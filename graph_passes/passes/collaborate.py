@@ -312,7 +312,7 @@ def _check_rank(block: AttentionBlock, rank: int) -> None:
     """Check that R is from 1 to ``exact_rank``.
 
     Raises:
-        InvalidArgument: It is not.
+        InvalidArgument: R is below 1 or too large.
     """
     exact = exact_rank(block)
     if not 1 <= rank <= exact:

@@ -152,7 +152,7 @@ def conversion_losses(
         new_meter: See ``LossEstimator``.
 
     Raises:
-        Those of ``convert``.
+        InvalidArgument, CannotRewrite, InvalidData: In the cases of ``convert``.
     """
     measured, rest = _split(batches)
     estimator = LossEstimator(model, [], measured, new_meter, context)

@@ -12,7 +12,7 @@ from attnserve.models.opset import raise_opset
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import PlanStep
+from attnserve.planning.plans.steps import PlanStep, RunPass
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -86,6 +86,8 @@ def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
                     "make the plan for this machine",
                     code=f"plan.{refusal.code}",
                 )
+            if not isinstance(step, RunPass):
+                state.finish_rewrites()
             step.apply(state)
         state.finish_rewrites()
     return state

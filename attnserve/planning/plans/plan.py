@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from attnserve.literals import Precision
 from attnserve.models.json_files import first_problem
-from attnserve.planning.plans.steps import TRAININGS, Cast, Fuse, PlanStep, Rewrite, Train
+from attnserve.planning.plans.steps import TRAININGS, Cast, Fuse, PlanStep, RunPass, Train
 from attnserve.plugins import load_plugins
 from attnserve.precision.schemes import SCHEMES
 from graph_passes.errors import InvalidArgument
@@ -104,7 +104,7 @@ class Plan:
     @property
     def float_steps(self) -> tuple[PlanStep, ...]:
         """The steps of the float32 model: the rewrites, then the trainings."""
-        return (*map(Rewrite, self.passes), *self.trainings)
+        return (*map(RunPass, self.passes), *self.trainings)
 
     @property
     def conversion(self) -> tuple[PlanStep, ...]:

@@ -229,9 +229,9 @@ def _known(path: Path, value: str, kind: Any) -> Any:
     """Check that a value is a member of a ``Literal``; newer versions may write other values.
 
     Raises:
-        InvalidData: It is not.
+        InvalidData: The value is not a member.
     """
-    if value not in get_args(kind) and value not in get_args(get_args(kind)[0]):
+    if value not in get_args(kind):
         raise InvalidData(
             f"{path}: `asked` names {value}, which this version does not know",
             HOW_TO_PLAN,

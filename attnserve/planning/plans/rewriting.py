@@ -26,7 +26,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import BlockPass, FittedPass, RewritePass, targets_of
 from graph_passes.passes.skip_attention import skipped
 
-__all__ = ["ApplyReport", "Rewriting"]
+__all__ = ["ApplyReport", "PassRunner"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class ApplyReport:
 
 
 @dataclass(eq=False, kw_only=True)
-class BlockRewrite:
+class BlockChange:
     """A pass that ran on one block, while later passes may still change and refit the block.
 
     Attributes:
@@ -92,7 +92,7 @@ class BlockRewrite:
 
 
 @dataclass(eq=False)
-class Rewriting:
+class PassRunner:
     """A model while passes rewrite it: ``run`` for each pass, then ``finish``.
 
     Lossy passes run one after another. The outputs of the blocks that they changed are refitted to
@@ -107,7 +107,7 @@ class Rewriting:
     job: Job
     analyses: Analyses
     fit: bool
-    steps: list[BlockRewrite] = field(default_factory=list[BlockRewrite])
+    steps: list[BlockChange] = field(default_factory=list[BlockChange])
 
     @property
     def model(self) -> ir.Model:
@@ -155,7 +155,7 @@ class Rewriting:
             moments = collect_moments(self.model, blocks, batches, context=self.job.context)
         return rewrite.fitted(self.analyses, moments, self.job.context.stage("factor"))
 
-    def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> list[BlockRewrite]:
+    def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> list[BlockChange]:
         """Run a lossy pass, whose MACs are attributed to its blocks one after another."""
         if not rewrite.targets:
             return []
@@ -164,12 +164,12 @@ class Rewriting:
         rewrite(self.model)
         after = self._macs_by_block()
         blocks = self._blocks()
-        steps: list[BlockRewrite] = []
+        steps: list[BlockChange] = []
         for name in rewrite.targets:
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
             error = rewrite.approximation_error(name) if isinstance(rewrite, FittedPass) else None
             steps.append(
-                BlockRewrite(
+                BlockChange(
                     rewrite=rewrite.name,
                     block=name,
                     macs=macs,
@@ -183,7 +183,7 @@ class Rewriting:
         steps[-1].macs = self._macs()  # of the whole model: other blocks may have changed too
         return steps
 
-    def _run_exact(self, rewrite: RewritePass) -> list[BlockRewrite]:
+    def _run_exact(self, rewrite: RewritePass) -> list[BlockChange]:
         """Run an exact pass; one of the whole graph edits no attention, and has no steps."""
         rewrite(self.model)
         targets = targets_of(rewrite)
@@ -192,7 +192,7 @@ class Rewriting:
         macs = self._macs()
         attention = {block.name for block in self.analyses.get(find_attention)[0]}
         return [
-            BlockRewrite(
+            BlockChange(
                 rewrite=rewrite.name, block=name, macs=macs, is_certified=name not in attention
             )
             for name in targets

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from attnserve.job import Job
 from attnserve.literals import Precision
-from attnserve.planning.plans.rewriting import ApplyReport, Rewriting
+from attnserve.planning.plans.rewriting import ApplyReport, PassRunner
 from attnserve.precision.int8 import Rounding
 from attnserve.precision.products import WeightKey
 from graph_passes.analyses import Analyses
@@ -70,7 +70,7 @@ class State:
     training: TrainingResult | None = None
     rounding: Mapping[WeightKey, Rounding] | None = None
     converted: ir.Model | None = None
-    _rewriting: Rewriting | None = None
+    _rewriting: PassRunner | None = None
     _scope: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
@@ -84,12 +84,12 @@ class State:
         """The model after the last step."""
         return self.model if self.converted is None else self.converted
 
-    def rewriting(self) -> Rewriting:
+    def runner(self) -> PassRunner:
         """The passes since the last ``finish_rewrites``; they share the analyses of the graph."""
         if self._rewriting is None:
             analyses = self._scope.enter_context(Analyses.of(self.model))
             fit = self.fit and self.job.data is not None
-            self._rewriting = Rewriting(self.job, analyses, fit)
+            self._rewriting = PassRunner(self.job, analyses, fit)
         return self._rewriting
 
     def finish_rewrites(self) -> None:

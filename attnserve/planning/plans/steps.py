@@ -30,7 +30,7 @@ from graph_passes.passes.base import RewritePass, targets_of
 if TYPE_CHECKING:
     from attnserve.recovery.recovery import Recovery
 
-__all__ = ["TRAININGS", "Cast", "Fuse", "PlanStep", "Rewrite", "Train"]
+__all__ = ["TRAININGS", "Cast", "Fuse", "PlanStep", "RunPass", "Train"]
 
 
 class PlanStep(ABC):
@@ -64,7 +64,7 @@ class PlanStep(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Rewrite(PlanStep):
+class RunPass(PlanStep):
     """Run a pass on the blocks that it names."""
 
     rewrite: RewritePass
@@ -74,7 +74,7 @@ class Rewrite(PlanStep):
         return self.rewrite.name
 
     def apply(self, state: State) -> None:
-        state.rewriting().run(self.rewrite)
+        state.runner().run(self.rewrite)
         state.passes.append(self.rewrite)
 
 
@@ -96,7 +96,6 @@ class Fuse(PlanStep):
         return "fuse"
 
     def apply(self, state: State) -> None:
-        state.finish_rewrites()
         passes = fuse_for(state.model, self.precision, state.job.context.provider)
         macs = count_macs(state.model, state.job.counted)
         steps = [
@@ -128,7 +127,6 @@ class Cast(PlanStep):
         return SCHEMES[self.precision].refusal()
 
     def apply(self, state: State) -> None:
-        state.finish_rewrites()
         empty = empty_axes(state.job.original, state.model)
         rows = [shaped_for(state.model, batch, empty) for batch in state.job.calibration]
         state.converted = convert(
@@ -187,7 +185,6 @@ class Train(PlanStep):
     def _recovery(self, state: State) -> Recovery:
         from attnserve.recovery.recovery import Recovery  # needs PyTorch
 
-        state.finish_rewrites()
         return Recovery(
             state.model, state.job, self.measure, state.precision, state.float_blocks, state.labels
         )

@@ -103,7 +103,7 @@ class RecoverySearch:
             problem = error.what
         if not self.found:
             return self._no_gain(problem or self._shortage())
-        return self._proved(plain)
+        return self._verify_fastest(plain)
 
     def remove_checkpoints(self) -> None:
         """Delete the training checkpoints of the search."""
@@ -172,7 +172,7 @@ class RecoverySearch:
             self.found.insert(0, best)
         return best
 
-    def _proved(self, plain: Built) -> Trained:
+    def _verify_fastest(self, plain: Built) -> Trained:
         """Verify the fastest trained choice, or else the next one, if it is faster than ``plain``.
 
         Without ``keep``, it must lose less than ``plain``.

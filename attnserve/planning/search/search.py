@@ -47,7 +47,7 @@ from attnserve.planning.search.judge import Built, Judge, ScoredTask
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.search_input import SearchInput
-from attnserve.planning.search.verdict import SearchResult, result_of, verified
+from attnserve.planning.search.verdict import SearchResult, result_of, verify_choice
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.cache import digest
@@ -103,7 +103,7 @@ def search(goal: Goal, job: Job) -> SearchResult:
     if best is not None and goal.keep is not None:
         best = front_search.as_fast_with_less_loss(best)
     if goal.recover is None:
-        result = result_of(front_search, *verified(front_search, best))
+        result = result_of(front_search, *verify_choice(front_search, best))
     else:
         recovery = RecoverySearch(front_search, _key(search_input), 60 * goal.recover)
         result = _recovered(recovery, best)
@@ -115,7 +115,7 @@ def _recovered(recovery: RecoverySearch, plain: Built | None) -> SearchResult:
     """The result with training, or without it if that is no better."""
     best, verifications, report = recovery.run(plain)
     if best is None:
-        best, others = verified(recovery.front_search, plain)
+        best, others = verify_choice(recovery.front_search, plain)
         verifications = [*verifications, *others]
     result = result_of(recovery.front_search, best, verifications, report)
     recovery.remove_checkpoints()

@@ -25,7 +25,7 @@ from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed
 
-__all__ = ["SearchResult", "Verified", "result_of", "verified", "worth_removing"]
+__all__ = ["SearchResult", "Verified", "prefer_no_removal", "result_of", "verify_choice"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Verified(NamedTuple):
     verifications: list[Verification]
 
 
-def verified(front_search: FrontSearch, best: Built | None) -> Verified:
+def verify_choice(front_search: FrontSearch, best: Built | None) -> Verified:
     """Verify a choice on data that no choice has seen, and others if it fails (``_attempts``).
 
     ``best`` of the result is None if even the least lossy choice misses the goal after conversion.
@@ -110,7 +110,7 @@ class Selected(NamedTuple):
     note: str = ""
 
 
-def worth_removing(
+def prefer_no_removal(
     front_search: FrontSearch, best: Built, verifications: Sequence[Verification]
 ) -> Selected:
     """The best choice, or the choice without removal if it is about as fast."""
@@ -122,17 +122,17 @@ def worth_removing(
     gain = front_search.judge.speedup_over(unreduced.fastest, best)
     if gain.low >= MIN_REMOVAL_GAIN:
         return Selected(best, verifications)
-    proved, others = verified(*unreduced)
-    if proved is not None and proved is not unreduced.fastest:  # more blocks stay float32
-        gain = front_search.judge.speedup_over(proved, best)
-    if proved is None or gain.low >= MIN_REMOVAL_GAIN:
+    verified, others = verify_choice(*unreduced)
+    if verified is not None and verified is not unreduced.fastest:  # more blocks stay float32
+        gain = front_search.judge.speedup_over(verified, best)
+    if verified is None or gain.low >= MIN_REMOVAL_GAIN:
         return Selected(best, verifications)
     reason = (
         f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
         f"{gain.high:.2f}) the speed of the fused original in {front_search.precision}, expected "
         f"at least {MIN_REMOVAL_GAIN}x"
     )
-    return Selected(proved, others, reason)
+    return Selected(verified, others, reason)
 
 
 def result_of(
@@ -148,7 +148,7 @@ def result_of(
     """
     if best is None:
         return _missed(front_search, verifications, recovered)
-    selected, timed = _timed(front_search, worth_removing(front_search, best, verifications))
+    selected, timed = _timed(front_search, prefer_no_removal(front_search, best, verifications))
     if not timed.refusal:
         return _gain(front_search, selected, timed, recovered)
     target_speedup = front_search.goal.target_speedup or 1
@@ -178,10 +178,10 @@ def _timed(front_search: FrontSearch, selected: Selected) -> tuple[Selected, Spe
     """Time a choice beside the original, and another one if a removal makes it too slow."""
     timed = front_search.judge.time(selected.best)
     if timed.refusal and selected.best.plan.lossy_blocks:  # for example, it is slower at a length
-        proved, verifications = verified(*front_search.without_removal())
-        if proved is not None:
+        verified, verifications = verify_choice(*front_search.without_removal())
+        if verified is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"
-            return Selected(proved, verifications, note), front_search.judge.time(proved)
+            return Selected(verified, verifications, note), front_search.judge.time(verified)
     return selected, timed
 
 

@@ -192,8 +192,8 @@ class Settling:
             found = careful if self.careful else whole
             return (found if self.keeps else None), ["verification of the whole"]
 
-        monkeypatch.setattr(verdict, "verified", proved)
-        found, self.proved, note = verdict.worth_removing(front, best, ["verification"])
+        monkeypatch.setattr(verdict, "verify_choice", proved)
+        found, self.proved, note = verdict.prefer_no_removal(front, best, ["verification"])
         return found, note
 
 
@@ -210,7 +210,7 @@ class Settling:
         ),  # the other one failed its verification by chance
     ],
 )
-def test_worth_removing_gain_within_three_percent_removes_nothing(
+def test_prefer_no_removal_gain_within_three_percent_removes_nothing(
     gain: Speedup, keeps: bool, removes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settling = Settling(gain, keeps)
@@ -224,7 +224,7 @@ def test_worth_removing_gain_within_three_percent_removes_nothing(
     ("careful", "removes"),
     [(Speedup(value=1.5, ci95=(1.4, 1.6)), True), (Speedup(value=1.0, ci95=(0.9, 1.1)), False)],
 )
-def test_worth_removing_compares_with_the_model_that_would_be_written(
+def test_prefer_no_removal_compares_with_the_model_that_would_be_written(
     careful: Speedup, removes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fastest choice without removal failed its verification; the one after it may be slow."""
@@ -234,10 +234,10 @@ def test_worth_removing_compares_with_the_model_that_would_be_written(
     assert removes or f"{careful.value:.2f}x" in note
 
 
-def test_worth_removing_plan_without_removal_is_not_compared() -> None:
+def test_prefer_no_removal_plan_without_removal_is_not_compared() -> None:
     no_judge, plain, proofs = None, built_of(FUSED), [Verification.of(FIDELITY, None, 0.0)]
     front = search(no_judge, keep=0.99)  # a comparison would need one
-    assert verdict.worth_removing(front, plain, proofs) == (plain, proofs, "")
+    assert verdict.prefer_no_removal(front, plain, proofs) == (plain, proofs, "")
 
 
 class Front:
@@ -288,7 +288,7 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
 
 @dataclass
 class ProvingJudge:
-    """A judge whose proofs have these losses, one after the other."""
+    """A judge whose verifications have these losses, one after the other."""
 
     losses: Iterator[float]
     parts: list[HeldOut] = field(default_factory=list[HeldOut])
@@ -322,7 +322,7 @@ class CarefulSearch(FrontSearch):
         ([0.011, 0.0], 0.0, 2),  # nothing more careful was found
     ],
 )
-def test_verified_failed_proofs_lead_to_more_careful_choices(
+def test_verify_choice_failed_verifications_lead_to_more_careful_choices(
     losses: list[float], kept: float, proofs: int
 ):
     steps = [Choice(loss, 1.0, ()) for loss in (0.03, 0.02, 0.01, 0.0)]
@@ -330,7 +330,7 @@ def test_verified_failed_proofs_lead_to_more_careful_choices(
     choices: Any = Candidates(front=steps[-1:])
     judge: Any = ProvingJudge(iter(losses))
     front = CarefulSearch(Goal(keep=0.99), choices, judge, careful)
-    best, found = verdict.verified(front, built_of(steps[0]))
+    best, found = verdict.verify_choice(front, built_of(steps[0]))
     assert best is not None and best.choice.loss == kept
     assert [verification.loss for verification in found] == losses and len(found) == proofs
     parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN]
