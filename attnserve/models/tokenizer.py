@@ -504,11 +504,11 @@ def _kept(
     sequences: list[int | None] = encoding.sequence_ids
     counts = [sequences.count(0), sequences.count(1)]
     sizes = counts
-    room = max(limit - sequences.count(None), 0)
+    text_limit = max(limit - sequences.count(None), 0)
     short_size = min(counts)
-    if sum(counts) > room:
-        long_size = max(room - short_size, (room + 1) // 2)
-        short_size = room - long_size
+    if sum(counts) > text_limit:
+        long_size = max(text_limit - short_size, (text_limit + 1) // 2)
+        short_size = text_limit - long_size
         sizes = [short_size, long_size] if counts[0] <= counts[1] else [long_size, short_size]
     firsts = [0 if right else n - size for n, size in zip(counts, sizes, strict=True)]
     positions: list[int] = []
