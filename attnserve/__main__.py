@@ -17,7 +17,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import and run the command line; returns the exit code."""
     try:
-        # An exception could be lost, or end an import with a crash.
+        # Not by an exception, which could be lost, or end an import with a crash.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
         from attnserve.cli.app import main as run
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the output is complete: keep its exit code
         return code
     except KeyboardInterrupt:
-        print("interrupted; no partial output was written", file=sys.stderr)
+        print("interrupted: no partial output was written", file=sys.stderr)
         return 130
 
 

@@ -21,14 +21,13 @@ from attnserve.context import Provider
 from attnserve.models.opset import raise_opset
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.session import open_session
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
-from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.analysis.workload import Workload
-from graph_passes.context import GraphContext
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import CannotRewrite, InvalidModel
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import RewritePass
+from graph_passes.passes.base import RewritePass, small_shapes
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
@@ -51,13 +50,13 @@ PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
 """Operators that contain the projections; integer conversions cannot convert these."""
 
 COUNTED = tuple(Workload.of(*shape) for shape in ((1, 1), (2, 1), (1, 512), (1, 4096)))
-"""What MACs are compared at."""
+"""Workloads at which the MACs of the fused model are compared with those of the original."""
 
 FASTEST_RESIDUALS: Mapping[Provider, type[RewritePass]] = {
     "cpu": FuseResiduals,
     "cuda": FuseSkipNorm,
 }
-"""The passes for residual additions that are fastest."""
+"""The fastest pass for residual additions, by provider."""
 
 
 def fusion_passes(
@@ -77,15 +76,26 @@ def fusion_passes(
     Raises:
         CannotRewrite: No block can be fused.
     """
-    shapes, opsets = infer_shapes_small(model, batch=2, sequence=5), dict(model.opset_imports)
+    with Analyses.of(model) as analyses:
+        return _fusion_passes(analyses, provider, operators, is_timed_only)
+
+
+def _fusion_passes(
+    analyses: Analyses,
+    provider: Provider,
+    operators: Sequence[FusedOperator] | None,
+    is_timed_only: bool,
+) -> tuple[RewritePass, ...]:
+    model = analyses.model
+    shapes, opsets = small_shapes(analyses), dict(model.opset_imports)
     with suppress(CannotRewrite):
         newest = model.clone()
         raise_opset(newest, max(OPSETS.values()))
         opsets = dict(newest.opset_imports)
     if is_timed_only:
-        blocks, unmatched = find_attention(model)
+        blocks, unmatched = analyses.get(find_attention)
     else:
-        report = read_attention(model)
+        report = analyses.get(read_attention)
         blocks, unmatched = report.blocks, report.unmatched
     reasons = [failure.reason for failure in unmatched]
     chosen: dict[str, FusedOperator] = {}
@@ -120,19 +130,21 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
         CannotRewrite: The opset of an operator is out of reach.
         InvalidModel: A rewritten block fails certification, or costs more than before.
     """
-    before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
     attention = [rewrite for rewrite in passes if isinstance(rewrite, FuseAttention)]
     operators: set[FusedOperator] = {
         operator for rewrite in attention for operator in rewrite.targets.values()
     }
-    if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
-        raise_opset(model, needed)
-    with GraphContext.of(model) as context:
+    needed = max((OPSETS.get(operator, 0) for operator in operators), default=0)
+    with Analyses.of(model) as analyses:
+        before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
+        if model.opset_imports.get("", 0) < needed:
+            raise_opset(model, needed)
+            analyses.invalidate()
         for rewrite in passes:
             rewrite(model)
         if is_timed_only:
             return
-        certified = {block.name for block in context.get(read_attention).blocks}
+        certified = {block.name for block in analyses.get(read_attention).blocks}
     for workload, old in zip(COUNTED, before, strict=True):
         new = count_macs(model, workload)
         if old is not None and new is not None and new > old:
@@ -157,11 +169,13 @@ def fuse_for(
     *,
     is_timed_only: bool = False,
 ) -> tuple[RewritePass, ...]:
-    """Fuse a float32 model in place, before its conversion to another precision if that differs.
+    """Fuse operators of a float32 model in place, as far as a precision allows.
 
-    Operators that contain the projections are left out for integers.
+    The model may be converted to the precision afterwards: operators that contain the projections
+    are left out for integers.
 
     Args:
+        precision: The precision in which the model will run.
         provider: Where the model runs; half precision is for GPUs.
         is_timed_only: See ``fuse``.
 
@@ -174,15 +188,11 @@ def fuse_for(
     operators: Sequence[FusedOperator] = ATTENTION_OPERATORS[runs_on]
     if scheme.keeps_blocks:
         operators = [operator for operator in operators if operator not in PROJECTING]
-    fused = model.clone()
     try:
-        passes = fusion_passes(fused, runs_on, operators, is_timed_only=is_timed_only)
-        fuse(fused, passes, is_timed_only=is_timed_only)
+        fused, passes = _fused_copy(model, runs_on, operators, is_timed_only=is_timed_only)
         if not (is_timed_only or _is_loaded(fused)):  # this ONNX Runtime lacks the new operators
             operators = [operator for operator in operators if operator not in OPSETS]
-            fused = model.clone()
-            passes = fusion_passes(fused, runs_on, operators)
-            fuse(fused, passes)
+            fused, passes = _fused_copy(model, runs_on, operators)
     except CannotRewrite:
         return ()
     except InvalidModel as error:  # a defect of the fusion: the model is converted as it is
@@ -192,6 +202,21 @@ def fuse_for(
     model.functions.clear()
     model.functions.update(fused.functions)
     return passes
+
+
+def _fused_copy(
+    model: ir.Model,
+    provider: Provider,
+    operators: Sequence[FusedOperator],
+    *,
+    is_timed_only: bool = False,
+) -> tuple[ir.Model, tuple[RewritePass, ...]]:
+    """A fused copy of a model, and its passes; see ``fusion_passes`` and ``fuse``."""
+    fused = model.clone()
+    with Analyses.of(fused):  # blocks are found once for the choice and for the first pass
+        passes = fusion_passes(fused, provider, operators, is_timed_only=is_timed_only)
+        fuse(fused, passes, is_timed_only=is_timed_only)
+    return fused, passes
 
 
 def _is_loaded(model: ir.Model) -> bool:

@@ -38,11 +38,11 @@ DEFAULT_LENGTH = 128
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What all steps of a command read, and none changes.
+    """The inputs of a command, which its steps share and do not change.
 
     Attributes:
         artifact: The original on disk.
-        original: Its graph.
+        original: The graph of the original.
         data: Calibration data; without it, factors are computed from the weights alone.
         others: Data of ``also_prove``, by file name.
         tokenizer: The tokenizer that was given in place of the artifact's.
@@ -156,10 +156,11 @@ class Job:
     def compare_held_out(
         self, model: ir.Model, batches: Sequence[Batch], split: str = "prove"
     ) -> Fidelity:
-        """Compare a model with the original on rows that were held out of the calibration data.
+        """Compare a model with the original on held-out rows.
 
         Args:
-            split: Their part of the data, see ``Quality``.
+            batches: Held-out rows of ``data``.
+            split: Their part of the data; see ``Quality``.
 
         Raises:
             InvalidModel: The models do not have the same inputs and outputs.
@@ -172,9 +173,9 @@ class Job:
 
 
 def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> tuple[Workload, ...]:
-    """What a model is served on, and should be fast at.
+    """The workloads of a target: the batch sizes and lengths that a model should be fast at.
 
-    The lengths are the requested ones, else quartiles of the data.
+    ``served_lengths`` gives the lengths.
 
     Raises:
         InvalidArgument: The phase needs a cache, which the model does not have.
@@ -193,6 +194,11 @@ def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> t
 
 
 def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:
+    """The lengths in tokens that a model should be fast at.
+
+    They are the requested ones, else the medians of four equal parts of the data by length, else
+    ``DEFAULT_LENGTHS``.
+    """
     if sequence is not None:
         return spread_lengths(sequence)
     if data is None or not data.lengths:

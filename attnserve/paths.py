@@ -17,6 +17,7 @@ def as_path(path: StrPath) -> Path: ...
 @overload
 def as_path(path: StrPath | None) -> Path | None: ...
 def as_path(path: StrPath | None) -> Path | None:
+    """A ``Path`` for a path of any type; None stays None."""
     return None if path is None else Path(path)
 
 

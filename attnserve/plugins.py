@@ -22,6 +22,8 @@ GROUP = "attnserve"
 
 
 class Named(Protocol):
+    """A part of the product that options, plans and records name."""
+
     @property
     def name(self) -> str: ...
 
@@ -65,7 +67,11 @@ class Registry(Generic[Part]):
         return part
 
     def __getitem__(self, name: str) -> Part:
-        """Raises: InvalidArgument: There is no part of this name."""
+        """The part of this name, of this package or of a plugin.
+
+        Raises:
+            InvalidArgument: There is no such part, or a plugin cannot be imported.
+        """
         if name not in self._parts:
             load_plugins()
         if name not in self._parts:

@@ -150,7 +150,7 @@ def measure(folder: Path, goal: str, keep: float, files: dict[str, Path]) -> dic
     assert report.search is not None
     return {
         "verdict": report.search.verdict, "seconds": seconds, "cpu_seconds": cpu_seconds,
-        "proofs": [proof.record.to_json() for proof in report.search.proofs],
+        "proofs": [proof.to_json() for proof in report.search.proofs],
         "layers": [
             [d.block, d.kept, d.count, d.written, d.in_float] for d in report.search.layers
         ],
@@ -174,7 +174,7 @@ def compared(original: Path, output: Path, files: dict[str, Path]) -> dict[str, 
     for name in ("sentences", "paragraphs"):
         quality = attnserve.verify(original, output, data=files[f"unseen {name}"]).quality
         assert quality is not None
-        unseen[name] = quality.record.to_json()
+        unseen[name] = quality.to_json()
     timed = attnserve.bench([original, output], sequences=LENGTHS, threads=1).results[1::2]
     speedups = {str(r.sequence): [r.speedup_vs_first, *r.speedup_ci95] for r in timed}
     return {"unseen": unseen, "speedups": speedups}

@@ -154,7 +154,7 @@ def _rows(
         spearman = _score(model, original, pairs, folder)
         rows.append({
             "model": name, "spearman": spearman, "kept": spearman / base,
-            "quality": quality.record.to_json(),
+            "quality": quality.to_json(),
             "vs_exported": {
                 str(n): float(np.median(ms[0] / ms[index])) for n, ms in times.items()
             },

@@ -165,7 +165,7 @@ class Study:
         for kind in ("sentences", "paragraphs"):
             quality = self.verified(model, self.files[f"unseen {kind}"]).quality
             assert quality is not None
-            found[kind] = quality.record.to_json()
+            found[kind] = quality.to_json()
         return found
 
     def verified(self, model: Path, data: Path) -> Any:

@@ -8,117 +8,23 @@
 >>> find_attention(result.model)[0][0].num_heads
 2
 
-A block is invalid once its graph has changed: find again after each rewrite. Each name is imported
-on first use.
+A block is invalid once its graph has changed: find again after each rewrite. ``public`` lists the
+names. It is imported on first use, because its dependencies take long to import.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graph_passes.blocks import AttentionBlock, FeedForwardBlock, Unmatched
-    from graph_passes.context import GraphContext
-    from graph_passes.errors import (
-        AttnserveError,
-        CannotRewrite,
-        InvalidArgument,
-        InvalidData,
-        InvalidModel,
-        InvariantBroken,
-        Refusal,
-    )
-    from graph_passes.factorize.cp import CollaborativeFactors
-    from graph_passes.matching.feed_forward import find_feed_forward
-    from graph_passes.matching.find import find_attention
-    from graph_passes.passes.base import BlockPass, RewritePass, pass_named, registered_passes
-    from graph_passes.passes.collaborate import Collaborate, SharedDimensions
-    from graph_passes.passes.convert_bfloat16 import ToBfloat16
-    from graph_passes.passes.decompose_attention import DecomposeAttention
-    from graph_passes.passes.fold_biases import FoldBiases
-    from graph_passes.passes.fuse_attention import FuseAttention
-    from graph_passes.passes.fuse_gelu import FuseGelu
-    from graph_passes.passes.fuse_residuals import FuseResiduals
-    from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
-    from graph_passes.passes.prune_heads import PruneHeads
-    from graph_passes.passes.prune_neurons import PruneNeurons
-    from graph_passes.passes.reuse_attention import ReuseAttention
-    from graph_passes.passes.skip_attention import AffineMap, SkipAttention
-    from graph_passes.passes.strip_cache import StripCache
-
-__all__ = [
-    "AffineMap",
-    "AttentionBlock",
-    "AttnserveError",
-    "BlockPass",
-    "CannotRewrite",
-    "Collaborate",
-    "CollaborativeFactors",
-    "DecomposeAttention",
-    "FeedForwardBlock",
-    "FoldBiases",
-    "FuseAttention",
-    "FuseGelu",
-    "FuseResiduals",
-    "FuseSkipNorm",
-    "GraphContext",
-    "InvalidArgument",
-    "InvalidData",
-    "InvalidModel",
-    "InvariantBroken",
-    "PruneHeads",
-    "PruneNeurons",
-    "Refusal",
-    "ReuseAttention",
-    "RewritePass",
-    "SharedDimensions",
-    "SkipAttention",
-    "StripCache",
-    "ToBfloat16",
-    "Unmatched",
-    "find_attention",
-    "find_feed_forward",
-    "pass_named",
-    "registered_passes",
-]
-
-_NAMES = {
-    "blocks": ("AttentionBlock", "FeedForwardBlock", "Unmatched"),
-    "context": ("GraphContext",),
-    "errors": (
-        "AttnserveError",
-        "CannotRewrite",
-        "InvalidArgument",
-        "InvalidData",
-        "InvalidModel",
-        "InvariantBroken",
-        "Refusal",
-    ),
-    "factorize.cp": ("CollaborativeFactors",),
-    "matching.feed_forward": ("find_feed_forward",),
-    "matching.find": ("find_attention",),
-    "passes.base": ("BlockPass", "RewritePass", "pass_named", "registered_passes"),
-    "passes.collaborate": ("Collaborate", "SharedDimensions"),
-    "passes.convert_bfloat16": ("ToBfloat16",),
-    "passes.decompose_attention": ("DecomposeAttention",),
-    "passes.fold_biases": ("FoldBiases",),
-    "passes.fuse_attention": ("FuseAttention",),
-    "passes.fuse_gelu": ("FuseGelu",),
-    "passes.fuse_residuals": ("FuseResiduals",),
-    "passes.fuse_skip_norm": ("FuseSkipNorm",),
-    "passes.prune_heads": ("PruneHeads",),
-    "passes.prune_neurons": ("PruneNeurons",),
-    "passes.reuse_attention": ("ReuseAttention",),
-    "passes.skip_attention": ("AffineMap", "SkipAttention"),
-    "passes.strip_cache": ("StripCache",),
-}
-"""The public names of each module."""
-
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+    from graph_passes.public import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if find_spec(f"{__name__}.{name}") is None:  # `from graph_passes import errors` asks here first
+        public = import_module(f"{__name__}.public")
+        if name == "__all__" or name in public.__all__:
+            return getattr(public, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

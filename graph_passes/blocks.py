@@ -50,11 +50,14 @@ __all__ = [
     "Scaled",
     "Unmatched",
     "Weighted",
-    "as_matrix",
+    "weight_matrix",
 ]
 
 HeadLayout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
+"""The order of the axes of projected heads; "inside" for heads that are no value of the graph."""
+
 BlockForm = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
+"""How a block computes its probabilities; "skip" stands for a removed attention layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,24 +101,27 @@ class BroadcastLayout:
                 first = positions.reshape(-1, 1) - (length - 1 if self.is_last_position else 0)
                 positions = first + np.arange(length)
             array = array[positions]
-        batches = np.arange(batch)[:, None, None, None]
-        tokens = np.arange(length)[None, None, :, None]
+        by_role = {
+            "batch": np.arange(batch)[:, None, None, None],
+            "token": np.arange(length)[None, None, :, None],
+        }
         index = [
-            (batches if axis == "batch" else tokens)
-            if isinstance(axis, str)
-            else axis[None, :, None, :]
-            for axis in self.axes
+            by_role[axis] if isinstance(axis, str) else axis[None, :, None, :] for axis in self.axes
         ]
         return array[tuple(index)]
 
 
 @dataclass(frozen=True, eq=False)
 class RotaryTerm:
-    """One term of a projection with rotary embeddings: factor * (x W g + o).
+    """One term of a projection with rotary embeddings.
+
+        term[b, h, t, k] = factor[b, h, t, k] * ( (x W)[columns[h, k]] * gain[h, k] + offset[h, k] )
 
     Attributes:
         factor: Cosines or sines by position; None means 1.
-        columns, gain, offset: As in ``Projection``, for this term.
+        columns: The column of W of each element of each head.
+        gain: Element-wise factors, for example -1 for elements that a rotation subtracts.
+        offset: The bias.
     """
 
     factor: BroadcastLayout | None
@@ -131,13 +137,19 @@ class Norm:
         u = scale * ((x W)[columns] * gain + offset);  n = u / size(u)
         size(u) = max(sqrt(mean(u^2) + epsilon), least) + added
 
-    The mean of u is subtracted first if ``centered``. The L2 norm is this norm with another scale
-    of the projection. The weight and bias of the norm are gain and offset of the projection, whose
-    columns index the flattened elements of n.
+    The L2 norm is this norm with another scale of the projection. The weight and bias of the norm
+    are gain and offset of the projection, whose columns index the flattened elements of n.
 
     Attributes:
         node: The last node of the norm before its weight.
-        columns: The columns of each group of length L that is normalized together.
+        columns: The columns of W of each group of L elements that are normalized together.
+        gain: Factors of the elements before the norm.
+        offset: Their bias.
+        scale: A scalar factor before the norm.
+        epsilon: Added to the mean square.
+        centered: Whether the mean of u is subtracted first, as in LayerNorm.
+        least: Lower bound of the root.
+        added: Added to the root.
         rotary_terms: All terms of u, by group instead of by head, if rotary embeddings precede the
             norm (the first has ``columns``).
     """
@@ -186,17 +198,22 @@ class Projection:
     ``columns`` maps each element of a head to a column of W. Packed projections, shared columns and
     any order of heads have the same representation.
 
+    A projection ``has_weight`` unless all its heads are inputs of the graph. If W ``is_quantized``,
+    its elements are not read, and ``product`` is the value input @ W of the graph. If the
+    projection ``is_cached``, the heads ``past`` of earlier tokens precede those of ``input``.
+
     Attributes:
         input: The tokens: (B, S, D) if ``by_sequence``, else flattened or split into windows. The
             cached heads if there is no weight.
-        weight: A constant; None if all heads are inputs (``past``), as in cached cross-attention.
+        weight: W, a constant; None if all heads are inputs (``past``), as in cached
+            cross-attention.
         contracted: The axes of ``weight`` that are contracted with the last axis of the tokens:
             (0,) for (D, N), (1,) for (N, D). The other axes, flattened, are the columns. Empty if
-            the weight is bytes, which have no matrix.
+            the weight is an integer tensor, from which no matrix is computed.
         width: D, the size of the tokens; 0 if all heads are inputs.
         dtype: The element type in which the heads are computed: that of the weight, or of
             ``product``.
-        product: input @ W, if W is quantized.
+        product: input @ W if W is quantized, else None.
         columns: The column of each element of each head.
         gain: Element-wise factors, for example the mixing matrix of collaborative heads.
         offset: The bias.
@@ -209,7 +226,7 @@ class Projection:
         rotary_terms: All terms of the sum if there are rotary embeddings (the first has
             ``columns``).
         norm: The q/k norm, applied before the rotary embedding of ``rotary_terms``.
-        past: The cached heads, which precede those of ``input``.
+        past: The cached heads, which precede those of ``input``; None without a cache.
         axes: The permutation of ``output`` to (B, H, T, K), (B*H, T, K) or (B, T, H*K).
         sequence_first: Whether the tokens of ``input`` are ordered (S, B).
     """
@@ -234,10 +251,25 @@ class Projection:
     axes: tuple[int, ...] = ()
     sequence_first: bool = False
 
+    @property
+    def has_weight(self) -> bool:
+        """Whether the graph computes heads from tokens; otherwise all heads are cached."""
+        return self.weight is not None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weight is quantized, so that the heads are read from ``product``."""
+        return self.product is not None
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether there are heads of earlier tokens, which are inputs of the graph."""
+        return self.past is not None
+
     def sequences(self, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> int:
         """B, the number of sequences, given the shapes of values."""
         tokens = shape_of(self.input)
-        if self.output is None or self.weight is None or self.by_sequence:
+        if self.output is None or not self.has_weight or self.by_sequence:
             return tokens[0]
         return math.prod(tokens[:-1]) // shape_of(self.output)[self.token_axis]
 
@@ -268,10 +300,12 @@ class Projection:
 
     @property
     def num_heads(self) -> int:
+        """H."""
         return self.columns.shape[0]
 
     @property
     def head_size(self) -> int:
+        """K, or V for values."""
         return self.columns.shape[1]
 
     @property
@@ -281,14 +315,13 @@ class Projection:
 
     @property
     def source(self) -> ir.Value:
-        """The value that the heads are computed from: the input, or the product with bytes."""
+        """The value that the heads are computed from: ``input``, or the quantized product."""
         return self.input if self.product is None else self.product.value
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
-        """The weight as a matrix, input size first."""
+        """W as a matrix, input size first."""
         assert self.weight is not None, "cached heads have no weight"
-        assert self.contracted, "the weight is bytes"
-        return as_matrix(constant_array(self.weight), self.contracted)
+        return weight_matrix(self.weight, self.contracted)
 
     def heads(self) -> Float[np.ndarray, "H D K"]:
         """W^h of each head, without ``scale``."""
@@ -302,11 +335,14 @@ class OutputProjection:
 
     Attributes:
         input: The context operand of the product, (B, S, H*V) or (B, S, H, V).
-        weight: A constant.
-        contracted: The axes of ``weight`` that are contracted with the heads.
+        weight: W_O, a constant.
+        contracted: The axes of ``weight`` that are contracted with the heads; empty if W_O is
+            quantized.
         rows: The row of W_O for element v of head h.
+        bias: A constant; None without a bias, or if W_O is quantized.
         output: The value after the bias, (B, S, D) or (B*S, D); ``input`` if W_O is quantized.
-        sequence_first: Whether its tokens are ordered (S, B).
+        nodes: The nodes from the context to ``output``.
+        sequence_first: Whether the tokens of ``output`` are ordered (S, B).
         is_quantized: Whether W_O is quantized. The block then ends at ``input``.
     """
 
@@ -321,19 +357,22 @@ class OutputProjection:
     is_quantized: bool = False
 
     def matrix(self) -> Float[np.ndarray, "N D"]:
-        assert self.contracted, "the weight is bytes"
-        return as_matrix(constant_array(self.weight), self.contracted)
+        """W_O as a matrix, heads first."""
+        return weight_matrix(self.weight, self.contracted)
 
     def offset(self) -> Float[np.ndarray, " D"]:
+        """The bias, or a single zero without a bias."""
         if self.bias is None:
             return np.zeros(1, dtype=np.float32)
         return constant_array(self.bias).reshape(-1)
 
 
-def as_matrix(weight: np.ndarray, contracted: tuple[int, ...]) -> Float[np.ndarray, "D N"]:
-    """Reshape a weight of any rank to a matrix: contracted axes as rows, others as columns."""
-    rows = math.prod(weight.shape[axis] for axis in contracted)
-    return np.moveaxis(weight, contracted, range(len(contracted))).reshape(rows, -1)
+def weight_matrix(weight: ir.Value, contracted: tuple[int, ...]) -> Float[np.ndarray, "D N"]:
+    """The elements of a constant as a matrix: contracted axes as rows, the others as columns."""
+    assert contracted, "a weight of integers has no matrix"
+    array = constant_array(weight)
+    rows = math.prod(array.shape[axis] for axis in contracted)
+    return np.moveaxis(array, contracted, range(len(contracted))).reshape(rows, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,8 +380,8 @@ class PositionBias:
     """logits + sign * value: an additive mask or a position bias.
 
     Attributes:
-        axes: The permutation of the logits at this step to (B, H, S, T), if not the identity. Other
-            steps have the same attribute.
+        value: Broadcasts to the logits.
+        axes: The permutation of the logits at this step to (B, H, S, T); None for the identity.
         entangled: Whether the value depends on the queries or keys of the same block.
     """
 
@@ -354,7 +393,10 @@ class PositionBias:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Logits are replaced by ``fill`` where the boolean ``value`` differs from ``keep``."""
+    """Logits are replaced by ``fill`` where the boolean ``value`` differs from ``keep``.
+
+    ``axes`` is the permutation of the logits at this step to (B, H, S, T); None for the identity.
+    """
 
     value: ir.Value
     fill: float
@@ -403,7 +445,10 @@ class Causal:
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """logits * value: the multiplicative mask of older decoders."""
+    """logits * value: the multiplicative mask of older decoders.
+
+    ``axes`` is the permutation of the logits at this step to (B, H, S, T); None for the identity.
+    """
 
     value: ir.Value
     axes: tuple[int, ...] | None = None
@@ -520,10 +565,12 @@ class AttentionBlock:
 
     @property
     def kind(self) -> Literal["self", "cross"]:
+        """Self-attention if x is y, else cross-attention."""
         return "self" if self.x is self.y else "cross"
 
     @property
     def num_heads(self) -> int:
+        """H: own and reused heads."""
         return self.v.num_heads
 
     @property
@@ -547,14 +594,17 @@ class AttentionBlock:
 
     @property
     def num_kv_heads(self) -> int:
+        """G."""
         return self.v.num_distinct_heads
 
     @property
     def head_size(self) -> int:
+        """K."""
         return self.q.head_size
 
     @property
     def v_head_size(self) -> int:
+        """V."""
         return self.v.head_size
 
     @property
@@ -565,12 +615,12 @@ class AttentionBlock:
     @property
     def is_quantized(self) -> bool:
         """Whether any of its weights is quantized, so that rewrites cannot change it."""
-        parts = (self.q, self.k, self.v)
-        of_output = self.output is not None and self.output.is_quantized
-        return of_output or any(part.product is not None for part in parts)
+        parts = (self.q, self.k, self.v, self.output)
+        return any(part is not None and part.is_quantized for part in parts)
 
     @property
     def form(self) -> BlockForm:
+        """How the probabilities are computed: reused, from shared dimensions, or as usual."""
         if self.reused:
             return "reuse"
         if self.is_collaborative:
@@ -587,11 +637,11 @@ class AttentionBlock:
     @property
     def is_sparse(self) -> bool:
         """Whether heads share some columns: a pair of query and key columns occurs in two heads."""
-        if self.is_collaborative or self.q.weight is None or self.k.weight is None:
+        if self.is_collaborative or not (self.q.has_weight and self.k.has_weight):
             return False
         counted = self.q.gain != 0
-        if self.q.product is None:  # columns of zeros belong to the content term
-            counted &= np.any(self.q.matrix(), axis=(0,))[self.q.columns]
+        if not self.q.is_quantized:  # columns of zeros belong to the content term
+            counted &= np.any(self.q.matrix(), axis=0)[self.q.columns]
         pairs = [
             set(zip(q[here].tolist(), k[here].tolist(), strict=True))
             for q, k, here in zip(self.q.columns, self.k.columns, counted, strict=True)
@@ -605,11 +655,14 @@ class Linear:
 
     Attributes:
         node: The product, or the fused operator that contains it.
+        tokens: The operand that is not constant.
+        weight: W, a constant input of ``node``.
         contracted: The axes of ``weight`` that are contracted with the last axes of ``tokens``.
         width: D, the number of contracted elements.
-        columns, rows: The column of W and the token of each element of the output, in shapes that
-            broadcast to the output.
-        product: The output in floating point if W is quantized; it may include a bias.
+        columns: The column of W of each element of the output; broadcasts to the output.
+        rows: The token of each element of the output; broadcasts to the output.
+        scale: A factor of the product.
+        product: The output in floating point if W is quantized, else None. It may include a bias.
     """
 
     node: ir.Node
@@ -627,10 +680,14 @@ class Linear:
         """scale * tokens @ W."""
         return self.node.outputs[0] if self.product is None else self.product
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether W is quantized."""
+        return self.product is not None
+
     def matrix(self) -> Float[np.ndarray, "D N"]:
         """scale * W."""
-        assert self.contracted, "the weight is bytes"
-        return as_matrix(constant_array(self.weight), self.contracted) * self.scale
+        return weight_matrix(self.weight, self.contracted) * self.scale
 
     def weight_operand(self, axis: int) -> Operand:
         """The weight as an input of the node; ``axis`` counts the neurons."""
@@ -645,7 +702,7 @@ class Linear:
 
 
 class Operand(NamedTuple):
-    """A constant input of a node; ``axis`` counts the neurons."""
+    """A constant input of a node, by position; ``axis`` counts the neurons."""
 
     node: ir.Node
     position: int
@@ -653,6 +710,7 @@ class Operand(NamedTuple):
 
     @property
     def value(self) -> ir.Value:
+        """The constant."""
         value = self.node.inputs[self.position]
         assert value is not None
         return value
@@ -717,7 +775,7 @@ class FeedForwardBlock:
     @property
     def is_quantized(self) -> bool:
         """Whether any of its weights is quantized, so that rewrites cannot change it."""
-        return any(part.product is not None for part in (*self.first, self.second))
+        return any(part.is_quantized for part in (*self.first, self.second))
 
     @property
     def is_gated(self) -> bool:

@@ -55,13 +55,14 @@ def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
     scored = (block.q, block.k) if block.q.num_heads else ()
     parts = [part for part in (*scored, block.v, block.content) if part is not None]
     values = [part.source for part in parts]
-    factors = [f for part in parts for f in part.factors] + [part.past for part in parts]
-    for factor in factors:
-        if factor is not None:
-            values += [factor.value] + ([factor.positions] if factor.positions else [])
+    factors = [factor for part in parts for factor in part.factors]
+    caches = [part.past for part in parts if part.past is not None]
+    for layout in (*factors, *caches):
+        values += [layout.value] + ([layout.positions] if layout.positions else [])
     for step in block.steps:
-        values += [v for name in ("value", "total") if (v := getattr(step, name, None)) is not None]
-    values += [taken.value for taken in block.reused]
+        operands = (getattr(step, name, None) for name in ("value", "total"))
+        values += [operand for operand in operands if operand is not None]
+    values += [reused.value for reused in block.reused]
     return tuple(dict.fromkeys(values))
 
 
@@ -78,16 +79,19 @@ def attention_reference(
         batch: B, which cannot be inferred from flattened tokens (B*S, D).
     """
     v = _project(block.v, values, batch)  # B H T V
-    computed: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
+    heads: list[np.ndarray] = []
     if block.q.num_heads:
         logits = logits_reference(block, values, batch)
         for step in block.steps:
             logits = _apply(step, logits, values)
-        computed = [softmax(logits)]
-    taken = [values[reused.value][:, reused.sources] for reused in block.reused]
-    heads = [block.own_heads] * len(computed) + [reused.heads for reused in block.reused]
+        parts.append(softmax(logits))
+        heads.append(block.own_heads)
+    for reused in block.reused:
+        parts.append(values[reused.value][:, reused.sources])
+        heads.append(reused.heads)
     order = np.argsort(np.concatenate(heads))
-    probabilities = np.concatenate([*computed, *taken], axis=1)[:, order]  # B H S T
+    probabilities = np.concatenate(parts, axis=1)[:, order]  # B H S T
     width = v.shape[1] * v.shape[3]
     context = np.moveaxis(block.v.scale * (probabilities @ v), 1, 2)  # B S H V
     output = None
@@ -124,20 +128,22 @@ def softmax(logits: Float[np.ndarray, "*batch T"]) -> Float[np.ndarray, "*batch 
 def _project(
     projection: Projection, values: Mapping[ir.Value, np.ndarray], batch: int
 ) -> Float[np.ndarray, "B H T K"]:
-    present = None if projection.weight is None else _present(projection, values, batch)
+    """The heads of all T tokens: cached ones, then those of the tokens."""
     if projection.past is None:
-        assert present is not None
-        return present
+        return _present(projection, values, batch)
     cached = values[projection.past.value].astype(np.float64)
     past = projection.past.broadcast(cached, batch, cached.shape[projection.past.token_axis])
-    return past if present is None else np.concatenate([past, present], axis=2)
+    if not projection.has_weight:
+        return past
+    return np.concatenate([past, _present(projection, values, batch)], axis=2)
 
 
 def _present(
     projection: Projection, values: Mapping[ir.Value, np.ndarray], batch: int
 ) -> Float[np.ndarray, "B H T K"]:
+    """The heads of the tokens that are not cached."""
     tokens = values[projection.source].astype(np.float64)
-    is_quantized = projection.product is not None
+    is_quantized = projection.is_quantized
     width = tokens.shape[-1] if is_quantized else projection.width
     if projection.sequence_first:
         tokens = tokens.reshape(-1, batch, width).swapaxes(0, 1)  # B T D

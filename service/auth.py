@@ -28,7 +28,7 @@ RELOAD_S = 1.0
 log = logging.getLogger("attnserve")
 
 CONTROL = re.compile(r"/v2/repository/models/[^/]*/(un)?load\s*")
-"""Routes also match paths with a trailing line break (``$`` of starlette's patterns)."""
+"""Paths that load or unload a model. Starlette's routes also match a trailing line break."""
 
 OPEN = (*HEALTH, "/")
 """Paths that need no key: health checks, and the dashboard page, whose data does need one."""
@@ -129,9 +129,12 @@ class Authorize:
                 " set ATTNSERVE_MODEL_CONTROL=true, and ATTNSERVE_ADMIN_KEYS"
             )
         elif origin is not None and not self._is_own(origin):
-            text = f"pages of {origin} may not load or unload models"
+            text = (
+                f"web pages of {origin} may not load or unload models;"
+                " add it to ATTNSERVE_CORS_ORIGINS to allow it"
+            )
         elif self._admins and not _is_known(scope, self._admins):
-            text = "this needs a key of an administrator; see ATTNSERVE_ADMIN_KEYS"
+            text = "this API key may not load or unload models; use one of ATTNSERVE_ADMIN_KEYS"
         else:
             return None
         return error_response(scope, 403, text)

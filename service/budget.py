@@ -54,6 +54,7 @@ class Budget:
             ) from error
 
     def give_back(self, size: int) -> None:
+        """Release ``size`` reserved bytes, and admit those that wait for them."""
         self._used -= size
         self._freed.set()
 

@@ -123,7 +123,7 @@ HEADERS: Mapping[int, Mapping[str, str]] = {
 """Headers of error answers by status."""
 
 ErrorRenderer = Callable[[int, str, Exception | None], tuple[int, Any]]
-"""(status, body) of an error answer, from its status, its text and the error if there is one."""
+"""Makes (status, body) of an error answer from its status, its text and the error, if any."""
 
 
 def error_response(

@@ -42,7 +42,7 @@ Version = tuple[str, str]
 """(model, version)."""
 
 Series = dict[str, dict[tuple[str, ...], float]]
-"""Name -> labels except model and version -> value."""
+"""Values of one version, by the name of the series, and by its labels except model and version."""
 
 
 class VersionState(NamedTuple):
@@ -242,7 +242,7 @@ class Metrics(Collector):
             ("upper", "Upper end of its 95 % interval."),
             ("promise", "Quality that the artifact guarantees."),
             ("rows", "Number of rows of the estimate."),
-            ("broken", "1 if the quality guarantee is violated."),
+            ("broken", "1 if the quality guarantee is violated, else 0."),
         ):
             gauge = GaugeMetricFamily(f"attnserve_quality_{key}", text, labels=OF_QUALITY)
             for of, report in reports.items():
@@ -402,8 +402,11 @@ class ModelMetrics:
     def window(self, recorded: Mapping[int, Second]) -> dict[str, Any]:
         """The last minute by second, oldest first, without the current second.
 
-        ``recorded`` are the seconds of this version in ``Metrics.seconds``. Percentiles are exact,
-        and null without answers.
+        Args:
+            recorded: The seconds of this version in ``Metrics.seconds``.
+
+        Returns:
+            The JSON of each second, and of all. Percentiles in milliseconds are exact, or null.
         """
         end = int(time()) - self._metrics.delay_s
         seconds = [recorded.get(at) or Second(at) for at in range(end - WINDOW_S, end)]

@@ -3,8 +3,9 @@
 ``uvicorn --http h11`` limits heads too, and keeps the bodies of requests that offer an upgrade, but
 needs 100 us more processor time for each request.
 
-The parser receives complete heads, and never a byte of the next head with a body, because the
-network may split a head at any byte, also within a header that is removed.
+A head is the request line with the headers. The parser receives complete heads only, and the next
+head separately from a body: headers that offer an upgrade are removed before, and the network may
+split a head at any byte, also within such a header.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ SURPLUS_S = 2.0
 """Time limit for a request on a connection above the limit."""
 
 YOUNG_S, OLD_S = 1.0, 5.0
-"""Above the limit of connections, those that wait for a request for less than ``YOUNG_S`` are
-closed last; those with an incomplete request may be closed after ``OLD_S``."""
+"""Order in which waiting connections are closed above their limit: those that are younger than
+``YOUNG_S`` last, and those with an incomplete request only after ``OLD_S``."""
 
 SEND_S = 30.0
 """Time after which a connection is closed if its client receives no byte of an answer."""
@@ -96,16 +97,16 @@ class Protocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._most, self.limit_concurrency = self.limit_concurrency, None
-        self._head = bytearray()  # incomplete
+        self._head = bytearray()  # the received part of an incomplete head
         self._body_left = 0.0  # bytes; infinite for chunks, 0 while a head is read
-        self._unread_bytes = 0  # since the last part of a body: sizes of chunks, and trailers
-        self._waits_since = self.loop.time()  # for a request, or for the rest of it
-        self._tail = b""  # of a body in chunks
+        self._unread_bytes = 0  # sizes of chunks and trailers since the last part of a body
+        self._waits_since = self.loop.time()  # start of the wait for a request, or its rest
+        self._tail = b""  # last bytes of a body in chunks, whose end may be split
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._refused = False
-        self._answering: Any = None  # the request that runs; ``cycle`` is the newest
+        self._answering: Any = None  # the running request; uvicorn's ``cycle`` is the newest one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

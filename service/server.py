@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
         self._loading: asyncio.Task[None] | None = None
         self._load_error: BaseException | None = None
         self._interrupted = False
-        self._unanswered = 0  # when the drain timed out
+        self._unanswered = 0  # number of requests when the drain timed out
         self._watchdog: threading.Timer | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -146,10 +146,11 @@ class Server(uvicorn.Server):
         if not self._repository.draining:
             self._connections.cut_answers = 0
         self._repository.draining = True
-        # uvicorn closes idle connections: clients must not send their next request into that.
+        # uvicorn closes idle connections. This header keeps clients from sending a next request on
+        # a connection that is closing.
         self.server_state.default_headers.append(CLOSE)
         self.config.encoded_headers.append(CLOSE)  # uvicorn makes the default anew each second
-        # Not uvicorn's own: it raises the signals again after the drain.
+        # Replaces uvicorn's handler, which raises the signals again after the drain.
         self.force_exit, self.should_exit = self.should_exit and sig == signal.SIGINT, True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

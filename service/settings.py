@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from attnserve.context import Device
-from attnserve.options import Cli, Options, option_type
+from attnserve.options import Cli, Options, expected_values, option_type
 from attnserve.runtime.machine import available_cores
 
 if TYPE_CHECKING:  # `attnserve --help` needs these types
@@ -32,14 +32,16 @@ if TYPE_CHECKING:  # `attnserve --help` needs these types
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 ServedBy = Literal["auto", "cpu", "cuda"]
-"""``on_device`` replaces "auto" by one of the others before models are loaded."""
+"""Execution providers; ``on_device`` replaces "auto" by one of the others before loading models."""
 
 BATCH_TOKENS = {"auto": 512, "cpu": 512, "cuda": 16_384}
-"""On a CPU, a larger batch has the throughput of two smaller ones and a higher latency."""
+"""Default of ``max_batch_tokens`` by provider. On a CPU, a larger batch has the throughput of two
+smaller ones and a higher latency."""
 
 RUN_OVERHEAD = {"auto": 4, "cpu": 4, "cuda": 512}
-"""Cost of starting a run, in tokens: less padding than this is cheaper than another run. On one CPU
-core, 4 and 8 gave 7 % more throughput than 16 (MiniLM, sentences of 16 tokens on average)."""
+"""Default of ``run_overhead_tokens`` by provider: less padding than this costs less than another
+run. On one CPU core, 4 and 8 gave 7 % more throughput than 16 (MiniLM, sentences of 16 tokens on
+average)."""
 
 
 def _listed(value: object) -> object:
@@ -51,7 +53,7 @@ def _listed(value: object) -> object:
 def _listed_secrets(value: object) -> object:
     parts = _listed(value)
     if parts == [] and isinstance(value, str):  # an empty secret would disable authentication
-        raise ValueError("set but holds no key; expected keys separated by commas, or unset")
+        raise ValueError("it holds no key: expected keys separated by commas, or unset")
     return parts
 
 
@@ -123,15 +125,23 @@ class EnvironmentOptions(Options):
         from graph_passes.errors import InvalidArgument
 
         first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(map(str, first["loc"][:1])) or "settings"
-        is_secret = "Secret" in str(getattr(cls.model_fields.get(name), "annotation", ""))
-        shown = "" if is_secret or first["type"] == "missing" else f" {first['input']!r}"
-        # Not every setting is an option: name an option only if its value was given.
+        name, *parts = map(str, first["loc"] or ("settings",))
+        field, inner = cls.model_fields.get(name), ".".join(parts)
+        is_secret = field is not None and "Secret" in str(field.annotation)
+        where = f"`{name}`" + (f" ({inner})" if inner else "")
+        shown = "" if is_secret else f" is {first['input']!r}"
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            what = f"{where} is not given"
+        elif first["type"] == "value_error" or field is None or inner:
+            what = f"{where}{shown}: {message}"
+        else:
+            what = f"{where}{shown}: expected {expected_values(field, message)}"
+        # Not every value comes from a parameter: name it only if it was given.
         is_given = given.get(name) not in (None, cls.environment().get(name))
-        option = f"--{name.replace('_', '-')} or " if is_given else ""
         raise InvalidArgument(
-            f"{name}{shown}: {first['msg']}",
-            f"set {option}{cls.prefix}{name.upper()}",
+            what,
+            f"set {f'`{name}` or ' if is_given else ''}{cls.prefix}{name.upper()}",
             code="settings.invalid",
         ) from error
 
@@ -189,13 +199,14 @@ class Settings(EnvironmentOptions):
     """Values of threads, concurrency, max_batch_tokens and max_queue for single models, as JSON:
     {"NAME": {"concurrency": 1, "max_queue": 64}}."""
     max_wait_ms: Annotated[float, Field(ge=0, le=60_000), Cli(metavar="MS", panel=BATCHING)] = 0
-    """Maximum time that a free slot waits for a batch to fill; 0 starts immediately."""
+    """Maximum time in milliseconds that a free slot waits for a batch to fill; 0 starts at once."""
     max_queue: Annotated[Size, Cli(metavar="N", panel=BATCHING)] = 512
     """Maximum number of waiting rows (texts); the server answers 429 above it."""
     timeout_ms: Annotated[PositiveFloat, Cli(metavar="MS", panel=BATCHING)] = 30_000
-    """Request timeout without x-timeout-ms; the server answers 504 after it."""
+    """Timeout in milliseconds of requests without the header x-timeout-ms; the server answers 504
+    after it."""
     max_timeout_ms: Annotated[float, Field(gt=0, le=86_400_000)] = 300_000
-    """Maximum of x-timeout-ms. A larger timeout_ms raises it."""
+    """Maximum of the header x-timeout-ms, in milliseconds. A larger timeout_ms raises it."""
 
     max_body_bytes: PositiveInt = 2_000_000
     """Maximum size of a request body in bytes."""
@@ -217,7 +228,7 @@ class Settings(EnvironmentOptions):
     ssl_certfile: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
     """PEM file of the server's certificate: serve HTTPS with it."""
     ssl_keyfile: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
-    """PEM file of its private key, if `ssl_certfile` does not hold it."""
+    """PEM file of the server's private key, if `ssl_certfile` does not contain it."""
     ssl_keyfile_password: SecretStr | None = None
     """Password of the private key."""
     ssl_ca_certs: Annotated[Path | None, Cli(metavar="FILE", panel=ACCESS)] = None
@@ -237,7 +248,7 @@ class Settings(EnvironmentOptions):
 
     shadow: Annotated[Path | None, Cli(metavar="ORIGINAL", panel=QUALITY)] = None
     """Original of the served model. A sample of the requests also runs through it, after the
-    answer, to measure the quality and test the guarantee in the record."""
+    answer, to measure the quality and to test the quality guarantee of the served model."""
     shadow_rate: Annotated[Share, Cli(metavar="R", panel=QUALITY)] = 0.005
     """Share of the requests of which one row is compared with the original; at least 0.04 for the
     first 64 rows."""
@@ -249,17 +260,17 @@ class Settings(EnvironmentOptions):
     """Replace numbers and mail addresses in collected texts."""
 
     probe: Annotated[bool, Cli(panel=LOADING)] = True
-    """Load and run each model in a separate process before it is served."""
+    """Load check: load and run each model in a separate process before it is served."""
     probe_timeout_s: Annotated[PositiveFloat, Cli(metavar="S", panel=LOADING)] = 300
     """Timeout in seconds to load a model and run it once."""
     probe_cache: bool = True
-    """Keep the results of these processes in the user's cache folder (XDG_CACHE_HOME), and skip the
-    check of a model that passed it on this machine."""
+    """Keep the results of the load check and of operator fusion in the user's cache folder
+    (XDG_CACHE_HOME), and skip both for a model that passed them on this machine."""
     strict_readiness: bool = True
     """Report not ready until every model that was on disk at the start is loaded or unloaded."""
     rewrite: Annotated[bool, Cli(panel=LOADING)] = True
-    """Fuse operators if the probe finds the fused model equivalent (cosine at least 1 - 1e-6),
-    faster in the mean, and at no shape more than 3% slower (upper end of the 95% interval)."""
+    """Fuse operators if the fused model is equivalent (cosine at least 1 - 1e-6), faster in the
+    mean, and at no shape more than 3% slower (upper end of the 95% interval)."""
     drain_delay_s: Annotated[NonNegativeFloat, Cli(metavar="S", panel=RUN)] = 0
     """Seconds between reporting not ready and closing the socket when the server stops, for a load
     balancer to notice."""

@@ -34,15 +34,29 @@ class Encoder:
             self.pieces.append(data[place - size : place])
             self.scores.append(score)
         self.index = {piece: i for i, piece in enumerate(self.pieces)}
+        self.merged = Merges(self)
 
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = []
         for letter in (" " + text).encode():
             ids.append(self.index.get(bytes([letter]), letter + 3))
         while True:
-            merged = [self.index.get(self.pieces[a] + self.pieces[b], -1) for a, b in pairwise(ids)]
-            scores = [self.scores[index] if index >= 0 else -1e9 for index in merged]
-            best = int(np.argmax(scores)) if scores else -1
-            if best < 0 or merged[best] < 0:
+            scores = [self.merged[pair][0] for pair in pairwise(ids)]
+            best = scores.index(max(scores)) if scores else 0
+            merged = self.merged[ids[best], ids[best + 1]][1] if scores else -1
+            if merged < 0:
                 return [1, *ids]
-            ids[best : best + 2] = [merged[best]]
+            ids[best : best + 2] = [merged]
+
+
+class Merges(dict[tuple[int, int], tuple[float, int]]):
+    """The score and the index of the piece that two pieces form; -1e9 and -1 if there is none."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+
+    def __missing__(self, pair: tuple[int, int]) -> tuple[float, int]:
+        pieces = self.encoder.pieces
+        index = self.encoder.index.get(pieces[pair[0]] + pieces[pair[1]], -1)
+        self[pair] = (self.encoder.scores[index] if index >= 0 else -1e9, index)
+        return self[pair]

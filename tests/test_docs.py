@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import shlex
 import shutil
@@ -88,6 +89,23 @@ def test_layout_names_existing_folders():
     paths = [path for row in rows for path in re.findall(r"`([\w./]+)`", row)]
     assert len(paths) > 20
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_names_of_the_architecture_page_exist():
+    text = (ROOT / "docs/concepts/architecture.md").read_text("utf-8")
+    names = re.findall(r"`((?:attnserve|graph_passes|service)\.[\w.]+)`", text)
+    assert len(names) > 20
+    objects = [name for name in dict.fromkeys(names) if not name.endswith(".json")]
+    assert [name for name in objects if not resolves(name)] == []
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def test_readme_has_at_most_150_lines():

@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 
 def evenly(items: Sequence[T], most: int) -> list[T]:
-    """At most so many of the items, spread evenly."""
+    """At most ``most`` of the items, spread evenly."""
     count = min(len(items), most)
     return [items[int((i + 0.5) * len(items) / count)] for i in range(count)]
 
 
-def by_head(block: AttentionBlock, context: np.ndarray) -> Float[np.ndarray, "B H S V"]:
-    """The attention context of a block with its heads on an axis of their own."""
-    if block.context_axes is None and context.ndim == 3:
-        return context.reshape(*context.shape[:2], block.num_heads, -1).swapaxes(1, 2)
+def by_head(block: AttentionBlock, array: np.ndarray) -> Float[np.ndarray, "B H S V"]:
+    """The elements of ``block.context``, with the heads on an axis of their own."""
+    if block.context_axes is None and array.ndim == 3:
+        return array.reshape(*array.shape[:2], block.num_heads, -1).swapaxes(1, 2)
     if block.context_axes is not None:
-        context = context.transpose(block.context_axes)
-    return context.reshape(-1, block.num_heads, *context.shape[-2:])
+        array = array.transpose(block.context_axes)
+    return array.reshape(-1, block.num_heads, *array.shape[-2:])
 
 
 def probabilities_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
@@ -43,7 +43,11 @@ def probabilities_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
 def probabilities_by_head(
     block: AttentionBlock, arrays: Sequence[np.ndarray]
 ) -> Float[np.ndarray, "B H S T"]:
-    """The attention probabilities of all heads of a block, from its ``probability_values``."""
+    """The attention probabilities of all heads of a block.
+
+    Args:
+        arrays: The elements of ``block.probability_values``.
+    """
     if block.probabilities is not None:
         return arrays[0].reshape(-1, block.num_heads, *arrays[0].shape[-2:])
     own = arrays[: len(arrays) - len(block.reused)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.refit import context_moments
+from attnserve.calibration.refit import last_map_moments
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock
@@ -52,12 +52,17 @@ def elimination_order(
     *,
     context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, Elimination]:
-    """``eliminate`` for each block that has an output projection, measured on these batches."""
+    """The pruning order of the heads of each block that has an output projection, by name.
+
+    Raises:
+        InvalidData: The model refuses a batch, a block sees no real token, or its activations are
+            not finite.
+    """
     chosen = [block for block in blocks if block.output is not None]
     by_name = {block.name: block for block in chosen}
     progress = context.stage("measure blocks")
     eliminations: dict[str, Elimination] = {}
-    for name, moments in context_moments(model, chosen, batches, context=context):
+    for name, moments in last_map_moments(model, chosen, batches, context=context):
         block = by_name[name]
         assert block.output is not None
         rows = block.output.rows.reshape(-1)
@@ -76,17 +81,19 @@ def eliminate(
     Args:
         covariance: Covariance of the attention context; N = heads x V, ordered by head.
         weight: The output projection W_O, rows in the same order.
+        heads: H.
     """
     size = len(covariance) // heads
     unit = float(np.trace(covariance)) / len(covariance) or 1.0
     inverse = np.linalg.inv(covariance + RIDGE * unit * np.eye(len(covariance)))
-    left, x = list(range(heads)), weight.copy()
+    left = list(range(heads))
+    rest = weight.copy()  # X of the heads that are left
     total = float(np.sum(weight * (covariance @ weight))) or 1.0
     order: list[int] = []
     losses = [0.0]
     while left:
         blocks = inverse.reshape(heads, size, heads, size)[left, :, left]  # L V V
-        rows = x.reshape(heads, size, -1)[left]  # L V D
+        rows = rest.reshape(heads, size, -1)[left]  # L V D
         solved = np.linalg.inv(blocks) @ rows
         added = np.sum(rows * solved, axis=(1, 2))
         best = int(np.argmin(added))
@@ -94,7 +101,7 @@ def eliminate(
         at = slice(head * size, (head + 1) * size)
         order.append(head)
         losses.append(losses[-1] + float(added[best]) / total)
-        x = x - inverse[:, at] @ solved[best]
+        rest = rest - inverse[:, at] @ solved[best]
         inverse = inverse - inverse[:, at] @ np.linalg.solve(inverse[at, at], inverse[at])
     return Elimination(np.array(order), np.array(losses))
 
@@ -102,29 +109,31 @@ def eliminate(
 def eliminate_neurons(
     covariance: Float[np.ndarray, "F F"], weight: Float[np.ndarray, "F D"], step: int
 ) -> Elimination:
-    """``eliminate`` for the neurons of a feed-forward layer, ``step`` neurons at a time.
+    """Remove neurons of a feed-forward layer, each time those with the least loss.
 
     Args:
         covariance: Covariance of the neurons.
         weight: The second matrix W_2.
+        step: Number of neurons that are removed at a time.
     """
     count = len(covariance)
     unit = float(np.trace(covariance)) / count or 1.0
     inverse = np.linalg.inv(covariance + RIDGE * unit * np.eye(count))
-    left, x = np.arange(count), weight.astype(np.float64)
+    left = np.arange(count)
+    rest = weight.astype(np.float64)  # X of the neurons that are left
     total = float(np.sum(weight * (covariance @ weight))) or 1.0
     order: list[int] = []
     losses = [0.0]
     while len(left):
-        added = np.sum(x * x, axis=1) / np.maximum(np.diag(inverse), 1e-300)
+        added = np.sum(rest * rest, axis=1) / np.maximum(np.diag(inverse), 1e-300)
         removed = np.argsort(added, kind="stable")[:step]
         stays = np.setdiff1d(np.arange(len(left)), removed)
-        solved = np.linalg.solve(inverse[np.ix_(removed, removed)], x[removed])
+        solved = np.linalg.solve(inverse[np.ix_(removed, removed)], rest[removed])
         order += left[removed].tolist()
-        losses.append(losses[-1] + float(np.sum(x[removed] * solved)) / total)
+        losses.append(losses[-1] + float(np.sum(rest[removed] * solved)) / total)
         across = inverse[np.ix_(stays, removed)]
         pull = np.linalg.solve(inverse[np.ix_(removed, removed)], across.T)
-        x = x[stays] - across @ solved
+        rest = rest[stays] - across @ solved
         inverse = inverse[np.ix_(stays, stays)] - across @ pull
         left = left[stays]
     ends = np.minimum(step * np.arange(len(losses)), count)

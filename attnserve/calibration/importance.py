@@ -11,7 +11,7 @@ One calibration batch is run and reduced at a time. Padding is excluded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -54,10 +54,11 @@ def head_energy(
     *,
     context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, Float[np.ndarray, " H"]]:
-    """E |(c_h - E c_h) W_O^h|^2 over real tokens, by block name.
+    """The energy of each head about its mean over real tokens, by block name.
 
-    The mean output of a head can move into a bias, so that only the deviation is lost. Without an
-    output projection the energy of the attention context itself is returned.
+    With c_h the attention context of head h, it is E |(c_h - E c_h) W_O^h|^2. The mean output of a
+    head can move into a bias, so that only the deviation is lost. Without an output projection, it
+    is the energy of the attention context itself.
 
     Raises:
         InvalidData: The model refuses a batch, a block sees no real token, or its contexts are not
@@ -80,15 +81,21 @@ class _Energy:
         self.total: Any = 0.0  # H V
         self.products: Any = 0.0  # H V V
 
-    def add(self, context: Float[np.ndarray, "B H S V"], batch: Batch) -> None:
-        B, _, S, _ = context.shape
+    def add(self, head_outputs: Float[np.ndarray, "B H S V"], batch: Batch) -> None:
+        """Add the attention context of one batch."""
+        B, _, S, _ = head_outputs.shape
         real = token_mask(batch, (B, S))
-        heads = context.swapaxes(1, 2)[real].swapaxes(0, 1).astype(np.float64)  # H Q V
+        heads = head_outputs.swapaxes(1, 2)[real].swapaxes(0, 1).astype(np.float64)  # H Q V
         self.tokens += heads.shape[1]
         self.total = self.total + heads.sum(1)
         self.products = self.products + heads.swapaxes(1, 2) @ heads
 
     def result(self) -> Float[np.ndarray, " H"]:
+        """The energy of each head.
+
+        Raises:
+            InvalidData: There is no real token, or the contexts are not finite.
+        """
         if not self.tokens:
             raise no_token(self.block.name)
         mean = self.total / self.tokens
@@ -114,10 +121,10 @@ def leave_one_out(
     context: RunContext = DEFAULT_CONTEXT,
     most_rows: int = MOST_ROWS,
 ) -> dict[str, Float[np.ndarray, " H"]]:
-    """The relative squared change of the outputs without a head, by block name.
+    """The relative squared change of the outputs without each head, by block name.
 
-    E |out - out without h|^2 / E |out - E out|^2 over unmasked tokens, averaged over the float
-    outputs except caches and probabilities. The bias of the output projection stays.
+    It is E |out - out without h|^2 / E |out - E out|^2 over unmasked tokens, averaged over the
+    float outputs except caches and probabilities. The bias of the output projection stays.
 
     Args:
         blocks: Blocks of the main graph; fused operators may stay as they are.
@@ -182,9 +189,12 @@ def _changes(
     variances = _variances(spreads, gated.output_names)
     progress = context.stage("leave heads out")
     varied = [[(vector,) for vector in vectors] for vectors in gates]
-    for block, place, whole, (other,) in gated.vary(chosen, wholes, varied, progress):
-        for i, ((out, real), (changed, _)) in enumerate(zip(whole, other, strict=True)):
-            totals[block][place, i] += np.square(out[real] - changed[real]).sum()
+    for change in gated.vary(chosen, wholes, varied, progress):
+        (gated_outputs,) = change.outputs
+        pairs = zip(change.whole, gated_outputs, strict=True)
+        for i, ((out, real), (changed, _)) in enumerate(pairs):
+            squares = np.square(out[real] - changed[real])
+            totals[change.block][change.variation, i] += squares.sum()
     counts = np.array([spread.count for spread in spreads])
     return gated.by_block([total / counts / variances for total in totals])
 
@@ -225,11 +235,12 @@ def sensitivity(
     progress = context.stage("measure sensitivity")
     steps = [STEP * np.eye(block.num_heads) for block in blocks]
     varied = [[(1 + step, 1 - step) for step in by_head] for by_head in steps]
-    for block, head, _, (more, less) in gated.vary(chosen, wholes, varied, progress):
+    for change in gated.vary(chosen, wholes, varied, progress):
+        more, less = change.outputs
         for i, ((up, real), (down, _)) in enumerate(zip(more, less, strict=True)):
             squares = np.where(real, np.square((up - down) / (2 * STEP)).sum(-1), 0.0)
             norms = np.sqrt(squares.sum(1) / np.maximum(1, real.sum(1)))
-            totals[block][head, i] += norms.sum()
+            totals[change.block][change.variation, i] += norms.sum()
     return gated.by_block([total / texts / np.sqrt(variances) for total in totals])
 
 
@@ -237,10 +248,30 @@ Output = tuple["Float[np.ndarray, 'B S D']", "Bool[np.ndarray, 'B S']"]
 """An output and the mask of its real tokens; without a token axis there is one per text."""
 
 
+class _Change(NamedTuple):
+    """The outputs of one batch with other gates of one block.
+
+    Attributes:
+        block: The index of the block.
+        variation: The index of the variation.
+        whole: The outputs with all gates at 1.
+        outputs: The outputs with each gate of the variation.
+    """
+
+    block: int
+    variation: int
+    whole: list[Output]
+    outputs: list[list[Output]]
+
+
 class _Gated:
     """A copy of a model with a gate on the attention context of each head.
 
     The gates are graph inputs. Varying one runs only the layers behind it.
+
+    Attributes:
+        gates: By name of the input, a gate of ones for each block.
+        by_token: Whether each output has an axis of tokens.
     """
 
     def __init__(
@@ -280,42 +311,49 @@ class _Gated:
         wholes: Sequence[list[Output]],
         variations: Sequence[Sequence[Sequence[np.ndarray]]],
         progress: Callable[[int, int], None],
-    ) -> Iterator[tuple[int, int, list[Output], list[list[Output]]]]:
-        """Vary the gates of one block at a time.
-
-        Yields the index of the block, the index of the variation, the outputs without it, and the
-        outputs with each of its gates.
+    ) -> Iterator[_Change]:
+        """Yield the outputs for each batch, block and variation of its gates.
 
         Args:
             wholes: The outputs of each batch with all gates at 1.
             variations: By block, the variations, each of one or more gates (H,).
         """
-        total, done = len(batches) * sum(map(len, variations)), 0
+        total = len(batches) * sum(map(len, variations))
+        done = 0
         for batch, whole in zip(batches, wholes, strict=True):
             state = self.segments.start(batch | self.gates)
             for block, (name, ones) in enumerate(self.gates.items()):
-                for place, gates in enumerate(variations[block]):
+                for variation, gates in enumerate(variations[block]):
                     outputs: list[list[Output]] = []
                     for gate in gates:
                         changed = state | {self.inputs[name]: gate.astype(ones.dtype)}
                         outputs.append(self._outputs(self.segments.finish(block, changed), batch))
-                    yield block, place, whole, outputs
+                    yield _Change(block, variation, whole, outputs)
                     done += 1
                     progress(done, total)
                 state = self.segments.run(block, state)
 
     def _outputs(self, arrays: Sequence[np.ndarray], batch: Batch) -> list[Output]:
+        """The outputs of a batch by token, or by text without a token axis."""
         outputs: list[Output] = []
         for array, by_token in zip(arrays, self.by_token, strict=True):
-            tokens = (*array.shape, 1, 1)[:2] if by_token else (len(np.atleast_1d(array)), 1)
-            real = token_mask(batch, tokens) if by_token else np.ones(tokens, bool)
+            if by_token:
+                tokens = (*array.shape, 1, 1)[:2]
+                real = token_mask(batch, tokens)
+            else:
+                tokens = (len(np.atleast_1d(array)), 1)
+                real = np.ones(tokens, bool)
             outputs.append((array.reshape(*tokens, -1).astype(np.float64), real))
         return outputs
 
     def by_block(
         self, values: Sequence[Float[np.ndarray, "N O"]]
     ) -> dict[str, Float[np.ndarray, " N"]]:
-        """Average over outputs, by block name."""
+        """Average over outputs, by block name.
+
+        Raises:
+            InvalidData: A value is not finite.
+        """
         means = {b.name: array.mean(1) for b, array in zip(self.blocks, values, strict=True)}
         for name, array in means.items():
             if not np.isfinite(array).all():
@@ -323,42 +361,48 @@ class _Gated:
         return means
 
 
-def _gate(copy: ir.Model, block: AttentionBlock, context: ir.Value, index: int) -> str:
-    """Multiply the context of each head by a new graph input (H,), and return the input's name."""
-    producer = context.producer()
+def _gate(copy: ir.Model, block: AttentionBlock, head_outputs: ir.Value, index: int) -> str:
+    """Multiply the context of each head by a new graph input (H,), and return the input's name.
+
+    Args:
+        head_outputs: The context of the block in ``copy``.
+    """
+    producer = head_outputs.producer()
     assert producer is not None
     gate = ir.Value(
         name=f"attnserve/gate_{index}",
         type=ir.TensorType(_dtype(block)),
         shape=ir.Shape([block.num_heads]),
     )
-    readers = list(context.uses())
+    readers = list(head_outputs.uses())
     make = Inserter(copy.graph, producer, f"attnserve/gated_{index}")  # the caller sorts the nodes
-    result = _emit_gate(make, block, context, gate)
+    result = _emit_gate(make, block, head_outputs, gate)
     for node, position in readers:
         node.replace_input_with(position, result)
     outputs = copy.graph.outputs
-    outputs[:] = [result if value is context else value for value in outputs]
+    outputs[:] = [result if value is head_outputs else value for value in outputs]
     copy.graph.inputs.append(gate)
     return gate.name or ""
 
 
 def _emit_gate(
-    make: Inserter, block: AttentionBlock, context: ir.Value, gate: ir.Value
+    make: Inserter, block: AttentionBlock, head_outputs: ir.Value, gate: ir.Value
 ) -> ir.Value:
-    """Emit context * gate in the layout of the context."""
+    """Emit head_outputs * gate in the layout of the context."""
 
     def reshaped(value: ir.Value, *shape: int) -> ir.Value:
         return make.op("Reshape", [value, make.constant(np.array(shape, np.int64), "to")], "shaped")
 
-    H, order = block.num_heads, block.context_axes
+    H = block.num_heads
+    order = block.context_axes
     if order is None:
         if _heads_apart(block):
-            return make.op("Mul", [context, reshaped(gate, H, 1, 1)], "gated")
-        split = reshaped(context, 0, 0, H, -1)
+            return make.op("Mul", [head_outputs, reshaped(gate, H, 1, 1)], "gated")
+        split = reshaped(head_outputs, 0, 0, H, -1)
         gated = make.op("Mul", [split, reshaped(gate, H, 1)], "gated")
-        return make.op("Reshape", [gated, make.op("Shape", [context], "shape")], "merged")
-    ordered = make.op("Transpose", [context], "ordered", perm=order)  # [B, H, S, V] or [B*H, S, V]
+        return make.op("Reshape", [gated, make.op("Shape", [head_outputs], "shape")], "merged")
+    # [B, H, S, V] or [B*H, S, V]
+    ordered = make.op("Transpose", [head_outputs], "ordered", perm=order)
     shape = make.op("Shape", [ordered], "shape")
     last = make.constant(np.array([len(order) - 2, len(order) - 1], np.int64), "last")
     heads = make.constant(np.array([-1, H], np.int64), "heads")
@@ -384,12 +428,16 @@ def _dtype(block: AttentionBlock) -> ir.DataType:
 
 
 def _results(model: ir.Model, blocks: Sequence[AttentionBlock]) -> list[ir.Value]:
-    """The float outputs, without keys, values and probabilities of the blocks."""
-    inner = {v for b in blocks for part in (b.k, b.v) for n in part.nodes for v in n.outputs}
-    inner |= {value for block in blocks for value in block.product.outputs} - {
-        block.context for block in blocks
-    }
-    inner |= {value for block in blocks for value in block.probability_values}
+    """The float outputs, without keys, values and probabilities of the blocks.
+
+    Raises:
+        InvalidModel: There is none.
+    """
+    inner: set[ir.Value] = set()
+    for block in blocks:
+        inner |= {v for part in (block.k, block.v) for node in part.nodes for v in node.outputs}
+        inner |= set(block.product.outputs) - {block.context}
+        inner |= set(block.probability_values)
     outputs = [
         value
         for value in model.graph.outputs
@@ -406,7 +454,13 @@ def _results(model: ir.Model, blocks: Sequence[AttentionBlock]) -> list[ir.Value
 
 
 def _some(batches: Sequence[Batch], most_rows: int) -> list[Batch]:
-    """Choose whole batches, spread evenly. Batches are not cut: a model may have a fixed size."""
+    """Batches with about ``most_rows`` texts, spread evenly; at least one.
+
+    Batches are not cut: a model may have a fixed batch size.
+
+    Raises:
+        InvalidArgument: ``most_rows`` is not positive.
+    """
     if most_rows < 1:
         raise InvalidArgument(
             f"`most_rows` is {most_rows}: expected 1 or more", code="importance.most_rows"
@@ -426,6 +480,7 @@ class _Spread:
         self.sums: dict[int, tuple[int, Any]] = {}
 
     def add(self, vectors: Float[np.ndarray, "N D"]) -> None:
+        """Add N vectors."""
         count, width = vectors.shape
         before, total = self.sums.get(width, (0, 0.0))
         self.sums[width] = before + count, total + vectors.sum(0)
@@ -433,12 +488,19 @@ class _Spread:
         self.squares += float(np.square(vectors).sum())
 
     def variance(self) -> float:
-        means = sum(float(np.square(s).sum()) / n for n, s in self.sums.values() if n)
+        """E |out - E out|^2."""
+        means = sum(
+            float(np.square(total).sum()) / count for count, total in self.sums.values() if count
+        )
         return max(0.0, self.squares - means) / self.count
 
 
 def _variances(spreads: Sequence[_Spread], names: Sequence[str | None]) -> Float[np.ndarray, " O"]:
-    """The variance of each output; infinite for constant outputs, which removes them."""
+    """The variance of each output; infinite for constant outputs, which removes them.
+
+    Raises:
+        InvalidData: An output has no real token, or is not finite.
+    """
     variances: list[float] = []
     for spread, name in zip(spreads, names, strict=True):
         if not spread.count:

@@ -71,6 +71,7 @@ class LayerwiseRunner:
     def _stretch(
         self, wanted: Sequence[ir.Value], later: Collection[ir.Value] | None
     ) -> Iterator[list[np.ndarray]]:
+        """Yield the wanted values of each batch; ``later`` None leaves the cache unchanged."""
         if not self._given:
             return
         computed = self._given[0].keys() | self._kept[0].keys()
@@ -137,6 +138,7 @@ class SegmentedModel:
     def _advance(
         self, index: int, state: Mapping[ir.Value, np.ndarray]
     ) -> dict[ir.Value, np.ndarray]:
+        """The state at a cut, from that at the cut before; the first is at the inputs."""
         part = self._parts[index]
         if part is None:
             wanted = [v for v in _values(self.model.graph) if v in self._cuts[index]]
@@ -174,6 +176,7 @@ def _dependents(graph: ir.Graph, values: Collection[ir.Value]) -> set[ir.Value]:
 
 
 def _is_tensor(value: ir.Value) -> bool:
+    """Whether a value is neither a sequence nor optional."""
     node = value.producer()
     operator = "" if node is None else node.op_type
     other = isinstance(value.type, ir.SequenceType | ir.OptionalType)
@@ -181,5 +184,6 @@ def _is_tensor(value: ir.Value) -> bool:
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
+    """All values of a graph: inputs, initializers and outputs of nodes."""
     outputs = [value for node in graph for value in node.outputs]
     return [*graph.inputs, *graph.initializers.values(), *outputs]

@@ -45,6 +45,7 @@ def collect_moments(
 
 
 def _observed(block: AttentionBlock) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """x, y, the own probabilities and v of a block."""
     own = block.own_probabilities
     assert own is not None, f"{block.name}: its probabilities are not in the graph"
     assert block.v.output is not None
@@ -52,7 +53,7 @@ def _observed(block: AttentionBlock) -> tuple[ir.Value, ir.Value, ir.Value, ir.V
 
 
 class _BlockSums:
-    """Running sums over batches for one block (used by ``factorize.cp``)."""
+    """Running sums of one block over batches."""
 
     def __init__(self, block: AttentionBlock) -> None:
         self.block = block
@@ -71,12 +72,18 @@ class _BlockSums:
         v: np.ndarray,
         batch: Mapping[str, np.ndarray],
     ) -> None:
-        """One batch: x (B, S, D), y (B, T, E), own probabilities and v.
+        """Add one batch.
 
-        Heads are apart or in the batch.
+        Args:
+            x: The input of the queries, (B, S, D).
+            y: The input of the keys and values, (B, T, E).
+            probabilities: Those of the own heads, (B, H, S, T) or (B*H, S, T).
+            v: The values, (B, H, T, V) or (B*H, T, V).
+            batch: The inputs of the model, which hold the mask.
         """
-        real = token_mask(batch, x.shape[:2])
-        B, S, own = *x.shape[:2], self.block.own_heads
+        B, S, _ = x.shape
+        real = token_mask(batch, (B, S))
+        own = self.block.own_heads
         p = probabilities.reshape(B, len(own), S, -1)
         p = np.where(real[:, None, :, None], p, 0)  # padded queries have no weight
         exact = np.promote_types(v.dtype, np.float32)  # squares of half precision overflow
@@ -90,20 +97,31 @@ class _BlockSums:
             self._add_sequence(p[row].astype(np.float64), y[row].astype(float), written[row])
 
     def _add_sequence(self, p: np.ndarray, y: np.ndarray, written: np.ndarray) -> None:
-        """Variances about the mean under p, sum_t p y y^T - ybar ybar^T, of keys and writes.
+        """Add the variances of keys and of written values under p, for one sequence.
 
-        Summed over heads and queries that of keys is y^T (diag(sum p) - sum p p^T) y: T x T inside,
-        where ybar ybar^T would be multiplied out for every head and query.
+        The variance of the keys, sum_t p y y^T - ybar ybar^T, summed over heads and queries, is
+        y^T (diag(sum p) - sum p p^T) y. That needs one T x T matrix, where ybar ybar^T would be
+        multiplied out for every head and query.
+
+        Args:
+            p: Probabilities, (H, S, T).
+            y: Tokens of the keys, (T, E).
+            written: Values times ``_write_root``, (H, T, V).
         """
         y = y - y.mean(0)  # the same spread, with fewer digits lost to the mean
         rows = p.reshape(-1, p.shape[-1])  # H*S T
         spread = np.diag(rows.sum(0)) - rows.T @ rows  # T T
         self.y_spread = self.y_spread + y.T @ (spread @ y)
-        context = p @ written  # H S V
-        squares = (p @ (written**2)).sum(-1) - (context**2).sum(-1)  # H S
+        means = p @ written  # H S V
+        squares = (p @ (written**2)).sum(-1) - (means**2).sum(-1)  # H S
         self.head_spread = self.head_spread + squares.sum(1)
 
     def moments(self) -> TokenMoments:
+        """The moments of all batches.
+
+        Raises:
+            InvalidData: There is no real token, or a moment is not finite.
+        """
         name = self.block.name
         if not self.queries:
             raise no_token(name)
@@ -127,4 +145,5 @@ def _write_root(block: AttentionBlock) -> np.ndarray:
 
 
 def _symmetric(matrix: np.ndarray) -> np.ndarray:
+    """The matrix without the asymmetry of rounding."""
     return (matrix + matrix.T) / 2

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -34,10 +34,10 @@ from attnserve.data.datasets import thinned
 from attnserve.models.masks import flat_mask, is_mask, no_token, not_finite, token_mask
 from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch, owned
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import constant_array, origin, readers
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjection
-from graph_passes.context import GraphContext
 from graph_passes.emit.affine import emit_affine
 from graph_passes.emit.editing import Inserter, remove_unused, share_constants
 from graph_passes.errors import CannotRewrite
@@ -56,10 +56,10 @@ __all__ = [
     "Site",
     "Targets",
     "collect_targets",
-    "context_moments",
     "enough",
     "find_sites",
     "install",
+    "last_map_moments",
     "refit",
 ]
 
@@ -106,7 +106,10 @@ class Site:
     half of the model.
 
     Attributes:
+        name: The name of the block.
         tokens: Its input; None for a constant map.
+        output: The value after its bias.
+        of: The block or the removed attention that the map belongs to.
         beside: The residual that its output is added to; None if the target is the output itself.
     """
 
@@ -203,9 +206,9 @@ def refit(
     before = interface(model)
     theirs: _Theirs | Targets = targets or _Theirs(original, names, batches, context)
     chosen = [name for name in names if name in theirs.sequence_first]
-    with GraphContext.of(model) as graph:
-        pin_names(graph.get(find_attention)[0])
-        shapes = graph.get(infer_shapes_small, batch=2, sequence=5)
+    with Analyses.of(model) as analyses:
+        pin_names(analyses.get(find_attention)[0])
+        shapes = analyses.get(infer_shapes_small, batch=2, sequence=5)
         found = find_sites(model, chosen)
     groups = _groups(found, chosen)
     mine = LayerwiseRunner(model, batches, feed=feed, known=known, context=context)
@@ -225,7 +228,8 @@ def refit(
                 )
             found[name] = replace(found[name], beside=beside[0])
         ahead = [_read(found[name] for name in each) for each in groups[index:]]
-        wanted, later = ahead[0], list(chain(*ahead[1:]))
+        wanted = ahead[0]
+        later = list(chain(*ahead[1:]))
         if len(group) == 1:
             read = mine.run_to(wanted, later)
         else:  # the first fit would change the inputs of the others
@@ -240,22 +244,23 @@ def refit(
         is_shared = _is_read_elsewhere(folds.sites)
         fitted = _fitted(model, folds.sites, folds.moments(), shapes, fit=fit and not is_shared)
         done |= {name: replace(result, is_shared=is_shared) for name, result in fitted.items()}
-        with GraphContext.of(model) as graph:
-            graph.invalidate()
+        with Analyses.of(model) as analyses:
+            analyses.invalidate()
     share_constants(model, since=before.initializers)
     check_invariants(before, model, after="refit")
     return done
 
 
-def context_moments(
+def last_map_moments(
     model: ir.Model,
     blocks: Sequence[AttentionBlock | FeedForwardBlock],
     batches: Sequence[Batch],
     *,
     context: RunContext = DEFAULT_CONTEXT,
 ) -> Iterator[tuple[str, FitMoments]]:
-    """Yield name and moments of the input and output of each block's last linear map.
+    """Yield each block's name, and the moments of the input and output of its last linear map.
 
+    That is the output projection of attention, and the second product of a feed-forward layer.
     Blocks are in execution order. Moments of one block are in memory at a time: those of all
     feed-forwards of an 8-billion-parameter model would take 67 GB.
 
@@ -274,8 +279,8 @@ def context_moments(
         runs = runner.run_to(values[index], list(chain(*values[index + 1 :])))
         for batch, arrays in zip(batches, runs, strict=True):
             seen = dict(zip(values[index], arrays, strict=True))
-            c, t, _ = _tokens(site, seen, seen[site.output], batch, site.sequence_first)
-            total.add(c, t)
+            tokens = _tokens(site, seen, seen[site.output], batch, site.sequence_first)
+            total.add(tokens.inputs, tokens.targets)
         moments = total.moments()
         if not moments.count:
             raise no_token(site.name)
@@ -285,17 +290,16 @@ def context_moments(
 def enough(
     batches: Sequence[Batch], blocks: Sequence[AttentionBlock | FeedForwardBlock]
 ) -> list[Batch]:
-    """Select enough batches to fit the last linear maps of these blocks: 32 tokens for each input.
+    """Batches with enough tokens to fit the last linear maps of these blocks.
 
-    Fewer cost quality: in a prototype, 13 instead of 27 for each input raised the loss of MiniLM,
-    without an eighth of its neurons, by 23 %.
+    That is 32 tokens for each input, and at least 8192 tokens. Fewer cost quality: in a prototype,
+    13 instead of 27 for each input raised the loss of MiniLM, without an eighth of its neurons, by
+    23 %.
     """
-    widths = [
-        block.num_neurons
-        if isinstance(block, FeedForwardBlock)
-        else block.num_heads * block.v_head_size
-        for block in blocks
-    ]
+    widths: list[int] = []
+    for block in blocks:
+        is_feed_forward = isinstance(block, FeedForwardBlock)
+        widths.append(block.num_neurons if is_feed_forward else block.num_heads * block.v_head_size)
     return thinned(batches, max(8192, 32 * max(widths, default=0)))
 
 
@@ -314,6 +318,7 @@ class Targets:
     summed: frozenset[str] = frozenset()
 
     def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
+        """The arrays of these layers in each batch."""
         return (list(arrays) for arrays in zip(*(self.arrays[n] for n in names), strict=True))
 
 
@@ -361,6 +366,7 @@ class _Theirs:
         self.model = LayerwiseRunner(original, batches, context=context)
 
     def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
+        """Compute the arrays of these layers in each batch; each layer can be requested once."""
         wanted = [self.outputs.pop(name) for name in names]
         return self.model.run_to(wanted, list(self.outputs.values()))
 
@@ -399,8 +405,8 @@ def _groups(sites: Mapping[str, Site], names: Sequence[str]) -> list[list[str]]:
 
 def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
     """All maps that can be fitted, in execution order; feed-forward layers only if named."""
-    with GraphContext.of(model) as graph:
-        attention = graph.get(find_attention)[0]
+    with Analyses.of(model) as analyses:
+        attention = analyses.get(find_attention)[0]
     blocks = [_of_block(b) for b in attention if b.output is not None and not b.is_quantized]
     found = [*blocks, *map(_of_skipped, skipped(model))]
     known = {site.name for site in found}
@@ -412,15 +418,18 @@ def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
 
 
 def _of_block(block: AttentionBlock) -> Site:
+    """The output projection of attention."""
     assert block.output is not None
     return Site(block.name, block.output.input, block.output.output, block)
 
 
 def _of_feed_forward(block: FeedForwardBlock) -> Site:
+    """The second product of a feed-forward layer."""
     return Site(block.name, block.hidden, block.output, block)
 
 
 def _of_skipped(gap: Skipped) -> Site:
+    """The map of a removed attention."""
     tokens = None if gap.affine.weight is None else gap.input
     return Site(gap.name, tokens, gap.output, gap)
 
@@ -440,20 +449,34 @@ class _Folds:
     def add(
         self, batch: Batch, seen: Mapping[ir.Value, np.ndarray], targets: Sequence[np.ndarray]
     ) -> None:
+        """Add one batch.
+
+        Args:
+            seen: The inputs and residuals of the sites.
+            targets: One for each site.
+        """
         for site, target in zip(self.sites, targets, strict=True):
-            c, t, texts = _tokens(site, seen, target, batch, self.sequence_first[site.name])
-            parts = (self.texts + texts) % FOLDS
+            tokens = _tokens(site, seen, target, batch, self.sequence_first[site.name])
+            folds = (self.texts + tokens.texts) % FOLDS
             if self.tokens >= MANY_TOKENS:
-                parts = np.minimum(parts, 1)
-            for fold in np.unique(parts).tolist():
-                self.sums.setdefault(fold, _Sum()).add(c[parts == fold], t[parts == fold])
-            self.tokens += len(c)
+                folds = np.minimum(folds, 1)
+            for fold in np.unique(folds).tolist():
+                inside = folds == fold
+                self.sums.setdefault(fold, _Sum()).add(
+                    tokens.inputs[inside], tokens.targets[inside]
+                )
+            self.tokens += len(tokens.inputs)
         self.texts += row_count(batch)
         if self.tokens >= MANY_TOKENS:
             for fold in [fold for fold in self.sums if fold > 1]:
                 self.sums.setdefault(1, _Sum()).join(self.sums.pop(fold).moments())
 
     def moments(self) -> list[FitMoments]:
+        """The moments of each fold.
+
+        Raises:
+            InvalidData: There is no real token.
+        """
         if not self.sums:
             raise no_token(self.sites[0].name)
         return [part.moments() for part in self.sums.values()]
@@ -469,12 +492,14 @@ class _Sum:
         self.whole: FitMoments | None = None
         self.pieces: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def add(self, c: np.ndarray, t: np.ndarray) -> None:
-        self.pieces.append((c, t))
-        if sum(len(c) for c, _ in self.pieces) >= 1024:
+    def add(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        """Add rows of inputs (M, N) and targets (M, D)."""
+        self.pieces.append((inputs, targets))
+        if sum(len(rows) for rows, _ in self.pieces) >= 1024:
             self.moments()
 
     def join(self, part: FitMoments) -> None:
+        """Add moments of other rows."""
         if self.whole is None:
             self.whole = part
         else:
@@ -483,29 +508,52 @@ class _Sum:
     def moments(self) -> FitMoments:
         """The moments of all rows so far; later rows change them."""
         if self.pieces:
-            rows = [np.concatenate(arrays) for arrays in zip(*self.pieces, strict=True)]
+            inputs, targets = (np.concatenate(rows) for rows in zip(*self.pieces, strict=True))
             self.pieces = []
-            self.join(FitMoments.of(*rows))
+            self.join(FitMoments.of(inputs, targets))
         assert self.whole is not None
         return self.whole
 
 
+class _Tokens(NamedTuple):
+    """The unmasked tokens of a batch, in float64.
+
+    Attributes:
+        inputs: Inputs of the map, (M, N).
+        targets: Outputs to fit, (M, D).
+        texts: The number of each token's text in the batch, (M,).
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    texts: np.ndarray
+
+
 def _tokens(
     site: Site, seen: Mapping[ir.Value, np.ndarray], target: np.ndarray, batch: Batch, turned: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs (M, N), targets (M, D) and text numbers (M,) of the unmasked tokens of a batch."""
+) -> _Tokens:
+    """The unmasked tokens of a site in a batch.
+
+    Args:
+        seen: The input and the residual of the site.
+        target: Its output in the original, with the residual if the site has one.
+        turned: Whether the target is (S, B, D).
+
+    Raises:
+        InvalidData: The activations are not finite.
+    """
     if site.beside is not None:
         target = target - seen[site.beside]
     texts = _text_of(target, batch, turned)
     real = texts >= 0
-    t = target.reshape(-1, target.shape[-1])[real].astype(np.float64)
+    targets = target.reshape(-1, target.shape[-1])[real].astype(np.float64)
     if site.tokens is None:
-        c = np.zeros((len(t), 0))
+        inputs = np.zeros((len(targets), 0))
     else:
-        c = seen[site.tokens].reshape(len(real), -1)[real].astype(np.float64)
-    if not (np.isfinite(c).all() and np.isfinite(t).all()):
+        inputs = seen[site.tokens].reshape(len(real), -1)[real].astype(np.float64)
+    if not (np.isfinite(inputs).all() and np.isfinite(targets).all()):
         raise not_finite(site.name)
-    return c, t, texts[real]
+    return _Tokens(inputs, targets, texts[real])
 
 
 def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
@@ -536,7 +584,15 @@ def _fitted(
     *,
     fit: bool,
 ) -> dict[str, Refit]:
-    """Choose a ridge, fit, and write the new weights into the graph."""
+    """Choose a ridge, fit, and write the new weights into the graph.
+
+    Args:
+        sites: Those that share one weight.
+        fit: False only measures the error.
+
+    Returns:
+        The errors by name.
+    """
     whole = _total(folds)
     site = sites[0]
     varies = whole.variation > 1e-13 * whole.tt  # eps^2 of float32: less is rounding
@@ -554,12 +610,11 @@ def _fitted(
 
 
 def _choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
-    """The ridge with the least cross-validation error, by descent from ``FIRST``.
+    """The ridge with the least cross-validation error; None if the current weights have less.
 
-    Errors are measured on ``COLUMNS`` random projections of the output.
-
-    None if no ridge is better than the current weights. With a single text there is no held-out
-    text: then only removed attention layers, which have no weights yet, are fitted.
+    The search descends from ``FIRST``, and errors are measured on ``COLUMNS`` random projections of
+    the output. With a single text there is no held-out text: then only removed attention layers,
+    which have no weights yet, are fitted.
     """
     if len(folds) < 2:
         return RIDGES[-2] if isinstance(site.of, Skipped) else None
@@ -567,19 +622,22 @@ def _choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
     if size > COLUMNS:  # E |x @ columns|^2 = |x|^2, and the columns of W are independent fits
         columns = np.random.default_rng(0).standard_normal((size, COLUMNS)) / COLUMNS**0.5
     folds = [fold.projected(columns) for fold in folds]
-    whole, prior = _total(folds), site.prior @ columns
+    whole = _total(folds)
+    prior = site.prior @ columns
     if whole.count >= MANY_TOKENS:
         folds = folds[:1]
     equations = [NormalEquations(whole - held, prior) for held in folds]
 
     @cache
     def error(place: int) -> float:
+        """The cross-validation error of a ridge, minus that of the zero map."""
         if not 0 <= place < len(RIDGES):
             return np.inf
         pairs = zip(folds, equations, strict=True)
         return sum(held.error_above_zero_map(*rest.solve(RIDGES[place])) for held, rest in pairs)
 
-    best, place = -1, RIDGES.index(FIRST)
+    best = -1
+    place = RIDGES.index(FIRST)
     while place != best:
         best = place
         place = min((best, best - 1, best + 1), key=error)
@@ -589,6 +647,7 @@ def _choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
 
 
 def _total(folds: Sequence[FitMoments]) -> FitMoments:
+    """The moments of all folds together."""
     whole = folds[0]
     for fold in folds[1:]:
         whole = whole + fold

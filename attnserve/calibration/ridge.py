@@ -16,7 +16,16 @@ __all__ = ["FitMoments", "NormalEquations"]
 
 @dataclass(eq=False)
 class FitMoments:
-    """Sums over tokens c (N) and targets t (D), sufficient to fit any ridge and rate any map."""
+    """Sums over tokens c (N) and targets t (D), sufficient to fit any ridge and rate any map.
+
+    Attributes:
+        count: The number of tokens.
+        c: The sum of c.
+        t: The sum of t.
+        cc: The sum of c c^T.
+        ct: The sum of c t^T.
+        tt: The sum of |t|^2.
+    """
 
     count: int
     c: Float[np.ndarray, " N"]
@@ -27,6 +36,7 @@ class FitMoments:
 
     @classmethod
     def of(cls, c: Float[np.ndarray, "M N"], t: Float[np.ndarray, "M D"]) -> FitMoments:
+        """The sums over M tokens and their targets."""
         return cls(len(c), c.sum(0), t.sum(0), c.T @ c, c.T @ t, float(np.sum(t * t)))
 
     def __add__(self, other: FitMoments) -> FitMoments:
@@ -62,11 +72,13 @@ class FitMoments:
 
     def projected(self, columns: Float[np.ndarray, "D E"]) -> FitMoments:
         """The moments of c and t @ columns, with ``tt`` unknown."""
-        t, ct = self.t @ columns, self.ct @ columns
-        return FitMoments(self.count, self.c, t, self.cc, ct, np.nan)
+        return FitMoments(
+            self.count, self.c, self.t @ columns, self.cc, self.ct @ columns, tt=np.nan
+        )
 
     @property
     def covariance(self) -> Float[np.ndarray, "N N"]:
+        """The covariance of c."""
         mean = self.c / max(self.count, 1)
         return self.cc / max(self.count, 1) - np.outer(mean, mean)
 
@@ -80,15 +92,22 @@ class NormalEquations:
     """The normal equations of W - prior (N, D) on the residual of the prior."""
 
     def __init__(self, moments: FitMoments, prior: Float[np.ndarray, "N D"]) -> None:
-        n, size = max(moments.count, 1), len(moments.c)
-        self.c, self.t, self.prior = moments.c / n, moments.t / n, prior
+        count = max(moments.count, 1)
+        size = len(moments.c)
+        self.c = moments.c / count  # the mean of c
+        self.t = moments.t / count  # the mean of t
+        self.prior = prior
         self.gram = moments.covariance
-        self.left = moments.ct / n - np.outer(self.c, self.t) - self.gram @ prior
+        self.left = moments.ct / count - np.outer(self.c, self.t) - self.gram @ prior
         self.unit = max(float(np.trace(self.gram)), 0.0) / max(size, 1) or 1.0
-        self.rounding = 4 * size * np.finfo(float).eps * float(np.trace(moments.cc)) / n
+        self.rounding = 4 * size * np.finfo(float).eps * float(np.trace(moments.cc)) / count
 
     def solve(self, ridge: float) -> tuple[np.ndarray, np.ndarray]:
-        """The optimal W (N, D) and b (D,), with W regularized towards the prior."""
+        """The optimal W (N, D) and b (D,), with W regularized towards the prior.
+
+        Args:
+            ridge: Relative to the mean variance of c; infinity keeps the prior.
+        """
         weight = self.prior
         if np.isfinite(ridge) and weight.size:
             gram = self.gram.copy()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -99,6 +99,11 @@ class HeadSimilarity:
         return ranks
 
     def _heads_of(self, layer: str) -> slice:
+        """The rows of a layer's heads.
+
+        Raises:
+            InvalidArgument: No layer of this name was measured.
+        """
         if layer not in self.layers:
             raise InvalidArgument(
                 f"no attention block {layer!r} was measured; expected one of: "
@@ -153,10 +158,13 @@ def similarities(
     *,
     context: RunContext = DEFAULT_CONTEXT,
 ) -> Iterator[HeadSimilarity | None]:
-    """Compare the heads within each group of blocks, as ``measure_similarity``.
+    """Yield the similarity of the heads within each group of blocks, on unmasked tokens.
 
-    The model runs once for all groups if they are in execution order. None for a group of which a
-    block sees no real token or has probabilities that are not finite.
+    The model runs once for all groups if they are in execution order. The result is None for a
+    group of which a block sees no real token or has probabilities that are not finite.
+
+    Args:
+        groups: Their probabilities must be values of the graph (decompose fused operators first).
 
     Raises:
         InvalidData: The model refuses a batch.
@@ -182,7 +190,8 @@ class _PairSums:
 
     def __init__(self, blocks: Sequence[AttentionBlock]) -> None:
         self.blocks = blocks
-        heads, layers = sum(block.num_heads for block in blocks), len(blocks)
+        heads = sum(block.num_heads for block in blocks)
+        layers = len(blocks)
         self.layer_of = np.repeat(np.arange(layers), [block.num_heads for block in blocks])
         self.common = np.zeros((heads, heads))  # sum over texts of mean over queries of |min|_1
         self.uniform = np.zeros(heads)  # the same with uniform attention
@@ -191,30 +200,42 @@ class _PairSums:
         self.alike = np.ones((layers, layers), dtype=bool)
 
     def add(self, probabilities: Sequence[Sequence[np.ndarray]], batch: Batch, share: int) -> None:
-        """Add one batch: the ``probability_values`` of each block."""
+        """Add one batch.
+
+        Args:
+            probabilities: The elements of the ``probability_values`` of each block.
+            batch: The inputs of the model, which hold the mask.
+            share: Maximum number of queries of each text.
+        """
         groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         apart = [
-            probabilities_by_head(block, p)  # B H S T
-            for block, p in zip(self.blocks, probabilities, strict=True)
+            probabilities_by_head(block, arrays)  # B H S T
+            for block, arrays in zip(self.blocks, probabilities, strict=True)
         ]
         for index, (block, p) in enumerate(zip(self.blocks, apart, strict=True)):
-            groups.setdefault((block.kind, (len(p), *p.shape[2:])), []).append(index)
+            sequences, _, queries, keys = p.shape
+            groups.setdefault((block.kind, (sequences, queries, keys)), []).append(index)
         together = np.zeros_like(self.alike)
         for (_, (B, S, _)), members in groups.items():
             # Attention over windows of an image has several sequences per image.
             most = max(1, share * row_count(batch) // max(1, B))
-            sequences, positions, weights = _chosen(token_mask(batch, (B, S)), most)
+            queries = _chosen(token_mask(batch, (B, S)), most)
             together[np.ix_(members, members)] = True
-            self.texts[members] += len(np.unique(sequences))
-            self.queries[members] += len(sequences)
-            chosen = [apart[i][sequences, :, positions] for i in members]  # Q H T
-            rows = np.concatenate([_rows(p, weights) for p in chosen])
+            self.texts[members] += len(np.unique(queries.sequences))
+            self.queries[members] += len(queries.sequences)
+            chosen = [apart[i][queries.sequences, :, queries.positions] for i in members]  # Q H T
+            rows = np.concatenate([_rows(p, queries.weights) for p in chosen])
             at = np.flatnonzero(np.isin(self.layer_of, members))
-            self.uniform[at] += np.concatenate([_uniform(p, weights) for p in chosen])
+            self.uniform[at] += np.concatenate([_uniform(p, queries.weights) for p in chosen])
             self.common[np.ix_(at, at)] += _common(rows)
         self.alike &= together
 
     def similarity(self) -> HeadSimilarity:
+        """The similarity of all heads on all batches.
+
+        Raises:
+            InvalidData: A block has no real token, or probabilities are not finite.
+        """
         names = tuple(block.name for block in self.blocks)
         if len(self.blocks) and not self.texts.all():
             unseen = names[int(np.argmin(self.texts))]
@@ -231,13 +252,16 @@ class _PairSums:
         return HeadSimilarity(names, heads, matrix, int(self.queries.max(initial=0)), uniform)
 
 
-def _chosen(
-    mask: Bool[np.ndarray, "B S"], most: int
-) -> tuple[Int[np.ndarray, " Q"], Int[np.ndarray, " Q"], Float[np.ndarray, " Q"]]:
-    """Choose at most ``most`` unmasked queries of each sequence: sequence, position and weight.
+class _Queries(NamedTuple):
+    """Some queries of a batch; the weights of a sequence add up to 1."""
 
-    The weights of a sequence add up to 1.
-    """
+    sequences: Int[np.ndarray, " Q"]
+    positions: Int[np.ndarray, " Q"]
+    weights: Float[np.ndarray, " Q"]
+
+
+def _chosen(mask: Bool[np.ndarray, "B S"], most: int) -> _Queries:
+    """At most ``most`` unmasked queries of each sequence, spread evenly."""
     sequences: list[int] = []
     positions: list[int] = []
     weights: list[float] = []
@@ -246,12 +270,15 @@ def _chosen(
         sequences += [sequence] * len(at)
         positions += at
         weights += [1 / max(1, len(at))] * len(at)
-    return np.array(sequences, int), np.array(positions, int), np.array(weights, np.float32)
+    return _Queries(
+        np.array(sequences, int), np.array(positions, int), np.array(weights, np.float32)
+    )
 
 
 def _rows(
     p: Float[np.ndarray, "Q H T"], weights: Float[np.ndarray, " Q"]
 ) -> Float[np.ndarray, "H Q*T"]:
+    """The weighted probabilities of each head, all queries in one row."""
     weighted = p.astype(np.float32, copy=False) * weights[:, None, None]
     return weighted.swapaxes(0, 1).reshape(p.shape[1], -1)
 
@@ -259,10 +286,10 @@ def _rows(
 def _uniform(
     p: Float[np.ndarray, "Q H T"], weights: Float[np.ndarray, " Q"]
 ) -> Float[np.ndarray, " H"]:
-    """sum_qt weight_q min(p, u), with u uniform over the keys that some head attends to."""
+    """sum_qt weight_q min(p, u), where u is uniform over the keys that some head attends to."""
     seen = (p > 0).any(axis=1)  # Q T
-    u = seen / np.maximum(seen.sum(axis=1, keepdims=True), 1)
-    return np.asarray(weights @ np.minimum(p, u[:, None]).sum(axis=2), np.float64)
+    uniform = seen / np.maximum(seen.sum(axis=1, keepdims=True), 1)
+    return np.asarray(weights @ np.minimum(p, uniform[:, None]).sum(axis=2), np.float64)
 
 
 def _common(rows: Float[np.ndarray, "N Z"]) -> Float[np.ndarray, "N N"]:

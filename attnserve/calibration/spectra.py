@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -44,10 +44,11 @@ RANK_TOLERANCE = 0.01
 """Smallest singular value that counts toward the rank, relative to the largest."""
 
 MOST_TEXTS = 32
-"""Texts whose ranks are measured, spread evenly over the batches."""
+"""Maximum number of texts whose ranks are measured, spread evenly over the batches."""
 
 MOST_TOKENS = 128
-"""Queries and keys of such a text, from its start: the cost grows with their cube."""
+"""Maximum number of queries and keys of such a text, from its start: the cost grows with the cube
+of this number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +58,9 @@ class Spectrum:
     A matrix of zeros counts as captured by its first direction.
 
     Attributes:
-        layer: [n - 1] is what n directions capture of the heads side by side (of their products,
-            summed over the heads).
-        heads: The same for each head by itself.
+        layer: The share that the first n directions capture of all heads, at index n - 1. The
+            matrix is that of the heads side by side, or the sum of their products.
+        heads: The share that the first n directions capture of each head, at index n - 1.
     """
 
     layer: Float[np.ndarray, " N"]
@@ -128,16 +129,24 @@ def captured_variance(
         product: Whether the scores are products of queries and keys; False under rotary positions.
     """
     H, D, K = queries.shape
-    x = _gram(queries, None if moments is None else moments.query_covariance)
-    y = _gram(keys, None if moments is None else moments.key_covariance)
     most = min(D, keys.shape[1], H * K)
-    parts = (_heads(x, H), _heads(y, H))
+    query_gram = _gram(queries, None if moments is None else moments.query_covariance)
+    key_gram = _gram(keys, None if moments is None else moments.key_covariance)
+    query_grams = _heads(query_gram, H)
+    key_grams = _heads(key_gram, H)
+
+    def spectrum(layer: np.ndarray, heads: np.ndarray) -> Spectrum:
+        return Spectrum(_captured(layer, most), _captured(heads))
+
+    of_product: Spectrum | None = None
+    if product:
+        of_product = spectrum(
+            _of_product(query_gram, key_gram), _of_product(query_grams, key_grams)
+        )
     return CapturedVariance(
-        Spectrum(_captured(np.linalg.eigvalsh(x), most), _captured(np.linalg.eigvalsh(parts[0]))),
-        Spectrum(_captured(np.linalg.eigvalsh(y), most), _captured(np.linalg.eigvalsh(parts[1]))),
-        Spectrum(_captured(_of_product(x, y), most), _captured(_of_product(*parts)))
-        if product
-        else None,
+        query=spectrum(np.linalg.eigvalsh(query_gram), np.linalg.eigvalsh(query_grams)),
+        key=spectrum(np.linalg.eigvalsh(key_gram), np.linalg.eigvalsh(key_grams)),
+        product=of_product,
     )
 
 
@@ -156,20 +165,22 @@ def measure_ranks(
     Raises:
         InvalidData: The model refuses a batch, or a score is not finite.
     """
-    parts: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {b.name: [] for b in blocks}
+    by_block: dict[str, list[_TextRanks]] = {block.name: [] for block in blocks}
     values = [_scores(block) for block in blocks]
     chosen = evenly(batches, MOST_TEXTS)
     for batch, arrays in observe(model, values, chosen, context, "measure ranks"):
         for block, (logits, *p) in zip(blocks, arrays, strict=True):
-            parts[block.name] += _ranks(block, logits, p, batch, -(-MOST_TEXTS // len(chosen)))
+            by_block[block.name] += _ranks(block, logits, p, batch, -(-MOST_TEXTS // len(chosen)))
     ranks: dict[str, ScoreRanks] = {}
     for block in blocks:
-        rows = parts[block.name][:MOST_TEXTS]
-        if not rows:
+        texts = by_block[block.name][:MOST_TEXTS]
+        if not texts:
             raise no_token(block.name)
-        sizes, scores, attended = zip(*rows, strict=True)
         ranks[block.name] = ScoreRanks(
-            np.array(sizes), np.stack(scores), np.stack(attended), block.head_size
+            np.array([text.size for text in texts]),
+            np.stack([text.scores for text in texts]),
+            np.stack([text.probabilities for text in texts]),
+            block.head_size,
         )
     return ranks
 
@@ -195,15 +206,18 @@ def text_lengths(
 
 
 def _scores(block: AttentionBlock) -> list[ir.Value]:
+    """The scores and the probabilities of a block."""
     assert block.logits is not None, block.name
     return [block.logits, *probabilities_of(block)]
 
 
 def _rank(captured: np.ndarray, share: float) -> np.ndarray:
+    """Number of directions that capture this share, along the last axis."""
     return 1 + np.argmax(captured >= share - 1e-9, axis=-1)  # rounding of a sum
 
 
 def _gram(heads: np.ndarray, covariance: np.ndarray | None) -> Float[np.ndarray, "HK HK"]:
+    """The inner products of all columns of heads (H, D, K) in the metric of the covariance."""
     side_by_side = heads.swapaxes(0, 1).reshape(heads.shape[1], -1).astype(np.float64)  # D HK
     weighted = side_by_side if covariance is None else covariance @ side_by_side
     gram = side_by_side.T @ weighted
@@ -239,35 +253,62 @@ def _ranks(
     p: Sequence[np.ndarray],
     batch: Batch,
     most: int,
-) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """(n, ranks of scores, ranks of probabilities) of some rows of one batch."""
+) -> list[_TextRanks]:
+    """The ranks of at most ``most`` texts of one batch."""
     scores = logits if block.logits_axes is None else logits.transpose(block.logits_axes)
     scores = scores.reshape(-1, block.q.num_heads, *scores.shape[-2:])  # B O S T
     attended = probabilities_by_head(block, p)
     B, _, S, T = attended.shape
-    queries, keys = token_mask(batch, (B, S)), token_mask(batch, (B, T))
-    real = [row for row in range(B) if queries[row].any() and keys[row].any()]
-    return [
-        (
-            min(_most(queries[row]).sum(), _most(keys[row]).sum()),
-            _matrix_rank(_real(scores[row], queries[row], keys[row]), block.name, centered=True),
-            _matrix_rank(_real(attended[row], queries[row], keys[row]), block.name),
+    query_mask = token_mask(batch, (B, S))
+    key_mask = token_mask(batch, (B, T))
+    real = [row for row in range(B) if query_mask[row].any() and key_mask[row].any()]
+    ranks: list[_TextRanks] = []
+    for row in evenly(real, most):
+        queries = _first_tokens(query_mask[row])
+        keys = _first_tokens(key_mask[row])
+        ranks.append(
+            _TextRanks(
+                min(queries.sum(), keys.sum()),
+                _matrix_rank(_selected(scores[row], queries, keys), block.name, centered=True),
+                _matrix_rank(_selected(attended[row], queries, keys), block.name),
+            )
         )
-        for row in evenly(real, most)
-    ]
+    return ranks
 
 
-def _most(real: Bool[np.ndarray, " S"]) -> Bool[np.ndarray, " S"]:
+class _TextRanks(NamedTuple):
+    """The smaller number n of queries and keys of one text, and the ranks of its heads, (H,)."""
+
+    size: int
+    scores: np.ndarray
+    probabilities: np.ndarray
+
+
+def _first_tokens(real: Bool[np.ndarray, " S"]) -> Bool[np.ndarray, " S"]:
+    """The mask of the first ``MOST_TOKENS`` real tokens."""
     return real & (real.cumsum() <= MOST_TOKENS)
 
 
-def _real(array: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    return array[:, _most(queries)][:, :, _most(keys)].astype(np.float64)
+def _selected(
+    array: Float[np.ndarray, "H S T"],
+    queries: Bool[np.ndarray, " S"],
+    keys: Bool[np.ndarray, " T"],
+) -> np.ndarray:
+    """The rows and columns of these queries and keys."""
+    return array[:, queries][:, :, keys].astype(np.float64)
 
 
 def _matrix_rank(
     matrices: Float[np.ndarray, "H S T"], name: str, *, centered: bool = False
 ) -> Int[np.ndarray, " H"]:
+    """The numerical rank of each matrix.
+
+    Args:
+        centered: Subtract the mean of each row first.
+
+    Raises:
+        InvalidData: An element is not finite.
+    """
     if not np.isfinite(matrices).all():
         raise not_finite(name, "scores")
     if centered:

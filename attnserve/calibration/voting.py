@@ -90,6 +90,11 @@ def voting_to_stay(
 
 
 def _groups(block: AttentionBlock, groups: int | Mapping[str, int]) -> int:
+    """The number of groups of a block.
+
+    Raises:
+        InvalidArgument: It is missing, or not between 1 and H.
+    """
     count = groups.get(block.name) if isinstance(groups, Mapping) else groups
     if count is None:
         raise InvalidArgument(
@@ -107,6 +112,7 @@ def _groups(block: AttentionBlock, groups: int | Mapping[str, int]) -> int:
 
 
 def _feature_maps(block: AttentionBlock) -> list[ir.Value]:
+    """The values, the context and the probabilities of a block."""
     values = block.v.output
     assert values is not None, f"{block.name}: its values are not in the graph"
     return [values, block.context, *probabilities_of(block)]
@@ -115,24 +121,30 @@ def _feature_maps(block: AttentionBlock) -> list[ir.Value]:
 def _products(
     block: AttentionBlock, seen: Sequence[np.ndarray], batch: Batch
 ) -> Float[np.ndarray, "3 H H"]:
-    """Inner products of the heads' values, probabilities and contexts in one batch."""
-    values, context, *probabilities = seen
-    out = by_head(block, context)
-    B, _, S, V = out.shape
+    """Inner products of the heads' values, probabilities and contexts in one batch.
+
+    Args:
+        seen: The elements of ``_feature_maps``.
+    """
+    values, head_outputs, *probabilities = seen
+    contexts = by_head(block, head_outputs)
+    B, _, S, V = contexts.shape
     values = values.transpose(block.v.axes)
     if block.v.layout == "B T H*K":
         values = values.reshape(*values.shape[:2], -1, V).swapaxes(1, 2)
     values = values.reshape(B, -1, *values.shape[-2:])  # B G T V
     values = values.repeat(block.num_heads // values.shape[1], axis=1)
-    queries, keys = token_mask(batch, (B, S)), token_mask(batch, (B, values.shape[2]))
+    queries = token_mask(batch, (B, S))
+    keys = token_mask(batch, (B, values.shape[2]))
     apart = probabilities_by_head(block, probabilities)
-    maps = [(values, keys), (apart, queries), (out, queries)]
+    maps = [(values, keys), (apart, queries), (contexts, queries)]
     return np.stack([_gram(array, real) for array, real in maps])
 
 
 def _gram(
     array: Float[np.ndarray, "B H T X"], real: Bool[np.ndarray, "B T"]
 ) -> Float[np.ndarray, "H H"]:
+    """Inner products of one kind of feature map over the real tokens."""
     heads = array.swapaxes(1, 2)[real].swapaxes(0, 1).astype(np.float32)  # H Q X
     flat = heads.reshape(array.shape[1], -1)
     return (flat @ flat.T).astype(np.float64)
@@ -141,6 +153,11 @@ def _gram(
 def _elect(
     block: AttentionBlock, grams: Sequence[Float[np.ndarray, "3 H H"]], count: int, seed: int
 ) -> Votes:
+    """The groups and votes of one layer.
+
+    Raises:
+        InvalidData: There is no real token, or activations are not finite.
+    """
     if not grams:
         raise no_token(block.name)
     total = np.sum(grams, axis=0)

@@ -208,8 +208,8 @@ def bench(
 
     Args:
         models: .onnx files or artifact folders; speed-ups are relative to the first.
-        batches: Rows to measure at.
-        sequences: Tokens a row to measure at.
+        batches: Batch sizes to measure at, in rows.
+        sequences: Lengths to measure at, in tokens per row.
         run: Provider, without fallback, threads and seed; one thread by default.
         rounds: Samples per model and shape; None for about ``SHAPE_SECONDS`` per shape, and as long
             again for decoders with a cache.

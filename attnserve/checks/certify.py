@@ -22,6 +22,7 @@ from onnx.reference import ReferenceEvaluator
 
 from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import readers
 from graph_passes.analysis.shapes import ShapeInfo, TensorInfo, infer_shapes_small, named_axes
 from graph_passes.blocks import (
@@ -34,7 +35,6 @@ from graph_passes.blocks import (
     PositionBias,
     Unmatched,
 )
-from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidModel, MissingExtra
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.rotary_and_norms import depends_on
@@ -99,7 +99,11 @@ class MatchReport:
 
 
 def require_attention(report: MatchReport) -> None:
-    """Raises: InvalidModel: The model has no attention."""
+    """Refuse a model without certified attention blocks.
+
+    Raises:
+        InvalidModel: The report has no block; the message says why up to two were not matched.
+    """
     if report.blocks:
         return
     reasons = "; ".join(
@@ -170,8 +174,8 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     Raises:
         MissingExtra: ONNX Runtime is not installed.
     """
-    with GraphContext.of(model) as context:
-        blocks, unmatched = context.get(find_attention)
+    with Analyses.of(model) as analyses:
+        blocks, unmatched = analyses.get(find_attention)
     failed = list(unmatched)
     certified: list[Certified] = []
 
@@ -373,7 +377,7 @@ def _random_mask(
 def _keys(block: AttentionBlock, info: ShapeInfo) -> int:
     """T, the number of keys in the cache and from the tokens."""
     total = 0
-    if block.k.weight is not None:
+    if block.k.has_weight:
         tokens = info.shape(block.k.input) or (0,)
         total += math.prod(tokens[:-1]) // _batch(block, info)
     if block.k.past is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+from pydantic import Field
 
 from attnserve.checks.measures import not_finite_rows
 from attnserve.checks.quality import Quality, QualityMeter, describe_rows
@@ -24,7 +25,7 @@ from attnserve.models.cache_inputs import (
     stripped_caches,
 )
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import FidelityRecord, Measured
+from attnserve.models.lineage import FidelityRecord, OutputRecord, present
 from attnserve.models.masks import flat_mask, token_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
@@ -53,40 +54,30 @@ of the model's size; the larger limit applies."""
 
 
 HELD_OUT_OF = "held out of "
-"""Before the name of a file: its rows that were held out of the fit."""
+"""Prefix of the source of held-out rows; the name of their file follows."""
 
 
-@dataclass(frozen=True)
-class OutputFidelity:
-    """Errors of one output. Cosines are over the last axis, per token, without padding.
+class OutputFidelity(OutputRecord, frozen=True):
+    """Errors of one output; its own record. Cosines are over the last axis, per token, no padding.
 
     Errors are infinite if a number of the new model alone is NaN or infinite, and its token has the
     cosine 0. Tokens with NaN in the original are left out.
 
     Attributes:
+        max_abs_error, mean_abs_error: Of single numbers.
+        relative_error: The norm of the difference divided by that of the original.
         not_finite_rows: Rows, counted from 0 in the order of the comparison, with NaN or infinity
             where the original has none.
         excluded_rows: Rows with NaN in the original.
         same_outputs: Names of other outputs that are the same value.
     """
 
-    name: str
-    max_abs_error: float
-    mean_abs_error: float
-    relative_error: float
-    mean_cosine: float
-    min_cosine: float
-    not_finite_rows: tuple[int, ...] = ()
-    excluded_rows: tuple[int, ...] = ()
-    same_outputs: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The content of the JSON report; infinite errors are null."""
-        content = {name: value for name, value in asdict(self).items() if value != ()}
-        return {
-            name: None if isinstance(value, float) and np.isinf(value) else value
-            for name, value in content.items()
-        }
+    name: str = Field()
+    max_abs_error: float = Field()
+    mean_abs_error: float = Field()
+    relative_error: float = Field()
+    mean_cosine: float = Field()
+    min_cosine: float = Field()
 
     @property
     def names(self) -> str:
@@ -109,57 +100,39 @@ class OutputFidelity:
         return warnings
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """Errors of all outputs, their mean and least cosine, and the data that was used.
+class Fidelity(FidelityRecord, frozen=True):
+    """A comparison of a model with the original; its own record.
 
     Attributes:
+        outputs: The errors of each output.
+        mean_cosine, min_cosine: Over all outputs except caches.
         data: The source of the inputs.
+        quality: The lowest quality; None if it was not measured.
         qualities: The quality of each output, by file and by length of texts; the lowest first.
     """
 
-    outputs: tuple[OutputFidelity, ...]
-    mean_cosine: float
-    min_cosine: float
-    data: str
+    outputs: tuple[OutputFidelity, ...] = Field()
+    mean_cosine: float = Field()
+    min_cosine: float = Field()
+    data: str = Field()
+    quality: Quality | None = None
     qualities: tuple[Quality, ...] = ()
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the inputs were held out of the calibration data."""
+        """Whether the inputs are held-out rows of the calibration data."""
         return self.data.startswith(HELD_OUT_OF)
 
     @property
-    def quality(self) -> Quality | None:
-        """The lowest quality; None if it was not measured."""
-        return self.qualities[0] if self.qualities else None
+    def cosines(self) -> FidelityRecord:
+        """Only the cosines, for records that have the qualities beside them."""
+        return FidelityRecord(
+            mean_cosine=self.mean_cosine, min_cosine=self.min_cosine, data=self.data
+        )
 
     def warnings(self) -> list[str]:
         """Warnings about rows that are not finite, by output."""
         return [warning for output in self.outputs for warning in output.warnings()]
-
-    def to_json(self) -> dict[str, Any]:
-        return self.record.to_json()
-
-    @property
-    def record(self) -> FidelityRecord:
-        """The whole comparison."""
-        outputs = tuple(output.to_json() for output in self.outputs)
-        return self.cosines.model_copy(update={"outputs": outputs, **self.measured.stated})
-
-    @property
-    def cosines(self) -> FidelityRecord:
-        """Only the cosines, for records."""
-        mean, least = self.mean_cosine, self.min_cosine
-        return FidelityRecord(mean_cosine=mean, min_cosine=least, data=self.data)
-
-    @property
-    def measured(self) -> Measured:
-        """The lowest quality, and all of them if there are several; nothing without data."""
-        qualities = tuple(quality.record for quality in self.qualities)
-        if len(qualities) > 1:
-            return Measured(quality=qualities[0], qualities=qualities)
-        return Measured(quality=qualities[0]) if qualities else Measured()
 
 
 @with_keywords
@@ -173,7 +146,7 @@ def verify(
     run: Run = Run(),
     progress: Progress | None = None,
 ) -> Fidelity:
-    """Run both models on the same inputs, from ``data`` or random.
+    """Compare the outputs of a new model with those of its original, on data or random inputs.
 
     ``measure`` is the measure of quality on ``data``; "auto" chooses it by the kind of each output.
 
@@ -231,6 +204,54 @@ def compare(
         InvalidData: A model refuses a batch, a batch fills a cache of different shape, or the masks
             hide all tokens.
     """
+    _require_same_signature(before, after)
+    empty = empty_axes(before, after)
+    require_empty(batches, empty)
+    source += ", empty caches" if empty else ""
+    counterparts = {value.name: value for value in after.graph.outputs}
+    same = same_outputs(before)
+    tallies = {
+        index: Tally(by_token=counts_tokens(before, a))
+        for index, a in enumerate(before.graph.outputs)
+        if (b := counterparts.get(a.name)) is not None and not (empty and is_reshaped_cache(a, b))
+        if index not in same
+    }
+    models = (before, after)
+    if context.provider == "cpu" and any(map(is_bfloat16, models)):
+        source += ", bfloat16 rounded in float32"
+        models = tuple(map(on_cpu, models))
+    for ran in _run_both(models, batches, empty, context):
+        new = dict(zip(counterparts, ran.after, strict=True))
+        after_arrays = [
+            new.get(value.name, array)  # a removed cache is not compared
+            for value, array in zip(before.graph.outputs, ran.before, strict=True)
+        ]
+        for index, tally in tallies.items():
+            tally.add(ran.before[index], after_arrays[index], ran.batch)
+        if meter is not None:
+            meter.add(ran.before, after_arrays, ran.batch)
+    _require_tokens(tallies.values())
+    names = [value.name or "" for value in before.graph.outputs]
+    results = [
+        tally.result(names[index], [names[i] for i, first in same.items() if first == index])
+        for index, tally in tallies.items()
+    ]
+    scored = [result for result in results if not is_cache_name(result.name)] or results
+    return Fidelity(
+        outputs=tuple(results),
+        mean_cosine=float(np.mean([result.mean_cosine for result in scored])),
+        min_cosine=min(result.min_cosine for result in scored),
+        data=source,
+        qualities=tuple(meter.results()) if meter is not None else (),
+    )
+
+
+def _require_same_signature(before: ir.Model, after: ir.Model) -> None:
+    """Check that two models have the same inputs and outputs, except for caches that were removed.
+
+    Raises:
+        InvalidModel: Their names differ, or the type of an integer input.
+    """
     stripped = stripped_caches(before, after)
     for what, ours, theirs in (
         ("inputs", before.graph.inputs, after.graph.inputs),
@@ -255,75 +276,44 @@ def compare(
                 "convert one of them, so that both take the same inputs",
                 code="compare.signature",
             )
-    empty = empty_axes(before, after)
-    require_empty(batches, empty)
-    source += ", empty caches" if empty else ""
-    counterparts = {value.name: value for value in after.graph.outputs}
-    same = same_outputs(before)
-    tallies = {
-        index: Tally(by_token=counts_tokens(before, a))
-        for index, a in enumerate(before.graph.outputs)
-        if (b := counterparts.get(a.name)) is not None and not (empty and is_reshaped_cache(a, b))
-        if index not in same
-    }
-    models = (before, after)
-    if context.provider == "cpu" and any(map(is_bfloat16, models)):
-        source += ", bfloat16 rounded in float32"
-        models = tuple(map(on_cpu, models))
-    for batch, ours, new_outputs in _outputs(models, batches, empty, context):
-        new = dict(zip(counterparts, new_outputs, strict=True))
-        theirs = [
-            new.get(value.name, array)  # a removed cache is not compared
-            for value, array in zip(before.graph.outputs, ours, strict=True)
-        ]
-        for index, tally in tallies.items():
-            a, b = ours[index], theirs[index]
-            if a.shape != b.shape:
-                raise InvalidModel(
-                    f"an output of the first model has shape {a.shape}, of the second {b.shape}",
-                    "compare a model with the one it was made from",
-                    code="compare.output_shape",
-                )
-            tally.add(a, b, batch)
-        if meter is not None:
-            meter.add(ours, theirs, batch)
-    if not any(tally.count for tally in tallies.values()):
-        if any(tally.excluded for tally in tallies.values()):
-            raise InvalidData(
-                "the original gives NaN in every row: nothing can be compared",
-                "check the inputs, and the original model",
-                code="compare.not_finite",
-            )
+
+
+def _require_tokens(tallies: Collection[Tally]) -> None:
+    """Check that a token of some output was compared.
+
+    Raises:
+        InvalidData: The original is NaN in every row, or the masks hide all tokens.
+    """
+    if any(tally.count for tally in tallies):
+        return
+    if any(tally.excluded for tally in tallies):
         raise InvalidData(
-            "no token of the data is compared: its masks hide all of them",
-            "give masks that are 1 for real tokens and 0 for padding",
-            code="compare.no_token",
+            "the original gives NaN in every row: nothing can be compared",
+            "check the inputs, and the original model",
+            code="compare.not_finite",
         )
-    names = [value.name or "" for value in before.graph.outputs]
-    results = [
-        replace(
-            tally.result(names[index]),
-            same_outputs=tuple(names[i] for i, first in same.items() if first == index),
-        )
-        for index, tally in tallies.items()
-    ]
-    scored = [result for result in results if not is_cache_name(result.name)] or results
-    return Fidelity(
-        tuple(results),
-        float(np.mean([result.mean_cosine for result in scored])),
-        min(result.min_cosine for result in scored),
-        source,
-        tuple(meter.results()) if meter is not None else (),
+    raise InvalidData(
+        "no token of the data is compared: its masks hide all of them",
+        "give masks that are 1 for real tokens and 0 for padding",
+        code="compare.no_token",
     )
 
 
-def _outputs(
+class _Ran(NamedTuple):
+    """A batch, and the outputs of the original and of the new model, in the order of each graph."""
+
+    batch: Batch
+    before: list[np.ndarray]
+    after: list[np.ndarray]
+
+
+def _run_both(
     models: Sequence[ir.Model],
     batches: Sequence[Batch],
     empty: Collection[str],
     context: RunContext,
-) -> Iterator[tuple[Batch, list[np.ndarray], list[np.ndarray]]]:
-    """Yield each batch with the outputs of both models.
+) -> Iterator[_Ran]:
+    """Run each batch through both models.
 
     The models take turns, because a session needs as much memory as its model. The outputs of the
     first one are kept until they reach ``KEPT_SHARE`` of its size.
@@ -350,7 +340,7 @@ def _outputs(
             if size >= limit:
                 break
         some = batches[done : done + len(kept)]
-        yield from zip(some, kept, run_each(models[1], some), strict=True)
+        yield from map(_Ran, some, kept, run_each(models[1], some))
         done += len(kept)
 
 
@@ -371,6 +361,18 @@ class Tally:
         self.least = 1.0
 
     def add(self, original: np.ndarray, new: np.ndarray, batch: Batch) -> None:
+        """Add the output of both models for a batch, (B, ...) or with flattened tokens (B*T, ...).
+
+        Raises:
+            InvalidModel: The shapes differ.
+        """
+        if original.shape != new.shape:
+            raise InvalidModel(
+                f"an output of the first model has shape {original.shape}, of the second "
+                f"{new.shape}",
+                "compare a model with the one it was made from",
+                code="compare.output_shape",
+            )
         texts = row_count(batch) if batch else len(np.atleast_1d(original))
         of_text = max(len(np.atleast_1d(original)) // max(texts, 1), 1)  # if tokens are flattened
         for rows, bad in zip(
@@ -409,20 +411,28 @@ class Tally:
         self.cosines += float(cosines.sum())
         self.least = min(self.least, float(cosines.min()))
 
-    def result(self, name: str) -> OutputFidelity:
+    def result(self, name: str, same_outputs: Sequence[str] = ()) -> OutputFidelity:
+        """The errors of the output with this name.
+
+        Args:
+            same_outputs: Names of other outputs that are the same value.
+        """
         count, tokens = max(self.count, 1), max(self.tokens, 1)
         relative = (
             (self.squares / self.reference) ** 0.5 if self.reference else float(self.squares > 0)
         )
         errors = [self.max, self.sum / count, relative]
-        most, mean, relative = [np.inf] * 3 if self.not_finite else errors
+        most, mean, relative = [math.inf] * 3 if self.not_finite else errors
         return OutputFidelity(
-            name,
-            most,
-            mean,
-            relative,
-            self.cosines / tokens if self.tokens else 1.0,
-            self.least,
-            tuple(self.not_finite),
-            tuple(self.excluded),
+            name=name,
+            max_abs_error=most,
+            mean_abs_error=mean,
+            relative_error=relative,
+            mean_cosine=self.cosines / tokens if self.tokens else 1.0,
+            min_cosine=self.least,
+            **present(
+                not_finite_rows=self.not_finite,
+                excluded_rows=self.excluded,
+                same_outputs=same_outputs,
+            ),
         )

@@ -1,4 +1,4 @@
-"""List the attention blocks of a model with their certificates, cost and applicable rewrites."""
+"""List the certified attention blocks of a model, with their cost and the rewrites that apply."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Run
 from attnserve.paths import StrPath
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import infer_at, macs_at
 from graph_passes.analysis.parameters import parameters
 from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.passes.base import AttentionPass, registered_passes
 from graph_passes.passes.skip_attention import Skipped, skipped
 
@@ -125,9 +125,9 @@ def inspect(model: StrPath, *, batch: int = 1, sequence: int = 128, seed: int = 
 def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) -> Inspection:
     """``inspect`` for a model in memory."""
     workload = with_fixed_sizes(model, Workload.of(batch, sequence))
-    with GraphContext.of(model) as context:
-        reading, gaps = context.get(read_attention, seed=seed), skipped(model)
-        rewrites = {block.name: _applicable(block, context) for block in reading.blocks}
+    with Analyses.of(model) as analyses:
+        reading, gaps = analyses.get(read_attention, seed=seed), skipped(model)
+        rewrites = {block.name: _applicable(block, analyses) for block in reading.blocks}
     info = infer_at(model, workload)
     total, uncounted = macs_at(info, model.graph)
     return Inspection(
@@ -154,6 +154,6 @@ def _rewrites() -> dict[str, type[AttentionPass[Any]]]:
     }
 
 
-def _applicable(block: AttentionBlock, context: GraphContext) -> dict[str, str | Literal[True]]:
-    refusals = {name: each.refusal(block, None, context) for name, each in _rewrites().items()}
+def _applicable(block: AttentionBlock, analyses: Analyses) -> dict[str, str | Literal[True]]:
+    refusals = {name: each.refusal(block, None, analyses) for name, each in _rewrites().items()}
     return {name: str(refusal) if refusal else True for name, refusal in refusals.items()}

@@ -9,8 +9,8 @@ import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -79,10 +79,15 @@ def new_meter(
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A value, the influence of each text on it (their mean is the value), and single texts.
+    """The result of one measure for one output.
 
     Attributes:
-        second: The measure of the second condition.
+        value: 1 if both models give the same.
+        influence: The influence of each text on the value; their mean is the value.
+        single: The measure of each single text.
+        constant: The value of a constant predictor.
+        also: Other measures of the same output, by name.
+        second: The measure of the second condition; see ``Quality.second``.
     """
 
     measure: Measure
@@ -177,16 +182,38 @@ def not_finite_rows(
     return original, np.setdiff1d(new, original)
 
 
-def _ratio(
-    losses: Float[np.ndarray, " N"], counts: Float[np.ndarray, " N"], unit: float
-) -> tuple[float, np.ndarray]:
-    """1 - sum(losses) / (unit sum(counts)), and the influence of each text (Cochran 1977, 6.4)."""
+class _Ratio(NamedTuple):
+    """1 minus the mean loss of a token, in units of another loss.
+
+    Attributes:
+        influence: The influence of each text on the value (Cochran 1977, 6.4).
+        unit: The loss of a token that gives 0, for example that of a constant predictor.
+    """
+
+    value: float
+    influence: Float[np.ndarray, " N"]
+    unit: float
+
+    def of_texts(
+        self, losses: Float[np.ndarray, " N"], counts: Float[np.ndarray, " N"]
+    ) -> Float[np.ndarray, " N"]:
+        """The ratio of each single text; the influences if the unit is 0."""
+        return 1 - losses / counts / self.unit if self.unit else self.influence
+
+
+def _ratio(losses: Float[np.ndarray, " N"], counts: Float[np.ndarray, " N"], unit: float) -> _Ratio:
+    """1 - sum(losses) / (unit sum(counts)).
+
+    Args:
+        losses: The sum of the losses of each text.
+        counts: The tokens of each text.
+    """
     if not len(losses) or unit <= 0 or counts.sum() <= 0:
         value = 1.0 if not losses.any() else 0.0
-        return value, np.full(len(losses), value)
+        return _Ratio(value, np.full(len(losses), value), unit)
     mean = losses.sum() / counts.sum()
     value = 1 - float(mean / unit)
-    return value, value - (losses - counts * mean) / (counts.mean() * unit)
+    return _Ratio(value, value - (losses - counts * mean) / (counts.mean() * unit), unit)
 
 
 def _finite(array: np.ndarray) -> Float[np.ndarray, ...]:
@@ -220,21 +247,25 @@ class FeaturesMeter(Meter):
         errors, squares = ((before - after) ** 2).sum(1), (before**2).sum(1)
         self.sums.add(*_by_text(text, len(a), errors, squares), vectors[np.unique(text)])
 
-    def _ratio(self) -> tuple[float, np.ndarray, float]:
+    def _r2(self) -> _Ratio:
         counts, errors, squares, vectors = (self.sums.column(i) for i in range(4))
         mean = vectors.sum(0) / max(counts.sum(), 1)
         total = float(squares.sum() - counts.sum() * (mean**2).sum())
         if total <= 1e-12 * float(squares.sum()):
             total = 0.0  # the output does not depend on the input
-        unit = total / max(counts.sum(), 1)
-        value, influence = _ratio(errors, counts, unit)
-        return value, influence, unit
+        return _ratio(errors, counts, unit=total / max(counts.sum(), 1))
 
     def scores(self) -> Scores:
-        value, influence, unit = self._ratio()
+        r2 = self._r2()
         counts, errors = self.sums.column(0), self.sums.column(1)
-        single = 1 - errors / counts / unit if unit else influence
-        return Scores("r2", value, influence, single, 0.0, {})
+        return Scores(
+            measure="r2",
+            value=r2.value,
+            influence=r2.influence,
+            single=r2.of_texts(errors, counts),
+            constant=0.0,
+            also={},
+        )
 
 
 class CosineMeter(Meter):
@@ -258,10 +289,17 @@ class CosineMeter(Meter):
 
     def scores(self) -> Scores:
         counts, losses = self.sums.column(0), self.sums.column(1)
-        value, influence = _ratio(losses, counts, 1.0)
+        cosine = _ratio(losses, counts, unit=1.0)
         length = float(np.linalg.norm(self.vectors))
         constant = float(self.units @ self.vectors) / (length or 1.0) / max(counts.sum(), 1)
-        return Scores("cosine", value, influence, 1 - losses / counts, constant, {})
+        return Scores(
+            measure="cosine",
+            value=cosine.value,
+            influence=cosine.influence,
+            single=cosine.of_texts(losses, counts),
+            constant=constant,
+            also={},
+        )
 
 
 class LogitsMeter(Meter):
@@ -304,14 +342,13 @@ class LogitsMeter(Meter):
             self.next += [before[1].sum(), before[0].sum(), after[0].sum()]
 
     def additive_loss(self) -> float:
-        return 1 - self._kl()[0]
+        return 1 - self._kl().value
 
-    def _kl(self) -> tuple[float, np.ndarray, float]:
+    def _kl(self) -> _Ratio:
         counts, divergence, _, negative_entropy = (self.sums.column(i) for i in range(4))
         # KL of the constant predictor
         unit = max(self._constant_nats() + negative_entropy.sum() / counts.sum(), 0.0)
-        value, influence = _ratio(divergence, counts, unit)
-        return value, influence, unit
+        return _ratio(divergence, counts, unit)
 
     def _constant_nats(self) -> float:
         """The entropy of the best constant prediction, in nats."""
@@ -320,9 +357,7 @@ class LogitsMeter(Meter):
 
     def scores(self) -> Scores:
         counts, divergence, differs = (self.sums.column(i) for i in range(3))
-        kl, influence, unit = self._kl()
-        agreement, agreed = _ratio(differs, counts, 1.0)
-        single = 1 - divergence / counts / unit if unit else influence
+        kl, agreement = self._kl(), _ratio(differs, counts, unit=1.0)
         also = {"kl_nats": float(divergence.sum() / counts.sum())}
         tokens, before, after = self.next
         if tokens and before / tokens < self._constant_nats():
@@ -330,13 +365,26 @@ class LogitsMeter(Meter):
                 "perplexity_original": float(np.exp(before / tokens)),
                 "perplexity": float(np.exp(min(after / tokens, MOST_NATS))),
             }
+        by_divergence = Scores(
+            measure="kl",
+            value=kl.value,
+            influence=kl.influence,
+            single=kl.of_texts(divergence, counts),
+            constant=0.0,
+            also={},
+        )
         if self.measure == "kl":
-            return Scores("kl", kl, influence, single, 0.0, {"top1": agreement, **also})
+            return replace(by_divergence, also={"top1": agreement.value, **also})
         # The agreement of a short text is too coarse to limit: ``Quality.tail`` is that of KL.
-        second = Scores("kl", kl, influence, single, 0.0, {})
-        constant = float(self.winners.max() / self.winners.sum())
-        also = {"kl": kl, **also}
-        return Scores("top1", agreement, agreed, 1 - differs / counts, constant, also, second)
+        return Scores(
+            measure="top1",
+            value=agreement.value,
+            influence=agreement.influence,
+            single=agreement.of_texts(differs, counts),
+            constant=float(self.winners.max() / self.winners.sum()),
+            also={"kl": kl.value, **also},
+            second=by_divergence,
+        )
 
 
 def next_token_nats(
@@ -406,12 +454,18 @@ class SimilarityMeter(Meter):
         before, after = (_evenly(self.sums.column(i).astype(np.float64)) for i in (0, 1))
         r2 = self.features.scores()
         if len(before) < 4:  # a correlation of three pairs means nothing
-            return Scores("similarity", r2.value, r2.influence, r2.single, 0.0, {"r2": r2.value})
+            return replace(r2, measure="similarity", also={"r2": r2.value})
         x, y = before @ before.T, after @ after.T
-        overlap = _overlap(x, y)
-        value, influence, single = _pair_correlation(x, y)
-        also = {"overlap": overlap, "r2": r2.value}
-        return Scores("similarity", value, influence, single, 0.0, also, r2)
+        correlation = _pair_correlation(x, y)
+        return Scores(
+            measure="similarity",
+            value=correlation.value,
+            influence=correlation.influence,
+            single=correlation.single,
+            constant=0.0,
+            also={"overlap": _overlap(x, y), "r2": r2.value},
+            second=r2,
+        )
 
 
 def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:
@@ -420,10 +474,21 @@ def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:
     return rows[np.linspace(0, max(len(rows) - 1, 0), count).round().astype(int)]
 
 
-def _pair_correlation(
-    x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]
-) -> tuple[float, np.ndarray, np.ndarray]:
-    """Spearman's correlation over pairs of texts, jackknife influences, and rows of texts.
+class _PairCorrelation(NamedTuple):
+    """A correlation over pairs of texts.
+
+    Attributes:
+        influence: The jackknife influence of each text.
+        single: The correlation over the pairs of each text.
+    """
+
+    value: float
+    influence: Float[np.ndarray, " N"]
+    single: Float[np.ndarray, " N"]
+
+
+def _pair_correlation(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) -> _PairCorrelation:
+    """Spearman's correlation of two matrices of similarities over pairs of texts.
 
     A pair belongs to two texts, so that pairs are not independent: texts are left out one by one
     (Efron and Stein 1981). Ranks are those of all pairs.
@@ -446,7 +511,7 @@ def _pair_correlation(
     apart = _correlation(pairs - (n - 1), *(s.sum() / 2 - s for s in sums))
     influence = n * whole - (n - 1) * apart
     single = _correlation(n - 1, *sums)
-    return float(whole), influence - influence.mean() + whole, single
+    return _PairCorrelation(float(whole), influence - influence.mean() + whole, single)
 
 
 def _correlation(count: Any, a: Any, b: Any, aa: Any, bb: Any, ab: Any) -> Any:

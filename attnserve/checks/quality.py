@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+from pydantic import Field
 
 from attnserve.checks.measures import (
     LogitsMeter,
@@ -29,7 +30,7 @@ from attnserve.checks.measures import (
 from attnserve.choices import Measure, Pooling, SearchMeasure
 from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
-from attnserve.models.lineage import QualityRecord
+from attnserve.models.lineage import QualityRecord, present
 from attnserve.models.masks import token_mask
 from attnserve.models.output_kinds import (
     MIN_CLASSES,
@@ -68,63 +69,79 @@ ROUNDING = 1e-4
 """A loss below this comes from rounding."""
 
 
-@dataclass(frozen=True)
-class Quality:
-    """The measured quality of one output on held-out texts.
+class Subject(NamedTuple):
+    """What a quality is measured on.
+
+    Attributes:
+        output: The name of the output.
+        file: The file of the texts, if there are several; else empty.
+        lengths: The lengths of the texts, if short and long ones are measured apart; else empty.
+    """
+
+    output: str
+    file: str
+    lengths: str
+
+
+class Quality(QualityRecord, frozen=True):
+    """The measured quality of one output on held-out texts; its own record.
+
+    Other measures of the same output are in ``also``.
 
     Attributes:
         measure: The name of the measure.
         value: 1 if both models give the same.
         lower: The lower end of the one-sided 95 % interval; ``value`` for less than
             ``measures.MIN_ROWS`` texts.
-        bound: The same with the confidence ``CHOICE``.
         ci95: The two-sided interval; None for as few texts.
         p5: The 5th percentile of the measure of single texts.
-        tail: The percentile that is limited instead of ``p5``: for "top1" the percentile of kl,
-            because the agreement of a short text is coarse. None limits ``p5``.
         constant: The value of a constant predictor.
         rows: The number of texts.
-        also: Other measures of the same output.
+        split: The part of the data: "choose", "prove", "held out" (both), or "data" (all of it).
+        output: The name of the output.
+        file: The file of the texts, if there are several.
+        lengths: The lengths of the texts, if short and long texts are measured apart.
+        same_outputs: Names of other outputs that are the same value.
+        not_finite_rows: Rows, counted from 0 in the order in which they were compared, with NaN or
+            infinity where the original has none.
+        excluded_rows: Rows with NaN in the original's output, which are left out.
+        bound: ``lower`` with the confidence ``CHOICE``. This and the following fields are not
+            recorded.
+        tail: The percentile that is limited instead of ``p5``: for "top1" the percentile of kl,
+            because the agreement of a short text is coarse. None limits ``p5``.
         second: A second loss that is limited too: 1 - R^2 of the vectors for "similarity",
             because neighborhoods change before ranks of all pairs do, and 1 - kl for "top1",
             because one frequent token is easily predicted.
         second_bound: The same with the confidence ``CHOICE``.
-        output: The name of the output.
-        lengths: The lengths of the texts, if short and long texts are measured apart.
-        file: The file of the texts, if there are several.
         is_finite: Whether the new model is finite where the original is. If not, both losses are 1.
-        split: The part of the data: "choose", "prove", "held out" (both), or "data" (all of it).
-        not_finite_rows: Rows, counted from 0 in the order in which they were compared, with NaN or
-            infinity where the original has none.
-        excluded_rows: Rows with NaN in the original's output, which are left out.
-        same_outputs: Names of other outputs that are the same value.
     """
 
+    # Field(): required here, although a record may lack it.
     measure: Measure
-    value: float
-    lower: float
-    bound: float
-    ci95: tuple[float, float] | None
-    p5: float
-    constant: float
-    rows: int
-    also: Mapping[str, float] = field(default_factory=dict[str, float])
-    second: float = 0.0
-    second_bound: float = 0.0
-    output: str = ""
-    lengths: str = ""
-    file: str = ""
+    value: float = Field()
+    lower: float = Field()
+    ci95: tuple[float, float] | None = Field()
+    p5: float = Field()
+    constant: float = Field()
+    rows: int = Field()
     split: str = "data"
-    is_finite: bool = True
-    tail: float | None = None
-    not_finite_rows: tuple[int, ...] = ()
-    excluded_rows: tuple[int, ...] = ()
-    same_outputs: tuple[str, ...] = ()
+    file: str = ""
+    lengths: str = ""
+    bound: float = Field(exclude=True)
+    tail: float | None = Field(default=None, exclude=True)
+    second: float = Field(default=0.0, exclude=True)
+    second_bound: float = Field(default=0.0, exclude=True)
+    is_finite: bool = Field(default=True, exclude=True)
 
     @property
-    def subject(self) -> tuple[str, str, str]:
-        """The measured subset: an output, and the file and the lengths of the texts."""
-        return self.output, self.file, self.lengths
+    def also(self) -> Mapping[str, float]:
+        """Other measures of the same output, by name."""
+        return self.model_extra or {}
+
+    @property
+    def subject(self) -> Subject:
+        """The output, and the texts that it is measured on."""
+        return Subject(self.output, self.file, self.lengths)
 
     def loss(self, *, bounded: bool) -> float:
         """The loss that a goal limits: the largest of the measure's, the second one and the tail's.
@@ -146,22 +163,6 @@ class Quality:
     def outputs(self) -> str:
         """The names of the output."""
         return " = ".join([self.output, *self.same_outputs])
-
-    @property
-    def record(self) -> QualityRecord:
-        names = ("file", "lengths", "same_outputs", "not_finite_rows", "excluded_rows")
-        stated = {name: value for name in names if (value := getattr(self, name))}
-        return QualityRecord(
-            measure=self.measure,
-            value=self.value,
-            lower=self.lower,
-            ci95=self.ci95,
-            p5=self.p5,
-            constant=self.constant,
-            rows=self.rows,
-            split=self.split,
-            output=self.output,
-        ).model_copy(update={**stated, **self.also})
 
     def describe(self) -> str:
         """One line for people."""
@@ -208,6 +209,14 @@ def describe_rows(rows: Sequence[int], most: int = 5) -> str:
     return f"row{'s' if len(rows) > 1 else ''} {listed}{more}"
 
 
+class _Texts(NamedTuple):
+    """Rows of a batch whose texts are of one file and of one class of lengths."""
+
+    file: str
+    lengths: str
+    rows: np.ndarray
+
+
 class QualityMeter:
     """Compares the outputs of two models batch by batch.
 
@@ -223,7 +232,7 @@ class QualityMeter:
         model: The original.
         artifact: Its artifact, for the pooling of embeddings.
         measure: Overrides the measure of each kind of output, where it applies.
-        data: The data of the batches. Files, and short and long texts, are measured separately.
+        data: The data of the batches; files, and short and long texts, are measured separately.
         split: See ``Quality``.
     """
 
@@ -245,10 +254,11 @@ class QualityMeter:
         self.split = split
         self._resized = resized_outputs(model)
         self._probabilities = probability_outputs(model)
-        self._meters: dict[tuple[int, str, str], Meter] = {}
+        self._meters: dict[Subject, Meter] = {}
         self._same = same_outputs(model)
         self._rows = 0
-        self._bad: dict[tuple[int, str, str], tuple[list[int], list[int]]] = {}
+        # Rows with NaN in the original, and those that are not finite in the new model alone.
+        self._bad: dict[Subject, tuple[list[int], list[int]]] = {}
 
     def add(self, before: Sequence[np.ndarray], after: Sequence[np.ndarray], batch: Batch) -> None:
         """Add the outputs of the original and of the new model for one batch."""
@@ -263,8 +273,8 @@ class QualityMeter:
             faults = not_finite_rows(a, b, batch)
             of_text = max(len(a) // max(texts, 1), 1)  # if tokens are flattened
             for file, lengths, rows in self._kinds(batch, len(a)):
-                key = index, file, lengths
-                bad_rows = self._bad.setdefault(key, ([], []))
+                subject = Subject(self.outputs[index], file, lengths)
+                bad_rows = self._bad.setdefault(subject, ([], []))
                 for numbers, bad in zip(bad_rows, faults, strict=True):
                     of_kind = np.unique(bad[np.isin(bad, rows)] // of_text)
                     numbers += (self._rows + of_kind).tolist()
@@ -272,10 +282,10 @@ class QualityMeter:
                     rows = np.setdiff1d(rows, faults[0])
                 if not len(rows):
                     continue
-                if key not in self._meters:
-                    self._meters[key] = self._meter(index, a)
+                if subject not in self._meters:
+                    self._meters[subject] = self._meter(index, a)
                 part = {n: x[rows] if x.shape[:1] == a.shape[:1] else x for n, x in batch.items()}
-                meter, pair = self._meters[key], (a[rows], b[rows])
+                meter, pair = self._meters[subject], (a[rows], b[rows])
                 if index in self._probabilities and isinstance(meter, LogitsMeter):
                     pair = log_of(a[rows]), log_of(b[rows])
                 meter.add(*pair, part)
@@ -292,31 +302,38 @@ class QualityMeter:
     def results(self) -> list[Quality]:
         """The quality of each output, by file and by length; the one with most loss first."""
         qualities: list[Quality] = []
-        for (index, file, lengths), (excluded, wrong) in self._bad.items():
-            if (meter := self._meters.get((index, file, lengths))) is None:
+        for subject, (excluded, wrong) in self._bad.items():
+            if (meter := self._meters.get(subject)) is None:
                 raise InvalidData(
-                    f"the original gives NaN for output {self.outputs[index]!r} in every row",
+                    f"the original gives NaN for output {subject.output!r} in every row",
                     "check the inputs, and the original model",
                     code="quality.not_finite",
                 )
-            quality = _quality(meter, self.outputs[index], file, lengths, self.split)
-            same = tuple(self.outputs[i] for i, first in self._same.items() if first == index)
-            qualities.append(replace(quality, not_finite_rows=tuple(wrong),
-                                 excluded_rows=tuple(excluded), same_outputs=same))  # fmt: skip
+            index = self.outputs.index(subject.output)
+            given = present(
+                file=subject.file,
+                lengths=subject.lengths,
+                same_outputs=[self.outputs[i] for i, first in self._same.items() if first == index],
+                not_finite_rows=wrong,
+                excluded_rows=excluded,
+            )
+            qualities.append(_quality(meter, self.split, subject.output, given))
         return sorted(qualities, key=lambda quality: -quality.loss(bounded=True))
 
-    def _kinds(self, batch: Batch, rows: int) -> list[tuple[str, str, np.ndarray]]:
-        """The file of a batch, and its rows of short and of long texts."""
+    def _kinds(self, batch: Batch, rows: int) -> list[_Texts]:
+        """The rows of a batch of ``rows`` rows, those of short and of long texts apart."""
         data = None if self.data is None else self.data.file_of(batch)
         name = "" if data is None or data is self.data else data.source.file
         edge = None if data is None else data.length_edge
         array = next((x for x in batch.values() if x.ndim > 1 and len(x) == rows), None)
         if edge is None or array is None:
-            return [(name, "", np.arange(rows))]
+            return [_Texts(name, "", np.arange(rows))]
         counts = token_mask(batch, array.shape[:2]).sum(axis=1)
         kinds = ((f"up to {edge} tokens", counts <= edge),
                  (f"more than {edge} tokens", counts > edge))  # fmt: skip
-        return [(name, kind, np.flatnonzero(chosen)) for kind, chosen in kinds if chosen.any()]
+        return [
+            _Texts(name, kind, np.flatnonzero(chosen)) for kind, chosen in kinds if chosen.any()
+        ]
 
     def _meter(self, index: int, array: np.ndarray) -> Meter:
         name, is_probability = self.outputs[index], index in self._probabilities
@@ -340,25 +357,29 @@ class QualityMeter:
         return new_meter(measure, self.pooling, dimensions=self.dimensions)
 
 
-def _quality(meter: Meter, output: str, file: str, lengths: str, split: str) -> Quality:
+def _quality(meter: Meter, split: str, output: str, given: dict[str, Any]) -> Quality:
+    """The quality that a meter measured.
+
+    Args:
+        given: Fields that are recorded only with a value.
+    """
     scores = meter.scores()
+    further: dict[str, Any] = {**given, **scores.also}
     second = scores.second
     return Quality(
         measure=scores.measure,
         value=scores.value,
         lower=scores.bound(0.95),
-        bound=scores.bound(CHOICE),
         ci95=scores.ci95,
         p5=scores.p5,
         constant=scores.constant,
         rows=len(scores.influence),
-        also=scores.also,
+        split=split,
+        output=output,
+        bound=scores.bound(CHOICE),
+        tail=second.p5 if second and scores.measure == "top1" else None,
         second=0.0 if second is None else 1 - second.value,
         second_bound=0.0 if second is None else 1 - second.bound(CHOICE),
-        output=output,
-        lengths=lengths,
-        file=file,
-        split=split,
         is_finite=meter.is_finite,
-        tail=second.p5 if second and scores.measure == "top1" else None,
+        **further,
     )

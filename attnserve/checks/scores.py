@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import Field
 
 from attnserve.checks.quality import CHOICE
 from attnserve.choices import TaskName
@@ -221,18 +222,21 @@ class PerplexityScore:
 Score = StsScore | ClassificationScore | RatioScore | PerplexityScore
 
 
-@dataclass(frozen=True)
-class Share:
-    """The share of a score that is kept on some rows, with its standard error.
+class Share(ShareRecord, frozen=True):
+    """The share of a score that is kept on some rows, with its standard error; its own record.
 
     The bootstrap draws the same rows for both models, so that common errors cancel. It draws
     ``BLOCKS`` blocks of consecutive rows (Kuensch 1989), because files are often sorted by source.
+
+    Attributes:
+        value: The score of the new model divided by the original's.
+        rows: The number of rows.
+        blocks: The number of blocks that the bootstrap draws from; not recorded.
     """
 
-    value: float
-    standard_error: float
-    rows: int
-    blocks: int
+    standard_error: float = Field()
+    rows: int = Field()
+    blocks: int = Field(exclude=True)
 
     def bound(self, confidence: float) -> float:
         """The lower end of a one-sided interval."""
@@ -241,10 +245,6 @@ class Share:
     def loss(self, *, bounded: bool) -> float:
         """The lost share, as ``Quality.loss``."""
         return 1 - (self.bound(CHOICE) if bounded else self.value)
-
-    @property
-    def record(self) -> ShareRecord:
-        return ShareRecord(value=self.value, standard_error=self.standard_error, rows=self.rows)
 
 
 def share_kept(
@@ -287,7 +287,10 @@ def share_kept(
     spread = float(np.std(ratios)) if len(ratios) > 1 else 0.0
     value = float(np.nan_to_num(after.value_on(rows) / reference))
     return Share(
-        value, spread * (len(blocks) / max(len(blocks) - 1, 1)) ** 0.5, len(rows), len(blocks)
+        value=value,
+        standard_error=spread * (len(blocks) / max(len(blocks) - 1, 1)) ** 0.5,
+        rows=len(rows),
+        blocks=len(blocks),
     )
 
 

@@ -7,13 +7,14 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnserve.data.text_files import read_table, read_text
 from attnserve.models.artifact import Artifact
 from graph_passes.errors import InvalidData, InvalidModel
 
 __all__ = [
+    "Sentence",
     "label_names",
     "read_judgments",
     "read_label",
@@ -24,6 +25,14 @@ __all__ = [
 
 
 def read_number(path: Path, line: int, text: str, name: str = "score") -> float:
+    """The finite number that a field of a table contains.
+
+    Args:
+        path, line, name: Where the field is, and what it is, for messages.
+
+    Raises:
+        InvalidData: It is not a finite number.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -38,6 +47,15 @@ def read_number(path: Path, line: int, text: str, name: str = "score") -> float:
 
 
 def read_label(path: Path, line: int, text: str, names: Mapping[str, int]) -> int:
+    """The number of the class that a field of a table contains, by its name or as an integer.
+
+    Args:
+        path, line: Where the field is, for messages.
+        names: The numbers of the classes by name.
+
+    Raises:
+        InvalidData: It is neither a name nor an integer from 0.
+    """
     if text in names:
         return names[text]
     if text.isascii() and text.isdigit():
@@ -150,8 +168,16 @@ def read_judgments(
     return judged
 
 
-def read_words(path: Path) -> list[tuple[int, list[str], list[str]]]:
-    """(first line, words, labels) of each sentence of a CoNLL file.
+class Sentence(NamedTuple):
+    """A sentence of a CoNLL file, with one label for each word; ``line`` is its first line."""
+
+    line: int
+    words: list[str]
+    labels: list[str]
+
+
+def read_words(path: Path) -> list[Sentence]:
+    """The sentences of a CoNLL file.
 
     A line has a word and, as its last column, the label, separated by tabs or spaces. An empty line
     ends a sentence; lines of -DOCSTART- are skipped.
@@ -159,7 +185,7 @@ def read_words(path: Path) -> list[tuple[int, list[str], list[str]]]:
     Raises:
         InvalidData: The file cannot be read, has no words, or a line has no label.
     """
-    sentences: list[tuple[int, list[str], list[str]]] = []
+    sentences: list[Sentence] = []
     is_new = True
     for line, text in enumerate(read_text(path).split("\n"), start=1):
         fields = text.split()
@@ -173,10 +199,10 @@ def read_words(path: Path) -> list[tuple[int, list[str], list[str]]]:
                 code="evaluate.no_label",
             )
         if is_new:
-            sentences.append((line, [], []))
+            sentences.append(Sentence(line, [], []))
             is_new = False
-        sentences[-1][1].append(fields[0])
-        sentences[-1][2].append(fields[-1])
+        sentences[-1].words.append(fields[0])
+        sentences[-1].labels.append(fields[-1])
     if not sentences:
         raise InvalidData(
             f"{path}: no words", "write a word and its label per line", code="evaluate.no_rows"

@@ -308,15 +308,15 @@ def _token_classification(run: OpenModel, data: Path) -> RatioScore:
     sentences = read_words(data)
     names = {index: name for name, index in label_names(run.artifact).items()}
     known = set(names.values())
-    for line, _, labels in sentences:
-        if unknown := sorted(set(labels) - known):
+    for sentence in sentences:
+        if unknown := sorted(set(sentence.labels) - known):
             raise InvalidData(
-                f"{data}, sentence of line {line}: label {unknown[0]!r}: expected a name of the"
-                f" model's config.json ({', '.join(sorted(known)[:8]) or 'none'})",
+                f"{data}, sentence of line {sentence.line}: label {unknown[0]!r}: expected a name"
+                f" of the model's config.json ({', '.join(sorted(known)[:8]) or 'none'})",
                 "correct the row, or put the model's config.json into its folder",
                 code="evaluate.unknown_label",
             )
-    encodings = [run.encoder.encode_words(words) for _, words, _ in sentences]
+    encodings = [run.encoder.encode_words(sentence.words) for sentence in sentences]
     right, expected, predicted = np.zeros((3, len(sentences)))
     for indices, logits, mask in run.logits(
         [one for one, _ in encodings], "batch, sequence, classes"
@@ -325,7 +325,7 @@ def _token_classification(run: OpenModel, data: Path) -> RatioScore:
             classes, places = row[real].argmax(axis=-1), encodings[index][1]
             # Truncated words have no prediction.
             guess = ["O" if at is None else names.get(int(classes[at]), "O") for at in places]
-            gold = _entities(sentences[index][2])
+            gold = _entities(sentences[index].labels)
             ours = _entities(guess)
             right[index], expected[index] = len(gold & ours), len(gold)
             predicted[index] = len(ours)

@@ -81,7 +81,9 @@ def _failed(error: Exception, arguments: Sequence[str]) -> int:
 
     if (usage := getattr(error, "format_message", None)) is not None:  # an error of Typer
         command = getattr(getattr(error, "ctx", None), "command_path", "attnserve")
-        if message := usage():
+        # Without pydantic's own words.
+        message = usage().replace("Value error, ", "").replace("Input should be ", "expected ")
+        if message:
             _show(AttnserveError(message, f"see `{command} --help`"), arguments)
         return 2
     if type(error).__name__ == "Abort":

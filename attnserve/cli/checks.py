@@ -57,7 +57,7 @@ def inspect(
 ) -> None:
     """List the attention blocks of a model, with their costs and the passes that apply.
 
-    Blocks that do not match or fail verification are listed with a reason.
+    Attention that is not matched, or fails certification, is listed with a reason.
     """
     set_log_level(show)
     report = attnserve.inspect(model, batch=batch, sequence=seq, seed=run.seed)
@@ -195,8 +195,8 @@ def verify(
         raise CheckFailed(
             f"mean cosine {report.mean_cosine:.5f} on {report.data}, "
             f"expected at least {min_cosine}",
-            "compress less (keep more heads or dimensions, raise --keep) or calibrate on similar"
-            " text",
+            "compress less (keep more heads or dimensions, raise --keep), or calibrate on text"
+            " like the data",
             code="verify.min_cosine",
         )
 
@@ -208,7 +208,7 @@ def verify(
 )
 def evaluate(
     model: opt.Model,
-    task: Annotated[TaskName, typer.Option(help="The score to compute.")],
+    task: Annotated[TaskName, typer.Option(help="The task whose score is computed.")],
     data: Annotated[
         Path,
         typer.Option(

@@ -229,7 +229,7 @@ def _rename_fields_in_help(parameters: list[Parameter]) -> list[Parameter]:
         parts = get_args(parameter.annotation)
         if parts and isinstance(parts[-1], OptionInfo):
             options[parameter.name] = parts[-1]
-            # The first name is the first parameter of typer.Option, and called its default.
+            # typer.Option takes the first flag as its parameter `default`.
             flag = parts[-1].default if isinstance(parts[-1].default, str) else parameter.name
             names[parameter.name] = "--" + flag.lstrip("-").partition("/")[0].replace("_", "-")
     for option in options.values():

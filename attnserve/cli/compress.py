@@ -136,7 +136,8 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     if report.search is not None:
         print_line(report.search.verdict)
     if (speed := report.speed) is not None:
-        if report.search is None or report.search.served_speed is None:  # part of the verdict
+        # Otherwise the verdict states the speed.
+        if report.search is None or report.search.served_speed is None:
             print_line(f"speed: {speed.describe(report.plan.precision)}")
         if steps or report.plan.precision != "float32":
             gains = speed.served.value >= NO_GAIN

@@ -123,7 +123,10 @@ def triton(
     max_delay_us: Annotated[
         int, typer.Option(min=0, metavar="US", help="Maximum microseconds to wait for a batch.")
     ] = 0,
-    instances: Annotated[int, typer.Option(min=1, metavar="N", help="Model instances.")] = 1,
+    instances: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Number of copies of the model in Triton."),
+    ] = 1,
     force: opt.Force = False,
     show: opt.Show = opt.Show(),
     run: Run = Run(),

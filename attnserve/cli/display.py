@@ -83,6 +83,7 @@ def log_level(show: Show) -> str | None:
 
 
 def set_log_level(show: Show) -> None:
+    """Log at the level of ``--quiet`` or ``--verbose``, by default warnings."""
     level = log_level(show) or "warning"
     logging.getLogger("attnserve").setLevel(level.upper())
 
@@ -122,6 +123,7 @@ def print_line(text: str) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
+    """Print a value as indented JSON on stdout."""
     import orjson  # Ctrl-C during this import ends Python with a segmentation fault
 
     try:

@@ -1,4 +1,7 @@
-"""Read model inputs from text or .npz files, and split them into fitting and held-out parts."""
+"""Read model inputs from text or .npz files, and split them into a part to fit and held-out parts.
+
+The held-out parts are the rows to choose, and two parts of rows to verify.
+"""
 
 from __future__ import annotations
 
@@ -51,20 +54,22 @@ MOST_HELD_OUT = 400
 """Maximum number of rows of a held-out part."""
 
 WIDE = 4
-"""Ratio of the 95th to the 5th percentile of lengths from which both kinds are measured apart."""
+"""Ratio of the 95th to the 5th percentile of lengths from which short and long texts are measured
+separately."""
 
 JOINED = 4
 """Texts are joined for lengths that are at least this many times their median length: MiniLM keeps
 0.99 of the cosine of sentences and 0.79 of paragraphs if it is calibrated on sentences alone."""
 
 MIN_KIND = 10
-"""The fewest short or long texts of a held-out part that are measured apart."""
+"""The fewest short or long texts of a held-out part that are measured separately."""
 
 PATCHES = 64
 """The assumed number of tokens of an image."""
 
 HELD_OUT_PARTS = 3
-"""Parts to choose, to verify, and to verify again if the first verification fails."""
+"""Number of held-out parts: to choose, to verify, and to verify again if the first verification
+fails."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +81,12 @@ class Dataset:
     parts are joined.
 
     Attributes:
-        fit: Batches for statistics and fits.
-        choose: Batches that a search may evaluate repeatedly.
-        prove: Parts that are evaluated once; the second only if verification on the first fails.
-        length: Median of the lengths at which the model runs: rows of arrays keep their padding.
+        fit: Batches to fit: for statistics and weights.
+        choose: Batches to choose, which a search may measure repeatedly.
+        prove: Parts to verify, which are measured once; the second one only if the first
+            verification fails.
+        length: Median of the lengths in tokens at which the model runs; rows of arrays keep their
+            padding.
         lengths: Number of real tokens (without a mask the size of axis 1) of each row, joined rows
             included; 128 for rows without axis 1.
         source: File name, rows, tokens and checksum, for records.
@@ -96,7 +103,7 @@ class Dataset:
 
     @property
     def held_out(self) -> list[Batch]:
-        """All batches for verification."""
+        """All batches to verify: the held-out ones except those to choose."""
         return [batch for part in self.prove for batch in part]
 
     def file_of(self, batch: Batch) -> Dataset:
@@ -115,8 +122,8 @@ class Dataset:
     def length_edge(self) -> int | None:
         """The length that separates short and long texts; None if lengths are alike.
 
-        Quality is measured for both apart, because similarities within one kind of text are harder
-        to keep than those between kinds.
+        Quality is measured for both separately, because similarities within one kind of text are
+        harder to keep than those between kinds.
         """
         if not len(self.lengths):
             return None
@@ -143,7 +150,7 @@ def load_inputs(
     For a reranker, a line of text is a query and a document with a tab between them.
 
     Args:
-        path: The file or folder, or several of them. Each is split by itself, and measured apart.
+        path: The file or folder, or several of them. Each is split and measured separately.
             A row that one file holds out is not used by another one to fit or to choose.
         model: The model whose inputs are filled.
         artifact: Its artifact, for the tokenizer and the maximum length of a text.
@@ -444,7 +451,7 @@ def _content(row: Encoding | Batch) -> bytes:
 
 
 def _split(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of the fitting part and of each held-out part, stratified by length.
+    """Indices of the rows to fit, and of the rows of each held-out part, stratified by length.
 
     Rows are sorted by length and cut into strata; each held-out part has one random row of each
     stratum, so that all parts have like lengths and come from the whole file.

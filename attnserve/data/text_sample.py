@@ -16,7 +16,8 @@ MAX_BYTES = 10_000_000
 """File size above which nothing is appended: about 100,000 sentences."""
 
 PRIVATE = re.compile(r"(?P<mail>(?<![\w.+-])[\w.+-]++@[\w-]++(?:\.[\w-]++)++)|\d+")
-"""Matching takes linear time: a name starts at a name boundary, and nothing is retried."""
+"""Numbers and mail addresses, which are masked. Matching takes linear time: a name starts at a name
+boundary, and nothing is retried."""
 
 
 class TextSample:

@@ -33,6 +33,8 @@ from graph_passes.errors import InvalidModel
 __all__ = ["GenaiFolder", "write_genai_folder"]
 
 CONFIG = "genai_config.json"
+"""The file that onnxruntime-genai reads first."""
+
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 """Inputs that onnxruntime-genai provides, besides caches."""
 
@@ -45,7 +47,14 @@ SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class GenaiFolder:
-    """The written folder; ``context_length`` is in tokens."""
+    """The written folder.
+
+    Attributes:
+        folder: The folder.
+        layers: Number of layers with a cache.
+        context_length: Maximum number of tokens of prompt and answer together.
+        provider: The execution provider in onnxruntime-genai.
+    """
 
     folder: Path
     layers: int
@@ -53,12 +62,19 @@ class GenaiFolder:
     provider: Provider
 
     def to_json(self) -> dict[str, Any]:
+        """The fields, for the output of the command."""
         return {**asdict(self), "folder": str(self.folder)}
 
 
 @dataclass(frozen=True)
 class _Caches:
-    """The names of keys and values, with %d for the layer, and the number of layers."""
+    """The caches among the inputs or outputs of a graph.
+
+    Attributes:
+        keys: The name of the cached keys, with %d for the layer.
+        values: The name of the cached values, with %d for the layer.
+        layers: The number of layers.
+    """
 
     keys: str
     values: str
@@ -104,7 +120,11 @@ def write_genai_folder(
 
 
 def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[str, Any]:
-    """The content of genai_config.json."""
+    """The content of genai_config.json.
+
+    Raises:
+        InvalidModel: In the cases of ``write_genai_folder``.
+    """
     inputs = wanted_inputs(graph)
     caches = [name for name, one in inputs.items() if one.cache is not None]
     if other := [name for name in inputs if name not in TOKENS and name not in caches]:
@@ -207,7 +227,14 @@ def _caches(artifact: Artifact, names: Iterable[str]) -> _Caches:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Settings of config.json and generation_config.json."""
+    """Settings of config.json and generation_config.json.
+
+    Attributes:
+        ids: The ids of special tokens, by the key in genai_config.json.
+        vocabulary: The number of tokens.
+        context_length: The number of positions.
+        search: The settings of ``SEARCH``.
+    """
 
     ids: Mapping[str, Any]
     vocabulary: int
@@ -216,7 +243,15 @@ class _Tokens:
 
     @classmethod
     def read(cls, artifact: Artifact, width: Any) -> _Tokens:
-        """Args: ``width`` is the last axis of the logits, as in the graph."""
+        """Read the settings of a model.
+
+        Args:
+            artifact: The folder with the files.
+            width: The last axis of the logits, as in the graph.
+
+        Raises:
+            InvalidModel: The end token, the number of positions or that of tokens is missing.
+        """
         path = artifact.companion("generation_config.json")
         generation: Any = read_json(path) if path else {}
         generation = generation if isinstance(generation, dict) else {}
@@ -238,7 +273,8 @@ class _Tokens:
             raise _unstated(artifact, "max_position_embeddings")
         if not _is_count(vocabulary) or not vocabulary:
             raise _unstated(artifact, "vocab_size")
-        pad, begin = stated.get("pad_token_id"), stated.get("bos_token_id")
+        pad = stated.get("pad_token_id")
+        begin = stated.get("bos_token_id")
         ids = {"eos_token_id": end, "pad_token_id": pad if _is_count(pad) else ends[0]}
         if _is_count(begin):
             ids["bos_token_id"] = begin
@@ -251,14 +287,19 @@ class _Tokens:
 
 
 def _states(value: Any) -> bool:
-    return any(one is not None for one in value) if isinstance(value, list) else value is not None
+    """Whether a value of a JSON file is neither null nor a list of nulls."""
+    if isinstance(value, list):
+        return any(item is not None for item in value)
+    return value is not None
 
 
 def _is_count(value: Any) -> bool:
+    """Whether a value is an integer of at least 0."""
     return type(value) is int and value >= 0
 
 
 def _unstated(artifact: Artifact, key: str) -> InvalidModel:
+    """The error of a missing or invalid setting."""
     return InvalidModel(
         f"{artifact.folder}: config.json states no valid {key}",
         "copy config.json of the model to the folder of the .onnx file",

@@ -7,7 +7,7 @@ dependency; its objects are typed ``Any``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnserve.models.folder_settings import FolderSettings, Module, torch_name
 from attnserve.models.settings_files import Dense, LayerNorm, LogitScore, Normalize, Pooling
@@ -99,7 +99,8 @@ def scorer(torch: Any, network: Any, score: LogitScore) -> tuple[Any, Any]:
     Raises:
         InvalidModel: The logits are not linear in the hidden states.
     """
-    base, output = network.base_model, network.get_output_embeddings()
+    base = network.base_model
+    output = network.get_output_embeddings()
     weight = output.weight[[score.true_token_id]]
     bias: Any = None if output.bias is None else output.bias[[score.true_token_id]]
     if score.false_token_id is not None:
@@ -108,8 +109,8 @@ def scorer(torch: Any, network: Any, score: LogitScore) -> tuple[Any, Any]:
     linear = torch.nn.Linear(weight.shape[1], 1, bias=bias is not None)
     linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
     vector = "sentence_embedding"
-    last, layer = _pooling(torch, ["lasttoken"]), _layer(torch, linear)
-    head = _head(torch, [("token_embeddings", vector, last), (vector, vector, layer)])
+    pool = _Step("token_embeddings", vector, _pooling(torch, ["lasttoken"]))
+    head = _head(torch, [pool, _Step(vector, vector, _layer(torch, linear))])
     ids = torch.arange(8)[None] % network.config.vocab_size
     with torch.no_grad():
         logits = network(input_ids=ids).logits[:, -1]
@@ -136,37 +137,56 @@ def embedding_head(torch: Any, modules: Sequence[Module]) -> Any:
     return _head(torch, [_step(torch, one) for one in modules])
 
 
-def _head(torch: Any, steps: Sequence[tuple[str, str, Any]]) -> Any:
-    """A module of steps: (the value that it reads, the one that it writes, a module of both)."""
+class _Step(NamedTuple):
+    """A step of a head.
+
+    Attributes:
+        source: The name of the value that it reads.
+        target: The name of the value that it writes.
+        layer: A module of (value, mask).
+    """
+
+    source: str
+    target: str
+    layer: Any
+
+
+def _head(torch: Any, steps: Sequence[_Step]) -> Any:
+    """A module of (hidden states B S D, mask B S) that applies the steps in order."""
 
     class Head(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = torch.nn.ModuleList(layer for *_, layer in steps)
+            self.layers = torch.nn.ModuleList(step.layer for step in steps)
 
         def forward(self, hidden: Any, mask: Any) -> Any:
             values = {"token_embeddings": hidden}
-            for source, target, layer in steps:
-                values[target] = layer(values[source], mask)
+            for step in steps:
+                values[step.target] = step.layer(values[step.source], mask)
             return values["sentence_embedding"]
 
     return Head()
 
 
-def _step(torch: Any, module: Module) -> tuple[str, str, Any]:
+def _step(torch: Any, module: Module) -> _Step:
+    """The step of a module of sentence-transformers.
+
+    Raises:
+        InvalidModel: Its weights cannot be read.
+    """
     settings = module.settings
     if isinstance(settings, Pooling):
-        return "token_embeddings", "sentence_embedding", _pooling(torch, settings.modes)
+        return _Step("token_embeddings", "sentence_embedding", _pooling(torch, settings.modes))
     assert isinstance(settings, Dense | LayerNorm | Normalize)
     if isinstance(settings, Normalize):
-        layer = _layer(torch, lambda x: torch.nn.functional.normalize(x, dim=-1))
+        layer = _layer(torch, lambda vectors: torch.nn.functional.normalize(vectors, dim=-1))
     elif isinstance(settings, LayerNorm):
         weights = _weights(module)
         norm = torch.nn.LayerNorm(len(weights["norm.weight"]))
         layer = _layer(torch, _loaded(module, "norm", norm, weights))
     else:
         layer = _dense(torch, module, settings)
-    return settings.module_input_name, settings.output, layer
+    return _Step(settings.module_input_name, settings.output, layer)
 
 
 def _pooling(torch: Any, modes: Sequence[str]) -> Any:
@@ -238,6 +258,11 @@ def _dense(torch: Any, module: Module, settings: Dense) -> Any:
 
 
 def _weights(module: Module) -> Mapping[str, Any]:
+    """The weights of a module by name.
+
+    Raises:
+        InvalidModel: The file is missing or damaged.
+    """
     from safetensors.torch import load_file
 
     if not module.weights.is_file():
@@ -253,7 +278,11 @@ def _weights(module: Module) -> Mapping[str, Any]:
 
 
 def _loaded(module: Module, name: str, layer: Any, weights: Mapping[str, Any]) -> Any:
-    """``layer`` with the weights of this name, in float32."""
+    """``layer`` with the weights of this name, in float32.
+
+    Raises:
+        InvalidModel: They have other shapes.
+    """
     own = {k.removeprefix(f"{name}."): w.float() for k, w in weights.items() if k.startswith(name)}
     try:
         layer.load_state_dict(own)
@@ -263,6 +292,7 @@ def _loaded(module: Module, name: str, layer: Any, weights: Mapping[str, Any]) -
 
 
 def _not_weights(module: Module, error: Exception) -> InvalidModel:
+    """The error of a damaged file of weights."""
     return InvalidModel(
         f"{module.weights}: not the weights of a module {module.kind}: {first_line(error)}",
         "download the model again",

@@ -52,9 +52,12 @@ __all__ = ["TASKS", "ExportReport", "Exporter", "Task", "export"]
 
 @dataclass(frozen=True)
 class Task:
-    """A task: the transformers class that loads the model, and the exported fields of its output.
+    """A task of an exported model.
 
-    Outputs have the axis "batch" and, if ``per_token``, "sequence".
+    Attributes:
+        auto_class: The class of transformers that loads the model.
+        outputs: The exported fields of its output.
+        per_token: Whether outputs have the axis "sequence" after "batch".
     """
 
     auto_class: str
@@ -73,12 +76,17 @@ TASKS = {
     "fill-mask": Task("AutoModelForMaskedLM", ("logits",)),
     "text-generation": Task("AutoModelForCausalLM", ("logits",)),
 }
+"""The tasks by name."""
 
 OPSETS = {"dynamo": range(18, 24), "torchscript": range(14, 21)}
 """Opsets that each exporter writes without a conversion of the graph."""
 
 DEFAULT_OPSET = {"dynamo": 18, "torchscript": 17}
+"""The opset of each exporter by default."""
+
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+"""The inputs of a graph, if the model takes them and its tokenizer writes them."""
+
 TOLERANCE = 1e-3
 """Maximum difference from PyTorch, relative to the largest output; usual values are 1e-6."""
 
@@ -86,10 +94,13 @@ SCORING = Task("AutoModelForCausalLM", ("logits",), per_token=False)
 """The task "rerank" of a language model whose score is the logit of one token after the pair."""
 
 NO_EMBEDDING = EmbeddingSettings(pooling="none")
+"""The settings of a graph whose outputs are no embeddings, or are pooled in the graph."""
 
 EXAMPLE = (2, 7)
+"""Batch and sequence of the inputs that trace the model."""
+
 CHECKED = ((3, 11), (1, 24))
-"""(batch, sequence) of the check; different from ``EXAMPLE``, to detect constant sizes."""
+"""Batch and sequence of the checks; different from ``EXAMPLE``, to detect constant sizes."""
 
 
 @contextmanager
@@ -104,8 +115,17 @@ def _quiet() -> Generator[None]:
 class ExportReport:
     """The result of an export.
 
-    ``max_abs_error`` is the largest difference between ONNX Runtime and PyTorch, without padding;
-    ``relative_error`` is relative to the largest output; ``seconds`` is the duration.
+    Attributes:
+        path: The written model.onnx.
+        inputs: The names of the inputs.
+        outputs: The names of the outputs.
+        embedding: How the outputs become embeddings.
+        activation: The function from logits to scores; None without a classifier.
+        template: The text of a pair, with {query} and {document}; None if the tokenizer joins them.
+        max_length: Maximum tokens of a text; None for no limit.
+        max_abs_error: The largest difference between ONNX Runtime and PyTorch, without padding.
+        relative_error: The same, relative to the largest output.
+        seconds: The duration of the export.
     """
 
     path: Path
@@ -124,16 +144,19 @@ class ExportReport:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
+        """The fields, for the output of the command."""
         embedding = self.embedding.to_json()
         fields = {key: value for key, value in asdict(self).items() if key != "embedding"}
         return {**fields, **embedding, "path": str(self.path)}
 
     @property
     def pooling(self) -> Pooling:
+        """How hidden states are pooled after the graph."""
         return self.embedding.pooling
 
     @property
     def normalize(self) -> bool:
+        """Whether embeddings are normalized after the graph."""
         return self.embedding.normalize
 
 
@@ -180,7 +203,8 @@ def export(
     opset = DEFAULT_OPSET.get(exporter, 0) if opset is None else opset
     seed = Run(seed=seed).seed
     _check_options(name, exporter, opset, attention, dimensions)
-    model, folder = os.fspath(model), Path(folder)
+    model = os.fspath(model)
+    folder = Path(folder)
     check_output(folder, source=Path(model), force=force)
     torch, transformers = _require_torch()
     source = _find(model)
@@ -246,8 +270,12 @@ class _Outputs:
     """What the graph computes, and how it is read.
 
     Attributes:
+        kind: The fields of the network's output, and whether they have an axis of tokens.
         network: The module of transformers.
         head: A module that computes the output from the hidden states; None for the network's own.
+        embedding: How the outputs become embeddings.
+        activation: The function from logits to scores, if any.
+        template: The text of a pair, if the tokenizer does not join its texts.
     """
 
     kind: Task
@@ -269,7 +297,9 @@ def _embeddings(
     """
     embedding = settings.embedding
     embedding = replace(embedding, dimensions=dimensions or embedding.dimensions)
-    kind, head, width = TASKS["feature-extraction"], None, network.config.hidden_size
+    kind = TASKS["feature-extraction"]
+    head = None
+    width = network.config.hidden_size
     if embedding.head:
         head = embedding_head(torch, embedding.head)
         kind = Task(kind.auto_class, ("sentence_embedding",), per_token=False)
@@ -308,14 +338,11 @@ def _logits(settings: FolderSettings, network: Any, task: str, model: str) -> _O
             "set `task` to sequence-classification",
             code="export.not_reranker",
         )
-    return _Outputs(
-        TASKS[task],
-        network,
-        embedding=replace(
-            NO_EMBEDDING, prompts=settings.prompts, default_prompt=settings.default_prompt
-        ),
-        activation=settings.activation(classes, of_problem=task != "rerank"),
+    embedding = replace(
+        NO_EMBEDDING, prompts=settings.prompts, default_prompt=settings.default_prompt
     )
+    activation = settings.activation(classes, of_problem=task != "rerank")
+    return _Outputs(TASKS[task], network, embedding=embedding, activation=activation)
 
 
 def _copy_companions(tokenizer: Any, source: Path, stage: Path, scratch: Path) -> None:
@@ -331,6 +358,11 @@ def _copy_companions(tokenizer: Any, source: Path, stage: Path, scratch: Path) -
 def _check_options(
     task: str, exporter: str, opset: int, attention: str, dimensions: int | None
 ) -> None:
+    """Check the arguments of ``export``.
+
+    Raises:
+        InvalidArgument: One is invalid.
+    """
     for option, value, allowed in (
         ("task", task, TASKS),
         ("exporter", exporter, OPSETS),
@@ -359,6 +391,11 @@ def _check_options(
 
 
 def _require_torch() -> tuple[Any, Any]:
+    """Import torch and transformers.
+
+    Raises:
+        MissingExtra: One is not installed.
+    """
     try:
         with _quiet():
             import torch
@@ -472,6 +509,7 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
 
 
 def _load_error(source: Path, attention: Attention, error: Exception) -> InvalidModel:
+    """The error of a model that transformers does not load."""
     text = str(error)
     if "trust_remote_code" in text:
         return InvalidModel(
@@ -511,6 +549,7 @@ def _position_limit(network: Any) -> int | None:
 
 
 def _input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
+    """The inputs of the graph."""
     accepted = inspect.signature(network.forward).parameters
     return tuple(n for n in INPUTS if n in accepted and n in tokenizer.model_input_names)
 
@@ -550,14 +589,9 @@ def _example(
     if batch > 1:
         mask[-1, sequence - sequence // 3 :] = 0
     ids[mask == 0] = pad
-    types = max(min(getattr(network.config, "type_vocab_size", 2) or 1, 2), 1)
-    values = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "token_type_ids": np.broadcast_to(
-            np.arange(sequence) * types // sequence, ids.shape
-        ).copy(),
-    }
+    num_types = max(min(getattr(network.config, "type_vocab_size", 2) or 1, 2), 1)
+    types = np.broadcast_to(np.arange(sequence) * num_types // sequence, ids.shape).copy()
+    values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
     return {name: values[name] for name in names}
 
 
@@ -619,9 +653,9 @@ def _compare(
     for feed in feeds:
         with torch.no_grad(), _quiet():
             expected = wrapper(*(torch.from_numpy(value) for value in feed.values()))
-        real = (
-            feed["attention_mask"] != 0 if per_token and "attention_mask" in feed else slice(None)
-        )
+        real: Any = slice(None)
+        if per_token and "attention_mask" in feed:
+            real = feed["attention_mask"] != 0
         try:
             computed = session.run(None, feed)
         except RunFailed as error:
@@ -631,10 +665,10 @@ def _compare(
                 "nothing was written: try the other `exporter` or another `opset`",
                 code="export.does_not_run",
             ) from error
-        for one, other in zip(expected, computed, strict=True):
-            reference = one.numpy()[real]
+        for expected_output, computed_output in zip(expected, computed, strict=True):
+            reference = expected_output.numpy()[real]
             with np.errstate(invalid="ignore"):
-                difference = float(np.abs(other[real] - reference).max())
+                difference = float(np.abs(computed_output[real] - reference).max())
             scale = float(np.abs(reference).max())
             if not difference <= TOLERANCE * scale:  # also true for NaN
                 raise CheckFailed(
@@ -680,6 +714,11 @@ def _max_length(settings: FolderSettings, tokenizer: Any, limit: int | None) -> 
 
 
 def _record(report: ExportReport, settings: FolderSettings, source: str) -> Record:
+    """The record of the artifact.
+
+    Args:
+        source: The exported model, as the caller named it.
+    """
     fields = asdict(report)
     kept = ("max_length", "task", "exporter", "opset", "attention", "max_abs_error")
     scores = {key: fields[key] for key in ("activation", "template") if fields[key] is not None}

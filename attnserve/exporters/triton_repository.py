@@ -46,19 +46,33 @@ DATATYPES: Mapping[str, str] = {
 """Triton's name of each tensor type of ONNX Runtime."""
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+"""The pattern of a model's name, which is also the name of its folder."""
+
 VERSION = "1"
+"""The folder of the only version."""
+
 DEFAULT_MAX_BATCH = 32
+"""Maximum batch size of a model that can batch, by default."""
+
 MAX_QUEUE = 512
 """Maximum number of waiting requests; Triton refuses more as "unavailable"."""
 
 WARM_UP_TOKENS = 128
+"""Number of tokens of a warm-up request."""
+
 SHAPES = ((1, 8), (3, 7))
 """Rows and tokens of two runs that show whether the first axis of every output is the batch."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """An input or output in config.pbtxt; ``dims`` without the batch axis, -1 for any size."""
+    """An input or output in config.pbtxt.
+
+    Attributes:
+        name: The name in the graph.
+        datatype: Triton's name of the type.
+        dims: The sizes of the axes without the batch axis; -1 for any size.
+    """
 
     name: str
     datatype: str
@@ -71,8 +85,14 @@ class TritonModel:
 
     Attributes:
         folder: DIR/NAME.
+        name: The name in the repository.
         max_batch_size: 0 if Triton does not batch; the batch axis is then part of ``dims``.
         instances: Concurrent runs.
+        provider: Execution provider in Triton.
+        threads: Threads of one run on the CPU; 0 for ONNX Runtime's default.
+        max_delay_us: Maximum time in microseconds that a request waits for its batch to fill.
+        inputs: The inputs.
+        outputs: The outputs.
     """
 
     folder: Path
@@ -86,6 +106,7 @@ class TritonModel:
     outputs: tuple[Value, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """The fields, for the output of the command."""
         return {**asdict(self), "folder": str(self.folder)}
 
 
@@ -154,10 +175,13 @@ def write_repository(
 
 @dataclass(frozen=True)
 class _Examined:
-    """Result of two runs: values with all their axes, and why the model cannot be batched.
+    """Result of two runs.
 
-    ``warm_up`` is one row that runs, of ``WARM_UP_TOKENS`` tokens if the model takes them.
-    ``not_batched`` is None if it can be batched.
+    Attributes:
+        inputs: The inputs with all their axes.
+        outputs: The outputs with all their axes.
+        not_batched: Why the model cannot be batched; None if it can.
+        warm_up: One row that runs, of ``WARM_UP_TOKENS`` tokens if the model takes them.
     """
 
     inputs: tuple[Value, ...]
@@ -167,9 +191,15 @@ class _Examined:
 
 
 def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examined:
+    """Run a model at two shapes.
+
+    Raises:
+        InvalidModel: It cannot be run, or has a type that Triton does not support.
+    """
     converts = provider == "cuda" and is_bfloat16(graph)  # CPUs cannot run bfloat16
     session = open_session(on_cpu(graph) if converts else artifact.model)
-    inputs, outputs = session.get_inputs(), session.get_outputs()
+    inputs = session.get_inputs()
+    outputs = session.get_outputs()
     names = [value.name for value in outputs]
     runs: list[tuple[int, list[np.ndarray]]] = []
     warm_up: Mapping[str, np.ndarray] = {}
@@ -226,6 +256,14 @@ def _why_not_batched(
 
 
 def _value(value: Any, rank: int) -> Value:
+    """An input or output of a session with all its axes.
+
+    Args:
+        rank: The number of axes of an array for it.
+
+    Raises:
+        InvalidModel: Triton does not support its type.
+    """
     if value.type not in DATATYPES:
         raise InvalidModel(
             f"{value.name!r} is a {value.type}: expected a tensor of numbers or booleans",
@@ -239,12 +277,18 @@ def _value(value: Any, rank: int) -> Value:
 
 
 def _without_batch(value: Value, rows: int) -> Value:
+    """The value without its batch axis, if batches have up to ``rows`` rows; 0 for no batching."""
     return Value(value.name, value.datatype, value.dims[1:]) if rows else value
 
 
 def _check_arguments(
     name: str, max_batch: int | None, instances: int, threads: int, max_delay_us: int
 ) -> None:
+    """Check the arguments of ``write_repository``.
+
+    Raises:
+        InvalidArgument: The name is invalid, or a number is too small.
+    """
     if not NAME.fullmatch(name):
         raise InvalidArgument(
             f"`name` is {name!r}: expected 1 to 128 letters, digits, '.', '_' and '-', not starting"
@@ -267,7 +311,14 @@ def _check_arguments(
 
 
 def _check_place(folder: Path, artifact: Artifact, *, force: bool) -> None:
-    """Refuse to overwrite an existing model; with ``force``, only folders of another kind."""
+    """Check that a model can be written to a folder.
+
+    Args:
+        force: Whether a model that is there may be replaced.
+
+    Raises:
+        InvalidOutput: It cannot.
+    """
     source = artifact.folder.resolve()
     if source == folder.resolve() or folder.resolve() in source.parents:
         raise InvalidOutput(
@@ -305,7 +356,13 @@ def _write(
     *,
     force: bool,
 ) -> None:
-    folder, repository = written.folder, written.folder.parent
+    """Write the folder of a model, completely or not at all.
+
+    Raises:
+        InvalidOutput: It cannot be written.
+    """
+    folder = written.folder
+    repository = folder.parent
     stage: Path | None = None
     new_folders = [path for path in (repository, *repository.parents) if not path.exists()]
     try:
@@ -339,6 +396,11 @@ def _write(
 
 
 def _copy_model(artifact: Artifact, folder: Path) -> None:
+    """Copy the model as model.onnx, with its external data, its tokenizer and its record.
+
+    Raises:
+        InvalidModel: Its external data is in a file called model.onnx.
+    """
     shutil.copyfile(artifact.model, folder / "model.onnx")
     for location in external_data_locations(artifact.model):
         relative = Path(location)
@@ -362,7 +424,11 @@ def _copy_model(artifact: Artifact, folder: Path) -> None:
 
 
 def _config(written: TritonModel, feeds: Mapping[str, np.ndarray]) -> str:
-    """config.pbtxt, in protobuf's text format."""
+    """The content of config.pbtxt, in protobuf's text format.
+
+    Args:
+        feeds: The values of a warm-up request.
+    """
     kind = "KIND_GPU" if written.provider == "cuda" else "KIND_CPU"
     lines = [
         f"name: {_quote(written.name)}",
@@ -393,6 +459,7 @@ def _config(written: TritonModel, feeds: Mapping[str, np.ndarray]) -> str:
 
 
 def _describe(value: Value) -> str:
+    """The fields of an input or output in config.pbtxt."""
     # Triton has no scalars: one number, which the runtime reads without an axis.
     dims = f"{list(value.dims)}" if value.dims else "[1] reshape { shape: [] }"
     return f"name: {_quote(value.name)} data_type: {value.datatype} dims: {dims}"

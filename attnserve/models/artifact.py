@@ -70,6 +70,7 @@ class Artifact:
 
     @property
     def folder(self) -> Path:
+        """The folder of the .onnx file."""
         return self.model.parent
 
     @property
@@ -87,6 +88,7 @@ class Artifact:
 
     @property
     def tokenizer(self) -> Path | None:
+        """The path of tokenizer.json; None without one."""
         return self.companion("tokenizer.json")
 
     def companion(self, name: str) -> Path | None:
@@ -96,6 +98,7 @@ class Artifact:
 
     @property
     def pooling(self) -> Pooling:
+        """The pooling of token vectors to one vector per text."""
         return self.record.pooling or "mean"
 
     @property

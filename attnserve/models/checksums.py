@@ -62,7 +62,7 @@ def sha256(path: Path) -> str:
     Raises:
         InvalidModel: It cannot be read, or is no regular file: a device may have no end.
     """
-    why: str | None = "it is no file"
+    why: str | None = "it is not a regular file"
     try:
         if stat.S_ISREG(path.stat().st_mode):
             with path.open("rb") as file:

@@ -53,10 +53,10 @@ def run_texts(
 ) -> Iterator[tuple[Int[np.ndarray, " B"], np.ndarray, Bool[np.ndarray, "B S"]]]:
     """Yield (indices into ``encodings``, a model output, mask of real tokens) of each batch.
 
+    A model with a fixed number of rows gets batches of that many, of which the last one is filled.
+
     Args:
         output: The name of the output; None selects the embedding (``output_name``).
-
-    A model with a fixed number of rows gets batches of that many, of which the last one is filled.
 
     Raises:
         InvalidData: The inputs of the model are not tokens, or it refuses a batch.
@@ -67,7 +67,7 @@ def run_texts(
     done = 0
     rows, _ = fixed_axes(value.shape for value in session.get_inputs())
     if "attention_mask" not in inputs and len({*map(len, encodings)}) > 1:
-        batch_size = 1  # they cannot be padded
+        batch_size = 1  # without a mask, texts cannot be padded
     for indices, feed in encoder.batches(encodings, rows or batch_size, inputs):
         mask = encoder.mask([encodings[i] for i in indices])
         missing = 0 if rows is None else rows - len(indices)

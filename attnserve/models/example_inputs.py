@@ -35,7 +35,8 @@ RANDOM_SHAPES = ((1, 4), (1, 8), (2, 16), (4, 32))
 """(batch, sequence) of the random inputs; models with few positions use the first of them."""
 
 AUDIO_SHAPES = tuple((batch, tokens * SAMPLES) for batch, tokens in RANDOM_SHAPES)
-"""Shapes for audio models, which accept none of those: convolutions shorten a recording."""
+"""(batch, samples) for audio models, which accept no ``RANDOM_SHAPES``: convolutions shorten a
+recording."""
 
 
 def example_inputs(

@@ -125,6 +125,7 @@ class FolderSettings:
 
     @cached_property
     def model(self) -> TransformersConfig:
+        """The keys of config.json."""
         return parse_settings(self.config, TransformersConfig)
 
     @property
@@ -135,6 +136,7 @@ class FolderSettings:
 
     @property
     def default_prompt(self) -> str | None:
+        """The name of the prompt that is used without a name; None without one."""
         return self.library.default_prompt_name if self.prompts else None
 
     @property
@@ -150,6 +152,7 @@ class FolderSettings:
 
     @property
     def is_language_model(self) -> bool:
+        """Whether the network predicts next tokens."""
         return self.token_score is not None or self.model.is_for("ForCausalLM")
 
     @property
@@ -196,7 +199,7 @@ class FolderSettings:
         stated = (
             self.library.activation_fn
             or (nested and nested.activation_fn)
-            or self.model.sbert_ce_default_activation_function  # before version 4
+            or self.model.sbert_ce_default_activation_function  # sentence-transformers before 4
         )
         problem = PROBLEMS.get(self.model.problem_type) if of_problem else None
         if stated is None:

@@ -2,14 +2,28 @@
 
 ``optimize`` and ``recover`` write one entry each. Older versions recorded fewer fields, so most may
 be missing. Fields that this version does not know are kept: a newer one may have written them.
+
+A measured value is its own record: ``Quality``, ``Share``, ``Fidelity``, ``Proof`` and
+``ServedSpeed`` extend the class here whose name ends in ``Record`` by what is required when it is
+measured and by what is not written. A field of a record holds such a value as it is, and writes the
+fields of its declared class. The reports of commands (``OptimizeReport``, ``RecoverReport``,
+``PlanReport``) have what they write as ``record``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    field_serializer,
+)
 
 from attnserve.runtime.interleaved_timer import Speedup
 
@@ -23,28 +37,30 @@ __all__ = [
     "Measured",
     "MixingChoice",
     "ModelCost",
+    "OutputRecord",
     "ProofRecord",
     "QualityRecord",
     "Recorded",
     "Recovered",
     "RewriteRecord",
     "Round",
-    "Search",
+    "SearchRecord",
+    "ServedSpeedRecord",
+    "ShapeLatency",
     "ShareRecord",
     "Source",
-    "Speed",
-    "Speedups",
     "StepRecord",
     "TokenIds",
     "TrainingRecord",
     "Whole",
+    "present",
 ]
 
 
-class Recorded(BaseModel):
+class Recorded(BaseModel, frozen=True):
     """Base class of record parts whose JSON contains only the given fields."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
 
     def to_json(self, *left_out: str) -> dict[str, Any]:
         """The fields as JSON values, without the named ones."""
@@ -56,14 +72,19 @@ class Recorded(BaseModel):
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
-class Whole(Recorded):
+def present(**values: Any) -> dict[str, Any]:
+    """The values that are neither None nor empty: fields that are written only with a value."""
+    return {name: value for name, value in values.items() if value}
+
+
+class Whole(Recorded, frozen=True):
     """Base class of record parts whose JSON contains all fields; null without a value."""
 
     def model_post_init(self, context: Any) -> None:
         self.__pydantic_fields_set__.update(type(self).model_fields)
 
 
-class Source(Recorded):
+class Source(Recorded, frozen=True):
     """A file, its checksum, and a checksum of its weights that does not depend on their storage."""
 
     file: str = "the original"
@@ -71,7 +92,7 @@ class Source(Recorded):
     weights: str | None = None
 
 
-class ModelCost(Whole):
+class ModelCost(Whole, frozen=True):
     """Counts at the recorded batch and sequence, and bytes of the weights.
 
     ``macs`` is None where they cannot be counted.
@@ -82,7 +103,7 @@ class ModelCost(Whole):
     bytes: int
 
 
-class TokenIds(Recorded):
+class TokenIds(Recorded, frozen=True):
     """The token ids of calibration rows.
 
     Attributes:
@@ -97,7 +118,7 @@ class TokenIds(Recorded):
     seen: str
 
 
-class Calibration(Recorded):
+class Calibration(Recorded, frozen=True):
     """The data that a model was calibrated on.
 
     Attributes:
@@ -127,7 +148,7 @@ SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
 """The fields of a step that are sizes, in the order of tables."""
 
 
-class StepRecord(Whole):
+class StepRecord(Whole, frozen=True):
     """One rewrite of one block.
 
     Attributes:
@@ -162,8 +183,8 @@ class StepRecord(Whole):
         return [name for name in SIZES if getattr(self, name) is not None]
 
 
-class QualityRecord(Recorded):
-    """The measured quality of an output; see ``checks.quality.Quality``.
+class QualityRecord(Recorded, frozen=True):
+    """The recorded part of ``checks.quality.Quality``: the quality of one output.
 
     Other measures of the same output are further fields, by their names.
     """
@@ -184,33 +205,75 @@ class QualityRecord(Recorded):
     excluded_rows: tuple[int, ...] = ()
 
 
-class Measured(Recorded):
-    """The lowest of several qualities, and all of them, by output, file and lengths of texts."""
+class Measured(Recorded, frozen=True):
+    """Base class of records with the qualities of a model.
+
+    Attributes:
+        quality: The lowest of them; None if none was measured.
+        qualities: All of them, by output, file and lengths of texts, the lowest first. They are
+            written only if there are several.
+    """
 
     quality: QualityRecord | None = None
     qualities: tuple[QualityRecord, ...] = ()
 
+    def model_post_init(self, context: Any) -> None:
+        qualities = self.qualities or ((self.quality,) if self.quality else ())
+        if qualities:
+            vars(self).update(quality=self.quality or qualities[0], qualities=qualities)
+            self.__pydantic_fields_set__.add("quality")
+        if len(qualities) < 2:
+            self.__pydantic_fields_set__.discard("qualities")
 
-class ShareRecord(Recorded):
-    """The kept share of a task's score."""
+
+class ShareRecord(Recorded, frozen=True):
+    """The recorded part of ``checks.scores.Share``: the kept share of a task's score."""
 
     value: FiniteFloat
     standard_error: FiniteFloat | None = None
     rows: int | None = None
 
 
-class FidelityRecord(Measured):
-    """A comparison with the original; ``outputs`` as of ``OutputFidelity.to_json``."""
+class OutputRecord(Recorded, frozen=True):
+    """The record of ``checks.compare.OutputFidelity``: the errors of one output.
 
-    outputs: tuple[dict[str, Any], ...] = ()
+    An infinite error is null in JSON.
+    """
+
+    name: str = ""
+    max_abs_error: float | None = None
+    mean_abs_error: float | None = None
+    relative_error: float | None = None
+    mean_cosine: float | None = None
+    min_cosine: float | None = None
+    not_finite_rows: tuple[int, ...] = ()
+    excluded_rows: tuple[int, ...] = ()
+    same_outputs: tuple[str, ...] = ()
+
+    @field_serializer("max_abs_error", "mean_abs_error", "relative_error")
+    def _finite_or_null(self, error: float | None) -> float | None:
+        return None if error is None or math.isinf(error) else error
+
+
+class FidelityRecord(Measured, frozen=True):
+    """The record of ``checks.compare.Fidelity``: a comparison with the original.
+
+    Attributes:
+        share: The kept share of a task's score, in plans.
+    """
+
+    outputs: tuple[OutputRecord, ...] = ()
     mean_cosine: FiniteFloat | None = None
     min_cosine: FiniteFloat | None = None
     data: str | None = None
     share: ShareRecord | None = None
 
 
-class Speed(Whole):
-    """Latencies of the new model and the original at one length: medians of interleaved runs."""
+class ShapeLatency(Whole, frozen=True):
+    """Latencies in milliseconds of the new model and the original at one shape, and their ratio.
+
+    They are medians of interleaved runs.
+    """
 
     batch: int
     sequence: int
@@ -219,8 +282,20 @@ class Speed(Whole):
     speedup: FiniteFloat
 
 
-class Speedups(Recorded):
-    """Speed-ups as served: each step over the one before; ``served`` over the fused original."""
+class ServedSpeedRecord(Recorded, frozen=True):
+    """The recorded part of ``planning.served_speed.ServedSpeed``: the speed-ups as served.
+
+    Attributes:
+        shapes: (batch, length) of each run; ratios are geometric means over them.
+        phase: The phase of the runs, see ``Workload``.
+        fusion: Speed-up of the fused original over the exported one.
+        precision: Speed-up of the fused original in another precision over float32; None in
+            float32.
+        removal: Speed-up of the rewritten model over the fused original in its precision; None if
+            nothing was removed or approximated.
+        served: Speed-up of the rewritten model over the fused original in float32.
+        served_by_shape: The value of ``served`` at each shape.
+    """
 
     shapes: tuple[tuple[int, int], ...] = ()
     phase: str = "sequence"
@@ -231,7 +306,7 @@ class Speedups(Recorded):
     served_by_shape: tuple[FiniteFloat, ...] = ()
 
 
-class FormReport(Whole):
+class FormReport(Whole, frozen=True):
     """A form of shared dimensions that was built and timed; see ``planning.mixing_choice``.
 
     Attributes:
@@ -248,7 +323,7 @@ class FormReport(Whole):
     slowest: Speedup
 
 
-class MixingChoice(Whole):
+class MixingChoice(Whole, frozen=True):
     """The chosen form of shared dimensions, the reason, and all forms that were timed."""
 
     chosen: str
@@ -263,7 +338,7 @@ def _present_name(measure: object) -> object:
     return measure
 
 
-class Asked(Recorded):
+class Asked(Recorded, frozen=True):
     """The request of a search; see ``options.Goal``."""
 
     keep: float | None = None
@@ -284,14 +359,19 @@ class Asked(Recorded):
     recover: float | None = None
 
 
-class ProofRecord(Measured):
-    """Verification of a built choice on held-out data that no selection used."""
+class ProofRecord(Measured, frozen=True):
+    """The recorded part of ``planning.search.report.Proof``: a verification on held-out data.
+
+    Attributes:
+        loss: The largest of the losses that the goal limits; see ``Quality.loss``.
+        share: The kept share of the task's score, if the goal has a task.
+    """
 
     loss: FiniteFloat
     share: ShareRecord | None = None
 
 
-class Round(Whole):
+class Round(Whole, frozen=True):
     """One choice that was built and trained.
 
     Attributes:
@@ -310,7 +390,7 @@ class Round(Whole):
     keeps: bool
 
 
-class Recovered(Whole):
+class Recovered(Whole, frozen=True):
     """The training rounds of a search.
 
     Attributes:
@@ -325,13 +405,13 @@ class Recovered(Whole):
     torch: str
 
 
-class Search(Measured):
-    """The part of plan.json that is recorded with an optimized model.
+class SearchRecord(Measured, frozen=True):
+    """The part of plan.json that is recorded with an optimized model; see ``PlanRecord``.
 
     Attributes:
-        fidelity, quality, qualities: Verification of the returned choice.
+        fidelity, quality, qualities: The result of the verification of the returned choice.
         choose: The same quality on the data to choose.
-        proofs: All verifications of choices, in order; all but the last missed the target.
+        proofs: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths.
     """
 
@@ -342,12 +422,12 @@ class Search(Measured):
     choose: QualityRecord | None = None
     proofs: tuple[ProofRecord, ...] = ()
     speedup: FiniteFloat | None = None
-    speeds: tuple[Speed, ...] = ()
+    speeds: tuple[ShapeLatency, ...] = ()
     machine: str | None = None
     recovered: Recovered | None = None
 
 
-class TrainingRecord(Recorded):
+class TrainingRecord(Recorded, frozen=True):
     """The course of a training; see ``recovery.training.Course``.
 
     ``history`` has (seconds, training loss, loss on held-out rows). Numbers that are not finite are
@@ -363,13 +443,13 @@ class TrainingRecord(Recorded):
     weights: int | None = None
 
 
-class BeforeRecovery(Measured):
+class BeforeRecovery(Measured, frozen=True):
     """The quality of the rewritten model before its training."""
 
     fidelity: FidelityRecord | None = None
 
 
-class RewriteRecord(Measured):
+class RewriteRecord(Measured, frozen=True):
     """One entry of the lineage.
 
     Attributes:
@@ -395,11 +475,11 @@ class RewriteRecord(Measured):
     warnings: tuple[str, ...] = ()
     plan: dict[str, Any] | None = None
     served_speedup: FiniteFloat | None = None
-    speedups: Speedups | None = None
+    speedups: ServedSpeedRecord | None = None
     mixing: MixingChoice | None = None
     int8_weight_bits: int | None = None
     int8_activations: str | None = None
-    search: Search | None = None
+    search: SearchRecord | None = None
     choose: QualityRecord | None = None
     also_proved: tuple[FidelityRecord, ...] = ()
     before_recovery: BeforeRecovery | None = None
@@ -408,8 +488,3 @@ class RewriteRecord(Measured):
     verdict: str | None = None
     training: TrainingRecord | None = None
     versions: Mapping[str, str] = {}
-
-    @property
-    def measured(self) -> tuple[QualityRecord, ...]:
-        """All qualities that were measured for this rewrite."""
-        return self.qualities or ((self.quality,) if self.quality else ())

@@ -45,9 +45,10 @@ def find_models(path: Path, *, must_exist: bool = False) -> dict[str, dict[str, 
 
 
 def _models(path: Path) -> Iterator[tuple[str, dict[str, Place]]]:
-    """(name, versions) of each model in a folder; other folders are ignored.
+    """(name, versions) of each model in a folder.
 
-    So are folders that this user may not read: the root of a volume has a ``lost+found``.
+    Other folders are ignored, also those that this user may not read: the root of a volume has a
+    ``lost+found``.
     """
     for folder in sorted(path.iterdir()):
         versions: dict[str, Place] = {}

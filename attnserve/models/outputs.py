@@ -177,7 +177,7 @@ def staged(folder: Path, finish: Callable[[Path], None] = lambda _: None) -> Gen
     except OSError as error:  # raised inside the context, for example by a full disk
         raise InvalidOutput(
             f"{folder}: writing failed: {error.strerror or error}",
-            "free some space, or choose another `output`",
+            "check the path and the free space, or choose another `output`",
             code="output.write_failed",
         ) from error
     finally:

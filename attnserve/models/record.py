@@ -23,6 +23,11 @@ RESTORE = "restore or remove the file"
 
 
 def _require_places(template: str) -> str:
+    """The template, if it has a place for the query and one for the document.
+
+    Raises:
+        ValueError: A place is missing or repeated.
+    """
     if not template.count("{query}") == template.count("{document}") == 1:
         raise ValueError("expected {query} and {document}, once each")
     return template
@@ -33,7 +38,7 @@ Place = Annotated[int, Field(strict=True, ge=0)]
 Template = Annotated[StrictStr, AfterValidator(_require_places)]
 
 
-class Record(Recorded):
+class Record(Recorded, frozen=True):
     """The content of attnserve.json about one model.
 
     Fields that are not given have the values of the folder's other files, or the defaults of

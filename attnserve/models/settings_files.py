@@ -397,7 +397,7 @@ class TransformersConfig(SettingsFile):
     """Settings of cross-encoders (sentence-transformers 4 and 5)."""
     sbert_ce_default_activation_function: str | None = None
     """The activation of cross-encoders (before sentence-transformers 4)."""
-    relative: bool = Field(default=False, exclude=True)  # no key of the file
+    relative: bool = Field(default=False, exclude=True)  # not a key of the file
     """Whether positions are rotary or relative, so that no table limits them."""
 
     @classmethod

@@ -487,7 +487,7 @@ def _kept(
     if isinstance(raw, Encoding):
         return list(range(limit) if right else range(count - limit, count))
     if spans is not None:
-        offsets: list[tuple[int, int]] = raw.offsets  # a new list each time
+        offsets: list[tuple[int, int]] = raw.offsets  # each access makes a new list
         order = range(count)[::-1] if right else range(count)
         droppable = [
             index
@@ -519,7 +519,7 @@ def _kept(
 
 
 def _select(raw: Any, kept: Sequence[int]) -> Encoding:
-    ids, type_ids = raw.ids, raw.type_ids  # new lists each time
+    ids, type_ids = raw.ids, raw.type_ids  # each access makes a new list
     return Encoding([ids[i] for i in kept], [type_ids[i] for i in kept])
 
 

@@ -84,6 +84,11 @@ class Latest:
             )
 
     def required(self) -> FeatureMaps:
+        """The maps of the latest call.
+
+        Raises:
+            InvalidArgument: The layer was not called, or does not keep them.
+        """
         if self.maps is None:
             raise InvalidArgument(
                 "the layer has no feature maps: it was not called, or does not keep them",
@@ -121,8 +126,10 @@ class PassedOn:
         return self._readers - 1
 
     def put(self, probabilities: tuple[Tensor, ...]) -> None:
+        """Store the parts of the probabilities, unless a backward pass calls the layer again."""
         if self._readers and not _is_repeated():
-            self._probabilities, self._unread = probabilities, self._readers
+            self._probabilities = probabilities
+            self._unread = self._readers
             self._tokens = [None] * self._readers
 
     def take(self, reader: int, tokens: Tensor) -> tuple[Tensor, ...]:
@@ -180,7 +187,8 @@ class AttentionLayer(nn.Module):
         scale: The factor of the logits.
         dropout: Dropout probability of attention probabilities, in training.
         bias: Whether projections have biases.
-        kdim, vdim: E and F, the widths of keys and values (default: D).
+        kdim: E, the width of keys (default: D).
+        vdim: F, the width of values (default: D).
         batch_first: Whether tokens are (B, S, D); the default of PyTorch is (S, B, D).
 
     Attributes:
@@ -211,12 +219,17 @@ class AttentionLayer(nn.Module):
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "head_size": value_head_size}
         for name, size in sizes.items():
             check_size(name, size)
-        self.embed_dim, self.num_heads, self.value_head_size = (
-            embed_dim, num_heads, value_head_size,
-        )  # fmt: skip
-        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
-        self.scale, self.dropout, self.batch_first = scale, dropout, batch_first
-        self.keep_maps, self.latest, self.passed_on = False, Latest(), PassedOn()
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.value_head_size = value_head_size
+        self.kdim = kdim or embed_dim
+        self.vdim = vdim or embed_dim
+        self.scale = scale
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.keep_maps = False
+        self.latest = Latest()
+        self.passed_on = PassedOn()
         self.v_proj = input_projection(self.vdim, num_heads * value_head_size, bias=bias)
         self.out_proj = projection(num_heads * value_head_size, embed_dim, bias=bias)
 
@@ -241,7 +254,15 @@ class AttentionLayer(nn.Module):
     def probability_parts(
         self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: Rotation | None = None
     ) -> tuple[Tensor, ...]:
-        """Attention probabilities (B, h, S, T) of consecutive heads; arguments as in ``attend``."""
+        """Attention probabilities of consecutive heads, (B, h, S, T) with h in ``part_heads``.
+
+        Args:
+            query: Tokens x, (B, S, D).
+            key: Tokens y, (B, T, E).
+            mask: Broadcasts to (B, H, S, T). Boolean: True where attention is not allowed.
+                Otherwise added to the logits.
+            rotation: Rotary positions of queries and keys, which have the same length.
+        """
         return (self.probabilities(query, key, mask, rotation),)
 
     def probabilities(
@@ -270,6 +291,9 @@ class AttentionLayer(nn.Module):
         elements for each head, which training keeps.
 
         Args:
+            query: Tokens x, (B, S, D).
+            key: Tokens of the keys, (B, T, E).
+            value: Tokens of the values, (B, T, F).
             mask: Broadcasts to (B, H, S, T). Boolean: True where attention is not allowed.
                 Otherwise added to the logits.
             rotation: Rotary positions of queries and keys, which have the same length.
@@ -355,7 +379,11 @@ class AttentionLayer(nn.Module):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
     ) -> None:
-        """Raises: InvalidArgument: Tokens (batch first) or masks do not fit each other."""
+        """Check that tokens (batch first) and masks fit each other.
+
+        Raises:
+            InvalidArgument: They do not.
+        """
         if query.ndim != 3 or query.shape[2] != self.embed_dim or key.ndim != 3:
             raise InvalidArgument(
                 f"tokens have the shapes {tuple(query.shape)} and {tuple(key.shape)}, batch first: "
@@ -363,7 +391,9 @@ class AttentionLayer(nn.Module):
                 "pass them as for torch.nn.MultiheadAttention; see `batch_first` for the order",
                 code="nn.shape",
             )
-        (B, S), T, H = query.shape[:2], key.shape[1], self.num_heads
+        B, S, _ = query.shape
+        T = key.shape[1]
+        H = self.num_heads
         _check_shape("key", key, [(B, T, self.kdim)])
         _check_shape("value", value, [(B, T, self.vdim)])
         for name, mask, shapes in (
@@ -388,6 +418,7 @@ class AttentionLayer(nn.Module):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor | None:
+        """All masks of a call as one for ``attend``; None without a mask."""
         masks: list[Tensor] = []
         if is_causal and attn_mask is None:
             ones = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
@@ -439,7 +470,8 @@ class FixedHeadAttention(AttentionLayer):
             embed_dim, num_heads, value_head_size=value_head_size or head_size,
             scale=head_size**-0.5 if scale is None else scale, bias=bias, **others,
         )  # fmt: skip
-        self.head_size, self.rotary = head_size, False
+        self.head_size = head_size
+        self.rotary = False
         self.q_proj = input_projection(embed_dim, num_heads * head_size, bias=bias)
         self.k_proj = input_projection(self.kdim, num_heads * head_size, bias=bias)
 
@@ -464,7 +496,8 @@ class FixedHeadAttention(AttentionLayer):
             raise InvalidArgument(
                 "`bias` is False, but the layer has biases", "leave it out", code="nn.bias"
             )
-        K, V = layer.head_size, layer.value_head_size
+        K = layer.head_size
+        V = layer.value_head_size
         size = max(K, V) if head_size is None else head_size
         if size < max(K, V):
             raise InvalidArgument(
@@ -504,10 +537,12 @@ class FixedHeadAttention(AttentionLayer):
         )  # fmt: skip
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E)."""
         q = by_head(self.q_proj(query), self.num_heads)
         k = by_head(self.k_proj(key), self.num_heads)
         if rotation is not None:
-            q, k = rotated(q, rotation), rotated(k, rotation)
+            q = rotated(q, rotation)
+            k = rotated(k, rotation)
         return (q * self.scale) @ k.transpose(-1, -2)
 
 
@@ -520,7 +555,11 @@ def _is_repeated() -> bool:
 
 
 def _check_shape(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raises: InvalidArgument: The tensor has none of these shapes."""
+    """Check the shape of a tensor.
+
+    Raises:
+        InvalidArgument: It is none of ``shapes``.
+    """
     if tuple(tensor.shape) not in shapes:
         raise InvalidArgument(
             f"`{name}` has shape {tuple(tensor.shape)}: expected {' or '.join(map(str, shapes))}",
@@ -530,6 +569,11 @@ def _check_shape(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -
 
 
 def check_size(name: str, size: int) -> None:
+    """Check that a size is positive.
+
+    Raises:
+        InvalidArgument: It is not.
+    """
     if size < 1:
         raise InvalidArgument(
             f"`{name}` is {size}: expected at least 1", "choose a positive size", code="nn.size"
@@ -603,6 +647,7 @@ def rotary_error(kind: str) -> InvalidArgument:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to the logits."""
     # A quarter of the least value: the sum of two masks and of logits stays finite.
     least = torch.finfo(dtype).min / 4
     if mask.dtype != torch.bool:

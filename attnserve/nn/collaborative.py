@@ -56,6 +56,8 @@ class CollaborativeAttention(AttentionLayer):
         k_proj: W~K, a linear map from E to R.
         mixing: M, (H, R).
         content: v, a linear map from E to H; None without.
+        columns: The dimensions that each head reads, (H, W), padded with 0; None for all.
+        reads: Which of ``columns`` are not padding, (H, W); None for all.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class CollaborativeAttention(AttentionLayer):
         self.mixing = nn.Parameter(start)
         self.columns: Tensor | None
         self.reads: Tensor | None
-        columns, reads = (None, None) if support is None else _columns(support, (num_heads, rank))
+        columns = reads = None
+        if support is not None:
+            columns, reads = _columns(support, (num_heads, rank))
         self.register_buffer("columns", columns)
         self.register_buffer("reads", reads)
         self.register_load_state_dict_pre_hook(CollaborativeAttention._take_sizes)
@@ -163,12 +167,11 @@ class CollaborativeAttention(AttentionLayer):
     def _take_sizes(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Take R and the support of weights that are about to be loaded.
 
-        ``from_trained`` finds them from weights: a new model that is swapped may have others. They
-        are those of the layer if the weights are incomplete.
+        ``from_trained`` finds them from weights, so a new model that is swapped may have others.
+        Incomplete weights change nothing.
         """
-        parts = [state_dict.get(f"{prefix}{name}") for name in ("mixing", "q_proj.weight",
-                 "k_proj.weight", "columns")]  # fmt: skip
-        mixing, query, key, columns = parts
+        names = ("mixing", "q_proj.weight", "k_proj.weight", "columns")
+        mixing, query, key, columns = (state_dict.get(f"{prefix}{name}") for name in names)
         if mixing is None or query is None or key is None:
             return
         if mixing.shape[-1] != self.rank:
@@ -179,14 +182,22 @@ class CollaborativeAttention(AttentionLayer):
                 linear.weight.data = linear.weight.new_zeros(self.rank, linear.in_features)
         if columns is not None and self.columns is not None and self.reads is not None:
             shape = (self.num_heads, columns.shape[-1])
-            self.columns, self.reads = self.columns.new_empty(shape), self.reads.new_empty(shape)
+            self.columns = self.columns.new_empty(shape)
+            self.reads = self.reads.new_empty(shape)
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E).
+
+        Raises:
+            InvalidArgument: There are rotary positions.
+        """
         if rotation is not None:
             raise rotary_error("CollaborativeAttention")
-        q, k = self.q_proj(query) * self.scale, self.k_proj(key)
+        q = self.q_proj(query) * self.scale
+        k = self.k_proj(key)
         if self.columns is None or self.reads is None:
-            q, k = q.unsqueeze(1) * self.mixing.unsqueeze(1), k.unsqueeze(1)
+            q = q.unsqueeze(1) * self.mixing.unsqueeze(1)
+            k = k.unsqueeze(1)
         else:  # heads of the size of their support: B H S W and B H T W
             heads = self.columns.shape
             q, k = (part[..., self.columns.flatten()].unflatten(-1, heads) for part in (q, k))
@@ -199,13 +210,22 @@ class CollaborativeAttention(AttentionLayer):
 
 
 def _array(weight: Tensor) -> np.ndarray:
+    """The weight as a float64 array."""
     return weight.double().cpu().numpy()
 
 
 def _columns(support: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The columns that each head reads (H, W), padded with 0, and which of them are not padding."""
-    if tuple(support.shape) != shape or not support.any(1).all():
-        found = f"shape {tuple(support.shape)}" if tuple(support.shape) != shape else "an empty row"
+    """The columns that each head reads (H, W), padded with 0, and which of them are not padding.
+
+    Raises:
+        InvalidArgument: The support has another shape, or a head reads nothing.
+    """
+    found = ""
+    if tuple(support.shape) != shape:
+        found = f"shape {tuple(support.shape)}"
+    elif not support.any(1).all():
+        found = "an empty row"
+    if found:
         raise InvalidArgument(
             f"`support` has {found}: expected {shape} without empty rows",
             "let each head read at least one dimension",

@@ -85,8 +85,12 @@ class GroupedHeadAttention(FixedHeadAttention):
                 "choose a number in this range",
                 code="nn.num_groups",
             )
-        self.num_groups, self.alpha, self.beta, self.tau = num_groups, alpha, beta, tau
-        self.seed, self.keep_maps = seed, True
+        self.num_groups = num_groups
+        self.alpha = alpha
+        self.beta = beta
+        self.tau = tau
+        self.seed = seed
+        self.keep_maps = True
         self.classifier = nn.Linear(num_groups, num_groups) if objective == "categorical" else None
         if self.classifier is not None:
             nn.init.eye_(self.classifier.weight)
@@ -104,6 +108,7 @@ class GroupedHeadAttention(FixedHeadAttention):
             return self._loss([_wide(_flat(part)) for part in _maps(self.latest.required())])
 
     def _loss(self, maps: list[Tensor]) -> Tensor:
+        """Equation 4 of value, attention and output maps, (H, N) each."""
         seen = np.stack([_gram(part) for part in maps])
         self._seen = seen if self._seen is None else self._seen + seen
         if self.groups[0] < 0:
@@ -113,8 +118,9 @@ class GroupedHeadAttention(FixedHeadAttention):
         if self.classifier is None:
             loss = -self.alpha * alike[own].mean()
             return loss + self.beta * alike[~own].mean() if self.num_groups > 1 else loss
-        weights = self.classifier.weight.to(alike), self.classifier.bias.to(alike)
-        logits = nn.functional.linear(alike, *weights)
+        logits = nn.functional.linear(
+            alike, self.classifier.weight.to(alike), self.classifier.bias.to(alike)
+        )
         loss = -self.alpha * logits.log_softmax(1)[own].mean()
         if self.num_groups == 1:
             return loss
@@ -162,6 +168,7 @@ class GroupedHeadAttention(FixedHeadAttention):
         return made
 
     def _similarity(self, maps: list[Tensor]) -> Tensor:
+        """phi, the similarity of each head to each group, (H, C)."""
         own = nn.functional.one_hot(self.groups, self.num_groups)
         share = own.T / own.sum(0)[:, None]  # C H
         phi = [
@@ -250,6 +257,11 @@ def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
 
 
 def _grouped(model: nn.Module) -> list[tuple[str, GroupedHeadAttention]]:
+    """The grouped layers of a model with their names.
+
+    Raises:
+        InvalidArgument: There is none.
+    """
     found = [(name, each) for name, each in model.named_modules()
              if isinstance(each, GroupedHeadAttention)]  # fmt: skip
     if not found:
@@ -263,12 +275,13 @@ def _grouped(model: nn.Module) -> list[tuple[str, GroupedHeadAttention]]:
 
 def _maps(maps: FeatureMaps) -> list[Tensor]:
     """Values, probabilities and outputs (B, H, T, X), zero at padding."""
-    queries, keys = maps.queries[:, None, :, None], maps.keys[:, None, :, None]
+    queries = maps.queries[:, None, :, None]
+    keys = maps.keys[:, None, :, None]
     return [maps.values * keys, maps.probabilities * queries, maps.outputs * queries]
 
 
 def _flat(part: Tensor) -> Tensor:
-    """(B, H, T, X) to (H, B*T*X)."""
+    """Reshape (B, H, T, X) to (H, B*T*X)."""
     return part.transpose(0, 1).flatten(1)
 
 
@@ -278,6 +291,7 @@ def _wide(part: Tensor) -> Tensor:
 
 
 def _gram(part: Tensor) -> np.ndarray:
+    """The inner products of the rows, in float64."""
     part = _wide(part.detach())
     return (part @ part.T).double().cpu().numpy()
 

@@ -64,6 +64,8 @@ _CLASSES = {
     "MistralAttention": _LLAMA,
     "Qwen2Attention": _LLAMA,
 }  # fmt: skip
+"""Attention classes of transformers, by name."""
+
 SUPPORTED = "BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral and Qwen2"
 
 
@@ -75,7 +77,8 @@ class HuggingFaceAttention(nn.Module):
         config: Configuration of the model; it names the implementation of attention.
         is_causal: Mask later keys if no mask is passed, as transformers does.
         is_cross: Keys and values are the hidden states of the encoder.
-        dropout, norm: Applied to the residual sum (ALBERT); else None.
+        dropout: Applied to the output before the residual is added (ALBERT); else None.
+        norm: Applied to the sum (ALBERT); else None.
     """
 
     def __init__(
@@ -89,9 +92,12 @@ class HuggingFaceAttention(nn.Module):
         norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.layer, self.config = layer, config
-        self.is_causal, self.is_cross = is_causal, is_cross
-        self.dropout, self.norm = dropout, norm
+        self.layer = layer
+        self.config = config
+        self.is_causal = is_causal
+        self.is_cross = is_cross
+        self.dropout = dropout
+        self.norm = norm
 
     def forward(
         self,
@@ -108,11 +114,18 @@ class HuggingFaceAttention(nn.Module):
         """The output (B, S, D), and None in place of the probabilities, as with sdpa attention.
 
         Args:
+            hidden_states: Tokens of the queries, (B, S, D).
             attention_mask: Broadcasts to (B, H, S, T): True where attention is allowed, or added to
                 the logits.
+            encoder_hidden_states: Tokens of keys and values in cross-attention, (B, T, E).
+            key_value_states: The same, in other models.
+            past_key_values: A cache, which is refused.
             position_embeddings: Cosines and sines of rotary positions.
             is_causal: Replaces the attribute in this call, as with sdpa attention of transformers;
                 eager attention reads masks only.
+
+        Raises:
+            InvalidArgument: There is a cache.
         """
         if past_key_values is not None:
             raise InvalidArgument(
@@ -214,6 +227,11 @@ def _named(model: nn.Module, name: str) -> tuple[Any, _Names]:
 
 
 def _read(model: nn.Module, name: str) -> TrainedAttention:
+    """The weights of an attention module.
+
+    Raises:
+        InvalidArgument: A projection is no ``torch.nn.Linear``.
+    """
     module, names = _named(model, name)
     linears = _linears(model, name)
     if not all(type(each) is nn.Linear and each.weight.is_floating_point() for each in linears):
@@ -232,7 +250,11 @@ def _read(model: nn.Module, name: str) -> TrainedAttention:
 
 
 def _check(model: nn.Module, name: str, layer: object) -> None:
-    """Raise if what ``convert`` returned cannot replace a module."""
+    """Check that what ``convert`` returned can replace a module.
+
+    Raises:
+        InvalidArgument: It cannot.
+    """
     old, names = _named(model, name)
     widths = tuple(getattr(old, each).in_features for each in names.projections[:3])
     if not isinstance(layer, AttentionLayer) or (layer.embed_dim, layer.kdim, layer.vdim) != widths:
@@ -247,7 +269,11 @@ def _check(model: nn.Module, name: str, layer: object) -> None:
 
 
 def _check_windows(model: nn.Module, layers: Mapping[str, AttentionLayer]) -> None:
-    """Raise if a layer reuses probabilities of a layer with another mask."""
+    """Check that layers reuse probabilities of layers with the same mask only.
+
+    Raises:
+        InvalidArgument: One does not.
+    """
     names = {id(layer.passed_on): name for name, layer in layers.items()}
     for name, layer in layers.items():
         if not isinstance(layer, ReuseAttention) or id(layer.source) not in names:
@@ -272,6 +298,7 @@ def _check_windows(model: nn.Module, layers: Mapping[str, AttentionLayer]) -> No
 
 
 def _install(model: nn.Module, name: str, layer: AttentionLayer) -> None:
+    """Replace an attention module by a layer."""
     old, names = _named(model, name)
     is_cross = "Cross" in type(old).__name__ or name.endswith("encoder_attn")
     extra = {"dropout": old.output_dropout, "norm": old.LayerNorm} if names.normalizes else {}
@@ -290,11 +317,18 @@ def _freeze(
     layer: AttentionLayer, query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear
 ) -> None:
     """Freeze the weights of a layer that replaces frozen projections."""
-    is_trained = [any(w.requires_grad for w in linear.parameters())
-                  for linear in (query, key, value, output)]  # fmt: skip
+
+    def is_trained(*linears: nn.Linear) -> bool:
+        return any(weight.requires_grad for each in linears for weight in each.parameters())
+
+    by_part = {
+        "v_proj": is_trained(value),
+        "out_proj": is_trained(output),
+        "classifier": is_trained(query, key, value, output),
+    }
+    of_scores = is_trained(query, key)
     for name, weight in layer.named_parameters():
-        part = {"v_proj": is_trained[2], "out_proj": is_trained[3], "classifier": any(is_trained)}
-        if not part.get(name.partition(".")[0], is_trained[0] or is_trained[1]):
+        if not by_part.get(name.partition(".")[0], of_scores):
             weight.requires_grad_(False)
 
 
@@ -306,4 +340,5 @@ def _linears(model: nn.Module, name: str) -> list[Any]:
 
 
 def _output_of(model: nn.Module, name: str) -> Any:
+    """The module of transformers that has the output projection of an attention module."""
     return model.get_submodule(f"{name.rpartition('.')[0]}.output")

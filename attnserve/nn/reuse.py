@@ -84,17 +84,20 @@ class ReuseAttention(AttentionLayer):
         made.take_values(layer)
         if made.own is not None:
             own = FixedHeadAttention.from_trained(layer.of_heads(slice(made.own.num_heads)))
-            made.own.q_proj, made.own.k_proj = own.q_proj, own.k_proj
+            made.own.q_proj = own.q_proj
+            made.own.k_proj = own.k_proj
         return made
 
     @property
     def part_heads(self) -> tuple[int, ...]:
+        """The number of own heads, if any, and of the reused heads of each part."""
         own = () if self.own is None else self.own.part_heads
         return (*own, *(heads for heads, _ in self.reused_parts))
 
     def probability_parts(
         self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: Rotation | None = None
     ) -> tuple[Tensor, ...]:
+        """Own probabilities, if there are own heads, and the reused ones."""
         taken = self.source.take(self._place, query)
         reused = tuple(  # TorchScript would export a Slice of all heads
             part if heads == most else part[:, :heads]
@@ -108,7 +111,14 @@ class ReuseAttention(AttentionLayer):
 
 
 def _first_heads(parts: Sequence[int], count: int) -> tuple[tuple[int, int], ...]:
-    """The first heads of a layer as (heads, size) of each part that they are in."""
+    """The parts that hold the first ``count`` heads of a layer.
+
+    Args:
+        parts: The number of heads of each part.
+
+    Returns:
+        For each part, the number of these heads in it, and its size.
+    """
     taken: list[tuple[int, int]] = []
     for size in parts:
         if count > 0:
@@ -134,6 +144,7 @@ class SkipAttention(AttentionLayer):
         mask: Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Zeros in the shapes of the output and of the probabilities."""
         B, S, _ = query.shape
         return torch.zeros_like(query), (query.new_zeros(B, self.num_heads, S, key.shape[1]),)
 

@@ -89,7 +89,8 @@ class SharedKeyAttention(AttentionLayer):
         query = _complex(layer.query, layer.query_bias)
         heads = RotaryHeads(query, key[first], groups.reshape(-1), is_self=True)
         factors = shared_keys(heads, rank, moments)
-        query, key = _real(factors.query), _real(factors.key)[0]  # H D+1 R and E+1 R
+        query = _real(factors.query)  # H D+1 R
+        key = _real(factors.key)[0]  # E+1 R
         planes = torch.from_numpy(factors.planes[0])
         made = cls(layer.sizes[0], layer.num_heads, planes, **layer.options).to(layer.query)
         made.take_values(layer)
@@ -102,11 +103,14 @@ class SharedKeyAttention(AttentionLayer):
         return made
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
-        q, k = by_head(self.q_proj(query), self.num_heads), by_head(self.k_proj(key), 1)
+        """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E)."""
+        q = by_head(self.q_proj(query), self.num_heads)
+        k = by_head(self.k_proj(key), 1)
         if rotation is not None:
             cos, sin = (part[..., self.planes] for part in rotation)
-            turns = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-            q, k = rotated(q, turns), rotated(k, turns)
+            turns = (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1))
+            q = rotated(q, turns)
+            k = rotated(k, turns)
         return (q * self.scale) @ k.transpose(-1, -2)
 
 
@@ -118,4 +122,5 @@ def _complex(weight: Tensor, bias: Tensor) -> Any:
 
 
 def _real(heads: Any) -> Tensor:
+    """Complex numbers (H, D+1, N) as real elements (H, D+1, 2N): real parts, then imaginary."""
     return torch.from_numpy(np.concatenate([heads.real, heads.imag], axis=2))

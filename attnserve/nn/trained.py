@@ -22,9 +22,10 @@ class TrainedAttention:
         key: W_K^h, (H, E, K).
         value: W_V^h, (H, F, V).
         output: The rows of W_O of each head, (H, V, D).
-        query_bias, key_bias: (H, K).
-        value_bias: (H, V).
-        output_bias: (D,).
+        query_bias: b_Q^h, (H, K).
+        key_bias: b_K^h, (H, K).
+        value_bias: b_V^h, (H, V).
+        output_bias: b, (D,).
         scale: The factor of the logits.
         dropout: Dropout probability of attention probabilities, in training.
         batch_first: Whether tokens are (B, S, D), not (S, B, D).
@@ -100,21 +101,33 @@ class TrainedAttention:
             num_kv_heads: Heads of keys and values, if fewer: each is copied for its query heads.
         """
         kv_heads = num_kv_heads or num_heads
-        (q, q_bias), (k, k_bias), (v, v_bias) = (
-            _heads(linear, heads, num_heads)
-            for linear, heads in ((query, num_heads), (key, kv_heads), (value, kv_heads))
-        )
-        out = output.weight.detach().clone().T.unflatten(0, (num_heads, -1))  # H V D
+        query_weight, query_bias = _heads(query, num_heads, num_heads)
+        key_weight, key_bias = _heads(key, kv_heads, num_heads)
+        value_weight, value_bias = _heads(value, kv_heads, num_heads)
         biases: list[Any] = [linear.bias for linear in (query, key, value, output)]
         return TrainedAttention(
-            q, k, v, out, q_bias, k_bias, v_bias, _bias(output),
-            scale=scale, dropout=dropout, batch_first=batch_first, rotary=rotary,
+            query=query_weight,
+            key=key_weight,
+            value=value_weight,
+            output=output.weight.detach().clone().T.unflatten(0, (num_heads, -1)),  # H V D
+            query_bias=query_bias,
+            key_bias=key_bias,
+            value_bias=value_bias,
+            output_bias=_bias(output),
+            scale=scale,
+            dropout=dropout,
+            batch_first=batch_first,
+            rotary=rotary,
             has_bias=any(bias is not None for bias in biases),
-        )  # fmt: skip
+        )
 
 
 def require_trained(layer: object) -> None:
-    """Raises: InvalidArgument: ``layer`` is a module instead of its weights."""
+    """Check that ``layer`` holds weights.
+
+    Raises:
+        InvalidArgument: It is another object, such as the module itself.
+    """
     if not isinstance(layer, TrainedAttention):
         raise InvalidArgument(
             f"`layer` is {type(layer).__name__}: expected the weights of a layer",
@@ -157,6 +170,7 @@ def read_trained_attention(layer: nn.MultiheadAttention) -> TrainedAttention:
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear map with these weights, without a copy."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach())
     if bias is not None:

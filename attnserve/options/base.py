@@ -37,6 +37,7 @@ __all__ = [
     "Cli",
     "OptionType",
     "Options",
+    "expected_values",
     "is_group",
     "option_name",
     "option_type",
@@ -121,7 +122,7 @@ class Options(BaseModel):
             if name in cls.model_fields and cls.model_fields[name].description is None:
                 cls.model_fields[name].description = text
 
-    if not TYPE_CHECKING:  # the constructor of the fields is the one to show
+    if not TYPE_CHECKING:  # type checkers see pydantic's constructor, with the fields
 
         def __init__(self, **given: Any) -> None:
             try:
@@ -156,7 +157,7 @@ class Options(BaseModel):
         value = first["input"]
         shown = reprlib.repr(value) if isinstance(value, str) else value
         raise InvalidArgument(
-            f"`{name}` is {shown}: expected {_expected(field, first['msg'])}",
+            f"`{name}` is {shown}: expected {expected_values(field, first['msg'])}",
             "give another value" if example is None else f"for example `{name}` {example}",
             code=f"{cls.area}.range",
         ) from error
@@ -199,7 +200,7 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
 
 
 def option_type(field: FieldInfo) -> OptionType:
-    """The parts of a field's type."""
+    """Split the type of a field into its kind, bounds, presentation and example."""
     kind: Any = field.annotation
     parts: list[Any] = [field]
     while True:
@@ -267,7 +268,14 @@ def with_keywords(function: Callable[P, Result]) -> WithKeywords[P, Result]:
 
 
 def _check_group(name: str, kind: type[Options], given: object, own: Collection[str]) -> None:
-    """Raises: InvalidArgument: A group has another type, or has a field that is a keyword too."""
+    """Check the value of a parameter that is a group of options.
+
+    Args:
+        own: Names of the group's fields that were given as keywords.
+
+    Raises:
+        InvalidArgument: The value has another type, or states a field that is a keyword too.
+    """
     from graph_passes.errors import InvalidArgument
 
     if not isinstance(given, kind):
@@ -293,8 +301,14 @@ def is_group(hint: Any) -> TypeGuard[type[Options]]:
 BOUNDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
 
 
-def _expected(field: FieldInfo, message: str) -> str:
-    """The valid values of a field, in words."""
+def expected_values(field: FieldInfo, message: str) -> str:
+    """The valid values of a field, in words, for an error.
+
+    Args:
+        message: The message of the failed validation, for fields without choices and bounds.
+    """
+    if message.startswith("Value error, "):  # raised by the field's reader
+        return message.removeprefix("Value error, ").removeprefix("expected ")
     about = option_type(field)
     members = get_args(about.kind)
     if get_origin(about.kind) is tuple and members and get_origin(members[0]) is Literal:
@@ -310,8 +324,4 @@ def _expected(field: FieldInfo, message: str) -> str:
     ]
     if limits and about.kind in (int, float):
         return f"{'an integer' if about.kind is int else 'a number'}, {' and '.join(limits)}"
-    return (
-        message.removeprefix("Value error, ")
-        .removeprefix("Input should be ")
-        .removeprefix("expected ")
-    )
+    return message.removeprefix("Input should be ")

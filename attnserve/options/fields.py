@@ -19,13 +19,22 @@ CALIBRATION = "Calibration"
 PRECISION = "Precision"
 
 
+MEASURE_HELP = (
+    "Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),"
+    " KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine"
+    " (cosine). auto chooses by the kind of output."
+)
+
+
 def fail(what: str, fix: str, code: str) -> NoReturn:
+    """Raise ``InvalidArgument``, which is imported on use because ``--help`` does not need it."""
     from graph_passes.errors import InvalidArgument
 
     raise InvalidArgument(what, fix, code=code)
 
 
 def read_names(value: Any) -> Any:
+    """The names in a text, separated by commas; other values as they are."""
     if not isinstance(value, str):
         return value
     names = tuple(name.strip() for name in value.split(","))
@@ -35,16 +44,18 @@ def read_names(value: Any) -> Any:
 
 
 def read_ranks(value: Any) -> Any:
+    """One integer, or several as a tuple, from a text; other values as they are."""
     ranks = _numbers(value, int, "integers")
     return ranks[0] if isinstance(value, str) and len(ranks) == 1 else ranks
 
 
 def read_weights(value: Any) -> Any:
+    """The numbers in a text, separated by commas; other values as they are."""
     return _numbers(value, float, "numbers")
 
 
 def _numbers(value: Any, kind: Callable[[str], float], expected: str) -> Any:
-    """The numbers of a text; values of other types as they are."""
+    """The numbers in a text, separated by commas; other values as they are."""
     if not isinstance(value, str):
         return value
     try:
@@ -54,7 +65,11 @@ def _numbers(value: Any, kind: Callable[[str], float], expected: str) -> Any:
 
 
 def read_lengths(value: Any) -> Any:
-    """Parse a length, or a range of lengths; see ``data.lengths``."""
+    """A length in tokens, or the ends of a range such as 16-512, from a text, an integer or a pair.
+
+    Raises:
+        ValueError: It is neither, or a length is below 1.
+    """
     if isinstance(value, str):
         match = re.fullmatch(r"(-?\d{1,9})(?:-(\d{1,9}))?", value.strip())
         if match is None:
@@ -71,19 +86,22 @@ def read_lengths(value: Any) -> Any:
 
 
 def read_minutes(value: Any) -> Any:
+    """Minutes from a text such as 20m, 90s, 1h or 20; other values as they are."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([smh]?)", value.strip())
     if match is None:
-        raise ValueError("expected a time in minutes")
+        raise ValueError("expected a time in minutes, or with a unit (90s, 20m, 1h)")
     return float(match[1]) * {"s": 1 / 60, "m": 1.0, "h": 60.0, "": 1.0}[match[2]]
 
 
 def read_path(value: Any) -> Any:
+    """A ``Path`` for a path of any type; other values as they are."""
     return Path(value) if isinstance(value, os.PathLike) else value
 
 
 def read_paths(value: Any) -> Any:
+    """A tuple of no, one or several paths."""
     return tuple(as_paths(value))
 
 

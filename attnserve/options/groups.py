@@ -22,6 +22,7 @@ from attnserve.context import Device, Progress, Provider, RunContext, ignore_pro
 from attnserve.options.base import Cli, Options
 from attnserve.options.fields import (
     CALIBRATION,
+    MEASURE_HELP,
     PRECISION,
     Allowed,
     Converted,
@@ -62,11 +63,11 @@ RUN = "Run"
 
 
 class Rewrites(Options):
-    """Rewrites by hand.
+    """Rewrites that are requested by hand.
 
-    They are applied in this order: skip, prune, reuse, prune neurons, refit, collaborate, refit,
-    fuse operators and convert the precision. ``layers`` restricts those that do not name layers
-    themselves.
+    They are applied in this order: strip the cache, skip attention, prune heads, reuse
+    probabilities, prune neurons, refit, share dimensions, refit. Then operators are fused, and the
+    precision is converted. ``layers`` restricts the rewrites that do not name layers themselves.
     """
 
     panel = REWRITES
@@ -188,13 +189,15 @@ class Goal(Options):
     ] = None
     """Minimum speed-up; minimizes the quality loss subject to it. Excludes `keep`."""
     eval_data: File | None = None
-    """Labeled data, as `evaluate` reads it: `keep` applies to its score."""
+    """Labeled data in a format of `evaluate`: the share `keep` applies to its score too."""
     task: TaskName | None = None
-    """The score of `eval_data`."""
-    measure: SearchMeasure = "auto"
-    """Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),
-    KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine
-    (cosine). auto chooses by the kind of output. score limits the loss of the task score alone."""
+    """The task of `eval_data`, whose score must be kept."""
+    measure: Annotated[
+        SearchMeasure,
+        Field(description=MEASURE_HELP + " score limits the loss of the task score alone."),
+    ] = "auto"
+    """Measure of quality; "auto" chooses by the kind of output, and "score" limits the loss of the
+    task score alone."""
     allow: Annotated[
         tuple[Allowed, ...],
         BeforeValidator(read_names),
@@ -268,7 +271,8 @@ class Data(Options):
     """Data to calibrate on, and to compare with the original.
 
     Part of each file is held out to measure the quality; the lowest value over the files counts.
-    Without data, factors are computed from the weights alone, with several times the error.
+    Without data, shared dimensions are computed from the weights alone, with several times the
+    error.
     """
 
     panel = CALIBRATION
@@ -278,15 +282,16 @@ class Data(Options):
     """Calibration data: text with one sentence per line, an .npz of input arrays, or a folder of
     .npz; can be repeated. The quality of each file is measured."""
     also_prove: Files = ()
-    """Additional data for verification, for example text of another kind; can be repeated."""
+    """Additional data to verify the result on, for example text of another kind; can be
+    repeated."""
     calib_weights: Annotated[
         tuple[float, ...],
         BeforeValidator(read_weights),
         Field(examples=["3,1"]),
         Cli(metavar="W1,W2,...", is_text=True),
     ] = ()
-    """Shares of several `calib` files in the rows that are fitted, for example 3,1 (default: all
-    rows of all files)."""
+    """Shares of several `calib` files in the rows to fit, for example 3,1 (default: all rows to fit
+    of all files)."""
     tokenizer: File | None = None
     """tokenizer.json (default: the file beside the model)."""
 
@@ -302,7 +307,11 @@ class Data(Options):
             InvalidArgument: It is not.
         """
         if not self.calib:
-            fail("calibration data is required", "give `calib`", "optimize.no_data")
+            fail(
+                "calibration data is required, but `calib` is not given",
+                "give `calib`, for example a text file with one sentence per line",
+                "optimize.no_data",
+            )
 
 
 def check_files(
@@ -335,7 +344,7 @@ def check_files(
 
 
 class Target(Options):
-    """What is served: a precision, and the shape at which it should be fast.
+    """What a model is made for: its precision, and the shape at which it should be fast.
 
     Costs are reported at this shape.
     """
@@ -379,9 +388,11 @@ class Run(Options):
 
     @property
     def device(self) -> Device:
+        """The runtime, provider and threads of these options."""
         return Device(self.provider, self.threads, self.runtime)
 
     def context(self, progress: Progress = ignore_progress) -> RunContext:
+        """The context of a run with these options."""
         return RunContext(
             self.provider, self.threads, self.runtime, seed=self.seed, progress=progress
         )
@@ -416,10 +427,8 @@ class Training(Options):
     """Quantize to int8 with 7-bit weights (every CPU)."""
     task: LearnedTask | None = None
     """Learn the labels of the tables (.tsv) in `data` too."""
-    measure: Measure = "auto"
-    """Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),
-    KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine
-    (cosine). auto chooses by the kind of output."""
+    measure: Annotated[Measure, Field(description=MEASURE_HELP)] = "auto"
+    """Measure of quality; "auto" chooses by the kind of output."""
 
 
 GROUPS = (Goal, Rewrites, Data, Target, Run, Write, Training)

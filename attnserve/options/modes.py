@@ -20,8 +20,8 @@ def check_mode(
     """
     if plan is not None and (goal.is_given or target.precision != "float32"):
         fail(
-            "`plan` describes all rewrites, and the precision",
-            "leave the other parameters out",
+            "`plan` has all rewrites and the precision, but a goal or a precision is given too",
+            "leave out `plan`, or the goal and the precision",
             "optimize.conflict",
         )
     if not goal.is_given and plan is None:

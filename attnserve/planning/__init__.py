@@ -1,1 +1,1 @@
-"""Choose the rewrites of a model, apply them, and prove the result."""
+"""Choose the rewrites of a model, apply them, and verify the result."""

@@ -109,7 +109,7 @@ Times = Mapping[str, np.ndarray]
 """Milliseconds (sessions, rounds) by shape. Row 0: the file; row 1: all blocks fused."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FusionReport:
     """A fused model in comparison with the original.
 
@@ -214,13 +214,13 @@ def _fuse_and_check(
     fused = _operators(fastest)
     gelu = [one for one in fastest if isinstance(one, FuseGelu)]
     return FusionReport(
-        len(fused),
-        sum(len(one.targets) for one in gelu),
-        min_cosine,
-        max_error,
-        _speedup(times, row).value,
-        {shape: speedup.value for shape, speedup in _by_shape(times, row).items()},
-        sorted(_operators(passes).keys() - fused.keys()),
+        attention=len(fused),
+        gelu=sum(len(one.targets) for one in gelu),
+        min_cosine=min_cosine,
+        max_error=max_error,
+        speedup=_speedup(times, row).value,
+        speedups={shape: speedup.value for shape, speedup in _by_shape(times, row).items()},
+        kept=sorted(_operators(passes).keys() - fused.keys()),
     )
 
 

@@ -24,16 +24,16 @@ from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.request.sharing import SharingForm
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
-from graph_passes.context import GraphContext
 from graph_passes.passes.collaborate import Collaborate
 
 __all__ = ["FormComparison", "MixingChoice", "choose_mixing"]
 
 
 class Form(Protocol):
-    """A form of the model that was built from a plan."""
+    """A rewritten model in one form of shared dimensions, and its steps."""
 
     @property
     def model(self) -> ir.Model: ...
@@ -66,7 +66,7 @@ def is_steady(form: FormReport) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class FormComparison:
-    """Compares forms with the original and its fused form."""
+    """Compares forms of a rewritten model with the original, in error and in speed."""
 
     timer: ServedTimer
 
@@ -90,9 +90,10 @@ class FormComparison:
     def sketch(self, plan: Plan) -> ir.Model:
         """Build the graph of a plan with unfitted weights, for timing."""
         model = self.job.original.clone()
-        with GraphContext.of(model) as context:
+        with Analyses.of(model) as analyses:
             for rewrite in plan.passes:
-                (rewrite.unfitted(context) if isinstance(rewrite, Collaborate) else rewrite)(model)
+                rewrite.require_applicable(analyses)
+                rewrite.unfitted(analyses)(model)
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:

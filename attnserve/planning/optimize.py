@@ -12,13 +12,12 @@ from attnserve.checks.certify import require_attention
 from attnserve.checks.compare import compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
-from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import ModelCost, StepRecord
+from attnserve.models.lineage import ModelCost
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import int8_activations, int8_weight_bits
@@ -38,6 +37,7 @@ from attnserve.planning.search.search import search
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
 from attnserve.versions import versions
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.analysis.workload import Workload
@@ -109,16 +109,17 @@ def optimize(
         artifact, original, data, target, measure=measure, joined=joined, context=context
     )
     timer = ServedTimer(job)
-    if goal.is_given:
-        rewritten = _searched(job, goal)
-    elif saved is not None:
-        rewritten = _replayed(job, saved)
-    else:
-        rewritten = _requested(job, rewrites, timer)
-    report = _report(job, rewritten, timer, file)
+    with Analyses.of(original):  # no step changes it: its analyses are shared
+        if goal.is_given:
+            rewritten = _searched(job, goal)
+        elif saved is not None:
+            rewritten = _replayed(job, saved)
+        else:
+            rewritten = _requested(job, rewrites, timer)
+        report = _report(job, rewritten, timer, file)
     _require_cosine(report, write.min_cosine)
     if saved is not None:
-        saved.require_promise(report.fidelity)
+        saved.require_guarantee(report.fidelity)
     if not write.dry_run:
         _write(job, rewritten.state.result, report, external=write.external_data)
         for training in rewritten.plan.trainings if saved is not None else ():
@@ -146,9 +147,11 @@ def _output_file(
 
 @dataclass(frozen=True, eq=False)
 class _Rewritten:
-    """A plan, and the model after its steps.
+    """A rewritten model, and the plan whose steps made it.
 
     Attributes:
+        state: The state after the last step.
+        search: The report of the search that made the plan, if there was one.
         mixing: The choice between forms of shared dimensions, if there was one.
     """
 
@@ -165,16 +168,19 @@ class _Rewritten:
 
     @property
     def applied(self) -> ApplyReport:
+        """The finished rewrites, with their errors."""
         return self.state.applied
 
 
 def _searched(job: Job, goal: Goal) -> _Rewritten:
+    """The model of a search."""
     require_attention(job.report)  # errors come before the search, which takes long
     result = search(goal, job)
     return _Rewritten(result.report.plan, result.state, search=result.report)
 
 
 def _replayed(job: Job, saved: SavedPlan) -> _Rewritten:
+    """The model of a plan.json, applied to the same model and data as in its search."""
     assert job.data is not None
     plan = saved.plan_for(job.artifact, job.data)
     as_searched = replace(job, context=replace(job.context, threads=0))
@@ -184,10 +190,11 @@ def _replayed(job: Job, saved: SavedPlan) -> _Rewritten:
 
 
 def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
+    """The model with the requested rewrites, in the fastest form if the request leaves it open."""
     planned = plan_request(rewrites, job)
 
     def build(plan: Plan) -> _Rewritten:
-        """The model in float32, which is fused before its conversion."""
+        """The rewritten model before its conversion."""
         _require_empty_caches(job, plan)
         state = prepare(plan, State(job, job.original.clone(), rewrites.refit))
         return _Rewritten(plan, apply_steps(plan.without_conversion, state))
@@ -198,36 +205,27 @@ def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
         rewritten = replace(rewritten, warnings=warnings, mixing=form)
     else:
         rewritten = build(planned.plan)
-    rewritten = replace(rewritten, warnings=(*planned.warnings, *rewritten.warnings))
-    if job.target.precision != "float32":
-        rewritten = _fused(rewritten)
-    apply_steps(rewritten.plan.conversion, rewritten.state)
-    return rewritten
+    plan, state = rewritten.plan, rewritten.state
+    apply_steps(plan.conversion, state)
+    return replace(
+        rewritten,
+        plan=plan.with_passes(state.passes),
+        warnings=(*planned.warnings, *rewritten.warnings),
+    )
 
 
 def _require_empty_caches(job: Job, plan: Plan) -> None:
-    """Check that no row of the data has a cache whose form the plan changes."""
+    """Check that caches whose shape the plan changes are empty in the data.
+
+    Raises:
+        InvalidData: A row has such a cache that is not empty.
+    """
     if job.data is not None:
-        shared = plan.targets(Collaborate)
-        pasts = [block.k.past for block in job.report.blocks if block.name in shared]
+        changing = [rewrite for rewrite in plan.passes if rewrite.changes_caches]
+        names = {name for rewrite in changing for name in targets_of(rewrite)}
+        pasts = [block.k.past for block in job.report.blocks if block.name in names]
         caches = [past.value.name or "" for past in pasts if past is not None]
         require_empty([*job.data.fit, *job.data.held_out], caches)
-
-
-def _fused(rewritten: _Rewritten) -> _Rewritten:
-    """The rewritten model in fused operators, before its conversion to another precision."""
-    plan, model, job = rewritten.plan, rewritten.model, rewritten.state.job
-    passes = fuse_for(model, plan.precision, job.context.provider)
-    macs = count_macs(model, job.counted)
-    steps = [
-        StepRecord(rewrite=rewrite.name, block=name, macs_after=macs)
-        for rewrite in passes
-        for name in targets_of(rewrite)
-    ]
-    applied = rewritten.applied
-    rewritten.state.applied = replace(applied, steps=(*applied.steps, *steps))
-    fused = Plan.merged([*plan.passes, *passes], plan.precision, plan.float_blocks)
-    return replace(rewritten, plan=fused)
 
 
 # ---- result -------------------------------------------------------------------------------------
@@ -283,7 +281,11 @@ def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> 
 
 
 def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
-    """Raises: CheckFailed: The mean cosine is below the bound."""
+    """Check the mean cosine of the outputs to the original's, if there is a bound.
+
+    Raises:
+        CheckFailed: It is below the bound.
+    """
     cosine, data = report.fidelity.mean_cosine, report.fidelity.data
     if min_cosine is None or cosine >= min_cosine:
         return
@@ -297,10 +299,12 @@ def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
 
 
 def _cost(cost: Cost, graph: ir.Model, counted: Workload) -> ModelCost:
+    """The recorded cost of a model, with its MACs at one workload."""
     return ModelCost(parameters=cost.parameters, macs=count_macs(graph, counted), bytes=cost.bytes)
 
 
 def _write(job: Job, model: ir.Model, report: OptimizeReport, *, external: bool) -> None:
+    """Write the model, and its record in attnserve.json."""
     inputs = {
         "source": source_entry(job.artifact, job.original),
         "calibration": None if job.data is None else calibration_of(job.data),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnserve.checks.compare import Fidelity
-from attnserve.models.lineage import ModelCost, RewriteRecord, StepRecord
+from attnserve.models.lineage import ModelCost, RewriteRecord, StepRecord, present
 from attnserve.models.quantized import Int8Activations
 from attnserve.planning.mixing_choice import MixingChoice
 from attnserve.planning.plans.plan import Plan
@@ -59,28 +59,28 @@ class OptimizeReport:
             kinds.append("recover")
         if self.plan.precision != "float32":
             kinds.append(self.plan.precision)
-        entry = RewriteRecord(
+        optional = present(
+            mixing=self.mixing,
+            int8_weight_bits=self.int8_weight_bits,
+            int8_activations=self.int8_activations,
+            also_proved=self.also_proved,
+        )
+        if search is not None:
+            planned = search.record  # written as a ``SearchRecord``: without the plan
+            optional |= {"search": planned, "choose": planned.choose}
+        return RewriteRecord(
             rewrite="+".join(dict.fromkeys(kinds)) or "none",
             before=self.before,
             after=self.after,
             steps=self.steps,
             fidelity=self.fidelity.cosines,
+            qualities=self.fidelity.qualities,
             break_even_sequence=self.break_even_sequence,
             batch=self.batch,
             sequence=self.sequence,
             warnings=self.warnings,
             plan=self.plan.to_json(),
             served_speedup=self.speed and self.speed.served.value,
-            speedups=self.speed and self.speed.record,
+            speedups=self.speed,
+            **optional,
         )
-        optional = {
-            "mixing": self.mixing,
-            "int8_weight_bits": self.int8_weight_bits,
-            "int8_activations": self.int8_activations,
-            "search": search and search.summary,
-            "also_proved": tuple(fidelity.record for fidelity in self.also_proved),
-        }
-        present: dict[str, Any] = {name: value for name, value in optional.items() if value}
-        if search is not None:
-            present["choose"] = search.summary.choose
-        return entry.model_copy(update={**self.fidelity.measured.stated, **present})

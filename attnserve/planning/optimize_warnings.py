@@ -41,7 +41,7 @@ def warnings_of(
 
     Args:
         applied: The steps of the plan.
-        found: The report of the search, if there was one.
+        search: The report of the search, if there was one.
         costs: Costs of the original and of the rewritten model.
         even: The length from which the rewritten model needs more MACs; None if there is none.
         fidelities: The comparison with the original, and those on other data.
@@ -61,6 +61,7 @@ def warnings_of(
 
 
 def _training_warnings(search: PlanReport | None) -> list[str]:
+    """A warning about a search whose training brought no gain."""
     recovered = None if search is None else search.recovered
     return [] if recovered is None or recovered.gain else [recovered.verdict]
 
@@ -125,7 +126,7 @@ def _data_warnings(job: Job, plan: Plan, applied: ApplyReport) -> list[str]:
             f"calibrated and verified on {usual:.0f} tokens (median), for {longest}: longer "
             "inputs may lose more; calibrate on inputs of the length to be served"
         )
-    widths = [block.input_size for block in job.report.blocks if block.name in plan.changed]
+    widths = [block.input_size for block in job.report.blocks if block.name in plan.lossy_blocks]
     widths += [sum(mask) for mask in plan.targets(PruneNeurons).values()]
     if widths and data.source.fit_tokens < max(widths):
         warnings.append(
@@ -155,6 +156,7 @@ def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[StepRecord
 
 
 def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
+    """Warnings about a low quality, one without an interval, or none that can be measured."""
     quality = fidelity.quality
     if quality is None:
         if not fidelity.is_held_out:
@@ -162,7 +164,9 @@ def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
         return ["no output has a quality that can be measured: only cosines were compared"]
     warnings: list[str] = []
     if quality.value < LOW_QUALITY:
-        less = "compress less, or fewer layers" if plan.changed else "use a more exact precision"
+        less = (
+            "compress less, or fewer layers" if plan.lossy_blocks else "use a more exact precision"
+        )
         warnings.append(
             f"the outputs are far from the original's: {quality.measure} {quality.value:.3f} "
             f"({fidelity.data}); {less}"

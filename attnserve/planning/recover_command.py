@@ -10,12 +10,13 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.choices import LearnedTask
 from attnserve.context import Progress, ignore_progress
-from attnserve.data.datasets import content_digest, load_inputs
+from attnserve.data.datasets import Dataset, content_digest, load_inputs
 from attnserve.data.text_files import read_sentences
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
-from attnserve.models.artifact import open_artifact
+from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.onnx_files import data_file, load_model
 from attnserve.models.outputs import check_output, check_target
@@ -88,52 +89,28 @@ def recover(
         CheckFailed: PyTorch does not compute what ONNX Runtime computes, or the loss is not finite.
     """
     context = run.context(progress or ignore_progress)
-    int8, task, measure = training.int8, training.task, training.measure
     files = as_paths(data)
     if not files:
         raise InvalidArgument("`data` is empty", "give a file of texts", code="recovery.no_data")
     check_files(files, name="data")
     artifact, original_artifact = open_artifact(model), open_artifact(teacher)
-    if last_rewrite_of(original_artifact, artifact.lineage) is None:
-        raise InvalidModel(
-            f"{original_artifact.model} is not the model that {artifact.model} was made from: the"
-            " record has other checksums",
-            "give the original as `teacher`, the file that was optimized",
-            code="recovery.teacher",
-        )
-    rewritten, original = load_model(artifact), load_model(original_artifact)
-    if not trainable_weights(rewritten):  # some converters write weights as nodes
-        common.LiftConstantsToInitializersPass()(rewritten)
-    if int8:
-        fuse_for(rewritten, "int8", run.provider)
+    _require_teacher(artifact, original_artifact)
+    rewritten = _model_to_train(artifact, training, run)
+    original = load_model(original_artifact)
     file = check_target(Path(output), artifact, rewritten, force=force)
     for path in (original_artifact.model, *external_files(original)):
         for written in (file, data_file(file)):
             check_output(written, source=Path(path), force=force)
     texts = artifact if artifact.tokenizer is not None else original_artifact
-    tables = {} if task is None else read_labeled(files, task, texts)
-    rows = load_inputs(
-        files, original, texts, tokenizer=as_path(tokenizer), read=partial(_read_texts, tables)
-    )
-    labels = None
-    if task is not None:
-        labeled = [row for table in tables.values() for row in table]
-        labels = Labels(task, labeled, rows, original, texts, as_path(tokenizer))
-    target = Target(precision="int8" if int8 else "float32")
+    rows, labels = _read_rows(files, original, texts, as_path(tokenizer), training.task)
     job = Job(
-        texts, original, rows, tokenizer=as_path(tokenizer), measure=measure, target=target,
+        texts, original, rows, tokenizer=as_path(tokenizer), measure=training.measure,
+        target=Target(precision="int8" if training.int8 else "float32"),
         context=context,
     )  # fmt: skip
-    key = {
-        "student": fingerprint(artifact),
-        "teacher": fingerprint(original_artifact),
-        "data": [rows.source.to_json(), content_digest(rows)],
-        "asked": [measure, run.provider, run.seed, int8, task],
-        "served": [texts.pooling, texts.dimensions, texts.output],
-        "versions": {**versions(), **package_versions(["torch"])},
-    }
-    state = State(job, rewritten, key=digest(key), labels=labels)
-    step = replace(TRAININGS["distill"], minutes=training.minutes, measure=measure)
+    key = _checkpoint_key(job, artifact, original_artifact, training, run)
+    state = State(job, rewritten, key=key, labels=labels)
+    step = replace(TRAININGS["distill"], minutes=training.minutes, measure=training.measure)
     with torch_threads(run.threads):
         report, result = _recovered(state, step, file)
     write_recovered(
@@ -142,6 +119,75 @@ def recover(
     )  # fmt: skip
     step.forget(state.key)
     return report
+
+
+def _require_teacher(artifact: Artifact, teacher: Artifact) -> None:
+    """Check that the record of a rewritten model, if it has one, names the teacher as its source.
+
+    Raises:
+        InvalidModel: It names another original.
+    """
+    if last_rewrite_of(teacher, artifact.lineage) is None:
+        raise InvalidModel(
+            f"{teacher.model} is not the model that {artifact.model} was made from: the"
+            " record has other checksums",
+            "give the original as `teacher`, the file that was optimized",
+            code="recovery.teacher",
+        )
+
+
+def _model_to_train(artifact: Artifact, training: Training, run: Run) -> ir.Model:
+    """The rewritten model with its weights as initializers; fused as int8 models are, for int8."""
+    model = load_model(artifact)
+    if not trainable_weights(model):  # some converters write weights as nodes
+        common.LiftConstantsToInitializersPass()(model)
+    if training.int8:
+        fuse_for(model, "int8", run.provider)
+    return model
+
+
+def _read_rows(
+    files: Sequence[Path],
+    original: ir.Model,
+    texts: Artifact,
+    tokenizer: Path | None,
+    task: LearnedTask | None,
+) -> tuple[Dataset, Labels | None]:
+    """The rows of all files, and the labels of those in tables; None without a task.
+
+    Args:
+        texts: The model with the tokenizer.
+        tokenizer: A tokenizer.json instead of its own.
+
+    Raises:
+        InvalidArgument, InvalidData: A file cannot be read, or does not fit the model or the task.
+    """
+    tables = {} if task is None else read_labeled(files, task, texts)
+    rows = load_inputs(
+        files, original, texts, tokenizer=tokenizer, read=partial(_read_texts, tables)
+    )
+    if task is None:
+        return rows, None
+    labeled = [row for table in tables.values() for row in table]
+    return rows, Labels(task, labeled, rows, original, texts, tokenizer)
+
+
+def _checkpoint_key(
+    job: Job, artifact: Artifact, teacher: Artifact, training: Training, run: Run
+) -> str:
+    """Key of the training's checkpoint; equal for equal requests, whatever their time limit."""
+    assert job.data is not None
+    texts = job.artifact
+    return digest(
+        {
+            "student": fingerprint(artifact),
+            "teacher": fingerprint(teacher),
+            "data": [job.data.source.to_json(), content_digest(job.data)],
+            "asked": [training.measure, run.provider, run.seed, training.int8, training.task],
+            "served": [texts.pooling, texts.dimensions, texts.output],
+            "versions": {**versions(), **package_versions(["torch"])},
+        }
+    )
 
 
 def _recovered(state: State, step: Train, file: Path) -> tuple[RecoverReport, ir.Model]:
@@ -155,7 +201,7 @@ def _recovered(state: State, step: Train, file: Path) -> tuple[RecoverReport, ir
     teacher_score = None
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
-    plan = Plan.listed((), job.target.precision, trainings=(step,))
+    plan = Plan.from_passes((), job.target.precision, trainings=(step,))
     plain = apply_steps(plan.conversion, State(job, rewritten)).result
     before = after = verify_training(job, plain, labels)  # errors come before the training
     trained = apply_steps(plan.steps, prepare(plan, state)).result

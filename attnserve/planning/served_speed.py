@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from pydantic import Field
 
 from attnserve.choices import Precision
 from attnserve.context import Device, RunContext
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import Speedups
+from attnserve.models.lineage import ServedSpeedRecord
 from attnserve.models.onnx_files import save_model
 from attnserve.planning.plans.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
@@ -35,7 +36,7 @@ from attnserve.runtime.interleaved_timer import InterleavedTimer, Speedup, paire
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.part_latency import time_sessions
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.workload import Workload
+from graph_passes.analysis.workload import Phase, Workload
 from graph_passes.errors import AttnserveError
 
 __all__ = [
@@ -56,41 +57,24 @@ MOST_BYTES = 64_000_000
 """Weight size above which sessions are opened in a child process, which frees their memory."""
 
 
-@dataclass(frozen=True)
-class ServedSpeed:
+class ServedSpeed(ServedSpeedRecord, frozen=True):
     """The speed-ups of a model in the form that serving runs, each over the form before it.
 
+    It is its own record, which describes the fields.
+
     Attributes:
-        workloads: The runs; speed-ups are geometric means over them.
-        fusion: Speed-up of the fused original over the exported one.
-        precision: Speed-up of the fused original in another precision over float32; None if the
-            precision is float32.
-        removal: Speed-up of the rewritten model over the fused original in its precision; None if
-            nothing was removed or approximated.
-        served: Speed-up of the model over the fused original in float32.
-        by_workload: ``served`` for each workload.
-        device: Device of the runs.
+        device: Device of the runs; not recorded.
     """
 
-    workloads: tuple[Workload, ...]
-    fusion: Speedup
-    precision: Speedup | None
-    removal: Speedup | None
-    served: Speedup
-    by_workload: tuple[float, ...]
-    device: Device
+    phase: Phase = Field()
+    fusion: Speedup = Field()
+    served: Speedup = Field()
+    device: Device = Field(exclude=True)
 
     @property
-    def record(self) -> Speedups:
-        return Speedups(
-            shapes=tuple((workload.batch, workload.length) for workload in self.workloads),
-            phase=self.workloads[0].phase,
-            fusion=self.fusion,
-            precision=self.precision,
-            removal=self.removal,
-            served=self.served,
-            served_by_shape=self.by_workload,
-        )
+    def workloads(self) -> list[Workload]:
+        """The runs."""
+        return [Workload.of(batch, length, self.phase) for batch, length in self.shapes]
 
     def describe(self, precision: Precision) -> str:
         """One line, for example "1.24x by fused operators, 2.40x by int8, 1.00x by removal"."""
@@ -174,7 +158,7 @@ class ServedTimer:
             return None
         if is_bfloat16(converted) and self.job.context.provider == "cpu":
             return None
-        is_lossy, rows = bool(plan.changed), dict[str, int]()
+        is_lossy, rows = bool(plan.lossy_blocks), dict[str, int]()
 
         def models() -> list[ir.Model]:
             named = {"original": self.job.original, "fused": self.served(self.job.original)}
@@ -220,12 +204,13 @@ def _speed(
     changed = None if precision == "float32" else ("precise" if is_lossy else "final")
     pairs = zip(times[reference], times[final], strict=True)
     return ServedSpeed(
-        workloads=tuple(workloads),
+        shapes=tuple((workload.batch, workload.length) for workload in workloads),
+        phase=workloads[0].phase,
         fusion=gain("original", reference),
         precision=None if changed is None else gain(reference, changed),
         removal=gain(changed or reference, final) if is_lossy else None,
         served=gain(reference, final),
-        by_workload=tuple(paired_speedup([a], [b]).value for a, b in pairs),
+        served_by_shape=tuple(paired_speedup([a], [b]).value for a, b in pairs),
         device=device,
     )
 

@@ -12,6 +12,7 @@ import onnx_ir.passes.common as common
 from attnserve.choices import Precision
 from attnserve.models.quantized import quantized_node
 from attnserve.precision.int8 import Rounding, roundings
+from attnserve.precision.products import WeightKey
 from attnserve.precision.schemes import SCHEMES, Activations, Conversion, Scheme
 from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.interface import Batch
@@ -61,7 +62,7 @@ def convert(
     *,
     float_blocks: Collection[str] = (),
     to_nearest: bool = False,
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
+    rounding: Mapping[WeightKey, Rounding] | None = None,
 ) -> ir.Model:
     """Convert a copy of the model to another precision, with the same inputs and outputs (lossy).
 
@@ -106,8 +107,8 @@ def roundings_of(
     calibration: Sequence[Batch],
     *,
     float_blocks: Collection[str] = (),
-) -> dict[tuple[str, bool], Rounding]:
-    """Compute the GPTQ rounding of int8 weights once, for reuse after training the weights.
+) -> dict[WeightKey, Rounding]:
+    """The GPTQ rounding of int8 weights, for reuse after training the weights.
 
     Raises:
         InvalidArgument, CannotRewrite, InvalidData, MissingExtra: In the cases of ``convert``.
@@ -137,7 +138,8 @@ def convert_alone(
     Raises:
         InvalidArgument, CannotRewrite, InvalidData, MissingExtra: In the cases of ``convert``.
     """
-    scheme, activations = SCHEMES[precision], None
+    scheme = SCHEMES[precision]
+    activations: Activations | None = None
     for names in parts:
         with _conversion(precision):
             copy, chosen = _prepared(model, scheme, names)
@@ -172,7 +174,13 @@ def _conversion(precision: Precision) -> Generator[None]:
 
 
 def _check(model: ir.Model, scheme: Scheme) -> None:
-    """Check the CPU, the model and the installation before a conversion."""
+    """Check the CPU, the model and the installation before a conversion.
+
+    Raises:
+        InvalidArgument: The CPU does not compute the precision correctly, or the model has no
+            float32 weights to convert.
+        MissingExtra: ONNX Runtime is not installed.
+    """
     check_cpu(scheme.name)
     _check_source(model, scheme)
     RUNTIMES["onnxruntime"].version()  # is installed
@@ -185,6 +193,10 @@ def _prepared(
 
     Its names are unique, and all constants are initializers. Outputs that no node computes are
     removed, and so are repetitions; ``_finish`` restores them.
+
+    Raises:
+        InvalidArgument: The model has no such block.
+        CannotRewrite: The opset is too old.
     """
     copy = model.clone()
     chosen = nodes_of_blocks(copy, blocks)
@@ -216,7 +228,13 @@ def _finish(model: ir.Model, made: ir.Model, scheme: Scheme, *, is_whole: bool) 
     """Restore what the tools overwrite, and check that the result is converted and runs.
 
     Args:
+        model: The model before the conversion.
+        made: The result.
         is_whole: Whether all blocks were to be converted.
+
+    Raises:
+        CannotRewrite: The weights are not converted.
+        InvalidModel: ONNX Runtime refuses the result.
     """
     precision = scheme.name
     common.NameFixPass()(made)  # names in subgraphs must differ from those of outer graphs
@@ -308,15 +326,16 @@ def precision_of(model: ir.Model) -> Precision | str:
 def _sizes(model: ir.Model) -> Counter[str]:
     """The number of weights by the name of their data type."""
     sizes: Counter[str] = Counter()
-    packed, masks = _packed(model), _byte_masks(model)
+    packed = _packed(model)
+    masks = _byte_masks(model)
     for tensor in _tensors(model):
         dtype = tensor.dtype
-        byte = dtype in (ir.DataType.INT8, ir.DataType.UINT8)
-        if len(tensor.shape) <= 1 or (byte and tensor.name in masks):
+        is_byte = dtype in (ir.DataType.INT8, ir.DataType.UINT8)
+        if len(tensor.shape) <= 1 or (is_byte and tensor.name in masks):
             continue
         if bits := packed.get(tensor.name or ""):
             sizes[f"int{bits}"] += tensor.size * 8 // bits
-        elif byte or dtype.is_floating_point() or dtype.bitwidth < 8:
+        elif is_byte or dtype.is_floating_point() or dtype.bitwidth < 8:
             sizes[NAMES.get(dtype, dtype.name.lower())] += tensor.size
     return sizes
 
@@ -332,6 +351,7 @@ def _byte_masks(model: ir.Model) -> set[str]:
 
 
 def _reads_mask(node: ir.Node) -> bool:
+    """Whether a node reads bytes as a mask."""
     if node.op_type == "Cast":
         return node.attributes.get_int("to", 0) == ir.DataType.BOOL
     return node.op_type in ("Slice", "Where") and not node.domain
@@ -363,6 +383,7 @@ def _load(model: ir.Model) -> None:
 
 
 def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """The tensors of all initializers and Constant nodes."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None:
@@ -377,8 +398,12 @@ def _check_source(model: ir.Model, scheme: Scheme) -> None:
     """Check that there are float32 weights to convert.
 
     Quantized products stay as they are, beside float ones that are converted.
+
+    Raises:
+        InvalidArgument: There are none, or they have another type.
     """
-    stored, quantized = precision_of(model), quantized_node(model)
+    stored = precision_of(model)
+    quantized = quantized_node(model)
     floats = [name for name in stored.split("+") if "float" in name]
     why = ""
     if quantized is None and stored != "float32":

@@ -43,7 +43,11 @@ CONTAINERS = frozenset({"ConcatFromSequence", "Optional", "OptionalGetElement",
 
 
 def to_float16(model: ir.Model) -> ir.Model:
-    """Convert a model to float16; the model may be changed."""
+    """Convert a model to float16; the model may be changed.
+
+    Raises:
+        CannotRewrite: An input or output is a sequence of float32 tensors.
+    """
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     set_missing_types(model)  # the tool converts only values that are typed float32
@@ -81,7 +85,8 @@ def _positions(model: ir.Model) -> set[str]:
         to = ir.DataType(root.attributes.get_int("to", 1)) if root.op_type == "Cast" else None
         if root.op_type not in ("Sin", "Cos") and (to is None or not to.is_integer()):
             continue
-        positions, pending = {root}, [root]
+        positions = {root}
+        pending = [root]
         while pending:
             for value in pending.pop().inputs:
                 node = value.producer() if value is not None else None
@@ -90,12 +95,18 @@ def _positions(model: ir.Model) -> set[str]:
                     pending.append(node)
         read = [value for node in positions for value in node.inputs if value is not None]
         tensors = [value.const_value for value in read if value.is_initializer()]
-        if not any(t is not None and sum(n > 1 for n in t.shape.numpy()) > 1 for t in tensors):
+        shapes = [tensor.shape.numpy() for tensor in tensors if tensor is not None]
+        if not any(sum(length > 1 for length in shape) > 1 for shape in shapes):
             names |= {node.name or "" for node in positions}
     return names
 
 
 def _refuse_sequences(model: ir.Model) -> None:
+    """Check that no input or output is a sequence of float32 tensors.
+
+    Raises:
+        CannotRewrite: One is.
+    """
     for value in (*model.graph.inputs, *model.graph.outputs):
         if isinstance(value.type, ir.SequenceType) and value.dtype == ir.DataType.FLOAT:
             raise CannotRewrite(
@@ -114,6 +125,7 @@ def _is_container(node: ir.Node) -> bool:
 
 
 def _is_float(node: ir.Node) -> bool:
+    """Whether an output of a node is float32."""
     return any(value.dtype == ir.DataType.FLOAT for value in node.outputs)
 
 

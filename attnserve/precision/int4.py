@@ -30,6 +30,7 @@ BLOCK = 32
 """Number of weights with a common scale. Larger blocks are faster and less accurate."""
 
 LOW, HIGH = -8, 7
+"""Minimum and maximum of signed 4-bit integers."""
 
 
 def quantize_to_int4(
@@ -68,6 +69,11 @@ def quantize_to_int4(
 
 
 def _finite(product: Product) -> Float[np.ndarray, "D N"]:
+    """The weights of a product.
+
+    Raises:
+        CannotRewrite: They are not finite.
+    """
     matrix = product.matrix()
     if not np.isfinite(matrix).all():
         raise CannotRewrite(
@@ -77,15 +83,17 @@ def _finite(product: Product) -> Float[np.ndarray, "D N"]:
 
 
 def _replace(product: Product, packed: ir.Value, scales: ir.Value) -> None:
+    """Replace a product by one with packed weights."""
     node = product.node
     rows, columns = constant_shape(product.weight)
     assert isinstance(node.graph, ir.Graph)
-    y = Inserter(node.graph, node, f"{node.name}/int4").op(
+    make = Inserter(node.graph, node, f"{node.name}/int4")
+    output = make.op(
         "MatMulNBits", [node.inputs[0], packed, scales], "product", domain=MICROSOFT,
         K=rows, N=columns, bits=4, block_size=BLOCK,
         accuracy_level=4,  # activations are rounded to 8 bits in blocks of each row
     )  # fmt: skip
-    replace_uses(node.outputs[0], y)
+    replace_uses(node.outputs[0], output)
 
 
 def in_blocks(
@@ -94,7 +102,11 @@ def in_blocks(
     """Pack weights for MatMulNBits: two per byte, the first in the low bits, with offset 8.
 
     Args:
+        rounder: Rounds the weights; None rounds to the nearest.
         size: Rows with a common scale.
+
+    Returns:
+        The bytes, and the scale of each block.
     """
     rows, columns = matrix.shape
     blocks = -(-rows // size)
@@ -104,10 +116,10 @@ def in_blocks(
     steps = np.where(scales == 0, 1, scales).astype(np.float64)
     steps = np.broadcast_to(steps, padded.shape).reshape(-1, columns)[:rows]
     if rounder is None:
-        q = np.clip(np.round(matrix / steps), LOW, HIGH)
+        rounded = np.clip(np.round(matrix / steps), LOW, HIGH)
     else:
-        q = rounder.round(matrix, steps, LOW, HIGH)
+        rounded = rounder.round(matrix, steps, LOW, HIGH)
     nibbles = np.full((columns, blocks * size), -LOW, np.uint8)
-    nibbles[:, :rows] = (q - LOW).T
+    nibbles[:, :rows] = (rounded - LOW).T
     packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4
     return packed.reshape(columns, blocks, size // 2), scales[:, 0].T.copy()

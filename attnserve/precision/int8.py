@@ -42,13 +42,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.quantized import LARGEST_7_BIT, Bits, quantized_node
-from attnserve.precision.products import InputMoments, Product, Range, product_of
+from attnserve.precision.products import InputMoments, Product, Range, WeightKey, product_of
 from attnserve.precision.rounding import Rounder
 from attnserve.runtime.external_data import weight_bytes
 from graph_passes.analysis.constants import constant_array, constant_shape, is_constant
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEVELS",
+    "ByteTable",
     "Grid",
     "Group",
     "Rounding",
@@ -98,7 +99,7 @@ def quantize(
     smooth: bool = True,
     correct: bool = True,
     moments: InputMoments | None = None,
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
+    rounding: Mapping[WeightKey, Rounding] | None = None,
 ) -> None:
     """Quantize matrix products and large embedding tables in place.
 
@@ -111,7 +112,7 @@ def quantize(
         correct: Correct biases after static activations.
         moments: Second moments of the static activations; without them, weights are rounded to the
             nearest.
-        rounding: Precomputed ``roundings`` of a model with the same graph, by name.
+        rounding: Precomputed ``roundings`` of a model with the same graph.
 
     Raises:
         CannotRewrite: There are no products and tables to quantize, or weights are not finite.
@@ -140,8 +141,14 @@ def roundings(
     moments: InputMoments,
     *,
     keep: Collection[ir.Node] = (),
-) -> dict[tuple[str, bool], Rounding]:
-    """Compute the rounding of weights of static activations, by ``Product.name``.
+) -> dict[WeightKey, Rounding]:
+    """The rounding of the weights of static activations, by ``Product.weight_key``.
+
+    Args:
+        bits: Number of bits of the weights.
+        ranges: The static activations by name.
+        moments: Second moments of the activations, for GPTQ.
+        keep: Products that stay float.
 
     Raises:
         CannotRewrite: There are no products to quantize, or weights are not finite.
@@ -149,7 +156,7 @@ def roundings(
     groups = product_groups(model, bits, ranges, keep=keep)
     writer = _Writer(model, bits, groups, correct=True, moments=moments)
     return {
-        product.name: writer.rounded(product, group.grid)
+        product.weight_key: writer.rounded(product, group.grid)
         for group in groups
         if group.grid is not None
         for product in group.products
@@ -163,7 +170,8 @@ class Rounding:
     Attributes:
         divisors: Smoothing divisors of the activation; None if all are 1.
         scales: One per column.
-        offset: From W * divisors to the chosen bytes times the scales, for the first weights.
+        offset: The chosen bytes times the scales, minus W * divisors, of the weights that the
+            rounding was computed for.
     """
 
     divisors: Float[np.ndarray, " D"] | None
@@ -176,7 +184,9 @@ class Grid:
     """The bytes of a static activation x: round(x / divisors / step) + zero_point.
 
     Attributes:
-        divisors: Smoothing divisors; None if all are 1.
+        divisors: Smoothing divisors by channel; None if all are 1.
+        step: The scale, one for all channels.
+        zero_point: The byte of 0.
         mean: Mean of x on the calibration data, for the bias correction.
     """
 
@@ -210,13 +220,17 @@ def product_groups(
     *,
     keep: Collection[ir.Node] = (),
     smooth: bool = True,
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
+    rounding: Mapping[WeightKey, Rounding] | None = None,
     required: bool = True,
 ) -> list[Group]:
     """The products that ``quantize`` converts, with the grids of their activations.
 
     Args:
-        bits, ranges, keep, smooth, rounding: The same arguments as of ``quantize``.
+        bits: Number of bits of the weights.
+        ranges: The static activations by name; all others get scales per row.
+        keep: Products that stay float.
+        smooth: Divide large channels of static activations.
+        rounding: Precomputed ``roundings``, whose divisors are used.
         required: Whether a model without such products is refused.
 
     Raises:
@@ -242,7 +256,7 @@ def product_groups(
         if range_ is None:
             kernel_groups.append(Group(group, None))
             continue
-        known = (rounding or {}).get(group[0].name)
+        known = (rounding or {}).get(group[0].weight_key)
         # Shared weights would need a copy for each activation.
         is_shared = any(len(inputs[product.key]) > 1 for product in group)
         divisors = None
@@ -257,12 +271,14 @@ def product_groups(
 def _divisors(
     group: Sequence[Product], range_: Range, bits: Bits
 ) -> Float[np.ndarray, " D"] | None:
+    """Smoothing divisors of the activation of these products; None if they gain too little."""
     weights = np.concatenate([product.matrix() for product in group], axis=1)
     least = 1.0 if _folds(group[0].x, group) else 1 + COST / weights.shape[1]
     return smoothing(range_, weights, bits, least)
 
 
 def _grid(range_: Range, divisors: Float[np.ndarray, " D"] | None) -> Grid:
+    """The bytes of an activation with this range, divided by the divisors."""
     scaled = 1.0 if divisors is None else divisors
     step, zero_point = _byte_step((range_.low / scaled).min(), (range_.high / scaled).max())
     return Grid(divisors, step, zero_point, range_.mean)
@@ -287,26 +303,36 @@ class _Writer:
         *,
         correct: bool,
         moments: InputMoments | None,
-        rounding: Mapping[tuple[str, bool], Rounding] | None = None,
+        rounding: Mapping[WeightKey, Rounding] | None = None,
     ) -> None:
-        self.graph, self.opset = model.graph, model.opset_imports.get("", 1)
+        self.graph = model.graph
+        self.opset = model.opset_imports.get("", 1)
         self.bits: Bits = bits
-        self.correct, self.moments, self.rounding = correct, moments, rounding or {}
+        self.correct = correct
+        self.moments = moments
+        self.rounding = rounding or {}
         self.inputs = _activations_of([p for group in groups for p in group.products])
         self.weights: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
 
     def write_static(self, group: Sequence[Product], grid: Grid) -> None:
-        """QuantizeLinear with constants, and the products of the activation."""
-        make, source = _inserter(group[0]), _source(group)
-        divisors, scaled = grid.divisors, grid.scaled
+        """Write products of a static activation.
+
+        Args:
+            group: The products of one activation.
+            grid: The bytes of the activation.
+        """
+        make = _inserter(group[0])
+        source = _source(group)
+        divisors = grid.divisors
         if divisors is not None and not _fold_into_normalization(source, group, divisors):
             factors = make.constant((1 / divisors).astype(np.float32), "factors")
             source = make.op("Mul", [source, factors], "smooth", dtype=ir.DataType.FLOAT)
         scale = make.constant(grid.step, "scale")
         zero_point = make.constant(grid.zero_point, "zero_point")
-        q = make.op("QuantizeLinear", [source, scale, zero_point], "q", dtype=ir.DataType.UINT8)
-        rounder = self._rounder(group[0].x, scaled, float(grid.step))
+        operands = [source, scale, zero_point]
+        quantized = make.op("QuantizeLinear", operands, "q", dtype=ir.DataType.UINT8)
+        rounder = self._rounder(group[0].x, grid.scaled, float(grid.step))
         for product in group:
             make = _inserter(product)
             weight, weight_scale = self._weight(product, divisors, rounder)
@@ -315,64 +341,66 @@ class _Writer:
                 shift += constant_array(product.bias).reshape(-1)
             if self.correct:
                 rounded = constant_array(weight) * constant_array(weight_scale).astype(np.float64)
-                shift += grid.mean @ product.matrix() - (grid.mean / scaled) @ rounded
+                shift += grid.mean @ product.matrix() - (grid.mean / grid.scaled) @ rounded
             bias = make.constant(shift.astype(np.float32), "bias")
             if product.is_attention:
                 node = product.node
                 mask = node.inputs[3] if len(node.inputs) > 3 else None
-                inputs = [q, weight, bias, scale, weight_scale, mask, zero_point]
-                y = make.op("QAttention", inputs, "attention", domain=MICROSOFT)
+                inputs = [quantized, weight, bias, scale, weight_scale, mask, zero_point]
+                output = make.op("QAttention", inputs, "attention", domain=MICROSOFT)
                 attributes = {n: a for n, a in node.attributes.items() if n != "qkv_hidden_sizes"}
-                producer = y.producer()  # equal sizes are the default
+                producer = output.producer()  # equal sizes are the default
                 assert producer is not None
                 producer.attributes.update(attributes)
-                replace_uses(product.result, y)
+                replace_uses(product.result, output)
                 continue
-            y = make.op(
-                "MatMulIntegerToFloat",
-                [q, weight, scale, weight_scale, zero_point, None, bias],
-                "product",
-                domain=MICROSOFT,
-            )
-            self._replace(product, make, y)
+            inputs = [quantized, weight, scale, weight_scale, zero_point, None, bias]
+            output = make.op("MatMulIntegerToFloat", inputs, "product", domain=MICROSOFT)
+            self._replace(product, make, output)
 
     def write_per_row(self, group: Sequence[Product]) -> None:
-        """Bytes of -127..127 times the largest absolute value of each row, and the products."""
-        make, x, axes = _inserter(group[0]), _source(group), np.array([-1])
-        absolute = make.op("Abs", [x], "absolute")
+        """Write products of an activation with a scale per row: the largest absolute value / 127.
+
+        Args:
+            group: The products of one activation.
+        """
+        make = _inserter(group[0])
+        source = _source(group)
+        axes = np.array([-1])
+        absolute = make.op("Abs", [source], "absolute")
         if self.opset < 18:
             largest = make.op("ReduceMax", [absolute], "largest", axes=axes.tolist())
         else:
             largest = make.op("ReduceMax", [absolute, make.integers(axes, "axes")], "largest")
         least = make.constant(np.array(np.finfo(np.float32).tiny), "least", ir.DataType.FLOAT)
         peak = make.op("Max", [largest, least], "peak", dtype=ir.DataType.FLOAT)
-        unit = make.op("Div", [x, peak], "unit", dtype=ir.DataType.FLOAT)
+        unit = make.op("Div", [source, peak], "unit", dtype=ir.DataType.FLOAT)
         scale = make.constant(np.array(1 / 127, np.float32), "scale")
         zero_point = make.constant(np.array(128, np.uint8), "zero_point")
-        q = make.op("QuantizeLinear", [unit, scale, zero_point], "q", dtype=ir.DataType.UINT8)
+        operands = [unit, scale, zero_point]
+        quantized = make.op("QuantizeLinear", operands, "q", dtype=ir.DataType.UINT8)
         for product in group:
             make = _inserter(product)
             weight, weight_scale = self._weight(product, None, None)
-            y = make.op(
-                "MatMulIntegerToFloat",
-                [q, weight, scale, weight_scale, zero_point],
-                "product",
-                domain=MICROSOFT,
-            )
-            y = make.op("Mul", [y, peak], "scaled")
+            inputs = [quantized, weight, scale, weight_scale, zero_point]
+            output = make.op("MatMulIntegerToFloat", inputs, "product", domain=MICROSOFT)
+            output = make.op("Mul", [output, peak], "scaled")
             if product.bias is not None:
-                y = make.op("Add", [y, product.bias], "biased")
-            self._replace(product, make, y)
+                output = make.op("Add", [output, product.bias], "biased")
+            self._replace(product, make, output)
 
     def write_table(self, node: ir.Node) -> None:
-        """Gather of bytes, and DequantizeLinear."""
+        """Write a Gather of bytes and a DequantizeLinear in place of a Gather."""
         make = Inserter(self.graph, self.graph[0], f"{node.name}/int8")
         table = node.inputs[0]
         assert table is not None
         if table not in self.tables:
-            bytes_, step, zero = byte_table(constant_array(table))
-            self.tables[table] = (make.constant(bytes_, "table"), make.constant(step, "scale"),
-                                  make.constant(zero, "zero_point"))  # fmt: skip
+            converted = byte_table(constant_array(table))
+            self.tables[table] = (
+                make.constant(converted.bytes, "table"),
+                make.constant(converted.step, "scale"),
+                make.constant(converted.zero_point, "zero_point"),
+            )
         quantized, scale, zero_point = self.tables[table]
         assert isinstance(node.graph, ir.Graph)
         make = Inserter(node.graph, node, f"{node.name}/int8")
@@ -380,16 +408,17 @@ class _Writer:
         rows = make.op(
             "Gather", [quantized, node.inputs[1]], "rows", dtype=ir.DataType.UINT8, axis=axis
         )
-        y = make.op("DequantizeLinear", [rows, scale, zero_point], "float")
-        replace_uses(node.outputs[0], y)
+        floats = make.op("DequantizeLinear", [rows, scale, zero_point], "float")
+        replace_uses(node.outputs[0], floats)
 
-    def _replace(self, product: Product, make: Inserter, y: ir.Value) -> None:
+    def _replace(self, product: Product, make: Inserter, output: ir.Value) -> None:
+        """Replace a product by ``output``, to which the addend of a Gemm is added."""
         if product.has_addend:
-            y = make.op("Add", [y, product.node.inputs[2]], "sum")
-        replace_uses(product.result, y)
+            output = make.op("Add", [output, product.node.inputs[2]], "sum")
+        replace_uses(product.result, output)
 
     def rounded(self, product: Product, grid: Grid) -> Rounding:
-        """Compute the rounding of the weights of a static activation."""
+        """The rounding of the weights of a static activation."""
         divided = _divided(product, grid.divisors)
         rounder = self._rounder(product.x, grid.scaled, float(grid.step))
         bytes_, scales = self._bytes(product, divided, rounder)
@@ -422,7 +451,7 @@ class _Writer:
         self, product: Product, matrix: Float[np.ndarray, "D N"], rounder: Rounder | None
     ) -> tuple[Int8[np.ndarray, "D N"], Float[np.ndarray, " N"]]:
         """Bytes and scales of the divided weights of a product."""
-        rounding = self.rounding.get(product.name)
+        rounding = self.rounding.get(product.weight_key)
         if rounding is not None:
             return quantized_arrays(matrix + rounding.offset, self.bits, scales=rounding.scales)
         is_shared = len(self.inputs[product.key]) > 1
@@ -445,6 +474,7 @@ def _source(group: Sequence[Product]) -> ir.Value:
 
 
 def _inserter(product: Product) -> Inserter:
+    """An inserter before the node of a product."""
     graph = product.node.graph
     assert isinstance(graph, ir.Graph)
     return Inserter(graph, product.node, f"{product.node.name}/int8")
@@ -494,13 +524,16 @@ def smoothing(
         least: Minimum factor by which the squared error must decrease.
     """
     peaks = np.maximum(np.abs(range_.low), np.abs(range_.high))
-    typical, largest = float(np.median(peaks)), float(peaks.max(initial=0))
+    typical = float(np.median(peaks))
+    largest = float(peaks.max(initial=0))
     if not 0 < typical < largest:
         return None
     levels = LARGEST_7_BIT if bits == 7 else 127
-    norms, absolute = np.square(weights).sum(axis=1), np.abs(weights)
+    norms = np.square(weights).sum(axis=1)
+    absolute = np.abs(weights)
 
     def squared_error(divisors: np.ndarray) -> float:
+        """The expected squared error of the products with these divisors."""
         step = _byte_step((range_.low / divisors).min(), (range_.high / divisors).max())[0]
         steps = (absolute * divisors[:, None]).max(axis=0) / levels  # N
         of_x = float(step) ** 2 * (np.square(divisors) * norms).sum()
@@ -515,7 +548,8 @@ def smoothing(
 
 def _byte_step(low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
     """The scale and zero point of unsigned bytes from ``low`` to ``high``, and for 0."""
-    low, high = min(float(low), 0.0), max(float(high), 0.0)
+    low = min(float(low), 0.0)
+    high = max(float(high), 0.0)
     step = np.array((high - low) / 255, np.float32)
     if step < np.finfo(np.float32).tiny:
         step = np.array(1, np.float32)
@@ -537,6 +571,7 @@ def _folds(x: ir.Value, group: Sequence[Product]) -> bool:
 def _fold_into_normalization(
     x: ir.Value, group: Sequence[Product], divisors: Float[np.ndarray, " D"]
 ) -> bool:
+    """Divide the parameters of the normalization before, if ``_folds``; return whether it does."""
     if not _folds(x, group):
         return False
     node = x.producer()
@@ -550,13 +585,19 @@ def _fold_into_normalization(
     return True
 
 
-def byte_table(
-    table: Float[np.ndarray, "V D"],
-) -> tuple[UInt8[np.ndarray, "V D"], Float[np.ndarray, ""], UInt8[np.ndarray, ""]]:
-    """Bytes, their scale and their zero point."""
+class ByteTable(NamedTuple):
+    """A table of bytes: (bytes - zero_point) * step approximates its elements."""
+
+    bytes: UInt8[np.ndarray, "V D"]
+    step: Float[np.ndarray, ""]
+    zero_point: UInt8[np.ndarray, ""]
+
+
+def byte_table(table: Float[np.ndarray, "V D"]) -> ByteTable:
+    """Quantize a table to unsigned bytes with one scale."""
     step, zero_point = _byte_step(table.min(), table.max())
-    bytes_ = np.clip(np.round(table / step) + zero_point, 0, 255).astype(np.uint8)
-    return bytes_, step, zero_point
+    rounded = np.clip(np.round(table / step) + zero_point, 0, 255).astype(np.uint8)
+    return ByteTable(rounded, step, zero_point)
 
 
 def large_tables(model: ir.Model) -> list[ir.Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -30,6 +30,7 @@ __all__ = [
     "InputMoments",
     "Product",
     "Range",
+    "WeightKey",
     "collect_ranges",
     "product_of",
 ]
@@ -47,8 +48,10 @@ class Range:
     """Range and moments of an activation on calibration data, by channel.
 
     Attributes:
-        low, high: The smallest and the largest value.
-        mean, mean_square: Moments over the tokens.
+        low: The smallest value.
+        high: The largest value.
+        mean: The mean over the tokens.
+        mean_square: The mean of the square over the tokens.
     """
 
     low: Float[np.ndarray, " D"]
@@ -57,14 +60,29 @@ class Range:
     mean_square: Float[np.ndarray, " D"]
 
 
+class WeightKey(NamedTuple):
+    """Identifies weights in a model and its copies.
+
+    Attributes:
+        name: The name of their value.
+        is_transposed: Whether a Gemm transposes them.
+    """
+
+    name: str
+    is_transposed: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Product:
     """A product of an activation and constant weights.
 
     Attributes:
+        node: The MatMul, Gemm or Attention.
+        x: The activation.
+        weight: A float32 matrix.
         bias: A constant vector that is added to the product.
         has_addend: Whether a Gemm adds another value.
-        result: The sum.
+        result: The value after the bias or the addend.
     """
 
     node: ir.Node
@@ -76,21 +94,23 @@ class Product:
 
     @property
     def is_attention(self) -> bool:
+        """Whether the node is com.microsoft Attention, which projects inside."""
         return self.node.op_type == "Attention"
 
     @property
     def key(self) -> tuple[ir.Value, bool]:
-        """Key of the weights and their orientation."""
+        """The weights, and whether they are transposed."""
         is_transposed = self.node.op_type == "Gemm" and self.node.attributes.get_int("transB", 0)
         return self.weight, bool(is_transposed)
 
     @property
-    def name(self) -> tuple[str, bool]:
-        """The key with the name of the weights, which copies of the model share."""
+    def weight_key(self) -> WeightKey:
+        """The key of the weights in copies of the model."""
         weight, is_transposed = self.key
-        return weight.name or "", is_transposed
+        return WeightKey(weight.name or "", is_transposed)
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
+        """The weights in float64, input size first."""
         array = constant_array(self.weight).astype(np.float64)
         return array.T if self.key[1] else array
 
@@ -150,6 +170,7 @@ class InputMoments:
         return moment - np.outer(mean, mean) if centered else moment
 
     def _collect(self, values: Sequence[ir.Value]) -> None:
+        """Compute the moments of the first of these values, up to ``MOMENT_BYTES``."""
         fits = np.cumsum([4 * self._widths[value] ** 2 for value in values]) <= MOMENT_BYTES
         chosen = values[: max(int(fits.sum()), 1)]
         self._known.clear()
@@ -168,7 +189,7 @@ class InputMoments:
             if not np.isfinite(sums[value]).all():
                 raise not_finite(name)
             squares[value] /= np.float32(count[value])
-            self._known[name] = squares[value], sums[value] / count[value]
+            self._known[name] = (squares[value], sums[value] / count[value])
 
 
 def _activations(model: ir.Model) -> dict[ir.Value, int]:
@@ -184,7 +205,7 @@ def _activations(model: ir.Model) -> dict[ir.Value, int]:
 def _observed(
     model: ir.Model, values: Sequence[ir.Value], batches: Sequence[Batch]
 ) -> Iterator[dict[ir.Value, Float[np.ndarray, "M D"]]]:
-    """The tokens of activations in each batch, without padding."""
+    """Yield the tokens of activations in each batch, without padding."""
     for batch, [array] in observe(model, [values], batches):
         arrays = zip(values, map(np.atleast_2d, array), strict=True)
         yield {v: a[vector_mask(a.shape, batch)] for v, a in arrays if a.size}
@@ -201,6 +222,7 @@ class _InputSums:
         self.squares: np.ndarray | float = 0.0
 
     def add(self, tokens: Float[np.ndarray, "M D"]) -> None:
+        """Add the tokens of one batch."""
         if not len(tokens):
             return
         self.count += len(tokens)
@@ -210,12 +232,22 @@ class _InputSums:
         self.squares = self.squares + np.einsum("md,md->d", tokens, tokens, dtype=np.float64)
 
     def range(self, name: str) -> Range:
+        """The range of all tokens.
+
+        Args:
+            name: Name of the activation, for errors.
+
+        Raises:
+            InvalidData: There is no token, or activations are not finite.
+        """
         if not self.count:
             raise no_token(name)
-        low, high = np.asarray(self.low, float), np.asarray(self.high, float)
+        low = np.asarray(self.low, float)
+        high = np.asarray(self.high, float)
         if not (np.isfinite(low).all() and np.isfinite(high).all()):
             raise not_finite(name)
-        mean, mean_square = (np.asarray(s) / self.count for s in (self.sum, self.squares))
+        mean = np.asarray(self.sum) / self.count
+        mean_square = np.asarray(self.squares) / self.count
         return Range(low, high, mean, mean_square)
 
 
@@ -227,7 +259,9 @@ def product_of(node: ir.Node) -> Product | None:
     x, weight = node.inputs[:2]
     if x is None or weight is None or not _is_matrix(weight):
         return None
-    result, bias, has_addend = node.outputs[0], None, False
+    result = node.outputs[0]
+    bias: ir.Value | None = None
+    has_addend = False
     match node.op_type:
         case "MatMul":
             result, bias = _biased(result, constant_shape(weight)[1])
@@ -250,6 +284,7 @@ def product_of(node: ir.Node) -> Product | None:
 
 
 def _is_matrix(value: ir.Value) -> bool:
+    """Whether a value is a constant float32 matrix."""
     if is_constant(value) and is_dequantized(value):
         return False  # quantized already
     if not is_constant(value) or len(shape := constant_shape(value)) != 2 or 0 in shape:
@@ -260,6 +295,7 @@ def _is_matrix(value: ir.Value) -> bool:
 
 
 def _is_row(value: ir.Value, width: int) -> bool:
+    """Whether a value is a constant vector of this length, or a matrix of one row."""
     return is_constant(value) and constant_shape(value) in ((width,), (1, width))
 
 

@@ -26,8 +26,11 @@ DAMPING = 0.01
 moment may have no inverse. A tenth and ten times of it change the KL of stories260K in int4 by less
 than a twentieth."""
 
-ROWS, COLUMNS = 128, 4096
-"""Rows whose errors are moved together, and columns that are in memory together."""
+ROWS = 128
+"""Number of rows whose errors are moved together."""
+
+COLUMNS = 4096
+"""Number of columns that are in memory together."""
 
 
 class Rounder:
@@ -45,12 +48,14 @@ class Rounder:
     def round(
         self, matrix: Float[np.ndarray, "D N"], steps: Float[np.ndarray, "D N"], low: int, high: int
     ) -> Float[np.ndarray, "D N"]:
-        """Integers within ``low`` and ``high`` that times ``steps`` approximate the matrix.
+        """Integers that times ``steps`` approximate the matrix.
 
         No column has more error on the activations than with the nearest integers.
 
         Args:
             steps: Step sizes, in the shape of the matrix or as one row.
+            low: The smallest integer.
+            high: The largest integer.
         """
         steps = np.broadcast_to(steps, matrix.shape)
         slices = [slice(start, start + COLUMNS) for start in range(0, matrix.shape[1], COLUMNS)]
@@ -58,24 +63,28 @@ class Rounder:
         return np.concatenate(parts, axis=1)
 
     def _rounded(self, matrix: np.ndarray, steps: np.ndarray, low: int, high: int) -> np.ndarray:
+        """``round`` for columns that are in memory together."""
         nearest = np.clip(np.round(matrix / steps), low, high)
         if self.root is None:
             return nearest
-        left, widths, moved = matrix[self.order], steps[self.order], np.empty_like(nearest)
+        left = matrix[self.order]
+        widths = steps[self.order]
+        moved = np.empty_like(nearest)
         for start in range(0, len(left), ROWS):
             stop = min(start + ROWS, len(left))
             errors = np.empty((stop - start, left.shape[1]))
             for row in range(start, stop):
                 done = row - start
                 wanted = left[row] - self.root[start:row, row] @ errors[:done]
-                q = np.clip(np.round(wanted / widths[row]), low, high)
-                errors[done] = (wanted - q * widths[row]) / self.root[row, row]
-                moved[self.order[row]] = q
+                rounded = np.clip(np.round(wanted / widths[row]), low, high)
+                errors[done] = (wanted - rounded * widths[row]) / self.root[row, row]
+                moved[self.order[row]] = rounded
             left[stop:] -= self.root[start:stop, stop:].T @ errors
         is_better = self._losses(matrix - moved * steps) < self._losses(matrix - nearest * steps)
         return np.where(is_better, moved, nearest)
 
     def _losses(self, error: Float[np.ndarray, "D N"]) -> Float[np.ndarray, " N"]:
+        """The squared error of each column on the activations."""
         return np.einsum("dn,dn->n", error, self.moment @ error)
 
 

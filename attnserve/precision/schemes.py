@@ -26,7 +26,7 @@ from attnserve.plugins import Registry
 from attnserve.precision.half import to_bfloat16, to_float16
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import Rounding, large_tables, quantize
-from attnserve.precision.products import InputMoments, Range, collect_ranges, product_of
+from attnserve.precision.products import InputMoments, Range, WeightKey, collect_ranges, product_of
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.machine import has_int8_dot_product
 from graph_passes.analysis.constants import constant_type, is_constant, is_dequantized
@@ -41,10 +41,12 @@ class Activations:
 
     Args:
         model: It must not change before the first use.
+        batches: Calibration data.
     """
 
     def __init__(self, model: ir.Model, batches: Sequence[Batch]) -> None:
-        self._model, self._batches = model, batches
+        self._model = model
+        self._batches = batches
 
     @cached_property
     def ranges(self) -> Mapping[str, Range]:
@@ -53,6 +55,7 @@ class Activations:
 
     @cached_property
     def moments(self) -> InputMoments:
+        """Second moments of activations by name."""
         return InputMoments(self._model, self._batches)
 
 
@@ -75,7 +78,7 @@ class Conversion:
     keep: Collection[ir.Node] = ()
     to_nearest: bool = False
     tables: bool = True
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None
+    rounding: Mapping[WeightKey, Rounding] | None = None
 
     @property
     def moments(self) -> InputMoments | None:
@@ -84,6 +87,7 @@ class Conversion:
 
 
 def _never() -> Refusal | None:
+    """A precision that every machine computes correctly."""
     return None
 
 
@@ -94,7 +98,7 @@ class Scheme:
     Attributes:
         name: The name in plans, records and options.
         write: Returns the converted model.
-        can_convert: Whether a node has float32 weights that this scheme converts.
+        can_convert: Tells whether a node has float32 weights that this scheme converts.
         stored: The type of the converted weights, as ``precision_of`` reports it. A conversion that
             leaves no weights of this type is refused; empty disables this check.
         provider: The kind of processor that it is for.
@@ -105,7 +109,7 @@ class Scheme:
         bits: Number of bits of int8 weights; ``recovery`` trains fake quantization with them.
         runs_on_cpu: Whether ONNX Runtime has kernels for CPUs.
         oldest_opset: Minimum opset of the model.
-        refusal: Returns why this machine does not compute the precision correctly.
+        refusal: Returns why this machine does not compute the precision correctly, or None.
         instead: What to do on such a machine.
     """
 
@@ -135,6 +139,7 @@ class Scheme:
 
 
 def _is_product(node: ir.Node) -> bool:
+    """Whether a node multiplies by a float32 matrix."""
     return product_of(node) is not None
 
 
@@ -143,14 +148,17 @@ def _is_matmul(node: ir.Node) -> bool:
 
 
 def _is_product_or_convolution(node: ir.Node) -> bool:
+    """Whether a node has float32 weights of a product or a convolution."""
     if node.op_type != "Conv":
         return _is_product(node)
     weight = node.inputs[1]
-    is_float = constant_type(weight) == ir.DataType.FLOAT if is_constant(weight) else False
-    return is_float and not is_dequantized(weight)
+    if not is_constant(weight) or is_dequantized(weight):
+        return False
+    return constant_type(weight) == ir.DataType.FLOAT
 
 
 def _needs_dot_product() -> Refusal | None:
+    """Why 8-bit weights are refused on this CPU; None if its kernels are exact."""
     if has_int8_dot_product():
         return None
     return Refusal(
@@ -161,6 +169,7 @@ def _needs_dot_product() -> Refusal | None:
 
 
 def _to_int8(bits: Bits, given: Conversion) -> ir.Model:
+    """Convert a model to int8 with weights of 7 or 8 bits."""
     quantize(
         given.model, bits, given.calibration.ranges, keep=given.keep, tables=given.tables,
         moments=given.moments, rounding=given.rounding,
@@ -169,6 +178,7 @@ def _to_int8(bits: Bits, given: Conversion) -> ir.Model:
 
 
 def _to_int4(given: Conversion) -> ir.Model:
+    """Convert the products of a model to int4."""
     quantize_to_int4(given.model, given.moments, keep=given.keep)
     return given.model
 

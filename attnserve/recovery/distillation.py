@@ -120,7 +120,11 @@ class Teacher:
         self._session = open_session(model, context, spinning=False)
 
     def __call__(self, batch: Batch) -> list[np.ndarray]:
-        """Raises: InvalidData: The model refuses the batch."""
+        """The outputs for a batch, then the states in float32, one array each.
+
+        Raises:
+            InvalidData: The model refuses the batch.
+        """
         return self._session.run(None, batch)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -62,6 +62,14 @@ class Labeled:
     labels: np.ndarray  # N
 
 
+class RowCounts(NamedTuple):
+    """Numbers of labeled rows: to fit, to choose the weights, and to verify the result."""
+
+    fit: int
+    choose: int
+    prove: int
+
+
 @dataclass(frozen=True)
 class LabelReport:
     """Scores on verification rows, whose labels were not used in the training.
@@ -69,10 +77,11 @@ class LabelReport:
     One text of a pair may have been used in the training, alone or in another pair.
 
     Attributes:
-        rows: Numbers of rows to fit, to choose and to verify.
+        teacher: The score of the original.
+        before, after: The scores of the rewritten model before and after the training.
     """
 
-    rows: tuple[int, int, int]
+    rows: RowCounts
     teacher: Score
     before: Score
     after: Score
@@ -87,7 +96,7 @@ class LabelReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "rows": dict(zip(("fit", "choose", "prove"), self.rows, strict=True)),
+            "rows": self.rows._asdict(),
             "teacher": self.teacher.to_json(),
             "before": self.before.to_json(),
             "after": self.after.to_json(),
@@ -180,7 +189,7 @@ class Labels:
         labels = np.array([row.label for row in rows])
         self._check_rows(parts, labels)
         self.largest = labels.max()
-        self.counts = (len(parts[0]), len(parts[1]), len(parts[2]))
+        self.counts = RowCounts(*map(len, parts))
         self.fit, self.choose, self.prove = (
             [_batch([encodings[i] for i in places], labels[places], inputs)
              for places in _grouped(part, encodings)]
@@ -280,7 +289,7 @@ class Labels:
         if min(map(len, parts)) < MIN_ROWS:
             sizes = ", ".join(str(len(part)) for part in parts)
             raise InvalidData(
-                f"`data` has {sizes} labeled rows to fit, to choose and to prove: expected"
+                f"`data` has {sizes} labeled rows to fit, to choose and to verify: expected"
                 f" {MIN_ROWS} of each at least",
                 "give more labeled rows",
                 code="recovery.few_labels",

@@ -27,7 +27,7 @@ from attnserve.precision.int8 import (
     large_tables,
     product_groups,
 )
-from attnserve.precision.products import Product, Range
+from attnserve.precision.products import Product, Range, WeightKey
 from attnserve.recovery.operators import OPERATORS, Call, Operator
 from graph_passes.analysis.constants import constant_array
 
@@ -43,7 +43,7 @@ def fake_operators(
     device: torch.device,
     *,
     keep: Collection[ir.Node] = (),
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None,
+    rounding: Mapping[WeightKey, Rounding] | None = None,
 ) -> dict[ir.Node, Operator]:
     """Create replacements of ``OPERATORS`` functions for the nodes that ``int8.quantize`` converts.
 
@@ -51,14 +51,16 @@ def fake_operators(
         bits: Number of bits of the weights.
         ranges: Ranges of the activations, by name.
         keep: Products that stay float.
-        rounding: Rounding of the weights, by name; weights without one are rounded to the nearest.
+        rounding: Rounding of the weights; weights without one are rounded to the nearest.
 
     Raises:
         CannotRewrite: There are no products to quantize.
     """
     roundings = rounding or {}
     operators: dict[ir.Node, Operator] = {
-        product.node: _FakeProduct(product, group.grid, bits, device, roundings.get(product.name))
+        product.node: _FakeProduct(
+            product, group.grid, bits, device, roundings.get(product.weight_key)
+        )
         for group in product_groups(model, bits, ranges, keep=keep, rounding=rounding)
         if group.grid is not None
         for product in group.products

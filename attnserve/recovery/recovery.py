@@ -14,10 +14,7 @@ from torch import Tensor
 from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
 from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.choices import Measure, Precision
-from attnserve.data.datasets import (
-    HELD_OUT,
-    thinned,
-)
+from attnserve.data.datasets import HELD_OUT, thinned
 from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.masks import token_mask
@@ -26,7 +23,7 @@ from attnserve.models.quantized import Bits
 from attnserve.models.rows import fixed_axes
 from attnserve.precision.convert import convert, nodes_of_blocks, roundings_of
 from attnserve.precision.int8 import Rounding
-from attnserve.precision.products import MOMENT_TOKENS, collect_ranges
+from attnserve.precision.products import MOMENT_TOKENS, WeightKey, collect_ranges
 from attnserve.precision.schemes import SCHEMES
 from attnserve.recovery.batches import regroup
 from attnserve.recovery.distillation import (
@@ -36,9 +33,7 @@ from attnserve.recovery.distillation import (
     matching_states,
     rotary_constants,
 )
-from attnserve.recovery.labels import (
-    Labels,
-)
+from attnserve.recovery.labels import Labels
 from attnserve.recovery.module import GraphModule
 from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
@@ -46,12 +41,7 @@ from attnserve.recovery.training import Course, Lesson, train
 from attnserve.runtime.checkpoint import Checkpoint
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
-from graph_passes.errors import (
-    CannotRewrite,
-    CheckFailed,
-    InvalidArgument,
-    InvalidData,
-)
+from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 
 __all__ = ["Recovery", "check_input"]
@@ -87,7 +77,7 @@ def check_input(job: Job) -> str:
     if not (data.fit and data.choose and data.held_out):
         raise InvalidData(
             "the files of `data` have nearly the same rows: none are left for one of the parts to "
-            "fit, to choose and to prove",
+            "fit, to choose and to verify",
             "give more unlabeled text, each row in one file",
             code="recovery.few_rows",
         )
@@ -101,12 +91,20 @@ def check_input(job: Job) -> str:
 
 
 class Recovery:
-    """The models and the data of one recovery.
+    """A training of a rewritten model that is ready to start.
+
+    To construct it checks that the models and the data can be trained, and raises an error
+    otherwise.
 
     Attributes:
-        trained: A copy of the rewritten model, whose weights are trained.
+        calibration: The rows to fit, as inputs of the rewritten model.
         rounding: Rounding of the int8 weights, computed before the training; None in other
             precisions.
+        first: The rewritten model, in the precision of the served model, compared with the original
+            on the rows to choose.
+        trained: A copy of the rewritten model, whose weights are trained.
+        module: The rewritten model in PyTorch.
+        states: The hidden states of the original that the module learns, besides the outputs.
 
     Args:
         rewritten: The rewritten model in float32 or half precision; it is not changed.
@@ -146,14 +144,9 @@ class Recovery:
         self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
         self.empty = empty_axes(original, rewritten)
         self.calibration = [self._feed(batch) for batch in data.fit]
-        self.rounding: Mapping[tuple[str, bool], Rounding] | None = None
-        if self.bits is not None:
-            self.rounding = roundings_of(
-                rewritten, precision, self.calibration, float_blocks=float_blocks
-            )
-        self.plain = self._served(rewritten)
+        self.rounding = self._rounding()
         # Raises an error if the models do not have the same inputs and outputs.
-        self.first = self._compare(self.plain, data.choose, "choose")
+        self.first = self._compare(self._served(rewritten), data.choose, "choose")
         if not self.first.qualities:
             raise InvalidData(
                 "the models have no float output that can be learned",
@@ -161,24 +154,19 @@ class Recovery:
                 code="recovery.no_output",
             )
         self.trained = rewritten.clone()
-        graph = _with_fused_gelu(rewritten)
-        pairs = matching_states(original, graph)
-        pairs = self._equal_shapes(pairs, graph, data.fit[0])
-        self.module = GraphModule(
-            graph, [ours for _, ours in pairs], frozen=rotary_constants(graph), device=device
-        )
-        if not self.module.names:
-            raise InvalidData(
-                "the rewritten model has no float weights that can be trained",
-                "recover the float model, and quantize the result",
-                code="recovery.no_weights",
-            )
+        self.module, self.states = self._module(device)
         self._check_module()
         self._quantize(self.calibration)
-        self.states = [theirs for theirs, _ in pairs]
 
     def train(self, seconds: float, checkpoint: Checkpoint) -> Course:
-        """Train; if the loss decreased, ``trained`` receives the best weights."""
+        """Train for a time, and return the course of the training.
+
+        If the loss on the rows to choose decreased, ``trained`` receives the best weights.
+
+        Args:
+            seconds: The time limit.
+            checkpoint: Where the state is saved, and from which an interrupted training continues.
+        """
         data, context = self.data, self.context
         teacher = Teacher(self.original, self.states, context)
         inputs = (*self.original.graph.inputs, *self.rewritten.graph.inputs)
@@ -206,6 +194,39 @@ class Recovery:
         if course.is_better:
             self._write_weights(best)
         return course
+
+    def _rounding(self) -> Mapping[WeightKey, Rounding] | None:
+        """Rounding of the int8 weights; None in other precisions.
+
+        Raises:
+            CannotRewrite: The model cannot be converted to int8.
+        """
+        if self.bits is None:
+            return None
+        return roundings_of(
+            self.rewritten, self.precision, self.calibration, float_blocks=self.float_blocks
+        )
+
+    def _module(self, device: str) -> tuple[GraphModule, list[ir.Value]]:
+        """The rewritten model in PyTorch, and the states of the original that match its own.
+
+        Raises:
+            InvalidModel: An operator cannot be trained.
+            InvalidData: No weight can be trained.
+        """
+        graph = _with_fused_gelu(self.rewritten)
+        pairs = matching_states(self.original, graph)
+        pairs = self._equal_shapes(pairs, graph, self.data.fit[0])
+        module = GraphModule(
+            graph, [ours for _, ours in pairs], frozen=rotary_constants(graph), device=device
+        )
+        if not module.names:
+            raise InvalidData(
+                "the rewritten model has no float weights that can be trained",
+                "recover the float model, and quantize the result",
+                code="recovery.no_weights",
+            )
+        return module, [theirs for theirs, _ in pairs]
 
     def _served(self, model: ir.Model, rows: Sequence[Batch] | None = None) -> ir.Model:
         """The model as it is served: int8 models are converted as by ``optimize``."""

@@ -14,7 +14,7 @@ from attnserve.data.token_statistics import calibration_of
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
-from attnserve.models.lineage import BeforeRecovery, RewriteRecord
+from attnserve.models.lineage import BeforeRecovery, RewriteRecord, present
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
 from attnserve.recovery.labels import LabelReport
@@ -76,23 +76,23 @@ class RecoverReport:
     @property
     def record(self) -> RewriteRecord:
         """The entry of the lineage; ``write_recovered`` adds the inputs."""
-        before = BeforeRecovery(fidelity=self.before.cosines)
-        entry = RewriteRecord(
+        return RewriteRecord(
             rewrite="recover" if self.int8_weight_bits is None else "recover+int8",
             fidelity=self.after.cosines,
-            before_recovery=before.model_copy(update=self.before.measured.stated),
+            qualities=self.after.qualities,
+            before_recovery=BeforeRecovery(
+                fidelity=self.before.cosines, qualities=self.before.qualities
+            ),
             gain=self.gain,
             verdict=self.verdict,
             training=self.training.record,
             warnings=self.warnings,
+            **present(
+                scores=self.scores and self.scores.to_json(),
+                int8_weight_bits=self.int8_weight_bits,
+                int8_activations=self.int8_activations,
+            ),
         )
-        optional = {
-            "scores": self.scores and self.scores.to_json(),
-            "int8_weight_bits": self.int8_weight_bits,
-            "int8_activations": self.int8_activations,
-        }
-        told = {name: value for name, value in optional.items() if value is not None}
-        return entry.model_copy(update={**self.after.measured.stated, **told})
 
 
 def write_recovered(

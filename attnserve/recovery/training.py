@@ -204,6 +204,8 @@ def is_stuck(losses: Sequence[float], seconds: float, budget: float) -> bool:
 
 
 class _TrainingRun:
+    """The state of ``train``: the module's weights, their average and the best ones so far."""
+
     def __init__(
         self,
         module: GraphModule,
@@ -227,6 +229,7 @@ class _TrainingRun:
         self._scaler = torch.amp.GradScaler(self._device, enabled=self._half is torch.float16)
 
     def run(self) -> tuple[Course, list[Tensor]]:
+        """Train from the checkpoint, or from the start; the result is that of ``train``."""
         self._resume()
         course = self.course
         start = time.monotonic() - course.seconds
@@ -403,7 +406,11 @@ class _TrainingRun:
         self.course.stopped = "time"
 
     def _not_finite(self) -> None:
-        """Raises: CheckFailed: No weights are better than the initial ones."""
+        """Stop, because the loss is not finite; the best weights before that are the result.
+
+        Raises:
+            CheckFailed: No weights are better than the initial ones.
+        """
         self.course.stopped = "not finite"
         if not self.course.is_better:
             raise CheckFailed(

@@ -55,7 +55,7 @@ def verify_training(job: Job, model: ir.Model, labels: Labels | None = None) -> 
     """
     data = job.data
     assert data is not None
-    proved = replace(job, context=job.context.labeled("prove"))
+    proved = replace(job, context=job.context.labeled("held out"))
     fidelity = proved.compare_held_out(model, data.held_out)
     if labels is None:
         return Verified(fidelity)

@@ -32,8 +32,8 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.lineage import Calibration
 from attnserve.versions import versions
+from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidArgument, InvalidModel, Refusal
 from graph_passes.passes.collaborate import sharing_refusal
 from graph_passes.passes.conditions import refuse_quantized_weights
@@ -267,7 +267,7 @@ def analyze_graph(
                 kind=block.kind,
                 num_heads=block.num_heads,
                 head_size=block.head_size,
-                input_size=None if block.q.weight is None else block.input_size,
+                input_size=block.input_size if block.q.has_weight else None,
                 weights=by_weights,
                 calibrated=calibrated,
                 ranks=ranks.get(name),
@@ -289,8 +289,8 @@ def _measurable(
     indices = {block.name: index for index, block in enumerate(report.blocks)}
     fused = {b.name: decomposition_refusal(b) for b in report.blocks if b.logits is None}
     if fused:
-        with GraphContext.of(model) as graph_context:
-            decompose_fused(graph_context, fused)
+        with Analyses.of(model) as analyses:
+            decompose_fused(analyses, fused)
         report = read_attention(model, seed=seed)
     left_out = [
         NotAnalyzed(unmatched.node.name or unmatched.node.op_type, unmatched.reason)
@@ -361,7 +361,7 @@ def _no_spectrum(block: AttentionBlock) -> str:
         return "all heads reuse the probabilities of another layer"
     if block.is_collaborative or block.is_sparse:
         return "its heads are already collaborative"
-    if block.q.weight is None or block.k.weight is None:
+    if not (block.q.has_weight and block.k.has_weight):
         return "its queries or keys are inputs of the graph, without a projection"
     if block.q.norm is not None or block.k.norm is not None:
         return "q/k normalization is between the projections and the scores"

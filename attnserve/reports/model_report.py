@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnserve.checks.inspect import Inspection, inspect_graph
 from attnserve.context import Progress, ignore_progress
@@ -91,14 +91,14 @@ def report(
     require_extra("jinja2", "matplotlib")
     progress, seed = progress or ignore_progress, Run(seed=seed).seed
     places = list(_places(Path(models), as_path(output)))
-    for _, _, _, page in places:
-        check_output(page, force=force)
+    for place in places:
+        check_output(place.page, force=force)
     reports: list[ModelReport] = []
     contents: dict[Path, str] = {}
-    for done, (name, version, artifact, page) in enumerate(places):
+    for done, place in enumerate(places):
         progress("reports", done, len(places))
-        reports.append(_read(name, version, artifact, page, seed))
-        contents[page] = render(reports[-1])
+        reports.append(_read(place, seed))
+        contents[place.page] = render(reports[-1])
     folders: defaultdict[Path, list[Path]] = defaultdict(list)
     for page in contents:
         folders[page.parent].append(page)
@@ -110,8 +110,26 @@ def report(
     return reports
 
 
-def _places(path: Path, output: Path | None) -> Iterator[tuple[str, str, Artifact, Path]]:
-    """(name, version, model, page) of each model at ``path``."""
+class _Place(NamedTuple):
+    """A model, by its name and version as in the service, and the page to write."""
+
+    name: str
+    version: str
+    artifact: Artifact
+    page: Path
+
+
+def _places(path: Path, output: Path | None) -> Iterator[_Place]:
+    """Find the models at a path.
+
+    Args:
+        path: An .onnx file, an artifact folder, or a folder of models.
+        output: The folder of the pages; None writes each page beside its model.
+
+    Raises:
+        InvalidModel: There is no model.
+        InvalidOutput: ``output`` is not a folder.
+    """
     if output is not None:
         check_folder(output)
     models = find_models(path)
@@ -128,19 +146,21 @@ def _places(path: Path, output: Path | None) -> Iterator[tuple[str, str, Artifac
             page = artifact.folder / f"{own}report.html"
             if output is not None:
                 page = output / (f"{name}-{version}.html" if len(versions) > 1 else f"{name}.html")
-            yield name, version, artifact, page
+            yield _Place(name, version, artifact, page)
 
 
-def _read(name: str, version: str, artifact: Artifact, page: Path, seed: int) -> ModelReport:
+def _read(place: _Place, seed: int) -> ModelReport:
+    """The report of one model, whose attention blocks are matched and certified now."""
+    artifact = place.artifact
     rewrites = artifact.lineage
     graph = load_model(artifact.model, in_place=True)
     files = {artifact.model, *external_files(graph)}
     last = rewrites[-1] if rewrites else None
     return ModelReport(
-        name=name,
-        version=version,
+        name=place.name,
+        version=place.version,
         artifact=artifact,
-        output=page,
+        output=place.page,
         inspection=inspect_graph(
             graph,
             batch=(last and last.batch) or 1,

@@ -48,6 +48,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """The temporary folder of this process."""
     return tempfile.TemporaryDirectory(prefix="attnserve-")
 
 
@@ -116,7 +117,7 @@ def _is_own(info: os.stat_result) -> bool:
 
 
 def _without_following(path: str, flags: int) -> int:
-    # Without blocking: another user may have left a named pipe.
+    """Open a file, but no symbolic link; do not wait for a named pipe of another user."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 

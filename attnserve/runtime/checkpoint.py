@@ -27,8 +27,8 @@ KEPT_DAYS = 30
 class Checkpoint:
     """The state of some work in a private file.
 
-    A file that cannot be read, or that another user could have written, counts as missing. If it
-    cannot be written, the first time gives a warning.
+    A file that cannot be read, or that another user could have written, counts as missing. The
+    first time that it cannot be written, a warning is logged.
 
     Args:
         folder: Its name in the cache folder.

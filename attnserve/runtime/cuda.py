@@ -71,7 +71,11 @@ class ArenaShrinkPolicy:
     that were each at most a ``quarter`` of the largest run since the last shrink.
     """
 
-    calm, quarter = 64, 1 / 4
+    calm = 64
+    """Number of consecutive small runs after which the arena is shrunk."""
+
+    quarter = 1 / 4
+    """Maximum size of a small run, as a share of the largest."""
 
     def __init__(self) -> None:
         self._largest = self._recent = self._runs = 0
@@ -86,5 +90,6 @@ class ArenaShrinkPolicy:
         self._runs += 1
         if self._runs < self.calm:
             return False
-        self._largest, self._recent, self._runs = self._recent, 0, 0
+        self._largest = self._recent
+        self._recent = self._runs = 0
         return True

@@ -55,7 +55,8 @@ class RunFailed(InvalidData):
             "check that the data fits the model (length, vocabulary, names)",
             code="session.inputs_refused",
         )
-        self.reason, self.kind = reason, kind
+        self.reason = reason
+        self.kind = kind
 
 
 class ValueInfo(Protocol):

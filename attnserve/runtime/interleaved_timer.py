@@ -30,7 +30,8 @@ class InterleavedTimer:
 
     Attributes:
         sample_seconds: A sample repeats a faster function up to about this time.
-        min_rounds, max_rounds: Limits of the number of rounds, both even.
+        min_rounds: Minimum number of rounds, even.
+        max_rounds: Maximum number of rounds, even.
     """
 
     sample_seconds: float
@@ -48,6 +49,7 @@ class InterleavedTimer:
         """Milliseconds per run: float64 (functions, rounds).
 
         Args:
+            samplers: One for each function.
             seconds: Approximate total time, which determines the number of rounds.
             rounds: The number of rounds instead.
             progress: Called after each round.
@@ -115,10 +117,12 @@ class Speedup(BaseModel):
 
     @property
     def low(self) -> float:
+        """The lower end of the interval."""
         return self.ci95[0]
 
     @property
     def high(self) -> float:
+        """The upper end of the interval."""
         return self.ci95[1]
 
 
@@ -131,16 +135,19 @@ def paired_speedup(
     geometric mean. The interval is a bootstrap over the rounds of each shape.
 
     Args:
-        first, other: Milliseconds by round, (rounds,), at each shape.
+        first: Milliseconds of the first function by round, (rounds,), at each shape.
+        other: Milliseconds of the other function, likewise.
+        seed: Seed of the bootstrap.
     """
-    ratios = [np.log(np.divide(a, b)) for a, b in zip(first, other, strict=True)]
+    log_ratios = [np.log(np.divide(a, b)) for a, b in zip(first, other, strict=True)]
 
     def mean_of_medians(*drawn: np.ndarray) -> np.ndarray:
-        medians = [np.median(x[rows], axis=1) for x, rows in zip(ratios, drawn, strict=True)]
+        pairs = zip(log_ratios, drawn, strict=True)
+        medians = [np.median(logs[rounds], axis=1) for logs, rounds in pairs]
         return np.mean(medians, axis=0)
 
     interval = bootstrap_interval(
-        mean_of_medians, *map(len, ratios), seed=seed, resamples=RESAMPLES
+        mean_of_medians, *map(len, log_ratios), seed=seed, resamples=RESAMPLES
     )
-    value = np.mean([np.median(x) for x in ratios])
+    value = np.mean([np.median(logs) for logs in log_ratios])
     return Speedup(value=float(np.exp(value)), ci95=(math.exp(interval[0]), math.exp(interval[1])))

@@ -70,7 +70,6 @@ class WorkerCrashed(AttnserveError):
 
     Attributes:
         status: Its exit status, negative for a signal; None if it did not end.
-        timed_out: Whether it was killed because of its time limit.
     """
 
     default_code = "isolation.crashed"
@@ -83,6 +82,7 @@ class WorkerCrashed(AttnserveError):
 
     @property
     def timed_out(self) -> bool:
+        """Whether the child was killed because of its time limit."""
         return self.code == "isolation.timeout"
 
 
@@ -130,6 +130,7 @@ class Worker:
             raise
 
     def _start(self, environment: Mapping[str, str] | None, silent: bool) -> None:
+        """Start the process, and a thread that reads its output."""
         if environment is None:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
         with _interrupts_blocked():
@@ -142,11 +143,13 @@ class Worker:
             )
         self._output: deque[int] = deque(maxlen=300)  # the end, which the error of a crash quotes
         # The thread owns the pipe: a process that the child started may keep it open.
-        pipe, self.process.stderr = self.process.stderr, None
+        pipe = self.process.stderr
+        self.process.stderr = None
         self._reader = threading.Thread(target=self._read_output, args=(pipe,), daemon=True)
         self._reader.start()
 
     def _read_output(self, pipe: IO[bytes] | None) -> None:
+        """Read the output of the child until it closes the pipe, and keep its end."""
         if pipe is None:
             return
         with pipe:
@@ -162,6 +165,7 @@ class Worker:
         return self._request((method, arguments), timeout_s)
 
     def _request(self, request: Any, timeout_s: float | None) -> Any:
+        """Send a request and return its result; see ``call`` for the errors."""
         assert self.process.stdin is not None and self.process.stdout is not None
         late = threading.Event()
 
@@ -180,11 +184,7 @@ class Worker:
         finally:
             if timer is not None:
                 timer.cancel()
-        answer: Any = None
-        with suppress(ValueError):
-            answer = json.loads(line)
-        if not isinstance(answer, dict):
-            answer = {}
+        answer = _json_object(line)
         if late.is_set() and not answer:
             raise WorkerCrashed(
                 f"the child process did not finish within {timeout_s:g} s",
@@ -204,6 +204,7 @@ class Worker:
         return answer["result"]
 
     def _exit_status(self) -> int:
+        """Wait for the end of the child, and end it if it takes more than ``EXIT_S``."""
         try:
             return self.process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
@@ -236,7 +237,16 @@ class _Call:
         self.value = function(*arguments)
 
     def result(self) -> Any:
+        """The result of the call."""
         return self.value
+
+
+def _json_object(line: bytes) -> Mapping[str, Any]:
+    """The JSON object on a line; empty if the line is none."""
+    answer: Any = None
+    with suppress(ValueError):
+        answer = json.loads(line)
+    return answer if isinstance(answer, dict) else {}
 
 
 def run_isolated(
@@ -361,7 +371,8 @@ def serve(parent: int) -> None:
                 prepare, factory, arguments = request
                 if prepare is not None:
                     prepare()
-                held, result = factory(*arguments), None
+                held = factory(*arguments)
+                result = None
             else:
                 method, arguments = request
                 result = getattr(held, method)(*arguments)

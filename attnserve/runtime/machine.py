@@ -53,7 +53,8 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
 
     Containers and services have their limits. The folders may not exist.
     """
-    groups, own = root / "sys/fs/cgroup", ""
+    groups = root / "sys/fs/cgroup"
+    own = ""
     with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         own = next((line[4:] for line in lines if line.startswith("0::/")), "")
@@ -135,4 +136,6 @@ def _output_of(program: str, *arguments: str) -> str | None:
     if path is None:
         return None
     done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
-    return ", ".join(done.stdout.split("\n")).strip(", ") or None if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    return ", ".join(done.stdout.split("\n")).strip(", ") or None

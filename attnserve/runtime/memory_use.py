@@ -34,6 +34,7 @@ def rss_bytes() -> int:
 
 @lru_cache(maxsize=1)
 def _sample(interval: int) -> int:
+    """Resident memory of this process, sampled once in each interval of ``SAMPLE_S``."""
     return psutil.Process().memory_info().rss
 
 
@@ -97,6 +98,7 @@ def gpu_bytes() -> int | None:
 
 @lru_cache(maxsize=1)
 def _gpu_sample(nvml: Any, visible: str, interval: int) -> int | None:
+    """Memory in use on a GPU, sampled once in each interval; None if it cannot be read."""
     try:
         if visible and not visible.isdecimal():
             device = nvml.nvmlDeviceGetHandleByUUID(visible)

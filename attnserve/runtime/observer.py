@@ -26,6 +26,7 @@ class Observer:
         model: It is not changed, and may be changed afterwards.
         wanted: The values to compute.
         known: An example of each known value, for example the first state.
+        device: Where the nodes run.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ def extract(
         if not value.is_graph_input():  # its declared type may be missing
             array = known[value]
             inner.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
-            inner.shape, inner.const_value = ir.Shape([None] * array.ndim), None
+            inner.shape = ir.Shape([None] * array.ndim)
+            inner.const_value = None
     functions = [function.clone() for function in model.functions.values()]
     part = ir.Model(graph, ir_version=model.ir_version, functions=functions)
     names = zip(start, graph.inputs, strict=True)
@@ -114,7 +116,8 @@ def behind(
     graph: ir.Graph, wanted: Collection[ir.Value], known: Collection[ir.Value]
 ) -> tuple[set[ir.Value], list[ir.Node]]:
     """The known values that values depend on, and the nodes in between, last first."""
-    found, nodes = set(wanted), list[ir.Node]()
+    found = set(wanted)
+    nodes: list[ir.Node] = []
     for node in reversed(graph):
         if any(value in found and value not in known for value in node.outputs):
             nodes.append(node)
@@ -123,7 +126,7 @@ def behind(
 
 
 def reads(node: ir.Node) -> Iterator[ir.Value]:
-    """The values that a node and the graphs in its attributes read, in order."""
+    """Yield the values that a node and the graphs in its attributes read, in order."""
     yield from (value for value in node.inputs if value is not None)
     for attribute in node.attributes.values():
         graphs: Sequence[ir.Graph] = ()

@@ -13,10 +13,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 
-__all__ = ["GRAPH", "INITIALIZER", "LARGE", "RAW_DATA", "fields", "read_in_place"]
+__all__ = ["GRAPH", "INITIALIZER", "LARGE", "RAW_DATA", "Field", "fields", "read_in_place"]
 
 LARGE = 1 << 16
 """Minimum size in bytes of weights that stay in the file."""
@@ -24,8 +25,21 @@ LARGE = 1 << 16
 GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9
 """Field numbers of ModelProto.graph, GraphProto.initializer and TensorProto.raw_data."""
 
-Field = tuple[int, int, int, int]
-"""(field number, start, start of the content, end)."""
+
+class Field(NamedTuple):
+    """A field of a message; positions are in bytes.
+
+    Attributes:
+        number: The field number.
+        start: The position of its key.
+        content: The position of its content.
+        end: The position after it.
+    """
+
+    number: int
+    start: int
+    content: int
+    end: int
 
 
 def read_in_place(path: Path) -> onnx.ModelProto:
@@ -36,37 +50,47 @@ def read_in_place(path: Path) -> onnx.ModelProto:
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         model = onnx.ModelProto.FromString(_without(data, 0, len(data), GRAPH))
-        for number, _, first, end in fields(data, 0, len(data)):
-            if number != GRAPH:
+        for outer in fields(data, 0, len(data)):
+            if outer.number != GRAPH:
                 continue
-            graph = onnx.GraphProto.FromString(_without(data, first, end, INITIALIZER))
-            for inner, _, start, stop in fields(data, first, end):
-                if inner == INITIALIZER:
-                    graph.initializer.append(_initializer(data, start, stop, path))
+            rest = _without(data, outer.content, outer.end, INITIALIZER)
+            graph = onnx.GraphProto.FromString(rest)
+            for inner in fields(data, outer.content, outer.end):
+                if inner.number == INITIALIZER:
+                    graph.initializer.append(_initializer(data, inner, path))
             model.graph.MergeFrom(graph)
     return model
 
 
-def _initializer(data: mmap.mmap, first: int, end: int, path: Path) -> onnx.TensorProto:
-    raw = [field for field in fields(data, first, end) if field[0] == RAW_DATA]
-    if len(raw) != 1 or raw[0][3] - raw[0][2] < LARGE:
-        return onnx.TensorProto.FromString(data[first:end])
-    tensor = onnx.TensorProto.FromString(_without(data, first, end, RAW_DATA))
+def _initializer(data: mmap.mmap, field: Field, path: Path) -> onnx.TensorProto:
+    """Read an initializer; a large one becomes external data in ``path``."""
+    raw = [inner for inner in fields(data, field.content, field.end) if inner.number == RAW_DATA]
+    if len(raw) != 1 or raw[0].end - raw[0].content < LARGE:
+        return onnx.TensorProto.FromString(data[field.content : field.end])
+    tensor = onnx.TensorProto.FromString(_without(data, field.content, field.end, RAW_DATA))
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    _, _, start, stop = raw[0]
-    for key, value in (("location", path.name), ("offset", start), ("length", stop - start)):
+    location = {
+        "location": path.name,
+        "offset": raw[0].content,
+        "length": raw[0].end - raw[0].content,
+    }
+    for key, value in location.items():
         tensor.external_data.add(key=key, value=str(value))
     return tensor
 
 
 def _without(data: mmap.mmap, first: int, end: int, number: int) -> bytes:
     """The message without the fields of this number."""
-    kept = (data[start:stop] for n, start, _, stop in fields(data, first, end) if n != number)
-    return b"".join(kept)
+    kept = (field for field in fields(data, first, end) if field.number != number)
+    return b"".join(data[field.start : field.end] for field in kept)
 
 
 def fields(data: mmap.mmap | bytes, at: int = 0, end: int | None = None) -> Iterator[Field]:
-    """The fields of the message from ``at`` to ``end``."""
+    """Yield the fields of the message from ``at`` to ``end`` (default: the end of the data).
+
+    Raises:
+        ValueError: The data is no message, or truncated.
+    """
     end = len(data) if end is None else end
     while at < end:
         start = at
@@ -86,17 +110,22 @@ def fields(data: mmap.mmap | bytes, at: int = 0, end: int | None = None) -> Iter
                 raise ValueError(f"unknown wire type {wire} at byte {start}")
         if at > end:
             raise ValueError(f"the field at byte {start} ends after its message")
-        yield key >> 3, start, first, at
+        yield Field(key >> 3, start, first, at)
 
 
 def _varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:
-    """Decode a little-endian base-128 number; return it and the position after it."""
+    """Decode a little-endian base-128 number; return it and the position after it.
+
+    Raises:
+        ValueError: It does not end before ``end``.
+    """
     value = 0
     for shift in range(0, 70, 7):
         if at >= end:
             break
         byte = data[at]
-        value, at = value | (byte & 127) << shift, at + 1
+        value |= (byte & 127) << shift
+        at += 1
         if byte < 128:
             return value, at
     raise ValueError(f"the number before byte {at} is not a varint")

@@ -90,12 +90,13 @@ class OnnxRuntime:
         return _open(source, device, options)
 
     def version(self) -> str:
+        """See ``Runtime.version``."""
         return require_runtime().__version__
 
     def peak_bytes(self, source: Path, feed: Feed, device: Device) -> int | None:
-        """From a profile: the peak of the arena, without weights outside of it.
+        """See ``Runtime.peak_bytes``: the peak of the arena, without weights outside of it.
 
-        A separate session is profiled, because profiling takes time.
+        It is read from the profile of a separate session, because profiling takes time.
         """
         with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
             profiled = self.open(source, device, SessionOptions(profile=Path(folder) / "runs"))
@@ -116,16 +117,20 @@ class OnnxSession:
     """
 
     def __init__(self, native: Any, weights: Sequence[Any] = ()) -> None:
-        self.native, self._weights = native, weights
+        self.native = native
+        self._weights = weights
 
     @property
     def is_on_cuda(self) -> bool:
+        """Whether the session runs on a GPU."""
         return "CUDAExecutionProvider" in self.native.get_providers()
 
     def get_inputs(self) -> Sequence[ValueInfo]:
+        """The inputs, without initializers."""
         return self.native.get_inputs()
 
     def get_outputs(self) -> Sequence[ValueInfo]:
+        """The outputs."""
         return self.native.get_outputs()
 
     def run(self, names: Sequence[str] | None, feed: Feed, options: Any = None) -> list[np.ndarray]:
@@ -136,6 +141,7 @@ class OnnxSession:
             return [np.asarray(array) for array in self.native.run(names, dict(feed), options)]
 
     def bind(self, feed: Feed) -> Callable[[], object]:
+        """See ``Session.bind``."""
         if self.is_on_cuda:
             inputs = {name: placed(array, "cuda") for name, array in feed.items()}
             binding = self.binding(inputs, "cuda")
@@ -199,6 +205,7 @@ def run_errors(feed: Feed) -> Generator[None]:
 
 
 def _kind(error: Exception) -> Literal["inputs", "memory", "device"]:
+    """The kind of a failed run, see ``RunFailed``."""
     text = str(error)
     if isinstance(error, MemoryError) or re.search(r"allocat|out of memory", text, re.IGNORECASE):
         return "memory"
@@ -208,7 +215,25 @@ def _kind(error: Exception) -> Literal["inputs", "memory", "device"]:
 
 
 def _open(source: Path | ir.Model, device: Device, wanted: SessionOptions) -> OnnxSession:
+    """See ``Runtime.open``."""
     ort = require_runtime()
+    options = _session_options(ort, device, wanted)
+    providers = _providers(ort, device.provider, wanted.cuda)
+    if isinstance(source, ir.Model):
+        return _open_in_memory(ort, source, device, options, providers)
+    patched = safe_graph(source)
+    if patched is not None:
+        return _open_in_memory(ort, patched, device, options, providers)
+    content = [np.fromfile(source.parent / location, np.uint8) for location in wanted.copied]
+    if content:
+        options.add_external_initializers_from_files_in_memory(
+            list(wanted.copied), content, [array.size for array in content]
+        )
+    return OnnxSession(_start(ort, str(source), source.name, options, providers))
+
+
+def _session_options(ort: Any, device: Device, wanted: SessionOptions) -> Any:
+    """``onnxruntime.SessionOptions``, without external data."""
     options = ort.SessionOptions()
     options.log_severity_level = FATAL  # errors are raised as exceptions
     options.intra_op_num_threads = device.threads or _quota()
@@ -218,20 +243,15 @@ def _open(source: Path | ir.Model, device: Device, wanted: SessionOptions) -> On
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.disable_prepacking", "1")
     if wanted.profile is not None:
-        options.enable_profiling, options.profile_file_prefix = True, str(wanted.profile)
-    providers = _providers(ort, device.provider, wanted.cuda)
-    if isinstance(source, Path):
-        patched = safe_graph(source)
-        if patched is None:
-            content = [
-                np.fromfile(source.parent / location, np.uint8) for location in wanted.copied
-            ]
-            if content:
-                options.add_external_initializers_from_files_in_memory(
-                    list(wanted.copied), content, [array.size for array in content]
-                )
-            return OnnxSession(_start(ort, str(source), source.name, options, providers))
-        source = patched
+        options.enable_profiling = True
+        options.profile_file_prefix = str(wanted.profile)
+    return options
+
+
+def _open_in_memory(
+    ort: Any, source: ir.Model, device: Device, options: Any, providers: Sequence[Any]
+) -> OnnxSession:
+    """Open a model in memory, sharing its large weights with the session on the CPU."""
     name = source.graph.name or "the model in memory"
     if crashes(source):
         source = safe_copy(source)
@@ -299,6 +319,15 @@ def _serialized_bytes(model: ir.Model, shared: Mapping[str, np.ndarray]) -> int:
 
 
 def _start(ort: Any, source: str | bytes, name: str, options: Any, providers: Sequence[Any]) -> Any:
+    """Create an ``onnxruntime.InferenceSession`` from a path or a serialized model.
+
+    Args:
+        name: Name of the model, for errors.
+
+    Raises:
+        InvalidModel: ONNX Runtime refuses the graph.
+        InvalidArgument: There is no CUDA device.
+    """
     try:
         with _without_plugin_warning(ort) if len(providers) > 1 else nullcontext():
             session = ort.InferenceSession(source, options, providers=providers)
@@ -340,6 +369,11 @@ def _without_plugin_warning(ort: Any) -> Generator[None]:
 
 
 def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
+    """The execution providers of a session, in order of preference.
+
+    Raises:
+        InvalidArgument: ONNX Runtime is not built for CUDA.
+    """
     if provider == "cpu":
         return ["CPUExecutionProvider"]
     if hasattr(ort, "preload_dlls"):
@@ -354,11 +388,11 @@ def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
 
 
 def _holds_bfloat16(source: str | bytes) -> bool:
-    model = (
-        onnx.load_model_from_string(source)
-        if isinstance(source, bytes)
-        else onnx.load_model(source, load_external_data=False)
-    )
+    """Whether an initializer of a file or a serialized model is bfloat16."""
+    if isinstance(source, bytes):
+        model = onnx.load_model_from_string(source)
+    else:
+        model = onnx.load_model(source, load_external_data=False)
     return any(one.data_type == onnx.TensorProto.BFLOAT16 for one in model.graph.initializer)
 
 

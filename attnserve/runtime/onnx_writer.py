@@ -57,6 +57,7 @@ def write_model(model: ir.Model, path: Path) -> None:
 
 
 def _tensor(proto: onnx.TensorProto, content: Content | None) -> list[Part]:
+    """The message of an initializer, with its content if that was removed."""
     if content is None:
         return [proto.SerializeToString()]
     proto.ClearField("data_location")
@@ -66,7 +67,8 @@ def _tensor(proto: onnx.TensorProto, content: Content | None) -> list[Part]:
 
 def _with_fields(message: bytes, number: int, contents: list[list[Part]]) -> list[Part]:
     """Insert fields with a length, bytes or messages, in front of those with larger numbers."""
-    at = next((start for n, start, _, _ in fields(message) if n > number), len(message))
+    later = (field.start for field in fields(message) if field.number > number)
+    at = next(later, len(message))
     parts: list[Part] = [message[:at]]
     for content in contents:
         size = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in content)

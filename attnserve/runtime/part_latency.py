@@ -44,7 +44,12 @@ scalars are: biases of equal layers differ."""
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A part of a model as a separate graph, and its inputs at each shape."""
+    """A part of a model as a separate graph.
+
+    Attributes:
+        model: The graph.
+        feeds: Its inputs at each shape.
+    """
 
     model: ir.Model
     feeds: tuple[Batch, ...]
@@ -100,6 +105,13 @@ def _part(
     seen: Sequence[Mapping[ir.Value, np.ndarray]],
     sizes: Sequence[tuple[int, int]],
 ) -> Part:
+    """Extract one part.
+
+    Args:
+        inputs: The inputs of the part, its sources first.
+        seen: The arrays of the inputs at each shape.
+        sizes: Batch and length at each shape.
+    """
     part, names = extract(model, {value: seen[0][value] for value in inputs}, [cut.output])
     for value, inner in zip(names, part.graph.inputs, strict=True):
         shapes = [arrays[value].shape for arrays in seen]
@@ -109,7 +121,7 @@ def _part(
 
 
 def _along(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Sizes of each axis over the shapes."""
+    """Yield each axis and its sizes over the shapes."""
     return enumerate(zip(*shapes, strict=True))
 
 
@@ -127,9 +139,9 @@ def _dim(axis: int, along: tuple[int, ...], sizes: Sequence[tuple[int, int]]) ->
     if along == lengths:
         return "sequence"
     if along == tuple(batch * length for batch, length in sizes):  # flattened tokens
-        both = (str(batches[0]) if len(set(batches)) == 1 else "batch",
-                str(lengths[0]) if len(set(lengths)) == 1 else "sequence")  # fmt: skip
-        return "*".join(both)
+        batch = str(batches[0]) if len(set(batches)) == 1 else "batch"
+        length = str(lengths[0]) if len(set(lengths)) == 1 else "sequence"
+        return f"{batch}*{length}"
     return "axis_" + "_".join(map(str, along))
 
 
@@ -148,7 +160,11 @@ def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[i
 
 
 def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> set[ir.Value]:
-    """These values and all that depend on their content (with ``shapes``, or on their shape)."""
+    """These values, and all values that depend on their content.
+
+    Args:
+        shapes: Include values that depend on their shape alone.
+    """
     behind = set(values)
     for node in model.graph:
         reads_shape = node.op_type in ("Shape", "Size") and not node.domain
@@ -160,11 +176,19 @@ def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> s
 def _frontier(
     cut: Cut, varying: set[ir.Value], dependent: set[ir.Value], info: ShapeInfo
 ) -> list[ir.Value]:
+    """The inputs of a part, its sources first.
+
+    Args:
+        varying: The values that depend on the inputs of the model.
+        dependent: The values that depend on the content of the sources.
+    """
     found = dict.fromkeys(source for source in cut.sources if source in varying)
-    seen, waiting = {cut.output, *cut.sources}, [cut.output]
+    seen = {cut.output, *cut.sources}
+    waiting = [cut.output]
     while waiting:
         value = waiting.pop()
-        node, tensor = value.producer(), info.known.get(value)
+        node = value.producer()
+        tensor = info.known.get(value)
         dtype = value.dtype if tensor is None else tensor.dtype
         counts = dtype is not None and dtype.is_integer()
         if tensor is not None and tensor.constant is not None:  # K of 1 / sqrt(K), from a Shape
@@ -181,7 +205,7 @@ def _frontier(
 
 
 def _sizes(feed: Batch) -> tuple[int, int]:
-    """(batch, length) of the inputs of a model or part: from ids, else from hidden states."""
+    """Batch and length of the inputs of a model or part: of ids, else of hidden states."""
     shapes = [array.shape for array in feed.values()]
     lengths = [shape[1] for rank in (2, 3) for shape in shapes if len(shape) == rank]
     return next((shape[0] for shape in shapes if shape), 1), next(iter(lengths), 1)
@@ -236,6 +260,7 @@ def _in_order(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _attribute(attribute: ir.Attr, number: dict[ir.Value, int]) -> str:
+    """A text that is equal for attributes with equal work; see ``_structure``."""
     match attribute.type:
         case ir.AttributeType.GRAPH:
             return repr(_structure(attribute.as_graph(), number))
@@ -271,7 +296,8 @@ class LatencyTable:
     """
 
     def __init__(self, path: Path | None, device: Device = CPU) -> None:
-        self.path, self.device = path, device
+        self.path = path
+        self.device = device
         self.setting = _setting(device)
         self.times_ms: dict[str, float] = _read(path).get(self.setting, {})
         self.measured = 0
@@ -317,6 +343,12 @@ class LatencyTable:
         ]
 
     def _note(self, keys: Sequence[str], times: np.ndarray) -> None:
+        """Store the times of parts that are not cached, relative to the first part.
+
+        Args:
+            keys: The key of each part.
+            times: Milliseconds, (parts, rounds).
+        """
         first_ms = self.times_ms.get(keys[0], float(np.median(times[0])))
         for key, samples in zip(keys, times, strict=True):
             if key not in self.times_ms:

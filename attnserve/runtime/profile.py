@@ -21,6 +21,7 @@ from graph_passes.errors import InvalidData
 __all__ = ["AttentionKernel", "Profile", "attention_kernels", "read_profile", "read_runs"]
 
 FIX = "run the model at least once, then call end_profiling()"
+"""How to fix an error of this module."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def read_runs(path: Path) -> tuple[Profile, ...]:
 
 @contextmanager
 def _reading(path: Path) -> Generator[None]:
+    """Raise errors of a damaged file as ``InvalidData``."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -101,16 +103,22 @@ def _reading(path: Path) -> Generator[None]:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
+    """The events of a profile file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _windows(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Start and end time of each run."""
+    """Start and end time of each run in microseconds, in order."""
     runs = [event for event in events if event["name"] == "model_run"]
     return sorted((run["ts"], run["ts"] + run["dur"]) for run in runs)
 
 
 def _profile(path: Path, events: list[dict[str, Any]], begin: float, end: float) -> Profile:
+    """The profile of the events that start in a window.
+
+    Raises:
+        InvalidData: There are no operators in it.
+    """
     inside = [event for event in events if begin <= event["ts"] <= end]
     nodes = [event for event in inside if event.get("cat") == "Node"]
     kernels = [event for event in inside if event.get("cat") == "Kernel"]
@@ -128,12 +136,15 @@ def _profile(path: Path, events: list[dict[str, Any]], begin: float, end: float)
 
 
 def _peak(nodes: list[dict[str, Any]]) -> int | None:
+    """The peak memory in bytes from the arguments of node events, if they have it."""
     on_cuda = [node for node in nodes if node.get("provider") == "CUDAExecutionProvider"]
     peaks = [int(node["mem_in_use_peak"]) for node in on_cuda or nodes if "mem_in_use_peak" in node]
     return max(peaks, default=None)
 
 
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
+"""A color of terminals."""
+
 LINE = re.compile(
     r"Operator=(?P<operator>\S+)(?: Node=(?P<node>.*?))? DataType=(?P<dtype>\w+)"
     r" SdpaKernel=(?P<kernel>\w+)"

@@ -16,7 +16,8 @@ def silenced(level: int = logging.WARNING) -> Generator[None]:
 
     Tools that log to the root logger would add a handler to it, so it has one here.
     """
-    root, handler = logging.getLogger(), logging.NullHandler()
+    root = logging.getLogger()
+    handler = logging.NullHandler()
     disabled = root.manager.disable
     root.addHandler(handler)
     logging.disable(max(disabled, level))

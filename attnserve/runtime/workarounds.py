@@ -56,11 +56,13 @@ def safe_copy(model: ir.Model) -> ir.Model:
 
 
 def _change(model: ir.Model) -> None:
+    """Change a graph in place, so that it can be loaded."""
     _give_biases(model)
     part_transposes(model)
 
 
 def _without_bias(model: ir.Model) -> list[ir.Node]:
+    """The com.microsoft Attention nodes without a bias."""
     return [
         node
         for node in model.graph.all_nodes()
@@ -70,6 +72,11 @@ def _without_bias(model: ir.Model) -> list[ir.Node]:
 
 
 def _give_biases(model: ir.Model) -> None:
+    """Give a bias of zeros to each Attention without one.
+
+    Raises:
+        InvalidModel: Its weight is not constant.
+    """
     for index, node in enumerate(_without_bias(model)):
         weight = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] else None
         if weight is None:
@@ -89,12 +96,14 @@ def _give_biases(model: ir.Model) -> None:
 def part_transposes(model: ir.Model) -> None:
     """Put a Reshape to the same shape between Transpose and MatMul, in place."""
     for node, place in [*_fused_transposes(model)]:
-        value, graph = node.inputs[place], node.graph
+        value = node.inputs[place]
+        graph = node.graph
         assert value is not None and graph is not None
         same = ir.node("Reshape", [value, _same_shape(model, len(_permutation(value) or ()))])
         result = same.outputs[0]
         result.name = same.name = f"{node.outputs[0].name}/operand_{place}"
-        result.type, result.shape = value.type, value.shape
+        result.type = value.type
+        result.shape = value.shape
         graph.insert_before(node, same)
         node.replace_input_with(place, result)
 
@@ -109,7 +118,7 @@ def _same_shape(model: ir.Model, rank: int) -> ir.Value:
 
 
 def _fused_transposes(model: ir.Model) -> Iterator[tuple[ir.Node, int]]:
-    """MatMul nodes, and the number of an operand, whose fusion with a Transpose crashes."""
+    """Yield each MatMul and the index of an operand whose fusion with a Transpose crashes."""
     for node in model.graph.all_nodes():
         if node.op_type != "MatMul" or node.domain:
             continue
@@ -122,6 +131,7 @@ def _fused_transposes(model: ir.Model) -> Iterator[tuple[ir.Node, int]]:
 
 
 def _permutation(value: ir.Value | None) -> list[int] | None:
+    """The permutation of a Transpose that computes a value, if any."""
     producer = None if value is None else value.producer()
     if producer is None or producer.op_type != "Transpose" or producer.domain:
         return None
@@ -130,6 +140,7 @@ def _permutation(value: ir.Value | None) -> list[int] | None:
 
 
 def _is_half(value: ir.Value | None) -> bool:
+    """Whether a value is float16."""
     if value is None:
         return False
     tensor = value.const_value

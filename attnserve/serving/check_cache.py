@@ -1,4 +1,4 @@
-"""Cache of isolation-check results, in a folder that several processes may share.
+"""Cache of the results of load checks, in a folder that several processes may share.
 
 The key of a result covers the files, the package versions and the processor. Only this user can
 write the folder, and an entry that does not fit its model counts as missing.

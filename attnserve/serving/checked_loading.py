@@ -18,10 +18,10 @@ __all__ = ["CheckedModel", "load_checked"]
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A ``Model`` that was checked, loaded and warmed up, with what its check found.
+    """A model that was checked, loaded and warmed up, with the result of its load check.
 
     Attributes:
-        identity: A checksum of all its files.
+        identity: A checksum of all files of the model.
         fusion: See ``CheckResult``; load the model again when it completes with fused operators.
     """
 
@@ -36,10 +36,10 @@ def load_checked(
     open_model: Callable[..., Model],
     is_served: Callable[[CheckResult], bool],
 ) -> CheckedModel | None:
-    """Check a model, load it, and warm it up.
+    """Run the load check of a model, load it, and warm it up.
 
     Args:
-        check: ``IsolationChecker.check``, or ``identify`` for a trusted model.
+        check: ``LoadChecker.check``, or ``identify`` for a trusted model.
         open_model: ``Model`` with all options except ``graph``, ``operators`` and ``facts``.
         is_served: Whether a checked model is loaded already.
 

@@ -52,7 +52,7 @@ class RowSampler:
 
     def is_next(self) -> bool:
         """Whether the next request is sampled."""
-        if self._at == self._size:  # a new block
+        if self._at == self._size:  # a new block of requests begins
             is_first = self._first_rows > 0
             self._first_rows -= 1
             self._size = round(1 / (max(self._rate, FIRST_RATE) if is_first else self._rate))

@@ -45,7 +45,7 @@ class Layout:
         if len(rows) != 1 or len(tokens) > 1 or not all(type(axis) is int for axis in rest):
             return None
         first, second = rows.pop(), tokens.pop() if tokens else ""
-        if first is None or not isinstance(second, str) or first == second:  # without a name
+        if first is None or not isinstance(second, str) or first == second:  # an axis has no name
             return None
         return cls(first, second, inputs, outputs)
 

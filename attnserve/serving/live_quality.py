@@ -6,7 +6,7 @@ quality is compared with the guaranteed value, with the error probability
 
     alpha_k = ALPHA / (k (k + 1)),    k = 1, 2, ...
 
-These sum to ALPHA. By the union bound, an artifact that keeps its promise raises a false alarm at
+These sum to ALPHA. By the union bound, an artifact that meets its guarantee raises a false alarm at
 any of infinitely many looks with a probability of at most ALPHA. The interval is that of
 ``intervals.mean_lower_bound`` on the losses; it is asymptotic. The tests simulate it: at most 4 %
 of long runs have a false alarm, for exponential, gamma, log-normal, normal and uniform losses and
@@ -38,11 +38,11 @@ from graph_passes.errors import InvalidModel
 __all__ = [
     "ALPHA",
     "WINDOW",
+    "Guarantee",
     "LiveComparison",
     "LiveQuality",
     "LiveReport",
-    "Promise",
-    "read_promise",
+    "read_guarantee",
 ]
 
 WINDOW = 256
@@ -58,7 +58,7 @@ REFRESH = 8
 
 
 @dataclass(frozen=True)
-class Promise:
+class Guarantee:
     """The quality guarantee in the record of an artifact.
 
     Attributes:
@@ -72,7 +72,7 @@ class Promise:
     output: str = ""
 
 
-def read_promise(artifact: Artifact, original: Artifact) -> Promise:
+def read_guarantee(artifact: Artifact, original: Artifact) -> Guarantee:
     """Read the quality that an artifact guarantees relative to the model that it was made from.
 
     A rewrite guarantees the goal of its search, else the lower end of its confidence interval (the
@@ -84,7 +84,7 @@ def read_promise(artifact: Artifact, original: Artifact) -> Promise:
     """
     entries = artifact.lineage
     if not entries:
-        return Promise()
+        return Guarantee()
     first = last_rewrite_of(original, entries)
     if first is None:
         raise InvalidModel(
@@ -97,15 +97,15 @@ def read_promise(artifact: Artifact, original: Artifact) -> Promise:
     qualities = [entry.quality for entry in entries]
     last = qualities[-1]
     if last is None or last.measure not in get_args(Measure):
-        return Promise()
-    losses = [1 - value for value in map(_promised, entries) if value is not None]
+        return Guarantee()
+    losses = [1 - value for value in map(_guaranteed, entries) if value is not None]
     measures = {one and one.measure for one in qualities}
     is_known = len(losses) == len(entries) and len(measures) == 1
-    value = min(1 - sum(losses), 1 - ROUNDING) if is_known else None  # no promise is closer to 1
-    return Promise(cast(Measure, last.measure), value, last.output)
+    value = min(1 - sum(losses), 1 - ROUNDING) if is_known else None  # no guarantee is closer to 1
+    return Guarantee(cast(Measure, last.measure), value, last.output)
 
 
-def _promised(entry: RewriteRecord) -> float | None:
+def _guaranteed(entry: RewriteRecord) -> float | None:
     """The guarantee of one rewrite; None without one."""
     quality, search = entry.quality, entry.search
     if quality is None or quality.split == "random":
@@ -118,13 +118,14 @@ def _promised(entry: RewriteRecord) -> float | None:
 
 @dataclass(frozen=True)
 class LiveReport:
-    """The quality of the last rows.
+    """The quality of the last rows. The fields are keys of /stats.json.
 
     Attributes:
-        value: None before the first four rows.
+        measure: The name of the measure.
+        value: The quality; None before the first four rows.
         ci95: The two-sided interval; None for less than ``measures.MIN_ROWS`` rows.
-        promise: What the artifact promises; None if nothing.
-        broken: Whether the promise was found broken, and not kept since.
+        promise: The guaranteed quality; None without a guarantee.
+        broken: Whether a violation of the guarantee was detected, and it was not met since.
         rows: The number of measured rows, at most ``WINDOW``.
     """
 
@@ -142,20 +143,20 @@ class LiveQuality:
     Args:
         measure: See ``checks.quality``; not "auto".
         pooling, dimensions: Pooling and size of embeddings.
-        promise: The guaranteed quality; None tests nothing.
+        guaranteed: The guaranteed quality; None tests nothing.
     """
 
     def __init__(
         self,
         measure: Measure,
         pooling: Pooling | None,
-        promise: float | None,
+        guaranteed: float | None,
         dimensions: int | None = None,
     ) -> None:
         self._meter = new_meter(measure, pooling, WINDOW, dimensions)
         self._rows = self._looks = self._measured_at = 0
         self._next_look = FIRST_LOOK
-        self.report = LiveReport(measure, None, None, promise, False, 0)
+        self.report = LiveReport(measure, None, None, guaranteed, False, 0)
         """The last estimate."""
 
     def add(self, original: np.ndarray, served: np.ndarray, inputs: Batch) -> bool:
@@ -173,21 +174,24 @@ class LiveQuality:
             return False
         self._measured_at = self._rows
         scores, before = self._meter.scores(), self.report
-        rows, promise, broken = len(scores.influence), before.promise, before.broken
+        rows, guaranteed, broken = len(scores.influence), before.promise, before.broken
         if is_look:
             self._looks += 1
             grown = min(int(self._rows * LOOK_GROWTH), WINDOW)
             self._next_look = grown if grown > self._rows else self._rows + LOOK_STEP
-            if promise is not None:
-                broken = self._is_broken(scores.influence, promise, broken)
-        self.report = LiveReport(before.measure, scores.value, scores.ci95, promise, broken, rows)
+            if guaranteed is not None:
+                broken = self._is_broken(scores.influence, guaranteed, broken)
+        self.report = LiveReport(
+            before.measure, scores.value, scores.ci95, guaranteed, broken, rows
+        )
         return broken != before.broken
 
-    def _is_broken(self, influence: np.ndarray, promise: float, was_broken: bool) -> bool:
+    def _is_broken(self, influence: np.ndarray, guaranteed: float, was_broken: bool) -> bool:
+        """Whether the guarantee is violated at the present look, by the influences of the rows."""
         if was_broken:
-            return float(influence.mean()) < promise
+            return float(influence.mean()) < guaranteed
         confidence = 1 - ALPHA / (self._looks * (self._looks + 1))
-        return -mean_lower_bound(-influence, confidence) < promise
+        return -mean_lower_bound(-influence, confidence) < guaranteed
 
 
 MEASURES: Mapping[TextTask, Sequence[Measure]] = {
@@ -199,7 +203,7 @@ MEASURES: Mapping[TextTask, Sequence[Measure]] = {
 
 
 class LiveComparison:
-    """Compare served artifacts with their original.
+    """Compares served artifacts with their original.
 
     Results are JSON values: it can be the object of an ``isolation.Worker``.
     """
@@ -228,13 +232,13 @@ class LiveComparison:
                 "give the model that the artifact was optimized from",
                 code="shadow.inputs",
             )
-        promise = read_promise(artifact, original)
-        measure = measure if promise.measure == "auto" else promise.measure
+        guarantee = read_guarantee(artifact, original)
+        measure = measure if guarantee.measure == "auto" else guarantee.measure
         pooling = None if artifact.tokenizer is None else artifact.pooling
-        quality = LiveQuality(measure, pooling, promise.value, artifact.dimensions)
-        # One output, independent of the requests: the output for texts, if there is one.
+        quality = LiveQuality(measure, pooling, guarantee.value, artifact.dimensions)
+        # All requests are measured on one output: the output for texts, if there is one.
         model = self._model
-        output = promise.output or model.outputs[0].name
+        output = guarantee.output or model.outputs[0].name
         if model.encoder is not None:
             task = "classify" if model.classifies else "embed"
             output = artifact.output or model.text_output(task)
@@ -250,7 +254,7 @@ class LiveComparison:
         """Run the original on a row; None if the served outputs cannot be measured.
 
         Returns:
-            The ``LiveReport``, and "changed": whether the state of the guarantee has changed.
+            The fields of ``LiveReport``, and "changed": whether its field "broken" has changed.
         """
         quality, name, artifact = self._watched[key]
         ours = served.get(name)

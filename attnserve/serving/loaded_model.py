@@ -598,5 +598,5 @@ def _run_failed(error: RunFailed, inputs: Mapping[str, np.ndarray]) -> Exception
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
     return InvalidData(
         f"the model cannot run {shapes}: {error.reason}",
-        "is the sequence longer than the model's positions?",
+        "send a shorter sequence, or the tensors that the model takes",
     )

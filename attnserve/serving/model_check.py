@@ -1,4 +1,4 @@
-"""Check a model in a child process before this process loads it.
+"""The load check: load and run a model in a child process before this process loads it.
 
 A model file is untrusted: it may crash ONNX Runtime or never finish a run. The child loads it and
 runs it once; a crash or a timeout becomes an ``InvalidModel``. Results are cached by content, so
@@ -55,7 +55,7 @@ from graph_passes.errors import (
     MissingExtra,
 )
 
-__all__ = ["CheckResult", "IsolationChecker", "identify"]
+__all__ = ["CheckResult", "LoadChecker", "identify"]
 
 CONFIGURATION_FILES = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
 """Files beside the model that change its results."""
@@ -66,17 +66,19 @@ FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
 FIX = "do not use this file; if you made it, check it with onnx.checker.check_model"
 
 MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
-"""Memory that the child allocates: a floor, the stacks and heaps of threads, and several copies of
-the files in the model's folder (graph, sessions and fused model)."""
+"""Limit of the memory that the child allocates, in bytes: a floor, a part per core for stacks and
+heaps of threads, and a part per byte of the files in the model's folder for several copies (graph,
+sessions and fused model)."""
 
 LOADED_BYTES, LOADED_PER_BYTE = 1 << 30, 8
-"""Memory limits of the first run; the server needs about the same."""
+"""Limit of the resident memory of the first run, in bytes: a floor, and a part per byte of the
+files in the model's folder. The server needs about the same memory."""
 
 RUN_PER_BYTE = 64
-"""Memory of a run per byte of its inputs."""
+"""Part of that limit per byte of the inputs of the run."""
 
 FUSION_TIMEOUT_S, MAX_FUSION_TIMEOUT_S = 300, 3600
-"""Bounds of the time limit of operator fusion."""
+"""Bounds of the time limit of operator fusion, which grows with the cost of the model."""
 
 FUSION_TOKENS = 16384
 """Number of tokens that the comparison and one timing of two forms process."""
@@ -92,7 +94,8 @@ FOREGROUND_S = 10.0
 run in the background."""
 
 FUSION_MEMORY_BYTES, FUSION_MEMORY_PER_BYTE = 1 << 29, 5
-"""Memory of operator fusion: the program, and several copies of the weights."""
+"""Memory that operator fusion needs, in bytes: a floor, and a part per byte of the weights for
+several copies."""
 
 NICE = 5
 """Nice value of the fusion, so that requests have priority."""
@@ -135,8 +138,8 @@ class CheckResult:
         return replace(self, rewritten=None, operators=unfused(why), fused_facts=None)
 
 
-class IsolationChecker:
-    """Checks models in a child process; each content is checked once.
+class LoadChecker:
+    """Runs the load check of models in a child process; equal files are checked once.
 
     Args:
         device: Device that runs the model later.
@@ -159,7 +162,7 @@ class IsolationChecker:
         self._device, self._timeout_s = device, timeout_s
         self._rewrite, self._folder, self._is_cached = rewrite, folder, cached
         self._children: set[subprocess.Popen[bytes]] = set()
-        self._fusions: dict[str, Future[CheckResult]] = {}  # that run, by identity
+        self._fusions: dict[str, Future[CheckResult]] = {}  # running fusions, by identity
         self._is_closed = False
 
     @cached_property
@@ -175,7 +178,8 @@ class IsolationChecker:
             with suppress(OSError):  # the disk is full: nothing is kept
                 folder = temporary_folder()
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-                self._folder = folder / "checks"  # the cache locks it, this process its parent
+                # The cache locks this folder, and this process locks the parent.
+                self._folder = folder / "checks"
         return CheckCache(self._folder or Path(os.devnull), **settings)
 
     def check(self, artifact: Artifact) -> CheckResult:
@@ -218,7 +222,7 @@ class IsolationChecker:
             result = _result(artifact, content, facts, operators)
             is_fused = operators["rewritten"]
             fused_facts = facts.with_costs(running) if is_fused else None
-        except Exception:  # of another version, or damaged
+        except Exception:  # the entry is of another version, or damaged
             return None
         if result.identity != stored["identity"]:
             return None
@@ -298,7 +302,7 @@ class IsolationChecker:
         if running is not None:
             return running
         fusion = self._fusions[result.identity] = Future[CheckResult]()
-        fusion.set_running_or_notify_cancel()  # it runs on if one of those that wait is cancelled
+        fusion.set_running_or_notify_cancel()  # one cancelled waiter must not stop it
 
         def run() -> None:
             try:
@@ -381,7 +385,7 @@ def identify(artifact: Artifact) -> CheckResult:
         InvalidModel: It cannot be read.
     """
     content, facts = _content(artifact), GraphFacts.read(artifact)
-    return _result(artifact, content, facts, unfused("it is not probed"))
+    return _result(artifact, content, facts, unfused("the load check is off"))
 
 
 def _content(artifact: Artifact) -> str:
@@ -436,10 +440,12 @@ class _CheckProcess:
         size, taken = _size(self._artifact), peak_bytes()
         examples = self._facts.examples[:1]
         input_bytes = sum(array.nbytes for example in examples for array in example.values())
-        if taken > LOADED_BYTES + LOADED_PER_BYTE * size + RUN_PER_BYTE * input_bytes:
+        most = LOADED_BYTES + LOADED_PER_BYTE * size + RUN_PER_BYTE * input_bytes
+        if taken > most:
             raise InvalidModel(
                 f"{self._artifact.model}: a run of {WARM_UP_ROWS} rows takes {taken / 1e6:.0f} MB"
-                f" of memory, and its folder has {size / 1e6:.3g} MB",
+                f" of memory: expected at most {most / 1e6:.0f} MB for a folder of"
+                f" {size / 1e6:.3g} MB",
                 FIX,
                 code="model.memory",
             )

@@ -37,7 +37,7 @@ def unfused(why: str) -> Unfused:
     return {"rewritten": False, "why": why}
 
 
-NOT_REWRITTEN = unfused("rewriting is switched off")
+NOT_REWRITTEN = unfused("operator fusion is off")
 
 PENDING: Unfused = {
     "rewritten": False,

@@ -81,7 +81,7 @@ QUALITY_MODELS = {
 """Names of the models in quality.json, and their names in the documentation."""
 
 DISAGREEMENTS = {
-    "promise": "below target",
+    "promise": "below the goal",
     "condition": "second condition missed",
     "proof": "verified and unseen rows differ",
 }
@@ -203,7 +203,7 @@ def planner_other() -> str:
 
 
 def quality() -> str:
-    """The target of each search, its verification, and the measure on unseen rows."""
+    """The goal of each search, its verification, and the measure on unseen rows."""
     rows = [
         [
             f"{QUALITY_MODELS[row['model']]}, {row['unseen']['measure']}",
@@ -214,9 +214,7 @@ def quality() -> str:
         ]
         for row in load("quality")["rows"]
     ]
-    return table(
-        ["model and measure", "target", "verified", "unseen", "other rows", "beyond"], rows
-    )
+    return table(["model and measure", "goal", "verified", "unseen", "other rows", "beyond"], rows)
 
 
 def quality_tasks() -> str:
@@ -232,7 +230,7 @@ def quality_tasks() -> str:
         ]
         for row in load("quality")["rows"]
     ]
-    header = ["model", "target", "task", "original", "optimized", "speed-up", "processor time"]
+    header = ["model", "goal", "task", "original", "optimized", "speed-up", "processor time"]
     return table(header, rows)
 
 
@@ -251,7 +249,7 @@ def mixture() -> str:
         for row in _mixture_rows()
     ]
     lengths = ["128 tokens", "256 tokens", "512 tokens"]
-    return table(["rewrites", "target", *lengths, "unseen sentences", "unseen paragraphs"], rows)
+    return table(["rewrites", "goal", *lengths, "unseen sentences", "unseen paragraphs"], rows)
 
 
 def nncf() -> str:
@@ -270,7 +268,7 @@ def nncf() -> str:
 
 
 def _mixture_rows() -> list[dict[str, Any]]:
-    """Rows of other tools first, then searches sorted by target."""
+    """Rows of other tools first, then searches sorted by goal."""
     order = list(MIXTURE_MODELS)
     rows = load("mixture")["rows"]
     return sorted(rows, key=lambda row: (order.index(row["goal"]), row["keep"] or 0.0))

@@ -43,14 +43,17 @@ DEPTH = 8
 
 
 def origin(value: ir.Value) -> ir.Value:
-    """Skip Identity nodes, through which exporters share the weights of repeated layers."""
+    """The value before all Identity nodes, through which exporters share weights of layers."""
     while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0]:
         value = node.inputs[0]
     return value
 
 
 def readers(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
-    """The inputs of nodes that combine a constant, or one computed from it, with activations."""
+    """Yield each node that combines a constant with activations, and the index of that input.
+
+    The node may read another constant that is computed from this one.
+    """
     for node, index in value.uses():
         if all(map(is_constant, node.outputs)):
             for output in node.outputs:
@@ -137,6 +140,7 @@ def constant_shape(value: ir.Value) -> tuple[int, ...]:
 
 
 def _elements(value: ir.Value) -> np.ndarray:
+    """The elements of a constant value in its own type."""
     tensor = constant_tensor(value)
     if tensor is not None:
         return tensor.numpy()
@@ -148,7 +152,8 @@ def _elements(value: ir.Value) -> np.ndarray:
 def _leaves(value: ir.Value, seen: set[ir.Value]) -> Iterator[ir.TensorProtocol]:
     """The tensors from which a constant value is computed."""
     seen.add(value)
-    tensor, node = constant_tensor(value), value.producer()
+    tensor = constant_tensor(value)
+    node = value.producer()
     if tensor is not None:
         yield tensor
     elif node is not None:
@@ -158,10 +163,19 @@ def _leaves(value: ir.Value, seen: set[ir.Value]) -> Iterator[ir.TensorProtocol]
 
 
 def _computed(value: ir.Value, limit: int, arrays: dict[ir.Value, np.ndarray]) -> np.ndarray:
-    """Compute a constant value; no step may have more elements than ``limit``."""
+    """Compute a constant value from the tensors above it.
+
+    Args:
+        limit: Maximum number of elements of the output of each node.
+        arrays: Values that are computed already; new ones are added.
+
+    Raises:
+        InvalidModel: A node cannot be computed.
+    """
     if value in arrays:
         return arrays[value]
-    tensor, node = constant_tensor(value), value.producer()
+    tensor = constant_tensor(value)
+    node = value.producer()
     if tensor is not None or node is None:
         assert tensor is not None
         return tensor.numpy()
@@ -182,6 +196,7 @@ def _computed(value: ir.Value, limit: int, arrays: dict[ir.Value, np.ndarray]) -
 
 
 def _apply(node: ir.Node, inputs: Sequence[np.ndarray | None], limit: int) -> Sequence[np.ndarray]:
+    """The outputs of a node on constants."""
     if node.op_type == "CastLike" and inputs[0] is not None:
         return [inputs[0]]
     if node.op_type == "DequantizeLinear":

@@ -15,9 +15,11 @@ from graph_passes.analysis.operator_sets import GELUS, MATRIX_PRODUCTS, MICROSOF
 __all__ = ["COUNTS", "RULES", "SHAPE_PRESERVING", "Shapes", "gives_bytes"]
 
 Shapes = Sequence[tuple[int, ...] | None]
+"""The shapes of the inputs or outputs of a node; None if unknown or left out."""
 
 
 def _like_first(shapes: Shapes, node: ir.Node) -> Shapes:
+    """The first output has the shape of the first input."""
     return [shapes[0]]
 
 
@@ -26,6 +28,7 @@ def _skip_normalization(shapes: Shapes, node: ir.Node) -> Shapes:
 
 
 def _matrix_product(shapes: Shapes, node: ir.Node) -> Shapes:
+    """The product of the first two inputs, which may be transposed."""
     a, b = shapes[:2]
     if a is None or b is None or min(len(a), len(b)) < 2:
         return []
@@ -41,6 +44,7 @@ def _quantized_gemm(shapes: Shapes, node: ir.Node) -> Shapes:
 
 
 def _quantized_sum(shapes: Shapes, node: ir.Node) -> Shapes:
+    """QLinearAdd and QLinearMul: the inputs are broadcast to each other."""
     a, b = shapes[0], shapes[3]
     return [] if a is None or b is None else [np.broadcast_shapes(a, b)]
 
@@ -50,6 +54,7 @@ def _matmul_n_bits(shapes: Shapes, node: ir.Node) -> Shapes:
 
 
 def _embedding(shapes: Shapes, node: ir.Node) -> Shapes:
+    """EmbedLayerNormalization: embeddings (B, S, D), the number of tokens (B,), and their sum."""
     ids, table = shapes[0], shapes[2]
     if ids is None or table is None:
         return []
@@ -69,22 +74,33 @@ def _attention(shapes: Shapes, node: ir.Node) -> Shapes:
 
 
 def _multi_head_attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    """com.microsoft MultiHeadAttention: q (B, S, H*K), or packed q, k and v (B, S, H, 3, K).
+
+    Keys and values are (B, T, H*K), (B, H, T, K) or packed (B, T, H, 2, K).
+    """
     q, k, v, _, _, _, past = [*shapes, *[None] * 7][:7]
     heads = node.attributes.get_int("num_heads", 0)
     if q is None or len(q) < 3 or not heads:
         return []
+    total = q[1]
     if len(q) == 5:
-        size, total, width = q[4], q[1], heads * q[4]
+        size = q[4]
+        width = heads * size
     else:
         size = q[-1] // heads
-        total = q[1] if k is None else k[2] if len(k) == 4 else k[1]
-        width = q[-1] if v is None else v[1] * v[3] if len(v) == 4 else v[2]
+        width = q[-1]
+        if k is not None:
+            total = k[2] if len(k) == 4 else k[1]
+        if v is not None:
+            width = v[1] * v[3] if len(v) == 4 else v[2]
     total += past[2] if past is not None else 0
-    present = (q[0], heads, total, size), (q[0], heads, total, width // heads)
-    return [(*q[:2], width), *present]
+    present_key = (q[0], heads, total, size)
+    present_value = (q[0], heads, total, width // heads)
+    return [(*q[:2], width), present_key, present_value]
 
 
 def _group_query_attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    """com.microsoft GroupQueryAttention: q (B, S, H*K), or packed (B, S, (H + 2 G) K)."""
     q, k, _, past = [*shapes, *[None] * 4][:4]
     heads, groups = (node.attributes.get_int(n, 0) for n in ("num_heads", "kv_num_heads"))
     if q is None or len(q) != 3 or not heads or not groups:
@@ -105,6 +121,8 @@ def gives_bytes(node: ir.Node) -> bool:
 
 
 SHAPE_PRESERVING = GELUS | {"BiasSoftmax", "RotaryEmbedding", "SimplifiedLayerNormalization"}
+"""Operators of com.microsoft whose output has the shape of their first input."""
+
 RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
     **{(MICROSOFT, name): _like_first for name in SHAPE_PRESERVING},
     **{(MICROSOFT, name): _matrix_product for name in MATRIX_PRODUCTS},

@@ -93,12 +93,16 @@ def _kernel(node: ir.Node) -> list[int]:
 
 
 def _strides(node: ir.Node) -> list[int]:
+    """The strides of a convolution, one for each axis of its window."""
     return list(node.attributes.get_ints("strides", None) or [1] * (len(_kernel(node)) - 2))
 
 
 def _length(value: ir.Value) -> int | None:
     """The length T of positions [T, D] or [1, T, D] after convolutions of width D; else None."""
-    reached, seen, stride, width = [value], set[ir.Node](), 1, 0
+    reached = [value]
+    seen: set[ir.Node] = set()
+    stride = 1  # of all convolutions so far
+    width = 0  # of the last convolution
     while reached:
         for node, index in reached.pop(0).uses():
             if node in seen:
@@ -106,7 +110,8 @@ def _length(value: ir.Value) -> int | None:
             seen.add(node)
             is_convolution = (node.domain, node.op_type) in CONVOLUTIONS
             if is_convolution and index == 0 and _kernel(node):
-                stride, width = stride * _strides(node)[0], _kernel(node)[0]
+                stride *= _strides(node)[0]
+                width = _kernel(node)[0]
             elif node.op_type not in BETWEEN:
                 continue
             for other in node.inputs if node.op_type == "Add" else ():

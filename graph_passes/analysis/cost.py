@@ -17,6 +17,7 @@ from fractions import Fraction
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.contrib_shapes import RULES, SHAPE_PRESERVING
 from graph_passes.analysis.operator_sets import MATRIX_PRODUCTS, MICROSOFT
@@ -44,10 +45,16 @@ __all__ = [
 
 POINTS = (2, 3, 4)
 """Interpolation points of each axis: three determine a parabola. Positions allow the check too."""
+
 CHECK = 5
+"""The length of all axes at which the polynomial is checked."""
+
 MAX_AXES = 4
+"""Maximum number of dynamic axes: the number of counts is ``len(POINTS)`` to this power."""
 
 UNSIZED = frozenset({ir.DataType.STRING, ir.DataType.UNDEFINED})
+"""Element types without a size in bytes."""
+
 UNCOUNTED = frozenset({"If", "Loop", "Scan", "SequenceMap", "LSTM", "GRU", "RNN"})
 """Control flow and recurrent networks."""
 
@@ -55,16 +62,23 @@ ELEMENTWISE_CONTRIB = SHAPE_PRESERVING | {
     "EmbedLayerNormalization", "QLinearAdd", "QLinearMul", "SkipLayerNormalization",
     "SkipSimplifiedLayerNormalization",
 }  # fmt: skip
+"""Operators of ONNX Runtime that are not in the ONNX standard and count 0."""
 
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A polynomial in the lengths of named axes: sum of coefficient x product of axis^exponent."""
+    """A polynomial in the lengths of named axes: sum of coefficient x product of axis^exponent.
+
+    Attributes:
+        axes: The names of the axes.
+        terms: The coefficient of each term by its exponents, one for each axis.
+    """
 
     axes: tuple[str, ...]
     terms: Mapping[tuple[int, ...], Fraction]
 
     def __call__(self, lengths: Mapping[str, int]) -> int:
+        """The value at these lengths, by the name of the axis."""
         total = sum(
             coefficient * math.prod(lengths[a] ** e for a, e in zip(self.axes, powers, strict=True))
             for powers, coefficient in self.terms.items()
@@ -87,11 +101,12 @@ class Cost:
 
     Attributes:
         macs: None if the count is not a polynomial of the axes (see ``uncounted``).
-        parameters, bytes: See ``graph_passes.analysis.parameters``.
+        parameters: Number of elements of all weights.
+        bytes: Size of all weights.
         uncounted: Nodes whose products could not be counted, with the reason.
         inputs: Inputs of the graph by name.
-        node_bytes: Size of the activations that a node reads and writes; only the polynomials that
-            no other one exceeds. Empty if unknown.
+        node_bytes: Size in bytes of the activations that a node reads and writes; only the
+            polynomials that no other one exceeds. Empty if unknown.
     """
 
     macs: Polynomial | None
@@ -109,17 +124,17 @@ class Cost:
         return None if lengths is None else self.macs(lengths)
 
     def largest_node_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        """Largest size of the activations that a node reads and writes in one run; None if unknown.
+        """Largest size in bytes of the activations of one node in one run; None if unknown.
 
-        A run needs at least this memory. Attention that is not fused reads and writes scores of
-        [batch, heads, length, length].
+        These are the values that it reads and writes; a run needs at least this memory. Attention
+        that is not fused reads and writes scores of [batch, heads, length, length].
         """
         if not self.node_bytes:
             return None
         lengths = self._lengths(shapes, self.node_bytes[0])
-        return (
-            None if lengths is None else max(polynomial(lengths) for polynomial in self.node_bytes)
-        )
+        if lengths is None:
+            return None
+        return max(polynomial(lengths) for polynomial in self.node_bytes)
 
     def _lengths(
         self, shapes: Mapping[str, tuple[int, ...]], polynomial: Polynomial
@@ -132,11 +147,12 @@ class Cost:
 def model_cost(model: ir.Model) -> Cost:
     """Compute the cost of a model as a function of its axis lengths."""
     axes = tuple(named_axes(model.graph))
-    elements, bytes_ = parameters(model), parameter_bytes(model)
+    num_parameters = parameters(model)
+    num_bytes = parameter_bytes(model)
     inputs = {value.name: value for value in model.graph.inputs if value.name}
     if len(axes) > MAX_AXES:
         reason = f"the graph has {len(axes)} free axes: expected at most {MAX_AXES}"
-        return Cost(None, elements, bytes_, (reason,), inputs)
+        return Cost(None, num_parameters, num_bytes, (reason,), inputs)
     points = [*itertools.product(POINTS, repeat=len(axes)), (CHECK,) * len(axes)]
     activations = [_activations(node) for node in model.graph]
     counts: list[int] = []
@@ -151,7 +167,7 @@ def model_cost(model: ir.Model) -> Cost:
     polynomial = _fit(axes, counts)
     if polynomial is None:
         uncounted = ("the count is not a polynomial of the axes",)
-    return Cost(polynomial, elements, bytes_, uncounted, inputs, sizes)
+    return Cost(polynomial, num_parameters, num_bytes, uncounted, inputs, sizes)
 
 
 def _activations(node: ir.Node) -> list[ir.Value]:
@@ -178,6 +194,7 @@ def _largest(polynomials: Iterable[Polynomial | None]) -> tuple[Polynomial, ...]
 
 
 def _covers(larger: Polynomial, smaller: Polynomial) -> bool:
+    """Whether no coefficient of ``smaller`` exceeds that of ``larger``."""
     return all(
         larger.terms.get(powers, 0) >= smaller.terms.get(powers, 0)
         for powers in larger.terms.keys() | smaller.terms.keys()
@@ -191,13 +208,15 @@ def infer_at(model: ir.Model, workload: Workload) -> ShapeInfo:
 
 def count_macs(model: ir.Model, workload: Workload) -> int | None:
     """MACs of one run; None if something in the graph cannot be counted."""
-    total, uncounted = macs_at(infer_at(model, workload), model.graph)
+    with Analyses.of(model) as analyses:
+        total, uncounted = macs_at(analyses.get(infer_at, workload), model.graph)
     return None if uncounted else total
 
 
 def macs_at(info: ShapeInfo, nodes: Iterable[ir.Node]) -> tuple[int, tuple[str, ...]]:
     """MACs of nodes at given lengths, and the nodes that could not be counted."""
-    total, uncounted = 0, list[str]()
+    total = 0
+    uncounted: list[str] = []
     for node in nodes:
         macs = node_macs(node, info)
         if macs is None:
@@ -247,20 +266,30 @@ def break_even(before: Polynomial, after: Polynomial, limit: int = 1 << 20) -> i
         lengths = {axis: 1 if axis in batches else length for axis in before.axes}
         return after(lengths) > before(lengths)
 
-    if costs_more(1) or not costs_more(limit):
-        return 1 if costs_more(1) else None
+    if costs_more(1):
+        return 1
+    if not costs_more(limit):
+        return None
     low, high = 1, limit  # one crossing: savings are linear in the length, costs quadratic
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if costs_more(middle) else (middle, high)
+        if costs_more(middle):
+            high = middle
+        else:
+            low = middle
     return high
 
 
 class _UnknownShape(Exception):
-    pass
+    """The products of a node cannot be counted without a shape that is not known."""
 
 
 def _shape(value: ir.Value | None, info: ShapeInfo) -> tuple[int, ...]:
+    """The shape of a value.
+
+    Raises:
+        _UnknownShape: It is not known.
+    """
     shape = info.shape(value)
     if shape is None:
         raise _UnknownShape
@@ -268,12 +297,14 @@ def _shape(value: ir.Value | None, info: ShapeInfo) -> tuple[int, ...]:
 
 
 def _matmul(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of a matrix product: the elements of the output times the length of the sum."""
     a = _shape(node.inputs[0], info)
     inner = a[-2] if node.attributes.get_int("transA", 0) else a[-1]
     return math.prod(_shape(node.outputs[0], info)) * inner
 
 
 def _einsum(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of an Einsum: the product of the lengths of all letters, for each factor but one."""
     terms = node.attributes.get_string("equation", "").replace(" ", "").split("->")[0].split(",")
     shapes = [_shape(value, info) for value in node.inputs]
     if len(terms) < 2:
@@ -289,23 +320,27 @@ def _einsum(node: ir.Node, info: ShapeInfo) -> int:
 
 
 def _conv(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of a convolution: the elements of the output times those of a filter."""
     weight = _shape(node.inputs[3 if node.op_type == "QLinearConv" else 1], info)
     return math.prod(_shape(node.outputs[0], info)) * math.prod(weight[1:])
 
 
 def _conv_transpose(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of a transposed convolution: the elements of the input times those of a filter."""
     weight = _shape(node.inputs[1], info)
     return math.prod(_shape(node.inputs[0], info)) * math.prod(weight[1:])
 
 
 def _attention(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of scores and context of ai.onnx Attention."""
     q, k, v = (_shape(value, info) for value in node.inputs[:3])
     heads = node.attributes.get_int("q_num_heads", 0) or q[1]
     kv_heads = node.attributes.get_int("kv_num_heads", 0) or k[1]
-    sizes = [shape[-1] // n if len(shape) == 3 else shape[-1]
-             for shape, n in ((q, heads), (v, kv_heads))]  # fmt: skip
-    past = 0 if len(node.inputs) < 5 or node.inputs[4] is None else _shape(node.inputs[4], info)[2]
-    return q[0] * heads * q[-2] * (k[-2] + past) * sum(sizes)
+    head_size = q[-1] // heads if len(q) == 3 else q[-1]
+    value_size = v[-1] // kv_heads if len(v) == 3 else v[-1]
+    past = node.inputs[4] if len(node.inputs) > 4 else None
+    keys = k[-2] + (0 if past is None else _shape(past, info)[2])
+    return q[0] * heads * q[-2] * keys * (head_size + value_size)
 
 
 def _contributed_attention(node: ir.Node, info: ShapeInfo) -> int:
@@ -314,7 +349,8 @@ def _contributed_attention(node: ir.Node, info: ShapeInfo) -> int:
     shapes = [None if value is None else _shape(value, info) for value in node.inputs]
     present = RULES[MICROSOFT, node.op_type](shapes, node)[1]
     assert present is not None
-    keys, width = present[-2], node.attributes.get_int("num_heads", 0) * present[-1]
+    keys = present[-2]
+    width = node.attributes.get_int("num_heads", 0) * present[-1]
     macs = out[0] * out[1] * keys * (width + out[2])
     if node.op_type == "Attention":
         macs += math.prod(out[:2]) * math.prod(_shape(node.inputs[1], info))
@@ -330,7 +366,8 @@ def _mixing(node: ir.Node, info: ShapeInfo) -> int:
     for activation, mixing in (node.inputs, tuple(reversed(node.inputs))):
         if activation is None or not is_constant(mixing) or is_constant(activation):
             continue
-        spread, gather = activation, activation.producer()
+        spread = activation
+        gather = activation.producer()
         if gather is not None and gather.op_type == "Gather" and is_constant(gather.inputs[1]):
             spread = gather.inputs[0]
         elif not any(reader.op_type == "MatMul" for reader, _ in node.outputs[0].uses()):
@@ -348,6 +385,7 @@ COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     "Einsum": _einsum,
     "Mul": _mixing,
 }
+"""How the MACs of an operator of the ONNX standard are counted; those of others are 0."""
 
 CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     **dict.fromkeys((*MATRIX_PRODUCTS, "MatMulBnb4", "MatMulNBits", "QGemm"), _matmul),
@@ -355,6 +393,7 @@ CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     "GroupQueryAttention": _contributed_attention,
     "MultiHeadAttention": _contributed_attention,
 }
+"""How the MACs of an operator of ONNX Runtime are counted; those of others are unknown."""
 
 
 def _fit(axes: tuple[str, ...], counts: Sequence[int]) -> Polynomial | None:
@@ -390,3 +429,4 @@ def _lagrange(point: int) -> list[int]:
 
 
 DOUBLED = np.array([_lagrange(point) for point in POINTS], dtype=object).T
+"""Twice the matrix from values at ``POINTS`` to coefficients."""

@@ -7,7 +7,8 @@ first, and a node with a larger output is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,16 +59,26 @@ def evaluate(
         InvalidModel: The operator is not supported here, or an output has more than ``limit``
             elements.
     """
-    _check_outputs(node, inputs, opsets, limit)
+    _require_evaluated(node)
     proto = _renamed(node, [x is not None for x in inputs])
+    proto.ClearField("name")  # equal nodes of several layers share an evaluator
+    content = proto.SerializeToString(deterministic=True)
+    _check_sizes(node, content, inputs, opsets, limit)
     feeds = {f"i{i}": x for i, x in enumerate(inputs) if x is not None}
-    graph = onnx.GraphProto(node=[proto], name="node")
-    graph.input.extend(onnx.ValueInfoProto(name=name) for name in feeds)
-    graph.output.extend(onnx.ValueInfoProto(name=name) for name in proto.output)
-    # The evaluator assumes the newest opset for a node without a model.
-    model = onnx.ModelProto(graph=graph, opset_import=_imports(opsets), ir_version=10)
-    results: Any = ReferenceEvaluator(model).run(None, feeds)
+    results: Any = _evaluator(content, tuple(opsets.items())).run(None, feeds)
     return [np.asarray(result) for result in results]
+
+
+@lru_cache(1024)
+def _evaluator(content: bytes, opsets: tuple[tuple[str, int], ...]) -> ReferenceEvaluator:
+    """An evaluator of a serialized node, whose construction takes longer than a run."""
+    node = onnx.NodeProto.FromString(content)
+    graph = onnx.GraphProto(node=[node], name="node")
+    graph.input.extend(onnx.ValueInfoProto(name=name) for name in node.input if name)
+    graph.output.extend(onnx.ValueInfoProto(name=name) for name in node.output)
+    # The evaluator assumes the newest opset for a node without a model.
+    imports = _imports(dict(opsets))
+    return ReferenceEvaluator(onnx.ModelProto(graph=graph, opset_import=imports, ir_version=10))
 
 
 def infer_outputs(
@@ -104,6 +115,7 @@ def infer_outputs(
 
 
 def _type_and_shape(inferred: onnx.TypeProto | None) -> tuple[ir.DataType, Shape] | None:
+    """Element type and shape of an inferred type; None if a length is unknown."""
     if inferred is None or not inferred.tensor_type.HasField("shape"):
         return None
     dims = inferred.tensor_type.shape.dim
@@ -121,13 +133,11 @@ def _renamed(node: ir.Node, present: Sequence[bool]) -> onnx.NodeProto:
 
 
 def _imports(opsets: Mapping[str, int]) -> list[onnx.OperatorSetIdProto]:
+    """Opset imports as protos."""
     return [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
 
 
-def _check_outputs(
-    node: ir.Node, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int], limit: int
-) -> None:
-    """Refuse a node that is not evaluated, or whose output is larger than ``limit``."""
+def _require_evaluated(node: ir.Node) -> None:
     if node.op_type in DATA_DEPENDENT:
         return
     if node.op_type not in EVALUATED or node.domain not in ("", "ai.onnx"):
@@ -136,7 +146,30 @@ def _check_outputs(
             "simplify the graph, or report the model",
             code="evaluation.operator",
         )
-    sizes = _output_sizes(node, inputs, opsets)
+
+
+def _check_sizes(
+    node: ir.Node,
+    content: bytes,
+    inputs: Sequence[np.ndarray | None],
+    opsets: Mapping[str, int],
+    limit: int,
+) -> None:
+    """Refuse a node whose output is larger than ``limit``.
+
+    Args:
+        content: The node, serialized.
+    """
+    if node.op_type in DATA_DEPENDENT:
+        return
+    types = tuple(x is not None and (x.dtype, x.shape) for x in inputs)
+    small = tuple(x is not None and x.size <= SMALL and x.tobytes() for x in inputs)
+    key = content, types, small, tuple(opsets.items())
+    sizes = _SIZES.get(key)
+    if sizes is None:
+        if len(_SIZES) >= 20_000:
+            _SIZES.clear()
+        sizes = _SIZES[key] = _output_sizes(node, inputs, opsets)
     if not max(sizes) <= limit:  # NaN too
         count = "an unknown number of" if max(sizes) == math.inf else f"{max(sizes):.0f}"
         raise InvalidModel(
@@ -144,6 +177,10 @@ def _check_outputs(
             "export the model again: no model computes constants of this size",
             code="evaluation.too_large",
         )
+
+
+_SIZES: dict[Hashable, list[float]] = {}
+"""Output sizes by node, types and small inputs. Layers repeat nodes, and are read repeatedly."""
 
 
 def _output_sizes(

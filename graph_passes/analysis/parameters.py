@@ -45,7 +45,7 @@ FLOATS: Mapping[str, tuple[int, ...]] = {
     "QMoE": (4, 7, 10),
     "QuantizeLinear": (0,),
 }
-"""Inputs of these operators and of QuantizeLinear that are not scales, for example biases."""
+"""Floating-point inputs of operators on quantized values that are no scales, such as biases."""
 
 MOVES = frozenset({"Concat", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split",
                    "Squeeze", "Transpose", "Unsqueeze"})  # fmt: skip
@@ -83,12 +83,15 @@ def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
 
 
 READERS = frozenset({"Conv", "ConvTranspose", "Einsum", "FusedMatMul", "Gather", "Gemm", "MatMul"})
+"""Operators that read weights."""
+
 SCALING = frozenset({"Cast", "Div", "Identity", "Mul", "Reshape", "Squeeze", "Sub", "Transpose",
                      "Unsqueeze"})  # fmt: skip
-"""Operators that read weights, and those in between if weights are dequantized by hand."""
+"""Operators between quantized weights and their readers, if weights are dequantized by hand."""
 
 
 def _initializers(graph: ir.Graph | ir.Function) -> Iterator[ir.TensorProtocol]:
+    """The tensors of a graph's initializers."""
     values = graph.initializers.values() if isinstance(graph, ir.Graph) else ()
     return (value.const_value for value in values if value.const_value is not None)
 
@@ -104,6 +107,7 @@ def _quantized(model: ir.Model) -> dict[int, int]:
 
 
 def _weight_places(node: ir.Node) -> tuple[int, ...]:
+    """The inputs of a node that hold quantized weights if they are constant."""
     if node.op_type == "Cast" and not node.domain:  # dequantized by hand: (Cast(x) - zero) * scale
         to = ir.DataType(node.attributes.get_int("to", ir.DataType.UNDEFINED))
         return (0,) if to.is_floating_point() and _is_multiplied(node.outputs[0]) else ()
@@ -112,7 +116,8 @@ def _weight_places(node: ir.Node) -> tuple[int, ...]:
 
 def _is_multiplied(value: ir.Value) -> bool:
     """Whether a product or a table reads a value as it is, scaled or moved; masks are added."""
-    pending, seen = [value], {value}
+    pending = [value]
+    seen = {value}
     while pending:
         for node, _ in pending.pop().uses():
             if node.op_type in READERS:
@@ -125,23 +130,28 @@ def _is_multiplied(value: ir.Value) -> bool:
 
 
 def _elements(node: ir.Node, tensor: ir.TensorProtocol) -> int:
+    """The number of elements of a quantized weight, of which a byte may hold several."""
     if node.op_type in MATRIX_SIZES:
         return node.attributes.get_int("K", 0) * node.attributes.get_int("N", 0)
-    bits = node.attributes.get_int("bits", 4) if node.op_type == "GatherBlockQuantized" else 8
-    bits = node.attributes.get_int("expert_weight_bits", 4) if node.op_type == "QMoE" else bits
+    bits = 8
+    if node.op_type == "GatherBlockQuantized":
+        bits = node.attributes.get_int("bits", 4)
+    elif node.op_type == "QMoE":
+        bits = node.attributes.get_int("expert_weight_bits", 4)
     return tensor.size * 8 // bits if tensor.dtype == ir.DataType.UINT8 else tensor.size
 
 
 def _sources(node: ir.Node, place: int) -> Iterator[ir.TensorProtocol]:
     """The constant integers that reach an input, also by way of operators that move elements."""
-    value = node.inputs[place] if place < len(node.inputs) else None
-    pending, seen = [value], set[ir.Value]()
+    pending = [node.inputs[place]] if place < len(node.inputs) else []
+    seen: set[ir.Value] = set()
     while pending:
         value = pending.pop()
         if value is None or value in seen:
             continue
         seen.add(value)
-        producer, tensor = value.producer(), constant_tensor(value)
+        producer = value.producer()
+        tensor = constant_tensor(value)
         if tensor is not None:
             is_vector = node.op_type == "Cast" and len(tensor.shape) < 2
             if _is_quantized(tensor.dtype, node) and not is_vector:
@@ -159,13 +169,15 @@ def _is_quantized(dtype: ir.DataType, node: ir.Node) -> bool:
 
 
 def _quantizes(model: ir.Model) -> bool:
+    """Whether a graph quantizes a value by QuantizeLinear."""
     nodes = model.graph.all_nodes()
     return any(node.op_type == "QuantizeLinear" for node in nodes)
 
 
 def _scales(model: ir.Model) -> set[int]:
     """The ``id`` of floating-point constants that are only read as scales and zero points."""
-    scales, others = set[int](), set[int]()
+    scales: set[int] = set()
+    others: set[int] = set()
     for node in model.graph.all_nodes():
         for place, value in enumerate(node.inputs):
             tensor = None if value is None else constant_tensor(value)
@@ -175,6 +187,7 @@ def _scales(model: ir.Model) -> set[int]:
 
 
 def _is_scale(node: ir.Node, place: int) -> bool:
+    """Whether a node reads its input at this place as a scale or a zero point."""
     if node.op_type in ("Identity", *MOVES):  # what reads the output decides
         users = [use for output in node.outputs for use in output.uses()]
         return bool(users) and all(_is_scale(user, at) for user, at in users)

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -27,6 +28,7 @@ from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
     "SAMPLES",
+    "CachedAxes",
     "ShapeInfo",
     "TensorInfo",
     "bind_axes",
@@ -47,6 +49,7 @@ SAMPLES = 400
 PLAIN = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
                    ir.AttributeType.FLOATS, ir.AttributeType.STRING,
                    ir.AttributeType.STRINGS})  # fmt: skip
+"""Types of attributes that are hashable; results of nodes with others are not cached."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,7 @@ class TensorInfo:
     constant: np.ndarray | None = None
 
     def shape_only(self) -> TensorInfo:
+        """The same information without elements."""
         return TensorInfo(self.dtype, self.shape)
 
     def key(self) -> Hashable:
@@ -81,6 +85,7 @@ class ShapeInfo:
     unknown: Mapping[ir.Node, str] = field(repr=False)
 
     def shape(self, value: ir.Value | None) -> tuple[int, ...] | None:
+        """The shape of a value, if known."""
         tensor = self.known.get(value) if value is not None else None
         return None if tensor is None else tensor.shape
 
@@ -103,7 +108,8 @@ class ShapeInfo:
 
     def explain(self, value: ir.Value) -> str:
         """Why a value has no shape: the reason of the first node above it that failed."""
-        pending, seen = [value], {value}
+        pending = [value]
+        seen = {value}
         while pending:
             node = pending.pop(0).producer()
             parents = [parent for parent in node.inputs if parent is not None] if node else []
@@ -146,14 +152,14 @@ def bind_axes(
     lengths = {
         name: workload.new if position else workload.batch for name, position in axes.items()
     }
-    cached, new, totals = cached_axes(graph, axes)
+    cached = cached_axes(graph, axes)
     if distinct_lengths:
-        names = [name for name, position in axes.items() if position and name not in totals]
+        names = [name for name, position in axes.items() if position and name not in cached.totals]
         lengths |= {name: workload.new + index for index, name in enumerate(names)}
-    elif cached:
-        lengths[cached] = workload.past
-    total = lengths.get(cached, workload.new) + lengths.get(new, workload.new)
-    return lengths | dict.fromkeys(totals, total) | convolved_lengths(graph)
+    elif cached.past:
+        lengths[cached.past] = workload.past
+    total = lengths.get(cached.past, workload.new) + lengths.get(cached.new, workload.new)
+    return lengths | dict.fromkeys(cached.totals, total) | convolved_lengths(graph)
 
 
 def read_axes(
@@ -177,16 +183,32 @@ def read_axes(
 
 def has_cache(graph: ir.Graph) -> bool:
     """Whether inputs hold cached tokens, in an axis of their own."""
-    return bool(cached_axes(graph, named_axes(graph))[0])
+    return bool(cached_axes(graph, named_axes(graph)).past)
 
 
-def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> tuple[str, str, set[str]]:
-    """The axes of past, of new and of all tokens; empty if there is no cache or no such axis.
+class CachedAxes(NamedTuple):
+    """The axes that count tokens of a model with a cache; empty without a cache.
+
+    Attributes:
+        past: The axis of cached tokens, or an empty string.
+        new: The axis of new tokens, or an empty string.
+        totals: The axes of cached and new tokens together.
+    """
+
+    past: str
+    new: str
+    totals: set[str]
+
+
+def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> CachedAxes:
+    """The axes of past, of new and of all tokens, by the names of inputs and axes.
 
     A total length has the word in its name, or is the last axis of a mask and of no other input.
     Masks of an encoder's tokens do not cover a cache.
     """
-    past, new, masks = dict[str, None](), dict[str, None](), dict[str, None]()
+    past: dict[str, None] = {}
+    new: dict[str, None] = {}
+    masks: dict[str, None] = {}
     for value in _real_inputs(graph):
         name = value.name or ""
         if name.startswith(("encoder", "cross")) or ".encoder." in name:
@@ -201,11 +223,11 @@ def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> tuple[str, str, set
         else:
             new |= used
     if not past:
-        return "", "", set()
+        return CachedAxes("", "", set())
     totals = {axis for axis in masks if axis not in past and axis not in new}
     totals |= {axis for axis in axes if "total" in axis}
     only_past = [axis for axis in past if axis not in new and axis not in totals]
-    return next(iter(only_past), ""), next(iter(new), ""), totals
+    return CachedAxes(next(iter(only_past), ""), next(iter(new), ""), totals)
 
 
 def infer_shapes_small(
@@ -227,24 +249,20 @@ def infer_shapes_small(
 
 def _convolves_away(info: ShapeInfo) -> bool:
     """Whether a strided convolution failed or produced an empty axis."""
-    return (
-        any(
-            node.op_type == "Conv" and max(node.attributes.get_ints("strides", None) or [1]) > 1
-            for node in info.unknown
-        )
-        or any(
-            0 in tensor.shape or min(tensor.shape, default=1) < 0
-            for value, tensor in info.known.items()
-            if (node := value.producer()) is not None and node.op_type == "Conv"
-        )
-        or any(_is_shorter_than_kernel(value.producer(), info) for value in info.known)
-    )
+    for node in info.unknown:
+        if node.op_type == "Conv" and max(node.attributes.get_ints("strides", None) or [1]) > 1:
+            return True
+    for value, tensor in info.known.items():
+        node = value.producer()
+        if node is None or node.op_type != "Conv":
+            continue
+        if min(tensor.shape, default=1) <= 0 or _is_shorter_than_kernel(node, info):
+            return True
+    return False
 
 
-def _is_shorter_than_kernel(node: ir.Node | None, info: ShapeInfo) -> bool:
+def _is_shorter_than_kernel(node: ir.Node, info: ShapeInfo) -> bool:
     """Whether a convolution has less input than one window: ONNX's rule infers length 1 then."""
-    if node is None or node.op_type != "Conv":
-        return False
     if node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME"):
         return False
     data, kernel = (info.shape(value) for value in node.inputs[:2])
@@ -279,7 +297,8 @@ def drop_length_dependent(info: ShapeInfo, others: ShapeInfo) -> ShapeInfo:
     """
 
     def without_varying(value: ir.Value, tensor: TensorInfo) -> TensorInfo:
-        mine, theirs = tensor.constant, others.constant(value)
+        mine = tensor.constant
+        theirs = others.constant(value)
         if mine is None or theirs is None or not tensor.dtype.is_floating_point():
             return tensor
         if mine.shape != theirs.shape:  # of masks and positions
@@ -328,6 +347,7 @@ class _Inference:
     unknown: dict[ir.Node, str] = field(default_factory=dict[ir.Node, str])
 
     def tensor(self, value: ir.Value | None) -> TensorInfo | None:
+        """The information of a value, if known."""
         return None if value is None else self.known.get(value)
 
 
@@ -346,6 +366,7 @@ SEARCHES = frozenset({"BeamSearch", "GreedySearch", "Sampling"})
 
 
 def _search_bodies(node: ir.Node) -> list[ir.Graph]:
+    """The decoder and the encoder of a search; empty for other nodes."""
     if node.op_type not in SEARCHES or node.domain != MICROSOFT:
         return []
     graphs = (
@@ -363,6 +384,7 @@ unbounded time."""
 
 
 def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Sequence[str]:
+    """The names of the axes that a dimension of an input depends on."""
     if isinstance(dim, int):
         return ()
     if dim.value is None:
@@ -379,6 +401,7 @@ def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Seque
 def _length(
     value: ir.Value, position: int, dim: int | ir.SymbolicDim, axes: Mapping[str, int]
 ) -> int:
+    """The length of a dimension of an input; -1 if its expression gives no length."""
     if isinstance(dim, int):
         return dim
     names = _symbols(value, position, dim)
@@ -424,6 +447,7 @@ def _infer_body(
 
 
 def _common(a: TensorInfo | None, b: TensorInfo | None) -> TensorInfo | None:
+    """The type and shape that two values have in common; None if they differ."""
     same = a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
     return a.shape_only() if a is not None and same else None
 
@@ -442,7 +466,8 @@ def _infer_if(node: ir.Node, inference: _Inference) -> Outcome:
 def _infer_loop(node: ir.Node, inference: _Inference) -> Outcome:
     """Infer one iteration of the body from the initial state, which must keep its shape."""
     state = [inference.tensor(value) for value in node.inputs[2:]]
-    iteration, condition = TensorInfo(ir.DataType.INT64, ()), TensorInfo(ir.DataType.BOOL, ())
+    iteration = TensorInfo(ir.DataType.INT64, ())
+    condition = TensorInfo(ir.DataType.BOOL, ())
     body = node.attributes["body"].as_graph()
     ends = _infer_body(body, [iteration, condition, *state], inference)[1:]
     common_state = [_common(a, b) for a, b in zip(state, ends, strict=False)]
@@ -455,7 +480,8 @@ def _infer_scan(node: ir.Node, inference: _Inference) -> Outcome:
     tensors = [inference.tensor(value) for value in node.inputs]
     count = len(tensors) - node.attributes.get_int("num_scan_inputs", 0)
     axes = node.attributes.get_ints("scan_input_axes", None) or [0] * (len(tensors) - count)
-    state, iterations = tensors[:count], None
+    state = tensors[:count]
+    iterations: int | None = None
     slices: list[TensorInfo | None] = []
     for tensor, axis in zip(tensors[count:], axes, strict=False):
         if tensor is None or not -len(tensor.shape) <= axis < len(tensor.shape):
@@ -473,9 +499,11 @@ def _infer_scan(node: ir.Node, inference: _Inference) -> Outcome:
 
 
 BODIES = {"If": _infer_if, "Loop": _infer_loop, "Scan": _infer_scan}
+"""Operators with bodies, and how their outputs are inferred."""
 
 
 def _of_tensor(tensor: ir.TensorProtocol) -> TensorInfo:
+    """The information of a weight; its elements if it is small."""
     shape = tuple(tensor.shape.numpy())
     small = math.prod(shape) <= SMALL and tensor.dtype != ir.DataType.STRING
     return TensorInfo(tensor.dtype, shape, tensor.numpy() if small else None)
@@ -516,6 +544,7 @@ rewrite."""
 def _outcome(
     node: ir.Node, tensors: Sequence[TensorInfo | None], opsets: Mapping[str, int]
 ) -> Outcome:
+    """Infer the outputs of a node without a body."""
     rule = RULES.get((node.domain, node.op_type))
     if rule is not None:
         return _infer_by_rule(rule, node, tensors)
@@ -531,6 +560,7 @@ def _outcome(
 def _infer_by_rule(
     rule: Callable[[Shapes, ir.Node], Shapes], node: ir.Node, tensors: Sequence[TensorInfo | None]
 ) -> Outcome:
+    """Infer outputs by a rule for an operator that is not in the ONNX standard."""
     try:
         shapes = rule([None if tensor is None else tensor.shape for tensor in tensors], node)
     except (IndexError, ValueError):  # missing inputs, or shapes that do not fit
@@ -542,10 +572,9 @@ def _infer_by_rule(
     dtype = types[0] if gives_bytes(node) else next(floats, types[0])
     outputs: list[TensorInfo | None] = []
     for index, shape in enumerate(shapes):
-        counts = (node.op_type, index) in COUNTS
-        outputs.append(
-            None if shape is None else TensorInfo(ir.DataType.INT32 if counts else dtype, shape)
-        )
+        is_count = (node.op_type, index) in COUNTS
+        output_type = ir.DataType.INT32 if is_count else dtype
+        outputs.append(None if shape is None else TensorInfo(output_type, shape))
     return outputs, ""
 
 
@@ -561,6 +590,7 @@ def _guess(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> Outcome:
 
 
 def _are_constant(tensors: Sequence[TensorInfo | None]) -> bool:
+    """Whether the elements of all inputs are known."""
     inputs = [tensor for tensor in tensors if tensor is not None]
     return bool(inputs) and all(tensor.constant is not None for tensor in inputs)
 
@@ -576,16 +606,15 @@ def _evaluate_node(
         typed_results = [(ir.DataType.from_numpy(result.dtype), result) for result in results]
     except Exception:  # unsupported operator, or a large or non-numeric output
         return ()
-    is_small = [
-        result.size <= SMALL and dtype != ir.DataType.STRING for dtype, result in typed_results
-    ]
-    return [
-        TensorInfo(dtype, result.shape, result if keep else None)
-        for (dtype, result), keep in zip(typed_results, is_small, strict=True)
-    ]
+    outputs: list[TensorInfo] = []
+    for dtype, result in typed_results:
+        is_kept = result.size <= SMALL and dtype != ir.DataType.STRING
+        outputs.append(TensorInfo(dtype, result.shape, result if is_kept else None))
+    return outputs
 
 
 def _shape(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> Outcome:
+    """Infer the output of Shape."""
     if not tensors or tensors[0] is None:
         return (), "Shape reads nothing"
     start = node.attributes.get_int("start", 0)

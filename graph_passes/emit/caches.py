@@ -28,6 +28,7 @@ class Cache:
 
     @property
     def present(self) -> ir.Value:
+        """Past and new heads."""
         return self.join.outputs[0]
 
 
@@ -44,7 +45,8 @@ def cache_of(part: Projection) -> Cache | None:
 
 def cache_refusal(block: AttentionBlock) -> Refusal | None:
     """Why the cache of a block's keys cannot be rewritten; None if it can."""
-    past, cache = block.k.past, cache_of(block.k)
+    past = block.k.past
+    cache = cache_of(block.k)
     assert past is not None
     if block.num_heads == 1:
         return Refusal("single_head", "its cache has a single head: there is nothing to share")
@@ -85,7 +87,8 @@ def _ends_in_scores(block: AttentionBlock, cache: Cache) -> bool:
     """Whether only the scores read the cached keys; other nodes may read their batch and length."""
     cached = {*cache.past, cache.present}
     end = block.context if block.logits is None else block.logits
-    pending, seen = list(cached), set[ir.Node]()
+    pending = list(cached)
+    seen: set[ir.Node] = set()
     while pending:
         value = pending.pop()
         if value.is_graph_output() and value is not cache.present:

@@ -47,10 +47,12 @@ def max_read_size(head_size: int, limit: int) -> int:
 
 
 def padded_size(size: int) -> int:
+    """The size of a head after padding to a multiple of ``ALIGN``; small heads are not padded."""
     return size if size <= ALIGN else -(-size // ALIGN) * ALIGN
 
 
 def _has_content(factors: CollaborativeFactors) -> bool:
+    """Whether a head has content logits that are not zero."""
     return bool(np.any(factors.content))
 
 
@@ -94,7 +96,8 @@ def sparse_logits(
             concatenated to W~K in the graph instead of in the weight.
     """
     weight = partial(make.constant, dtype=block.q.dtype)
-    heads, size = len(factors.mixing), padded_head_size(factors)
+    heads = len(factors.mixing)
+    size = padded_head_size(factors)
     layout = _layout_of(factors, size, gather=shared)
     scale = weight(block.scale, "scale")
     q = make.op("MatMul", [block.x, weight(layout.query, "query_weight")], "query")
@@ -130,24 +133,32 @@ class _SparseLayout:
     """Weights and column indices of sparse heads.
 
     Attributes:
-        query, key: The weights of the two products.
-        constant: Added to each column of the queries, in units of the scale.
+        query: The weight of the queries, (D, N).
+        key: The weight of the keys, (E, M).
+        constant: Added to each column of the queries, in units of the scale, (N,).
         gathered: Whether columns are gathered; else they are ordered by head.
-        query_columns, key_columns: Column indices by head.
-        mixing: Factors of the queries.
+        query_columns: The column of ``query`` of each element of each head, (H, K').
+        key_columns: The column of ``key`` of each element of each head, (H, K').
+        mixing: Factors of the queries, (H, K').
     """
 
-    query: np.ndarray  # D N
-    key: np.ndarray  # E M
-    constant: np.ndarray  # N
+    query: np.ndarray
+    key: np.ndarray
+    constant: np.ndarray
     gathered: bool
-    query_columns: np.ndarray  # H K'
-    key_columns: np.ndarray  # H K'
-    mixing: np.ndarray  # H K'
+    query_columns: np.ndarray
+    key_columns: np.ndarray
+    mixing: np.ndarray
 
 
 def _layout_of(factors: CollaborativeFactors, size: int, *, gather: bool) -> _SparseLayout:
-    (heads, rank), content = factors.mixing.shape, _has_content(factors)
+    """The layout of heads that are padded to ``size``.
+
+    Args:
+        gather: Gather columns even if no two heads share one.
+    """
+    heads, rank = factors.mixing.shape
+    content = _has_content(factors)
     query = np.pad(factors.query, ((0, 0), (0, int(content))))  # the last column is for the content
     key = np.hstack([factors.key, factors.content.T]) if content else factors.key
     constant = (np.arange(query.shape[1]) == rank).astype(float)
@@ -158,13 +169,16 @@ def _layout_of(factors: CollaborativeFactors, size: int, *, gather: bool) -> _Sp
         columns[:, head, : len(read)] = read
         mixing[head, : len(read)] = row[read]
         if content:
-            columns[:, head, len(read)] = rank, rank + head
+            columns[:, head, len(read)] = (rank, rank + head)
             mixing[head, len(read)] = 1.0
-    if gather or int((factors.mixing != 0).sum(axis=0).max()) > 1:
-        return _SparseLayout(query, key, constant, True, columns[0], columns[1], mixing)
-    flat, weights = columns.reshape(2, -1), mixing.reshape(-1)
-    apart = query[:, flat[0]] * weights, key[:, flat[1]] * (weights != 0)
-    return _SparseLayout(*apart, constant[flat[0]] * weights, False, columns[0], columns[1], mixing)
+    gathered = gather or int((factors.mixing != 0).sum(axis=0).max()) > 1
+    if not gathered:
+        query_order, key_order = columns.reshape(2, -1)
+        weights = mixing.reshape(-1)
+        query = query[:, query_order] * weights
+        key = key[:, key_order] * (weights != 0)
+        constant = constant[query_order] * weights
+    return _SparseLayout(query, key, constant, gathered, columns[0], columns[1], mixing)
 
 
 def _gathered(make: Inserter, tokens: ir.Value, columns: np.ndarray, name: str) -> ir.Value:
@@ -185,7 +199,8 @@ def _through_cache(
 ) -> tuple[ir.Value, ir.Value | None]:
     """Emit shared keys (B, 1, P+T, R) and content (B, 1, P+T, H) with a cache of P tokens."""
     make = Inserter(block.graph, cache.join, f"{block.name}/collaborative")
-    rank, width = factors.rank, cache_width(factors)
+    rank = factors.rank
+    width = cache_width(factors)
     both = np.concatenate([factors.key, factors.content.T], axis=1)[:, :width]  # E R or E R+H
     weight = make.constant(both, "key_weight", block.q.dtype)
     key = make.op("MatMul", [block.y, weight], "key")
@@ -199,7 +214,6 @@ def _through_cache(
         return present, None
     axis = make.integers([3], "last")
     ends = [make.integers([n], f"at_{n}") for n in (0, rank, width)]
-    return (
-        make.op("Slice", [present, *ends[:2], axis], "cached_key"),
-        make.op("Slice", [present, *ends[1:], axis], "cached_content"),
-    )
+    keys = make.op("Slice", [present, *ends[:2], axis], "cached_key")
+    content = make.op("Slice", [present, *ends[1:], axis], "cached_content")
+    return keys, content

@@ -28,6 +28,7 @@ __all__ = [
 
 
 LAID_OUT = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Identity"})
+"""Operators through which exporters read the shape of a projection."""
 
 
 class Inserter:
@@ -93,7 +94,8 @@ class Inserter:
         self, array: np.ndarray | float, name: str, dtype: ir.DataType | None = None
     ) -> ir.Value:
         """Add an initializer named ``prefix/name``, converted to ``dtype`` if given."""
-        unique, array = self._unique(name), np.asarray(array)
+        unique = self._unique(name)
+        array = np.asarray(array)
         array = array.copy(order="C") if dtype is None else array.astype(dtype.numpy(), order="C")
         tensor = ir.tensor(array, name=unique)
         value = ir.Value(
@@ -115,7 +117,9 @@ class Inserter:
         return self.op("Slice", [self.op("Shape", [value], "shape"), *ends], "lengths")
 
     def _unique(self, name: str) -> str:
-        candidate, count = f"{self.prefix}/{name}", 1
+        """``prefix/name``, with a number if the name is taken."""
+        candidate = f"{self.prefix}/{name}"
+        count = 1
         while candidate in self._taken:
             count += 1
             candidate = f"{self.prefix}/{name}_{count}"
@@ -153,7 +157,8 @@ def capture_weights(model: ir.Model) -> None:
     for node in model.graph.all_nodes():
         if node.domain or node.op_type not in ("Loop", "Scan"):
             continue
-        body, is_loop = node.attributes["body"].as_graph(), node.op_type == "Loop"
+        body = node.attributes["body"].as_graph()
+        is_loop = node.op_type == "Loop"
         states = len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)
         for index in range(2 if is_loop else 0, states):
             outer, inner = node.inputs[index], body.inputs[index]
@@ -206,7 +211,7 @@ def redirect_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
 
 
 def _shape_readers(node: ir.Node) -> Iterator[ir.Node]:
-    """All Shape nodes that read outputs of a node, also through layout nodes."""
+    """Yield the Shape nodes that read outputs of a node, also through layout nodes."""
     for value in node.outputs:
         for user, _ in value.uses():
             if user.op_type == "Shape":
@@ -221,10 +226,10 @@ def _tokens_of(block: AttentionBlock) -> Iterator[tuple[ir.Node, ir.Value]]:
     Scores have the lengths of x and y, so they are included for self-attention only.
     """
     for part in (block.v, block.k, block.q):
-        if part.past is None:  # else some nodes count past tokens too
+        if not part.is_cached:  # else some nodes count past tokens too
             yield from ((node, part.input) for node in part.nodes)
     nodes = list(() if block.output is None else block.output.nodes)
-    nodes += block.nodes if block.x is block.y and block.k.past is None else ()
+    nodes += block.nodes if block.x is block.y and not block.k.is_cached else ()
     yield from ((node, block.x) for node in nodes)
 
 
@@ -243,14 +248,15 @@ def _length_of(
     if len(set(lengths)) == 1:
         return lengths[0]
     shapes = [info.shape(tokens) or () for info in runs]
-    for axis, pair in enumerate(zip(*shapes, strict=False)):
-        times = lengths[0] // max(pair[0], 1)
-        if lengths == tuple(times * length for length in pair):
+    for axis, token_lengths in enumerate(zip(*shapes, strict=False)):
+        times = lengths[0] // max(token_lengths[0], 1)
+        if lengths == tuple(times * length for length in token_lengths):
             return tokens, axis, times
     return None
 
 
 def _replace_shape(node: ir.Node, sources: Sequence[_Length]) -> None:
+    """Replace a Shape node by the concatenation of these lengths."""
     assert isinstance(node.graph, ir.Graph)
     make = Inserter(node.graph, node, f"{node.name or node.outputs[0].name}/lengths")
     first = node.attributes.get_int("start", 0)
@@ -298,6 +304,7 @@ def _is_external(value: ir.Value) -> bool:
 
 
 def _kind(value: ir.Value) -> Hashable:
+    """The type and shape of a constant."""
     assert value.const_value is not None
     return value.const_value.dtype, tuple(value.const_value.shape)
 
@@ -310,6 +317,7 @@ def _sample(value: ir.Value) -> Hashable:
 
 
 def _same(a: ir.Value, b: ir.Value) -> bool:
+    """Whether two constants of one type have equal bytes."""
     assert a.const_value is not None and b.const_value is not None
     return a.const_value.numpy().tobytes() == b.const_value.numpy().tobytes()
 

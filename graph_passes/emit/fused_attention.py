@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +38,7 @@ OPSETS: Mapping[FusedOperator, int] = {"merged": 13, "onnx": 23}
 Attention."""
 
 ROLES = ("query", "key", "value")
+"""Names of the nodes that compute the operands."""
 
 SPREAD = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators whose output has the elements of their first input."""
@@ -87,9 +88,6 @@ def _place(block: AttentionBlock) -> ir.Node:
         return output.nodes[-1]
     readers = {user for user, _ in output.input.uses()}
     return next((node for node in block.graph if node in readers), output.nodes[-1])
-
-
-# ---- masks --------------------------------------------------------------------------------------
 
 
 def _is_causal(block: AttentionBlock) -> bool:
@@ -194,7 +192,8 @@ def _counts_keys(step: LogitStep, info: ShapeInfo) -> bool:
 
 def _emit_bias(block: AttentionBlock, info: ShapeInfo) -> ir.Value:
     """Emit max(steps(0), LOW), (B or 1, H or 1, S, T); operators broadcast the first two axes."""
-    make, dtype = Inserter(block.graph, _place(block), f"{block.name}/fused"), block.q.dtype
+    make = Inserter(block.graph, _place(block), f"{block.name}/fused")
+    dtype = block.q.dtype
     lengths = [make.lengths(tokens, 1, 2) for tokens in dict.fromkeys((block.x, block.y))]
     sizes = [make.integers([1, 1], "ones"), lengths[0], lengths[-1]]
     shape = make.op("Concat", sizes, "mask_shape", axis=0)  # 1 1 S T
@@ -205,61 +204,92 @@ def _emit_bias(block: AttentionBlock, info: ShapeInfo) -> ir.Value:
     return make.op("Max", [mask, low], "mask", dtype=dtype)
 
 
-# ---- the operator -------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A fused operator before it is emitted.
+
+    Attributes:
+        bias_position: The place of the bias of the scores after ``inputs``.
+    """
+
+    operator: str
+    domain: str
+    inputs: Sequence[ir.Value | None]
+    bias_position: int
+    attributes: Mapping[str, Any]
 
 
 def _fuse(
     block: AttentionBlock, form: FusedOperator, bias: ir.Value | None, info: ShapeInfo
 ) -> None:
-    output, dtype = block.output, block.q.dtype
-    assert output is not None
+    """Emit a block as one operator.
+
+    Args:
+        bias: Added to the scores, (B or 1, H or 1, S, T).
+    """
+    assert block.output is not None
     make = Inserter(block.graph, _place(block), f"{block.name}/fused")
-    inputs: list[ir.Value | None]
-    attributes: dict[str, Any] = {"scale": float(block.scale)}
-    by_head, groups = not is_plain(block), num_groups(block)
-    if form == "onnx":
-        operator, domain = "Attention", ""
-        if by_head:
-            inputs = [*_heads(make, block, distinct=groups < block.num_heads), bias]
-        else:
-            inputs = [*_projected(make, block, biased=True), bias]
-            attributes |= {"q_num_heads": block.num_heads, "kv_num_heads": groups}
-        attributes |= {"is_causal": 1} if _is_causal(block) else {}
-    else:
-        operator, domain = "MultiHeadAttention", MICROSOFT
-        attributes |= {"num_heads": block.num_heads}
-        attributes |= {"unidirectional": 1} if _is_causal(block) else {}
-        if by_head:
-            inputs = [_merged(make, value) for value in _heads(make, block)]
-        else:
-            parts = _parts(block)
-            offset = np.concatenate([part.offset.reshape(-1) * scale for _, part, scale in parts])
-            # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
-            biased = form == "attention" or offset.any()
-            added = make.constant(offset, "qkv_bias", dtype) if biased else None
-            if form == "multi_head":
-                inputs = [*_projected(make, block), added]
-            else:
-                factors = [part.matrix()[:, part.columns.reshape(-1)] for _, part, _ in parts]
-                gains = [scale * part.gain.reshape(-1) for _, part, scale in parts]
-                weights = [a * b for a, b in zip(factors, gains, strict=True)]
-                sizes = [len(gain) for gain in gains]
-                weight = make.constant(np.hstack(weights), "qkv_weight", dtype)
-                if form == "merged":
-                    whole = make.op("MatMul", [block.x, weight], "qkv")
-                    widths = make.integers(sizes, "qkv_sizes")
-                    inputs = [*make.ops("Split", [whole, widths], ROLES, axis=-1), added]
-                else:
-                    operator, attributes["qkv_hidden_sizes"] = "Attention", sizes
-                    inputs = [block.x, weight, added]
-        inputs = [*inputs, *([None] * (5 - len(inputs))), bias]
+    call = _onnx_call(make, block) if form == "onnx" else _microsoft_call(make, block, form)
+    inputs = [*call.inputs, *([None] * (call.bias_position - len(call.inputs))), bias]
     while inputs[-1] is None:
         inputs.pop()
-    context = make.op(operator, inputs, "attention", domain=domain, dtype=dtype, **attributes)
-    if by_head and form == "onnx":
-        emit_output(make, block, context, np.arange(block.num_heads), info)
-        return
-    emit_output_projection(make, block, context, np.arange(block.num_heads), info)
+    attributes = {"scale": float(block.scale), **call.attributes}
+    context = make.op(
+        call.operator, inputs, "attention", domain=call.domain, dtype=block.q.dtype, **attributes
+    )
+    heads = np.arange(block.num_heads)
+    if form == "onnx" and not is_plain(block):
+        emit_output(make, block, context, heads, info)
+    else:
+        emit_output_projection(make, block, context, heads, info)
+
+
+def _onnx_call(make: Inserter, block: AttentionBlock) -> _Call:
+    """Emit the operands of ai.onnx Attention: (B, T, H*K), or (B, H, T, K) with rotary heads."""
+    attributes: dict[str, Any] = {}
+    groups = num_groups(block)
+    if is_plain(block):
+        inputs = list(_projected(make, block, biased=True))
+        attributes |= {"q_num_heads": block.num_heads, "kv_num_heads": groups}
+    else:
+        inputs = _heads(make, block, distinct=groups < block.num_heads)
+    if _is_causal(block):
+        attributes["is_causal"] = 1
+    return _Call("Attention", "", inputs, 3, attributes)
+
+
+def _microsoft_call(make: Inserter, block: AttentionBlock, form: FusedOperator) -> _Call:
+    """Emit the operands of com.microsoft Attention or MultiHeadAttention, (B, T, H*K)."""
+    attributes: dict[str, Any] = {"num_heads": block.num_heads}
+    if _is_causal(block):
+        attributes["unidirectional"] = 1
+    operator = "MultiHeadAttention"
+    inputs: list[ir.Value | None]
+    if not is_plain(block):
+        inputs = [_merged(make, value) for value in _heads(make, block)]
+        return _Call(operator, MICROSOFT, inputs, 5, attributes)
+    parts = _parts(block)
+    offset = np.concatenate([part.offset.reshape(-1) * scale for _, part, scale in parts])
+    # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
+    is_biased = form == "attention" or offset.any()
+    added = make.constant(offset, "qkv_bias", block.q.dtype) if is_biased else None
+    if form == "multi_head":
+        inputs = [*_projected(make, block), added]
+        return _Call(operator, MICROSOFT, inputs, 5, attributes)
+    factors = [part.matrix()[:, part.columns.reshape(-1)] for _, part, _ in parts]
+    gains = [scale * part.gain.reshape(-1) for _, part, scale in parts]
+    weights = [factor * gain for factor, gain in zip(factors, gains, strict=True)]
+    weight = make.constant(np.hstack(weights), "qkv_weight", block.q.dtype)
+    sizes = [len(gain) for gain in gains]
+    if form == "merged":
+        whole = make.op("MatMul", [block.x, weight], "qkv")
+        widths = make.integers(sizes, "qkv_sizes")
+        inputs = [*make.ops("Split", [whole, widths], ROLES, axis=-1), added]
+    else:
+        operator = "Attention"
+        attributes["qkv_hidden_sizes"] = sizes
+        inputs = [block.x, weight, added]
+    return _Call(operator, MICROSOFT, inputs, 5, attributes)
 
 
 def is_plain(block: AttentionBlock) -> bool:
@@ -274,20 +304,27 @@ def is_plain(block: AttentionBlock) -> bool:
 
 
 def _heads(make: Inserter, block: AttentionBlock, *, distinct: bool = False) -> list[ir.Value]:
-    """Queries (B, H, S, K), keys (B, H or G, T, K) and values (B, H or G, T, V)."""
+    """Emit queries (B, H, S, K), keys (B, H or G, T, K) and values (B, H or G, T, V).
+
+    Args:
+        distinct: Emit grouped heads once, G instead of H.
+    """
     query = emit_heads(make.part("query"), block.q, 1.0)
     key = emit_heads(make.part("key"), block.k, 1.0, distinct=distinct)
     return [query, key, emit_heads(make.part("value"), block.v, block.v.scale, distinct=distinct)]
 
 
 def _merged(make: Inserter, heads: ir.Value) -> ir.Value:
-    """Heads (B, H, T, K) as (B, T, H*K)."""
+    """Emit heads (B, H, T, K) as (B, T, H*K)."""
     by_token = make.op("Transpose", [heads], "by_token", perm=[0, 2, 1, 3])
     return make.op("Reshape", [by_token, make.integers([0, 0, -1], "merged")], "merged_heads")
 
 
 def _parts(block: AttentionBlock) -> list[tuple[str, Projection, float]]:
-    """Queries, keys and values, with the factors that are not in the scale of the scores."""
+    """Name, projection and remaining factor of queries, keys and values.
+
+    The factors of queries and keys are in the scale of the scores.
+    """
     scales = (1.0, 1.0, block.v.scale)
     return list(zip(ROLES, (block.q, block.k, block.v), scales, strict=True))
 
@@ -295,9 +332,14 @@ def _parts(block: AttentionBlock) -> list[tuple[str, Projection, float]]:
 def _projected(
     make: Inserter, block: AttentionBlock, *, biased: bool = False
 ) -> Iterator[ir.Value]:
-    """Queries, keys and values, (B, T, H*K), head after head; ``biased`` adds their biases."""
+    """Emit queries, keys and values, (B, T, H*K), head after head.
+
+    Args:
+        biased: Add their biases.
+    """
     for name, part, scale in _parts(block):
-        columns, gain = part.columns.reshape(-1), scale * part.gain.reshape(-1)
+        columns = part.columns.reshape(-1)
+        gain = scale * part.gain.reshape(-1)
         product = emit_columns(make, part, columns, gain, (f"{name}_weight", f"{name}_product"))
         if biased and part.offset.any():
             bias = make.constant(scale * part.offset.reshape(-1), f"{name}_bias", part.dtype)

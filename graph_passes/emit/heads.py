@@ -27,7 +27,7 @@ TOKEN_LAYOUT = Refusal("token_layout", "its tokens are not laid out as (batch, s
 
 def heads_refusal(part: Projection) -> Refusal | None:
     """Why the heads of a projection cannot be emitted in plain operators; None if they can."""
-    if part.weight is None or part.past is not None:
+    if part.is_cached:
         return Refusal(
             "cached",
             "its cached keys and values are inputs of the graph, whose shapes would change",
@@ -63,61 +63,88 @@ class _Terms:
 
 
 def _terms(part: Projection, heads: np.ndarray) -> _Terms:
+    """The terms of some heads.
+
+    Raises:
+        _UnsupportedError: The projection cannot be emitted.
+    """
     whole = (RotaryTerm(None, part.columns, part.gain, part.offset),)
-    rotary_terms = [
-        RotaryTerm(term.factor, term.columns[heads], term.gain[heads], term.offset[heads])
-        for term in part.rotary_terms or whole
-    ]
-    per_head = np.concatenate([np.where(t.gain != 0, t.columns, -1) for t in rotary_terms], axis=1)
-    angles = [axis[heads] for t in rotary_terms if t.factor for axis in t.factor.axes
-              if not isinstance(axis, str)]  # fmt: skip
-    rows = np.concatenate(
-        [per_head, *(t.gain for t in rotary_terms), *(t.offset for t in rotary_terms), *angles],
-        axis=1,
-    )
-    _, first, spread = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(first)  # distinct heads in order of first use
-    first, spread = first[order], np.argsort(order)[spread.reshape(-1)]
-    if part.rotary_terms:
-        base = [np.unique(row[row >= 0]) for row in per_head[first]]
-        if len({len(row) for row in base}) > 1:
-            raise _UnsupportedError(
-                "its rotary embedding covers different numbers of elements by head"
-            )
-        base = np.stack(base)
-    else:
-        base = rotary_terms[0].columns[first]
+    rotary_terms = [_of_heads(term, heads) for term in part.rotary_terms or whole]
+    first, head_groups = _distinct(rotary_terms, heads)
+    base = _read_columns(rotary_terms, first) if part.rotary_terms else part.columns[heads[first]]
     group = None
     if part.norm is not None:
-        length = part.norm.columns.shape[1]
-        rows_of = base // length
-        if base.shape[1] != length or not (rows_of == rows_of[:, :1]).all():
-            raise _UnsupportedError("its q/k norm covers all heads together")
-        group = rows_of[:, 0]
+        group = _norm_rows(part.norm, base)
         if part.norm.rotary_terms:
             _terms(part.before_norm(), group)
-        base = np.sort(base, axis=1) if part.rotary_terms else base
-        if not part.rotary_terms and not (np.diff(base, axis=1) == 1).all():
+        if part.rotary_terms:
+            base = np.sort(base, axis=1)
+        elif not (np.diff(base, axis=1) == 1).all():
             raise _UnsupportedError("the elements of its q/k norm are reordered")
-    picked = [
-        (
-            RotaryTerm(t.factor, t.columns[first], t.gain[first], t.offset[first]),
-            _order(t, first, base),
-        )
-        for t in rotary_terms
-    ]
+    picked = [(_of_heads(term, first), _order(term, first, base)) for term in rotary_terms]
     for term, _ in picked:
         if term.factor is not None:
             _factor_axes(term.factor, heads[first], term.gain != 0)
-    return _Terms(base, spread, tuple(picked), group)
+    return _Terms(base, head_groups, tuple(picked), group)
+
+
+def _of_heads(term: RotaryTerm, heads: np.ndarray) -> RotaryTerm:
+    """The term of selected heads; the factor stays that of all heads."""
+    return RotaryTerm(term.factor, term.columns[heads], term.gain[heads], term.offset[heads])
+
+
+def _distinct(terms: Sequence[RotaryTerm], heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first of each group of equal heads, in order, and the group of each head.
+
+    Args:
+        terms: Those of ``heads``.
+        heads: The index of each head in the layouts of the factors.
+    """
+    arrays = [np.where(term.gain != 0, term.columns, -1) for term in terms]
+    for term in terms:
+        arrays += [term.gain, term.offset]
+        if term.factor is not None:
+            arrays += [axis[heads] for axis in term.factor.axes if not isinstance(axis, str)]
+    rows = np.concatenate(arrays, axis=1)
+    _, first, groups = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)  # distinct heads in order of first use
+    return first[order], np.argsort(order)[groups.reshape(-1)]
+
+
+def _read_columns(terms: Sequence[RotaryTerm], heads: np.ndarray) -> np.ndarray:
+    """The columns of W that the terms of each head read, (G, K).
+
+    Raises:
+        _UnsupportedError: Heads read different numbers of columns.
+    """
+    read = np.concatenate([np.where(term.gain != 0, term.columns, -1) for term in terms], axis=1)
+    columns = [np.unique(row[row >= 0]) for row in read[heads]]
+    if len({len(row) for row in columns}) > 1:
+        raise _UnsupportedError("its rotary embedding covers different numbers of elements by head")
+    return np.stack(columns)
+
+
+def _norm_rows(norm: Norm, base: np.ndarray) -> np.ndarray:
+    """The row of the norm that each head reads, given its columns (G, K) of the flattened norm.
+
+    Raises:
+        _UnsupportedError: A head does not read one whole row.
+    """
+    length = norm.columns.shape[1]
+    rows = base // length
+    if base.shape[1] != length or not (rows == rows[:, :1]).all():
+        raise _UnsupportedError("its q/k norm covers all heads together")
+    return rows[:, 0]
 
 
 def _order(term: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
     """The base element of each element of a term, which must be the same in each head."""
-    columns, used = term.columns[first], term.gain[first] != 0
+    columns = term.columns[first]
+    used = term.gain[first] != 0
     if np.array_equal(columns, base):
         return np.arange(base.shape[1])
-    order = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
+    pairs = zip(base, columns, strict=True)
+    order = np.array([np.searchsorted(np.sort(read), wanted) for read, wanted in pairs])
     common = np.where(used, order, 0).max(axis=0)
     if not ((order == common) | ~used).all():
         raise _UnsupportedError("its rotary embedding has another order of elements in each head")
@@ -151,7 +178,8 @@ def emit_heads(
     """
     chosen = np.arange(part.num_heads) if heads is None else np.asarray(heads)
     terms = _terms(part, chosen)
-    dtype, (count, size) = part.dtype, terms.base.shape
+    dtype = part.dtype
+    count, size = terms.base.shape
     plain = (
         len(terms.rotary_terms) == 1
         and terms.rotary_terms[0][0].factor is None
@@ -215,8 +243,11 @@ def _emit_product(
         scale: Factor of the heads; not applied if they are normalized.
         is_plain: Whether the bias belongs to the product, since no term has a factor.
     """
-    dtype, columns, (count, size) = part.dtype, terms.base, terms.base.shape
-    gain, bias = np.full(columns.shape, scale), np.zeros(0)
+    dtype = part.dtype
+    columns = terms.base
+    count, size = columns.shape
+    gain = np.full(columns.shape, scale)
+    bias = np.zeros(0)
     if part.norm is not None:
         assert terms.group is not None
         columns = part.norm.columns[terms.group]
@@ -224,7 +255,8 @@ def _emit_product(
         bias = part.norm.offset[terms.group] * part.norm.scale
     elif is_plain:
         term = terms.rotary_terms[0][0]
-        gain, bias = scale * term.gain, scale * term.offset
+        gain = scale * term.gain
+        bias = scale * term.offset
     value = emit_columns(make, part, columns.reshape(-1), gain.reshape(-1))
     if np.any(bias):
         value = make.op("Add", [value, make.constant(bias.reshape(-1), "bias", dtype)], "biased")

@@ -108,6 +108,7 @@ class _Rows:
 
     @property
     def all(self) -> bool:
+        """Whether all heads are emitted, in order."""
         return np.array_equal(self.heads, np.arange(self.block.num_heads))
 
 
@@ -127,19 +128,24 @@ def _apply_step(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) 
         case Weighted():
             return make.op("Mul", [logits, operand(step)], "weighted")
         case Mask() if step.fill != -np.inf:
-            mask, fill = _as_logits(make, step, step.value, rows), number(step.fill, "masked_logit")
-            pair = [logits, fill] if step.keep else [fill, logits]
+            mask = _as_logits(make, step, step.value, rows)
+            masked = number(step.fill, "masked_logit")
+            pair = [logits, masked] if step.keep else [masked, logits]
             return make.op("Where", [mask, *pair], "masked")
         case Mask():
-            allowed, fill = _as_logits(make, step, step.value, rows), step.fill
+            fill = step.fill
+            allowed = _as_logits(make, step, step.value, rows)
             if not step.keep:
                 allowed = make.op("Not", [allowed], "allowed")
         case KeyMask():
-            allowed, fill = _key_mask(make, step), step.fill
+            fill = step.fill
+            allowed = _key_mask(make, step)
         case KeyLengths():
-            allowed, fill = _before_end(make, step, logits), step.fill
+            fill = step.fill
+            allowed = _before_end(make, step, logits)
         case Causal():
-            allowed, fill = _causal(make, logits, ends_together=step.ends_together), -np.inf
+            fill = -np.inf
+            allowed = _causal(make, logits, ends_together=step.ends_together)
         case FullLengths():
             return logits
         case Scaled():
@@ -203,6 +209,7 @@ def _positions(make: Inserter, logits: ir.Value, axis: int, name: str) -> ir.Val
 
 
 def _length(make: Inserter, logits: ir.Value, axis: int) -> ir.Value:
+    """Emit the length of an axis of the logits."""
     index = make.integers(axis, "axis")
     return make.op("Gather", [make.op("Shape", [logits], "shape"), index], "length")
 

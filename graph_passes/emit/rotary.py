@@ -27,7 +27,8 @@ class RotaryPlanes:
 
     Attributes:
         elements: The real and the imaginary element of each plane.
-        cos, sin: The factors by head and element.
+        cos: The cosines by head and element.
+        sin: The sines by head and element.
         turned: The number of planes that turn, which come first. The others are pairs of elements
             without a position (partial rotary embeddings).
     """
@@ -43,6 +44,7 @@ class RotaryPlanes:
         return all(self._has_one_angle(factor) for factor in (self.cos, self.sin))
 
     def _has_one_angle(self, factor: BroadcastLayout) -> bool:
+        """Whether a factor is known to be equal for both elements of each plane."""
         *lead, last = factor.axes
         elements = self.elements[: self.turned]
         indices = [axis[0][elements] for axis in lead if not isinstance(axis, str)]
@@ -74,9 +76,9 @@ def _repeats(value: ir.Value | None, half: int, *, interleaved: bool) -> bool:
         table = constant_array(value)
         if table.shape[-1:] != (2 * half,):
             return False
-        first, second = (table[..., 0::2], table[..., 1::2]) if interleaved else (
-            table[..., :half], table[..., half:])  # fmt: skip
-        return np.array_equal(first, second)
+        if interleaved:
+            return np.array_equal(table[..., 0::2], table[..., 1::2])
+        return np.array_equal(table[..., :half], table[..., half:])
     node = value.producer()
     if node is None or node.domain:
         return False
@@ -141,7 +143,9 @@ def rotary_planes(part: Projection) -> RotaryPlanes | None:
         return None
     cos, sin = terms if keeps_columns[0] else terms[::-1]
     assert cos.factor is not None and sin.factor is not None
-    elements, sign, gain = np.arange(part.head_size), np.sign(sin.gain[0]), cos.gain
+    elements = np.arange(part.head_size)
+    sign = np.sign(sin.gain[0])
+    gain = cos.gain
     still = sign == 0
     partner = np.array([np.flatnonzero(part.columns[0] == column)[:1].sum()
                         for column in sin.columns[0]])  # fmt: skip
@@ -192,6 +196,7 @@ def rotary_heads(block: AttentionBlock) -> RotaryHeads:
 
 
 def _complex(part: Projection, planes: RotaryPlanes) -> Any:
+    """The weights before the rotation as complex numbers, (H, D+1, F), the bias as last row."""
     terms = [t for t in part.rotary_terms if np.array_equal(t.columns, part.columns)]
     gain = np.sum([t.gain for t in terms], axis=0)  # H K
     offset = np.sum([t.offset for t in terms], axis=0)
@@ -216,14 +221,21 @@ def rotary_logits(make: Inserter, block: AttentionBlock, factors: RotaryFactors)
 def _reduced(
     make: Inserter, part: Projection, heads: Any, groups: np.ndarray, planes: np.ndarray
 ) -> Projection:
-    """A projection with other weights (G, D+1, N), whose elements turn with planes (H, N)."""
+    """A projection with other weights, whose elements turn with other planes.
+
+    Args:
+        heads: The weights and biases as complex numbers, (G, D+1, N).
+        groups: The index into ``heads`` of each head, (H,).
+        planes: The plane of each complex number, (H, N).
+    """
     pairs = rotary_planes(part)
     assert pairs is not None
     size = heads.shape[2]
     both = np.concatenate([heads.real, heads.imag], axis=2)  # G D+1 2N
     columns = np.arange(len(both) * 2 * size).reshape(len(both), -1)[groups]
     weight = np.moveaxis(both[:, :-1], 0, 1).reshape(both.shape[1] - 1, -1)
-    offset, ones = both[groups, -1], np.ones(columns.shape)
+    offset = both[groups, -1]
+    ones = np.ones(columns.shape)
     swap = np.roll(np.arange(2 * size), size)
     sign = np.repeat([-1.0, 1.0], size) * ones
     elements = np.concatenate([pairs.elements[planes, 0], pairs.elements[planes, 1]], axis=1)

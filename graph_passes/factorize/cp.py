@@ -30,7 +30,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from graph_passes.errors import InvalidArgument
-from graph_passes.factorize.head_stack import RIDGE, HeadStack, gram, side_by_side, solve, unit
+from graph_passes.factorize.head_stack import (
+    RIDGE,
+    Factors,
+    HeadStack,
+    gram,
+    side_by_side,
+    solve,
+    unit,
+)
 from graph_passes.factorize.moments import TokenMoments, Whitening, validate_heads, validate_rank
 
 if TYPE_CHECKING:
@@ -48,8 +56,13 @@ __all__ = [
 ]
 
 MAX_SWEEPS = 200
-HEAT = 20  # sweeps after which the worse of two starts is dropped
-WINDOW = 10  # sweeps over which the decrease is measured: single sweeps are not monotonic
+"""Default maximum number of sweeps."""
+
+HEAT = 20
+"""Number of sweeps after which the worse of two starts is dropped."""
+
+WINDOW = 10
+"""Number of sweeps over which the decrease is measured: single sweeps are not monotonic."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +93,11 @@ class CollaborativeFactors:
     def rank(self) -> int:
         """R, the number of shared dimensions."""
         return self.mixing.shape[1]
+
+    @property
+    def factors(self) -> Factors:
+        """P, Q and M."""
+        return Factors(self.query, self.key, self.mixing)
 
     def cp_tensor(self) -> CPTensor:
         """The factors for tensorly; ``cp_to_tensor`` gives the (H, D, E) stack of equation 9."""
@@ -129,13 +147,14 @@ def collaborative_factors(
     content = np.einsum("hek,hk->he", keys, bias)
     if rank == H * K:
         ones = np.repeat(np.eye(H), K, axis=1)
-        shared = side_by_side(queries), side_by_side(keys)
-        return CollaborativeFactors(*shared, ones, content, 0.0, 0)
+        query = side_by_side(queries)
+        key = side_by_side(keys)
+        return CollaborativeFactors(query, key, ones, content, relative_error=0.0, iterations=0)
     metric = Whitening.of(moments, H)
     stack = metric.stack(queries, keys)
     best, iterations = _decompose(stack, rank, max_iterations, tolerance, progress)
-    shared = metric.unwhiten(best.query, best.key, best.mixing)
-    factors = CollaborativeFactors(*shared, content, best.error, iterations)
+    original = metric.unwhiten(best.factors)
+    factors = CollaborativeFactors(*original, content, best.error, iterations)
     return fold_mean(factors, queries, keys, moments.query_mean)
 
 
@@ -171,15 +190,19 @@ def relative_error(
     queries, keys, _, moments = validate_heads(queries, keys, None, moments)
     metric = Whitening.of(moments, len(queries))
     stack = metric.stack(queries, keys)
-    return stack.residual(*metric.whiten(factors.query, factors.key, factors.mixing))
+    return stack.residual(metric.whiten(factors.factors))
 
 
 class Sweep(NamedTuple):
-    """Result of one sweep: M with columns of norm 1, P and Q with columns of equal norms."""
+    """Result of one sweep.
 
-    mixing: np.ndarray
-    query: np.ndarray
-    key: np.ndarray
+    Attributes:
+        factors: M has columns of norm 1, P and Q have columns of equal norms.
+        error: The relative error.
+        objective: The squared error and the energies of the components, which a sweep minimizes.
+    """
+
+    factors: Factors
     error: float
     objective: float
 
@@ -191,7 +214,7 @@ def _decompose(
     tolerance: float,
     progress: Callable[[int, float], None] | None,
 ) -> tuple[Sweep, int]:
-    """The best sweep of the better start, and its number of sweeps."""
+    """The best sweep of the better start, and the number of sweeps until then."""
     paths = [_descend(stack, *start) for start in stack.starts(rank)]
     errors: list[float] = []
     while True:
@@ -210,17 +233,21 @@ def _decompose(
 
 def _descend(stack: HeadStack, query: np.ndarray, key: np.ndarray) -> Iterator[Sweep]:
     """Yield the best result of ``sweep`` with Nesterov extrapolation; overshoots are undone."""
-    best, momentum = Sweep(np.zeros((stack.heads, 0)), query, key, 1.0, np.inf), 1.0
+    best = Sweep(Factors(query, key, np.zeros((stack.heads, 0))), 1.0, np.inf)
+    momentum = 1.0
     while True:
         latest = sweep(stack, query, key)
         if latest.objective <= best.objective:
             faster = (1.0 + np.sqrt(1.0 + 4.0 * momentum**2)) / 2.0
             ahead = (momentum - 1.0) / faster
-            query = latest.query + ahead * (latest.query - best.query)
-            key = latest.key + ahead * (latest.key - best.key)
-            best, momentum = latest, faster
+            new, old = latest.factors, best.factors
+            query = new.query + ahead * (new.query - old.query)
+            key = new.key + ahead * (new.key - old.key)
+            best = latest
+            momentum = faster
         else:
-            query, key, momentum = best.query, best.key, 1.0
+            query, key, _ = best.factors
+            momentum = 1.0
         yield best
 
 
@@ -236,13 +263,15 @@ def sweep(
         solve_mixing: Computes M from its normal matrix (R, R) and the products (H, R).
     """
     query, key = unit(query), unit(key)
-    WQ, key_gram = stack.key.T @ key, gram(key)
+    WQ = stack.key.T @ key
+    key_gram = gram(key)
     targets = stack.over_heads(stack.query.T @ query, WQ)
     mixing = unit(solve_mixing(gram(query) * key_gram, targets))
     query = unit(solve(gram(mixing) * key_gram, stack.over_query(mixing, WQ)))
-    normal, products = gram(mixing) * gram(query), stack.over_key(mixing, stack.query.T @ query)
+    normal = gram(mixing) * gram(query)
+    products = stack.over_key(mixing, stack.query.T @ query)
     key = solve(normal, products)
     error = stack.error(float(np.vdot(products, key)), float((normal * gram(key)).sum()))
     objective = stack.energy * error**2 + RIDGE * float(np.vdot(key, key))
     share = np.sqrt(np.linalg.norm(key, axis=0))
-    return Sweep(mixing, query * share, unit(key) * share, error, objective)
+    return Sweep(Factors(query * share, unit(key) * share, mixing), error, objective)

@@ -7,11 +7,50 @@ Each slice has rank K, so (D x HK)(HK x R) products suffice; the H x D x E stack
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-__all__ = ["RIDGE", "HeadStack", "gram", "side_by_side", "solve", "unit"]
+__all__ = ["RIDGE", "Factors", "HeadStack", "gram", "side_by_side", "solve", "unit"]
 
-RIDGE = 1e-5  # weight of the component energies relative to the residual
+RIDGE = 1e-5
+"""Weight of the energies of the components, relative to the residual."""
+
+
+class Factors(NamedTuple):
+    """Factors of a stack: T_h ~= P diag(M[h]) Q^T.
+
+    Attributes:
+        query: P, (D, R).
+        key: Q, (E, R).
+        mixing: M, (H, R).
+    """
+
+    query: np.ndarray
+    key: np.ndarray
+    mixing: np.ndarray
+
+
+class SingularTriples(NamedTuple):
+    """The singular value decomposition of each T_h.
+
+    Attributes:
+        left: Left singular vectors, (H, D, K).
+        values: Singular values, (H, K), the largest first.
+        right: Right singular vectors, (H, E, K).
+    """
+
+    left: np.ndarray
+    values: np.ndarray
+    right: np.ndarray
+
+
+class _Cores(NamedTuple):
+    """T_h = X_h C_h Y_h^T with orthonormal columns of X (H, D, K) and Y (H, E, K)."""
+
+    x_basis: np.ndarray
+    core: np.ndarray
+    y_basis: np.ndarray
 
 
 class HeadStack:
@@ -19,6 +58,10 @@ class HeadStack:
 
     The three ``over`` methods are the matricized tensor times Khatri-Rao products (MTTKRP), from
     the projected factors WP = W_Q^T P and WQ = W_K^T Q, both (HK, R).
+
+    Args:
+        queries: W_Q^h of each head, (H, D, K).
+        keys: W_K^h of each head, (H, E, K).
     """
 
     def __init__(self, queries: np.ndarray, keys: np.ndarray) -> None:
@@ -29,13 +72,16 @@ class HeadStack:
         self.energy = float(grams.sum())  # |T|^2
 
     def over_heads(self, WP: np.ndarray, WQ: np.ndarray) -> np.ndarray:
-        return (WP * WQ).reshape(self.heads, self.head_size, -1).sum(axis=1)  # H R
+        """sum_k WP[hk, r] WQ[hk, r], (H, R): the products of the equations for M."""
+        return (WP * WQ).reshape(self.heads, self.head_size, -1).sum(axis=1)
 
     def over_query(self, mixing: np.ndarray, WQ: np.ndarray) -> np.ndarray:
-        return self.query @ (WQ * np.repeat(mixing, self.head_size, axis=0))  # D R
+        """sum_h T_h Q diag(M[h]), (D, R): the products of the equations for P."""
+        return self.query @ (WQ * np.repeat(mixing, self.head_size, axis=0))
 
     def over_key(self, mixing: np.ndarray, WP: np.ndarray) -> np.ndarray:
-        return self.key @ (WP * np.repeat(mixing, self.head_size, axis=0))  # E R
+        """sum_h T_h^T P diag(M[h]), (E, R): the products of the equations for Q."""
+        return self.key @ (WP * np.repeat(mixing, self.head_size, axis=0))
 
     def error(self, overlap: float, energy: float) -> float:
         """Relative error from |T - T~|^2 = |T|^2 - 2 <T, T~> + |T~|^2.
@@ -47,17 +93,18 @@ class HeadStack:
         residual = max(self.energy - 2.0 * overlap + energy, 0.0)
         return float(np.sqrt(residual / self.energy)) if self.energy > 0.0 else 0.0
 
-    def residual(self, query: np.ndarray, key: np.ndarray, mixing: np.ndarray) -> float:
-        """The relative error of factors P, Q and M."""
+    def residual(self, factors: Factors) -> float:
+        """The relative error of an approximation by factors."""
+        query, key, mixing = factors
         overlap = np.vdot(mixing, self.over_heads(self.query.T @ query, self.key.T @ key))
         energy = (gram(mixing) * gram(query) * gram(key)).sum()
         return self.error(float(overlap), float(energy))
 
-    def singular_triples(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Left vectors (H, D, K), values (H, K) and right vectors (H, E, K) of each T_h."""
-        left, core, right = self._cores()
-        u, values, v = np.linalg.svd(core, full_matrices=False)
-        return left @ u, values, right @ v.swapaxes(1, 2)
+    def singular_triples(self) -> SingularTriples:
+        """The K singular triples of each T_h."""
+        x_basis, core, y_basis = self._cores()
+        left, values, right = np.linalg.svd(core, full_matrices=False)
+        return SingularTriples(x_basis @ left, values, y_basis @ right.swapaxes(1, 2))
 
     def starts(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Initial P and Q: singular triples, and eigenvectors if the widths allow R of them."""
@@ -73,11 +120,15 @@ class HeadStack:
             starts.append((query[:, : -rank - 1 : -1], key[:, : -rank - 1 : -1]))
         return starts
 
-    def _cores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """T_h = X C Y^T with orthonormal X (H, D, K) and Y (H, E, K)."""
-        x, y = (np.stack(np.split(w, self.heads, axis=1)) for w in (self.query, self.key))
-        (x_basis, x_triangle), (y_basis, y_triangle) = np.linalg.qr(x), np.linalg.qr(y)
-        return x_basis, x_triangle @ y_triangle.swapaxes(1, 2), y_basis
+    def _cores(self) -> _Cores:
+        """Bases of the columns and rows of each T_h, and T_h in these bases."""
+        x_basis, x_triangle = np.linalg.qr(self._by_head(self.query))
+        y_basis, y_triangle = np.linalg.qr(self._by_head(self.key))
+        return _Cores(x_basis, x_triangle @ y_triangle.swapaxes(1, 2), y_basis)
+
+    def _by_head(self, weight: np.ndarray) -> np.ndarray:
+        """Split (D, HK) into heads (H, D, K)."""
+        return np.stack(np.split(weight, self.heads, axis=1))
 
 
 def solve(normal: np.ndarray, products: np.ndarray) -> np.ndarray:
@@ -92,6 +143,7 @@ def unit(factor: np.ndarray) -> np.ndarray:
 
 
 def gram(factor: np.ndarray) -> np.ndarray:
+    """The inner products of all pairs of columns."""
     return factor.T @ factor
 
 

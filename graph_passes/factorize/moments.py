@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
-from graph_passes.factorize.head_stack import HeadStack
+from graph_passes.factorize.head_stack import Factors, HeadStack
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 __all__ = ["TokenMoments", "Whitening", "pool_moments", "validate_heads", "validate_rank"]
 
-EIGENVALUE_FLOOR = 1e-6  # relative to the largest eigenvalue; keeps the metric invertible
-LEAST_WEIGHT = 0.05  # minimum head weight relative to the mean
+EIGENVALUE_FLOOR = 1e-6
+"""Minimum eigenvalue of a covariance, relative to the largest; it keeps the metric invertible."""
+
+LEAST_WEIGHT = 0.05
+"""Minimum weight of a head, relative to the mean."""
+
 MOMENTS_FIX = "accumulate the moments in float64 over tokens that are not padding"
 
 
@@ -51,7 +55,8 @@ class TokenMoments:
     head_weight: Float[np.ndarray, " H"] | None = None
 
     def __post_init__(self) -> None:
-        D, E = self.query_mean.size, len(self.key_covariance)
+        D = self.query_mean.size
+        E = len(self.key_covariance)
         shapes = {"query_mean": (D,), "query_covariance": (D, D), "key_covariance": (E, E)}
         for name, shape in shapes.items():
             moment: np.ndarray = getattr(self, name)
@@ -105,6 +110,11 @@ class Whitening:
 
     @classmethod
     def of(cls, moments: TokenMoments, heads: int) -> Whitening:
+        """The metric of these moments for a layer of H heads.
+
+        Raises:
+            InvalidData: A covariance has negative eigenvalues.
+        """
         return cls(
             *_roots("query_covariance", moments.query_covariance),
             *_roots("key_covariance", moments.key_covariance),
@@ -118,32 +128,29 @@ class Whitening:
         weighted = self.head_weight[:, None, None] * queries
         return HeadStack(self.query_root @ weighted, self.key_root @ keys)
 
-    def whiten(
-        self,
-        query: Float[np.ndarray, "D R"],
-        key: Float[np.ndarray, "E R"],
-        mixing: Float[np.ndarray, "H R"],
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def whiten(self, factors: Factors) -> Factors:
         """Transform factors of the heads to factors of the whitened stack."""
-        return self.query_root @ query, self.key_root @ key, self.head_weight[:, None] * mixing
+        query, key, mixing = factors
+        return Factors(
+            self.query_root @ query, self.key_root @ key, self.head_weight[:, None] * mixing
+        )
 
-    def unwhiten(
-        self,
-        query: Float[np.ndarray, "D R"],
-        key: Float[np.ndarray, "E R"],
-        mixing: Float[np.ndarray, "H R"],
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def unwhiten(self, factors: Factors) -> Factors:
         """Transform factors of the whitened stack to factors of the heads."""
-        mixing = mixing / self.head_weight[:, None]
-        return self.query_inverse @ query, self.key_inverse @ key, mixing
+        query, key, mixing = factors
+        return Factors(
+            self.query_inverse @ query, self.key_inverse @ key, mixing / self.head_weight[:, None]
+        )
 
 
 def validate_heads(
     queries: np.ndarray, keys: np.ndarray, bias: np.ndarray | None, moments: TokenMoments | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, TokenMoments]:
-    """Validate heads (H, D, K) and (H, E, K), biases (H, K) and moments; convert to float64.
+    """Validate heads (H, D, K) and (H, E, K), biases (H, K) and moments.
 
-    The default moments are those of white tokens: mean zero, covariance identity.
+    Returns:
+        The same, with arrays in float64. The default bias is zero, the default moments are those
+        of white tokens: mean zero, covariance identity.
 
     Raises:
         InvalidArgument: Shapes disagree.
@@ -157,7 +164,8 @@ def validate_heads(
             "pass one matrix per head, with the same number and size of heads",
             code="factorize.shape",
         )
-    (H, D, K), E = queries.shape, keys.shape[1]
+    H, D, K = queries.shape
+    E = keys.shape[1]
     bias = np.zeros((H, K)) if bias is None else bias
     if bias.shape != (H, K):
         raise InvalidArgument(

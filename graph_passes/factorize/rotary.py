@@ -65,7 +65,8 @@ class RotaryFactors:
     """Reduced queries and keys, N complex numbers per head.
 
     Attributes:
-        query, key: As in ``RotaryHeads``.
+        query: x a_hf of the planes of each head, with the bias as the last row.
+        key: y b_gf of the planes of each key head, with the bias as the last row.
         groups: The key head of each query head.
         planes: The plane whose angle rotates each complex number of a key head.
         relative_error: The lost share of the energy of the scores, as the root.
@@ -97,11 +98,11 @@ def truncated_planes(
     planes = np.sort(np.argsort(-energy, axis=1, kind="stable")[:, : head_size // 2], axis=1)
     lost = 1 - np.take_along_axis(energy, planes, axis=1).sum() / (energy.sum() or 1.0)
     return RotaryFactors(
-        np.take_along_axis(heads.query, planes[heads.groups][:, None], axis=2),
-        np.take_along_axis(heads.key, planes[:, None], axis=2),
-        heads.groups,
-        planes,
-        _root(lost) if head_size < heads.size else 0.0,
+        query=np.take_along_axis(heads.query, planes[heads.groups][:, None], axis=2),
+        key=np.take_along_axis(heads.key, planes[:, None], axis=2),
+        groups=heads.groups,
+        planes=planes,
+        relative_error=_root(lost) if head_size < heads.size else 0.0,
     )
 
 
@@ -126,15 +127,20 @@ def shared_keys(
     back = (picked.conj() * unit[:, None] / weights[plane]).T  # G N: b ~= sum of s * back
     lost = 1 - energy[plane, component].sum() / (energy.sum() or 1.0)
     return RotaryFactors(
-        heads.query[:, :, plane] * back[heads.groups].conj()[:, None],
-        np.einsum("gen,gn->en", heads.key[:, :, plane], mixing)[None],
-        np.zeros(len(heads.groups), np.int64),
-        plane[None],
-        _root(lost) if rank < energy.size * 2 else 0.0,
+        query=heads.query[:, :, plane] * back[heads.groups].conj()[:, None],
+        key=np.einsum("gen,gn->en", heads.key[:, :, plane], mixing)[None],
+        groups=np.zeros(len(heads.groups), np.int64),
+        planes=plane[None],
+        relative_error=_root(lost) if rank < energy.size * 2 else 0.0,
     )
 
 
 def _check(name: str, number: int, largest: int) -> None:
+    """Check that a size is even and from 2 to ``largest``.
+
+    Raises:
+        InvalidArgument: It is not.
+    """
     if number % 2 or not 2 <= number <= largest:
         raise InvalidArgument(
             f"`{name}` is {number}: expected an even number from 2 to {largest}, because rotary "
@@ -154,11 +160,13 @@ def _energies(
 ) -> tuple[Float[np.ndarray, "F G"], Complex[np.ndarray, "F G G"]]:
     """The root of the energy of each group's queries, and the Gram matrix of the keys, by plane.
 
-    Without moments, tokens are white. The mean of the keys counts, because it turns with the
-    position, so it differs between keys; in planes that do not turn it adds the same to all scores
-    of a query. It is that of the queries in self-attention, and unknown otherwise.
+    Without moments, tokens are white. In planes that turn, the mean of the keys counts, because it
+    turns with the position and so differs between keys. In other planes it adds the same to all
+    scores of a query, which softmax ignores. The mean of the keys is that of the queries in
+    self-attention, and unknown otherwise.
     """
-    D, E = heads.query.shape[1] - 1, heads.key.shape[1] - 1
+    D = heads.query.shape[1] - 1
+    E = heads.key.shape[1] - 1
     moments = moments or TokenMoments(np.zeros(D), np.eye(D), np.eye(E))
     x = np.zeros((D + 1, D + 1))
     mean = np.append(moments.query_mean, 1.0)
@@ -174,8 +182,8 @@ def _energies(
         energy = energy * np.square(moments.head_weight)
     energy = np.stack([energy[:, heads.groups == g].sum(axis=1) for g in range(len(heads.key))], 1)
     floor = FLOOR * (energy.max() or 1.0)
-    turning, still = np.split(heads.key, [heads.key.shape[2] if heads.turned is None
-                                          else heads.turned], axis=2)  # fmt: skip
+    turned = heads.key.shape[2] if heads.turned is None else heads.turned
+    turning, still = np.split(heads.key, [turned], axis=2)
     grams = np.concatenate([
         np.einsum("gdf,de,hef->fgh", keys.conj(), covariance, keys, optimize=True)
         for keys, covariance in ((turning, y), (still, varying))

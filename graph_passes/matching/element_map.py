@@ -16,6 +16,7 @@ import onnx_ir as ir
 from graph_passes.blocks import Linear, Norm
 
 __all__ = [
+    "CachedHeads",
     "ElementMap",
     "LinearTrace",
     "MatchFailure",
@@ -68,8 +69,15 @@ class PositionFactor(NamedTuple):
 class ElementMap:
     """The source of each element of a value: arrays of the value's shape.
 
-    element = gain * product[token, column] + offset, times factor[factor_index] if the term has a
-    position factor.
+        element = factor[factor_index] * ( gain * product[tokens, columns] + offset )
+
+    Attributes:
+        columns: The column of the product.
+        tokens: The token of the product, numbered in its order.
+        gain: The factor of the product's element.
+        offset: The summand after it.
+        factor_index: The flat index into the position factor of the term; unused if the factor
+            is 1.
     """
 
     columns: np.ndarray
@@ -79,6 +87,7 @@ class ElementMap:
     factor_index: np.ndarray
 
     def arrays(self) -> tuple[np.ndarray, ...]:
+        """All arrays in the order of the fields."""
         return self.columns, self.tokens, self.gain, self.offset, self.factor_index
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> ElementMap:
@@ -90,9 +99,11 @@ class ElementMap:
         return self.map(lambda array: _picked(array, index))
 
     def scaled_by(self, factor: np.ndarray | float) -> ElementMap:
+        """The map of the elements times ``factor``."""
         return replace(self, gain=self.gain * factor, offset=self.offset * factor)
 
     def broadcast_to(self, shape: tuple[int, ...]) -> ElementMap:
+        """Broadcast each array."""
         return self.map(lambda array: np.broadcast_to(array, shape))
 
     @property
@@ -130,10 +141,15 @@ class TracedNorm:
 
 @dataclass(frozen=True, eq=False)
 class LinearTrace:
-    """A value as scale * sum over factors f of f[factor_index] * (gain * product[column] + offset).
+    """A value in terms of one product: scale times the sum of its terms (see ``ElementMap``).
 
-    The only factor is None (1), except for rotary embeddings (cosines and sines) and caches (a
-    factor of the offset 1). With a q/k norm, ``product`` is the output of the norm.
+    Attributes:
+        source: The product; None if the value holds cached heads only.
+        scale: The product of all scalar factors.
+        terms: The terms by their position factor. The only factor is None (1), except for rotary
+            embeddings (cosines and sines) and caches (a factor of the offset 1).
+        nodes: The nodes from the product to the value, in order.
+        norm: The q/k norm, whose output then takes the place of the product.
     """
 
     source: Linear | None
@@ -144,6 +160,7 @@ class LinearTrace:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
         return next(iter(self.terms.values())).columns.shape
 
     @property
@@ -152,9 +169,11 @@ class LinearTrace:
         return set(self.terms) == {None}
 
     def append_node(self, node: ir.Node, scale: float = 1.0) -> LinearTrace:
+        """The trace of a node's output, which is ``scale`` times this value."""
         return replace(self, scale=self.scale * scale, nodes=(*self.nodes, node))
 
     def map_terms(self, change: Callable[[ElementMap], ElementMap]) -> LinearTrace:
+        """Apply a function to each term."""
         return replace(self, terms={f: change(term) for f, term in self.terms.items()})
 
     def scaled_by(self, factor: np.ndarray | float) -> LinearTrace:
@@ -247,9 +266,26 @@ class TermByHead(NamedTuple):
         return bool(self.gain.any() or self.offset.any())
 
 
-def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) -> tuple[
-    dict[PositionFactor | None, TermByHead], tuple[PositionFactor, TermByHead] | None
-]:  # fmt: skip
+class CachedHeads(NamedTuple):
+    """The cached heads (B, H, P, K) that precede those of the tokens.
+
+    Attributes:
+        factor: The cache.
+        heads: Its term. The gain is zero, and each offset is the scale of the cache.
+    """
+
+    factor: PositionFactor
+    heads: TermByHead
+
+    @property
+    def scale(self) -> float:
+        """The factor that the cache is multiplied with."""
+        return float(self.heads.offset.flat[0])
+
+
+def split_heads(
+    trace: LinearTrace, axes: Sequence[int], heads: int, role: str
+) -> tuple[dict[PositionFactor | None, TermByHead], CachedHeads | None]:
     """Split a trace into heads, and check that each token keeps its position.
 
     Args:
@@ -259,10 +295,13 @@ def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) 
         role: Name of the projection, for messages.
 
     Returns:
-        The terms of the tokens, and the term of the cached heads that precede them.
+        The terms of the tokens, and the cached heads, if any.
+
+    Raises:
+        MatchFailure: Heads are split in another way, or depend on the position of the token.
     """
     laid_out = {
-        factor: term.map(lambda array: _four(array.transpose(axes), trace, heads, role))
+        factor: term.map(lambda array: _by_head(array.transpose(axes), trace, heads, role))
         for factor, term in trace.terms.items()
     }
     present = {f: term for f, term in laid_out.items() if f is None or not f.past}
@@ -286,10 +325,10 @@ def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) 
         f: _uniform(term.map(lambda array: array[:, :, length:]), trace, role)
         for f, term in present.items()
     }
-    return terms, (factor, cached_heads)
+    return terms, CachedHeads(factor, cached_heads)
 
 
-def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.ndarray:
+def _by_head(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.ndarray:
     """Reshape an array of an element map to (B, H, T, K)."""
     if array.ndim < 2:
         raise MatchFailure(f"the {role} is a single row")
@@ -316,7 +355,7 @@ def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.nd
 
 
 def _uniform(term: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
-    """Columns, gain and offset, which must be the same for each token, in token order."""
+    """A term by head; its columns, gain and offset must be the same for each token."""
     assert trace.source is not None
     batch, _, length, _ = term.columns.shape
     if batch * length != trace.source.rows.size:

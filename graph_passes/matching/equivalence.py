@@ -33,7 +33,7 @@ def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
     """
     if block.kind != other.kind or len(block.steps) != len(other.steps):
         return False
-    if block.kind == "cross" and block.y is not other.y and block.k.past is None:
+    if block.kind == "cross" and block.y is not other.y and not block.k.is_cached:
         return False
     comparison = _Comparison({(block.x, other.x, True): True, (block.y, other.y, True): True})
     steps = ([_as_mask(step) for step in attention.steps] for attention in (block, other))
@@ -120,6 +120,7 @@ class _Comparison:
 
 
 def _is_shape(value: ir.Value) -> bool:
+    """Whether a value is the output of a Shape."""
     node = value.producer()
     return node is not None and node.op_type == "Shape"
 
@@ -155,6 +156,7 @@ def _same_operator(a: ir.Value, b: ir.Value) -> bool:
 
 
 def _inputs(a: ir.Value, b: ir.Value) -> list[tuple[ir.Value | None, ir.Value | None]]:
+    """The pairs of inputs of the nodes that compute two values."""
     first, second = a.producer(), b.producer()
     assert first is not None and second is not None
     return list(zip(first.inputs, second.inputs, strict=True))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import (
     constant_array,
     constant_shape,
@@ -18,7 +20,6 @@ from graph_passes.analysis.evaluation import evaluate
 from graph_passes.analysis.operator_sets import FLATTENS, GELUS, MICROSOFT, RESHAPES
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import FeedForwardBlock, Linear, Operand
-from graph_passes.context import GraphContext
 from graph_passes.matching.naming import assign_names, common_path, pinned_name
 from graph_passes.matching.products import linear
 from graph_passes.matching.quantized import quantized_linear
@@ -34,6 +35,8 @@ NONLINEAR = frozenset({"Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Abs", "Sign",
                   "Celu", "Selu", "Gelu", "Softplus", "Softsign", "Swish", "HardSwish", "Mish",
                   "Clip", "Min", "Max", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal",
                   "And", "Or", "Not"})  # fmt: skip
+"""Element-wise operators that are not linear."""
+
 SHAPE_OPERATORS = frozenset(
     {"Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Identity", "Concat"}
 )
@@ -49,8 +52,8 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     number of neurons) has another reader, or if there are fewer neurons than input elements. Such
     bottlenecks are adapters or summaries. A wide pooler with its classifier matches.
     """
-    with GraphContext.of(model) as context:
-        runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+    with Analyses.of(model) as analyses:
+        runs = [analyses.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = model.graph.all_nodes()
     matches = (_match(node, runs, model.opset_imports) for node in nodes)
     # A quantized product has several outputs, before and after scale and bias: the last one stays.
@@ -69,37 +72,11 @@ def _match(
     product = second.node
     if not _is_plain(second) or product.graph is not graph:
         return None
-    first: dict[ir.Node, Linear] = {}
-    between: dict[ir.Node, int] = {}  # how often the values before a node count the neurons
-    operands: list[Operand] = []
-    pending = [(second.tokens, 1)]
-    while pending:
-        value, parts = pending.pop()
-        node = value.producer()
-        if node is None or node.graph is not graph:
-            return None
-        if node in first or node in between:
-            continue
-        if not _same_size(value, second.tokens, runs, parts):
-            return None
-        if parts == 1 and _takes_half(node, second.width, runs):
-            between[node] = parts = 2
-            inputs = [(0, node.inputs[0])]
-        elif (part := _linear(node, runs[0])) is not None:
-            first[node] = part
-            inputs = list(enumerate(node.inputs))[2:] if part.product is None else []
-        elif (count := _elementwise(node)) > 0:
-            between[node] = parts
-            inputs = list(enumerate(node.inputs))[:count]
-        else:
-            return None
-        active = [other for _, other in inputs if other is not None and not is_constant(other)]
-        constants = [(i, other) for i, other in inputs if is_constant(other)]
-        at = _by_neuron(node, constants, second.width, parts)
-        if at is None or (node in first and not _is_plain(first[node])):
-            return None
-        pending += [(other, parts) for other in active]
-        operands += at
+    above = _above(second, graph, runs)
+    if above is None:
+        return None
+    first = above.first
+    between = above.between
     tokens = {_unflattened(part.tokens, runs) for part in first.values()}
     if len(first) > 2 or len(tokens) != 1 or not any(map(_is_nonlinear, (*first, *between))):
         return None
@@ -108,7 +85,7 @@ def _match(
     inner = {*first, *between, product}
     for value in _outputs_of((*first, *between)):
         readers = [node for node, _ in value.uses() if node.op_type != "Shape"]
-        if value is second.tokens and second.product is not None:
+        if value is second.tokens and second.is_quantized:
             continue  # nodes that quantize it
         if value.is_graph_output() or not inner.issuperset(readers):
             return None
@@ -116,8 +93,9 @@ def _match(
     if widths is None:
         return None
     order = [node for node in graph if node in inner]
-    bias, output = None, second.output
-    if second.product is None:
+    bias = None
+    output = second.output
+    if not second.is_quantized:
         bias, output = _bias(product, second.columns.size)
         if bias is None and len(product.inputs) > 2 and product.inputs[2] is not None:
             return None  # a Gemm that adds the residual: its output is not that of the block
@@ -131,9 +109,60 @@ def _match(
         bias=bias,
         output=output,
         nodes=tuple(node for node in order if node in between),
-        constants_by_neuron=tuple(sorted(operands, key=lambda o: order.index(o.node))),
+        constants_by_neuron=tuple(sorted(above.constants, key=lambda o: order.index(o.node))),
         widths=widths,
     )
+
+
+class _Above(NamedTuple):
+    """The nodes that compute the operand of the second product.
+
+    Attributes:
+        first: The first products.
+        between: The nodes between the products, with the number of times that the values before
+            each count the neurons: 2 before a packed gate is split, else 1.
+        constants: The constants with an element per neuron.
+    """
+
+    first: dict[ir.Node, Linear]
+    between: dict[ir.Node, int]
+    constants: list[Operand]
+
+
+def _above(second: Linear, graph: ir.Graph, runs: Sequence[ShapeInfo]) -> _Above | None:
+    """Search from the second product upwards to the first ones; None if others are in between."""
+    first: dict[ir.Node, Linear] = {}
+    between: dict[ir.Node, int] = {}
+    constants_by_neuron: list[Operand] = []
+    pending = [(second.tokens, 1)]
+    while pending:
+        value, parts = pending.pop()
+        node = value.producer()
+        if node is None or node.graph is not graph:
+            return None
+        if node in first or node in between:
+            continue
+        if not _same_size(value, second.tokens, runs, parts):
+            return None
+        if parts == 1 and _takes_half(node, second.width, runs):
+            parts = between[node] = 2
+            inputs = [(0, node.inputs[0])]
+        elif (part := _linear(node, runs[0])) is not None:
+            first[node] = part
+            inputs = [] if part.is_quantized else list(enumerate(node.inputs))[2:]
+        elif (count := _elementwise(node)) > 0:
+            between[node] = parts
+            inputs = list(enumerate(node.inputs))[:count]
+        else:
+            return None
+        active = [other for _, other in inputs if other is not None and not is_constant(other)]
+        constants = [(i, other) for i, other in inputs if is_constant(other)]
+        by_neuron = _by_neuron(node, constants, second.width, parts)
+        if by_neuron is None or (node in first and not _is_plain(first[node])):
+            return None
+        pending += [(other, parts) for other in active]
+        constants_by_neuron += by_neuron
+    return _Above(first, between, constants_by_neuron)
 
 
 def _linear(node: ir.Node, info: ShapeInfo) -> Linear | None:
@@ -161,6 +190,7 @@ def _elementwise(node: ir.Node) -> int:
 
 
 def _is_nonlinear(node: ir.Node) -> bool:
+    """Whether a node is not linear in the activations that it reads."""
     if node.op_type == "FusedGemm":
         return node.attributes.get_string("activation", "") != ""
     if node.op_type in ("Mul", "Div", "Where"):
@@ -182,7 +212,11 @@ def _same_size(
 
 
 def _takes_half(node: ir.Node, width: int, runs: Sequence[ShapeInfo]) -> bool:
-    """Whether outputs are the first or last F of 2F elements, as of packed gate and up."""
+    """Whether each output is the first or last F of 2F elements, as of a packed gate.
+
+    Args:
+        width: F.
+    """
     if node.domain:
         return False
     if node.op_type == "Split":
@@ -218,7 +252,7 @@ def slice_bounds(node: ir.Node, width: int, info: ShapeInfo) -> tuple[int, int] 
 def _by_neuron(
     node: ir.Node, constants: Sequence[tuple[int, ir.Value]], width: int, parts: int
 ) -> list[Operand] | None:
-    """The constants with an element per neuron and part; None if one has another size except 1."""
+    """The constants with ``parts * width`` elements; None if one has another size except 1."""
     operands: list[Operand] = []
     for index, value in constants:
         shape = constant_shape(value)
@@ -245,7 +279,9 @@ def _widths(
     """The nodes with constants that name F; None if F is used in another way.
 
     Args:
-        nodes: With the number of times that the values before each count the neurons.
+        nodes: All nodes except the second product, with the number of times that the values before
+            each count the neurons.
+        width: F.
     """
     marks_by_shape = _shape_marks(list(nodes), info, opsets)
     if marks_by_shape is None:
@@ -315,14 +351,14 @@ def _shape_marks(
 
 def _bounds_halves(node: ir.Node, nodes: Collection[ir.Node]) -> bool:
     """Whether only Slice nodes among these read what a node computes, as their bounds."""
-    if any(value.is_graph_output() for value in node.outputs):
-        return False
-    readers = [use for value in node.outputs for use in value.uses()]
-    return all(
-        (user.op_type == "Slice" and index in (1, 2)) if user in nodes
-        else _bounds_halves(user, nodes)
-        for user, index in readers
-    )  # fmt: skip
+    for value in node.outputs:
+        if value.is_graph_output():
+            return False
+        for user, index in value.uses():
+            is_bound = user.op_type == "Slice" and index in (1, 2)
+            if not (is_bound if user in nodes else _bounds_halves(user, nodes)):
+                return False
+    return True
 
 
 def _mark(
@@ -342,9 +378,9 @@ def _bias(product: ir.Node, width: int) -> tuple[ir.Value | None, ir.Value]:
     output = product.outputs[0]
     bias = product.inputs[2] if len(product.inputs) > 2 else None
     if bias is not None:
-        plain = is_constant(bias) and math.prod(constant_shape(bias)) == width
-        beta = product.attributes.get_float("beta", 1.0)
-        return (bias if plain and beta == 1 else None), output
+        is_vector = is_constant(bias) and math.prod(constant_shape(bias)) == width
+        is_unscaled = product.attributes.get_float("beta", 1.0) == 1
+        return (bias, output) if is_vector and is_unscaled else (None, output)
     readers = [node for node, _ in output.uses()]
     if len(readers) == 1 and readers[0].op_type == "Add" and not output.is_graph_output():
         for value in readers[0].inputs:
@@ -362,4 +398,5 @@ def _name(block: FeedForwardBlock) -> str:
 
 
 def _outputs_of(nodes: Sequence[ir.Node]) -> list[ir.Value]:
+    """All outputs of the nodes."""
     return [value for node in nodes for value in node.outputs]

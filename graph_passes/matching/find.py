@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.operator_sets import REWRITE_FIRST, SELECTIONS
 from graph_passes.analysis.shapes import drop_length_dependent, infer_shapes_small
 from graph_passes.blocks import (
@@ -22,7 +23,6 @@ from graph_passes.blocks import (
     RotaryTerm,
     Unmatched,
 )
-from graph_passes.context import GraphContext
 from graph_passes.errors import MALFORMED_NODE, InvalidModel
 from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.idioms import SOFTMAXES, SoftmaxMatch
@@ -60,9 +60,9 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     Returns:
         Blocks in order of execution, and candidate nodes that did not match, with reasons.
     """
-    with GraphContext.of(model) as context:
-        info = context.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
-        others = context.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
+    with Analyses.of(model) as analyses:
+        info = analyses.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
+        others = analyses.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
     reader = LayoutReader(drop_length_dependent(info, others), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
     unmatched: list[Unmatched] = []
@@ -76,7 +76,8 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
             what = error.what if isinstance(error, InvalidModel) else error
             unmatched.append(Unmatched(node, f"{describe(node)} could not be evaluated: {what}"))
         else:
-            blocks += [] if block is None else [block]
+            if block is not None:
+                blocks.append(block)
     blocks, lost = _check_sources(blocks)
     reusing, failed = _find_reusing(blocks, reader)
     blocks, apart = _join_parts([*blocks, *reusing], reader)
@@ -103,7 +104,11 @@ def _match_node(node: ir.Node, reader: LayoutReader) -> AttentionBlock | None:
 def _match_softmax(
     node: ir.Node, softmax: SoftmaxMatch, idiom: str, reader: LayoutReader
 ) -> AttentionBlock:
-    """probabilities = softmax(steps(scale * q k^T)); context = probabilities v."""
+    """Match the attention of a softmax.
+
+    Raises:
+        MatchFailure: It is not the softmax of scores, or the context is not matched.
+    """
     reader.shape(softmax.logits)
     logits = match_logits(softmax, reader)
     if logits is None:
@@ -140,7 +145,11 @@ def _match_softmax(
 
 
 def _reused_beside(context: ContextMatch, reader: LayoutReader) -> tuple[Reused, ...]:
-    """The reused heads that are concatenated with the heads of a softmax."""
+    """The reused heads that are concatenated with the heads of a softmax.
+
+    Raises:
+        MatchFailure: Something else is concatenated with them.
+    """
     assert context.joined is not None and context.own is not None
     probabilities = {context.own, *_softmaxes(context.joined)}
     sources = head_sources(context.joined.outputs[0], probabilities, reader.info)
@@ -176,10 +185,11 @@ def _by_probabilities(blocks: Sequence[AttentionBlock]) -> dict[ir.Value, Attent
 
 def _source(value: ir.Value, by_value: Mapping[ir.Value, AttentionBlock]) -> AttentionBlock | None:
     """The block with these probabilities, also after a Reshape of (B*H, S, T)."""
+    if value in by_value:
+        return by_value[value]
     node = value.producer()
-    return by_value.get(value) or (
-        by_value.get(node.inputs[0]) if node and node.inputs[0] else None
-    )
+    operand = node.inputs[0] if node is not None else None
+    return None if operand is None else by_value.get(operand)
 
 
 def _check_sources(
@@ -187,13 +197,15 @@ def _check_sources(
 ) -> tuple[list[AttentionBlock], list[Unmatched]]:
     """Keep blocks whose reused heads come from matched blocks; the others are unmatched."""
     by_value = _by_probabilities(blocks)
-    are_matched = [all(_source(part.value, by_value) for part in block.reused) for block in blocks]
-    reason = "it reuses probabilities of an attention block that was not matched"
-    matched = [block for block, is_matched in zip(blocks, are_matched, strict=True) if is_matched]
-    others = [
-        block for block, is_matched in zip(blocks, are_matched, strict=True) if not is_matched
-    ]
-    return matched, [Unmatched(block.product, reason) for block in others]
+    matched: list[AttentionBlock] = []
+    unmatched: list[Unmatched] = []
+    for block in blocks:
+        if all(_source(part.value, by_value) for part in block.reused):
+            matched.append(block)
+        else:
+            reason = "it reuses probabilities of an attention block that was not matched"
+            unmatched.append(Unmatched(block.product, reason))
+    return matched, unmatched
 
 
 def _find_reusing(
@@ -296,8 +308,8 @@ def _joined_block(
     if whole is None or len({part.v.scale for part in parts}) > 1:
         raise MatchFailure(f"{describe(node)} joins contexts of different values")
     v = replace(reader.match_projection(whole, "value"), scale=first.v.scale)
-    context, heads = node.outputs[0], v.num_heads
-    sizes = (v.sequences(reader.shape), heads, v.head_size)
+    context = node.outputs[0]
+    sizes = (v.sequences(reader.shape), v.num_heads, v.head_size)
     labels, order = _context_labels(reader.shape(context), sizes, IN_ORDER)
     output = reader.match_output_projection(context, labels, order)
     starts = np.cumsum([0, *(part.num_heads for part in parts)])
@@ -371,7 +383,8 @@ def _make_block(
     counts = {part.sequences(reader.shape) for part in (q, read.k, read.v)}
     if len(counts) > 1:
         raise MatchFailure("queries, keys and values do not come from the same number of sequences")
-    k, v = _repeat_heads(read.k, q.num_heads, "key"), _repeat_heads(read.v, heads, "value")
+    k = _repeat_heads(read.k, q.num_heads, "key")
+    v = _repeat_heads(read.v, heads, "value")
     labels, order = _context_labels(
         reader.shape(read.context), (counts.pop(), heads, v.head_size), softmax.context_axes
     )
@@ -467,6 +480,7 @@ def _repeat_heads(projection: Projection, heads: int, role: str) -> Projection:
 
 
 def _repeat_arrays(part: PartT, times: int) -> PartT:
+    """Repeat the columns, gains and offsets of each head."""
     return replace(
         part,
         columns=part.columns.repeat(times, axis=0),
@@ -476,6 +490,7 @@ def _repeat_arrays(part: PartT, times: int) -> PartT:
 
 
 def _repeat_layout(layout: BroadcastLayout | None, times: int) -> BroadcastLayout | None:
+    """Repeat the elements that a layout selects for each head."""
     if layout is None:
         return None
     axes = tuple(
@@ -493,7 +508,7 @@ def _split_content(
             content = reader.match_projection(steps[0].value, "content", axes=product.key_axes)
         except (MatchFailure, ValueError):  # ValueError: it has fewer axes than the keys
             return tuple(steps), None
-        is_of_keys = content.weight is not None and content.input is k.input
+        is_of_keys = content.has_weight and content.input is k.input
         if is_of_keys and content.head_size == 1:
             return tuple(steps[1:]), content
     return tuple(steps), None
@@ -508,7 +523,11 @@ def _mark_entangled(step: LogitStep, q: Projection, k: Projection) -> LogitStep:
 
 
 def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:
-    """The sum of scores and content term."""
+    """The sum of scores and content term.
+
+    Raises:
+        MatchFailure: The graph does not add them.
+    """
     for node, _ in scaled.uses():
         if node.op_type == "Add" and content.output in node.inputs:
             return node.outputs[0]

@@ -80,7 +80,8 @@ def softmax_in_parts(node: ir.Node, info: ShapeInfo, opset: int) -> SoftmaxMatch
         return None
     if total.inputs[0] is not top.outputs[0] or not total.attributes.get_int("keepdims", 1):
         return None
-    logits, axes = _unshifted(top.inputs[0]), reduction_axes(total)
+    logits = _unshifted(top.inputs[0])
+    axes = reduction_axes(total)
     shape = info.shape(logits)
     if logits is None or shape is None or axes is None or len(axes) != 1:
         return None
@@ -88,6 +89,7 @@ def softmax_in_parts(node: ir.Node, info: ShapeInfo, opset: int) -> SoftmaxMatch
 
 
 SOFTMAXES = (softmax, exponential_of_log_softmax, softmax_with_bias, softmax_in_parts)
+"""Softmax from scores to probabilities."""
 
 
 def _softmax(node: ir.Node, info: ShapeInfo, *, one_axis: bool) -> SoftmaxMatch:
@@ -244,6 +246,7 @@ LOGIT_IDIOMS = (
     capped_logits,
     floored_logits,
 )
+"""Nodes between scores and softmax, searched from the softmax upwards."""
 
 
 def safe_softmax(probabilities: ir.Value) -> tuple[ir.Node, ...]:
@@ -276,3 +279,4 @@ def moved_probabilities(probabilities: ir.Value) -> tuple[ir.Node, ...]:
 
 
 PROBABILITY_IDIOMS = (safe_softmax, forwarded, moved_probabilities)
+"""Nodes between softmax and context, searched downwards; each returns the nodes it matched."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -34,6 +35,7 @@ from graph_passes.blocks import (
     QuantizedProduct,
 )
 from graph_passes.matching.element_map import (
+    CachedHeads,
     ElementMap,
     LinearTrace,
     MatchFailure,
@@ -67,6 +69,14 @@ ENDLESS = 1 << 30
 """Slice ends of at least this value mean the end of the axis (exporters write INT64_MAX etc.)."""
 REACH = 40
 """Maximum number of nodes between a projection and its product; rotary embeddings take about 12."""
+
+
+class _Biased(NamedTuple):
+    """The bias of a product, the value after it, and the Add node in between, if any."""
+
+    bias: ir.Value | None
+    output: ir.Value
+    nodes: tuple[ir.Node, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,24 +142,27 @@ class LayoutReader:
         # Phi-3 joins the rotated elements with those without rotation, of which there are none.
         terms = {factor: term for factor, term in terms.items() if term.is_used} or terms
         past = None if cached is None else broadcast_layout_of(*cached, self.info, role)
-        layout = "B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K"
         if trace.source is None:
             assert cached is not None and past is not None
-            return _cached(operand, trace, past, cached[1])
-        factor = 1.0 if cached is None else float(cached[1].offset.flat[0])
+            return _cached(operand, trace, past, cached)
+        layout = "B*H T K" if len(trace.shape) == 3 else "B H T K"
+        if heads:
+            layout = "B T H*K"
+        factor = 1.0 if cached is None else cached.scale
         first = next(iter(terms.values()))
-        count, length = trace.source.rows.size, first.factor_index.shape[2]
         source = trace.source
+        length = first.factor_index.shape[2]
+        batch = source.rows.size // length
         source_input, sequence_first = self._whole(source.tokens, first.sequence_first)
-        dtype, product = constant_type(source.weight), None
-        if source.product is not None:
+        if source.product is None:
+            dtype = constant_type(source.weight)
+            product = None
+        else:
             tensor = self.info.known[source.product]
+            dtype = tensor.dtype
             is_flat = tensor.shape[:-1] != self.shape(source_input)[:-1]
-            dtype, product = (
-                tensor.dtype,
-                QuantizedProduct(source.product, tensor.shape[-1], is_flat),
-            )
-        lengths = (length, count // length) if sequence_first else (count // length, length)
+            product = QuantizedProduct(source.product, tensor.shape[-1], is_flat)
+        lengths = (length, batch) if sequence_first else (batch, length)
         return Projection(
             input=source_input,
             weight=origin(source.weight),
@@ -167,9 +180,7 @@ class LayoutReader:
             sequence_first=sequence_first,
             layout=layout,
             rotary_terms=() if set(terms) == {None} else rotary_terms_of(terms, self.info, role),
-            norm=self._norm(
-                trace.norm, count // length, sequence_first=first.sequence_first, role=role
-            ),
+            norm=self._norm(trace.norm, batch, sequence_first=first.sequence_first, role=role),
             past=past,
             axes=tuple(axes),
         )
@@ -178,8 +189,10 @@ class LayoutReader:
         self, traced: TracedNorm | None, batch: int, *, sequence_first: bool, role: str
     ) -> Norm | None:
         """The norm of a trace, whose tokens are ``batch`` sequences."""
-        if traced is None or not traced.terms:
-            return None if traced is None else traced.norm
+        if traced is None:
+            return None
+        if not traced.terms:
+            return traced.norm
         terms: dict[PositionFactor | None, TermByHead] = {}
         for factor, term in traced.terms.items():
             index = term.factor_index  # N G L
@@ -199,8 +212,9 @@ class LayoutReader:
             labels: Indices in (B, H, S, V) order, in the layout of the context.
             order: B, H, S and V.
         """
-        size, (batch, heads, length, width) = labels.size, order
-        value, path = context, list[ir.Node]()
+        size = labels.size
+        value = context
+        path: list[ir.Node] = []
         while (node := only_consumer(value)) is not None and node.op_type in LAYOUT:
             if node.inputs[0] is not value or (len(node.outputs) > 1 and node.op_type != "Dropout"):
                 return None
@@ -210,7 +224,8 @@ class LayoutReader:
                 return None
             value = node.outputs[0]
             path.append(node)
-        product, quantized = None, quantized_reader(value, self.info)
+        product: Linear | None = None
+        quantized = quantized_reader(value, self.info)
         if quantized is not None:
             columns = labels.shape[-1]
         elif node is not None and (product := linear(node, self.shape)) is not None:
@@ -219,43 +234,34 @@ class LayoutReader:
             columns = product.width
         else:
             return None
-        by_token = labels.reshape(-1, columns)
-        if labels.size != size or by_token.shape[0] != batch * length:
+        read = _rows_by_head(labels.reshape(-1, columns), order)
+        if labels.size != size or read is None:
             return None
-        # Label l is element (b, h, s, v). Each token must have its elements in the same order.
-        b, h, s, v = np.unravel_index(by_token, order)
-        tokens = np.arange(batch * length)[:, None]
-        elements = (h * width + v)[0]
-        by_batch, by_length = (b * length + s == tokens).all(), (s * batch + b == tokens).all()
-        if not ((by_batch or by_length) and (h * width + v == elements).all()):
-            return None
-        if np.unique(elements).size != heads * width:
-            return None
-        rows = np.argsort(elements).reshape(heads, width)
+        rows, sequence_first = read
         if quantized is not None:
             reader, weight = quantized
             return OutputProjection(
-                value,
-                origin(weight),
-                (),
-                rows,
-                None,
-                value,
-                (*path, reader),
-                sequence_first=not by_batch,
+                input=value,
+                weight=origin(weight),
+                contracted=(),
+                rows=rows,
+                bias=None,
+                output=value,
+                nodes=(*path, reader),
+                sequence_first=sequence_first,
                 is_quantized=True,
             )
         assert product is not None and node is not None
-        bias, output, add = self._bias(node)
+        biased = self._add_bias(node)
         return OutputProjection(
-            value,
-            origin(product.weight),
-            product.contracted,
-            rows,
-            bias,
-            output,
-            (*path, *add, node),
-            sequence_first=not by_batch,
+            input=value,
+            weight=origin(product.weight),
+            contracted=product.contracted,
+            rows=rows,
+            bias=biased.bias,
+            output=biased.output,
+            nodes=(*path, *biased.nodes, node),
+            sequence_first=sequence_first,
         )
 
     def _in_order(self, product: Linear) -> bool:
@@ -264,21 +270,21 @@ class LayoutReader:
         rows = np.broadcast_to(product.rows, shape).reshape(product.rows.size, -1)
         return bool((rows == np.arange(product.rows.size)[:, None]).all())
 
-    def _bias(self, product: ir.Node) -> tuple[ir.Value | None, ir.Value, tuple[ir.Node, ...]]:
-        """The bias of a product, the value after it, and the node that adds it."""
+    def _add_bias(self, product: ir.Node) -> _Biased:
+        """A product and its bias, which the product or an Add after it adds."""
         output = product.outputs[0]
         if product.op_type == "Gemm" and len(product.inputs) > 2 and product.inputs[2] is not None:
             bias = product.inputs[2]
             is_unscaled = product.attributes.get_float("beta", 1.0) == 1.0
             if not (is_unscaled and is_constant(bias) and math.prod(self.shape(bias)[:-1]) == 1):
                 raise MatchFailure(f"{describe(product)} adds a value that is not a bias")
-            return bias, output, ()
+            return _Biased(bias, output)
         add = only_consumer(output)
         if add is not None and add.op_type == "Add" and None not in add.inputs:
             other = add.inputs[1] if add.inputs[0] is output else add.inputs[0]
             if is_constant(other) and math.prod(self.shape(other)[:-1]) == 1:
-                return other, add.outputs[0], (add,)
-        return None, output, ()
+                return _Biased(other, add.outputs[0], (add,))
+        return _Biased(None, output)
 
     def trace(self, value: ir.Value, role: str, reach: int = REACH) -> LinearTrace:
         """Express ``value`` in terms of the product with a constant that it is computed from.
@@ -367,27 +373,26 @@ class LayoutReader:
         if len(sizes) != 3 or len(columns) != 2 or sizes[-1] != columns[0]:
             raise MatchFailure(f"{describe(node)} projects {sizes} by {columns}")
         product = Linear(
-            node,
-            tokens,
-            weight,
-            (0,),
-            sizes[-1],
-            np.arange(columns[1]),
-            np.arange(sizes[0] * sizes[1]).reshape(*sizes[:2], 1),
-            1.0,
+            node=node,
+            tokens=tokens,
+            weight=weight,
+            contracted=(0,),
+            width=sizes[-1],
+            columns=np.arange(columns[1]),
+            rows=np.arange(sizes[0] * sizes[1]).reshape(*sizes[:2], 1),
+            scale=1.0,
         )
         return self._numbered(product, (*sizes[:2], columns[1]))
 
     def _numbered(self, product: Linear, shape: tuple[int, ...]) -> LinearTrace:
         """The trace of a product itself: each element has its own column and token."""
+        if product.scale == 0.0:
+            raise MatchFailure(f"{describe(product.node)} multiplies by zero")
         gain = np.array(1.0)
         offset = np.array(0.0)
         term = ElementMap(product.columns, product.rows, gain, offset, np.array(0))
-        if product.scale == 0.0:
-            raise MatchFailure(f"{describe(product.node)} multiplies by zero")
-        return LinearTrace(
-            product, product.scale, {None: term.broadcast_to(shape)}, (product.node,)
-        )
+        numbered = term.broadcast_to(shape)
+        return LinearTrace(product, product.scale, {None: numbered}, (product.node,))
 
     def _arithmetic(self, node: ir.Node, role: str, reach: int) -> LinearTrace:
         """Trace Add, Sub, Mul or Div with a constant, a position factor or another trace."""
@@ -416,6 +421,7 @@ class LayoutReader:
     def _attempt(
         self, value: ir.Value, role: str, reach: int, failures: list[MatchFailure]
     ) -> LinearTrace | None:
+        """The trace of a projection; None if it fails, with the failure appended to the list."""
         try:
             trace = self.trace(value, role, reach)
         except MatchFailure as failure:
@@ -425,7 +431,8 @@ class LayoutReader:
 
     def _whole(self, tokens: ir.Value, sequence_first: bool) -> tuple[ir.Value, bool]:
         """The value (B, S, D) before flattening or transposing; whether it remains (S, B, D)."""
-        size, count = self.shape(tokens)[-1], math.prod(self.shape(tokens)[:-1])
+        *lengths, size = self.shape(tokens)
+        count = math.prod(lengths)
         value: ir.Value | None = tokens
         for _ in range(FLATTENING):
             shape = self.info.shape(value)
@@ -449,7 +456,8 @@ class LayoutReader:
 
     def number_elements(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
         """Label the elements of a value; equal labels mean elements with the same inputs."""
-        shape, node = self.shape(value), value.producer()
+        shape = self.shape(value)
+        node = value.producer()
         constant = self.info.constant(value)
         if constant is not None:
             return np.unique(constant, return_inverse=True)[1].reshape(shape)
@@ -475,15 +483,18 @@ class LayoutReader:
         if is_constant(value):
             return constant_array(value)
         elements = self.info.constant(value)
-        return (
-            elements
-            if elements is not None and (elements.size == 1 or _is_of_weights(value))
-            else None
-        )
+        if elements is None or elements.size == 1 or _is_of_weights(value):
+            return elements
+        return None
 
     def _with_constant(
         self, node: ir.Node, inner: LinearTrace, constant: np.ndarray, left: bool, role: str
     ) -> LinearTrace:
+        """Trace Add, Sub, Mul or Div of a trace with a constant.
+
+        Args:
+            left: Whether the trace is the first operand.
+        """
         try:
             shape = np.broadcast_shapes(inner.shape, constant.shape)
         except ValueError as error:
@@ -527,6 +538,33 @@ class LayoutReader:
             raise MatchFailure(f"{describe(node)} could not be evaluated: {error}") from error
 
 
+def _rows_by_head(
+    by_token: np.ndarray, order: tuple[int, int, int, int]
+) -> tuple[np.ndarray, bool] | None:
+    """Where each element of each head lies in the last axis, and whether tokens are (S, B).
+
+    Args:
+        by_token: Labels of the context in (B, H, S, V) order, one row per token.
+        order: B, H, S and V.
+
+    Returns:
+        None if the tokens are in another order, or their elements differ.
+    """
+    batch, heads, length, width = order
+    if by_token.shape[0] != batch * length:
+        return None
+    b, h, s, v = np.unravel_index(by_token, order)
+    tokens = np.arange(batch * length)[:, None]
+    elements = (h * width + v)[0]
+    by_batch = (b * length + s == tokens).all()
+    by_length = (s * batch + b == tokens).all()
+    if not ((by_batch or by_length) and (h * width + v == elements).all()):
+        return None
+    if np.unique(elements).size != heads * width:
+        return None
+    return np.argsort(elements).reshape(heads, width), not by_batch
+
+
 def _is_of_tokens(failure: MatchFailure) -> bool:
     """Whether tracing failed at a node other than Cos and Sin, which compute position angles."""
     return isinstance(failure, UnsupportedNode) and failure.node.op_type not in ("Cos", "Sin")
@@ -534,7 +572,8 @@ def _is_of_tokens(failure: MatchFailure) -> bool:
 
 def _is_of_weights(value: ir.Value) -> bool:
     """Whether a value is computed from constants alone, without the shape of an input."""
-    pending, seen = [value], {value}
+    pending = [value]
+    seen = {value}
     while pending:
         reached = pending.pop()
         node = reached.producer()
@@ -584,13 +623,14 @@ def _varies(array: np.ndarray, axis: int) -> bool:
 
 
 def _cached(
-    operand: ir.Value, trace: LinearTrace, past: BroadcastLayout, heads: TermByHead
+    operand: ir.Value, trace: LinearTrace, past: BroadcastLayout, cached: CachedHeads
 ) -> Projection:
     """A projection whose heads are all cached: each (h, k) is a column of its own."""
     indices = [axis for axis in past.axes if not isinstance(axis, str)]
     sizes = [int(index.max()) + 1 for index in indices]
-    columns = np.ravel_multi_index(indices, sizes) if indices else np.zeros_like(heads.columns)
-    ones = np.ones(heads.columns.shape)
+    shape = cached.heads.columns.shape
+    columns = np.ravel_multi_index(indices, sizes) if indices else np.zeros(shape, np.int64)
+    ones = np.ones(shape)
     return Projection(
         input=past.value,
         weight=None,
@@ -600,7 +640,7 @@ def _cached(
         columns=columns,
         gain=ones,
         offset=0.0 * ones,
-        scale=trace.scale * float(heads.offset.flat[0]),
+        scale=trace.scale * cached.scale,
         output=operand,
         nodes=trace.nodes,
         by_sequence=True,

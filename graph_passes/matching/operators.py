@@ -54,7 +54,13 @@ class OperatorMatch:
 
 @dataclass(frozen=True, eq=False)
 class _Operand:
-    """The trace of an operand as heads (B, H, T, K)."""
+    """The trace of an operand as heads (B, H, T, K).
+
+    Attributes:
+        node: The fused operator.
+        role: "query", "key" or "value", for messages.
+        value: The operand, or the output of an operator that projects inside.
+    """
 
     node: ir.Node
     reader: LayoutReader
@@ -110,14 +116,17 @@ class _Operand:
         return replace(self, trace=concat_traces(self.node, [held, self.trace], 2, self.role))
 
     def projection(self) -> Projection:
-        inside = self.value in self.node.outputs
-        shape = () if inside else self.reader.shape(self.value)
-        return replace(
-            self.reader.make_projection(self.trace, self.value, self.role),
-            output=None if inside else self.value,
-            layout="inside" if inside else "B H T K" if len(shape) == 4 else "B T H*K",
-            axes=tuple(range(len(shape))),
-        )
+        """The projection of the operand.
+
+        Raises:
+            MatchFailure: The trace is not a projection by head.
+        """
+        projection = self.reader.make_projection(self.trace, self.value, self.role)
+        if self.value in self.node.outputs:  # the operator projects inside
+            return replace(projection, output=None, layout="inside", axes=())
+        rank = len(self.reader.shape(self.value))
+        layout = "B H T K" if rank == 4 else "B T H*K"
+        return replace(projection, output=self.value, layout=layout, axes=tuple(range(rank)))
 
 
 def attention_operator(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
@@ -177,13 +186,12 @@ def microsoft_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     ends = np.cumsum([0, *sizes])
     for role, start, stop in zip(("query", "key", "value"), ends[:-1], ends[1:], strict=True):
         operand = _Operand(node, reader, role, node.outputs[0], whole)
-        operand = operand.map(lambda a, start=start, stop=stop: a[..., start:stop]).split_heads(
-            heads
-        )
+        operand = operand.map(lambda array, start=start, stop=stop: array[..., start:stop])
+        operand = operand.split_heads(heads)
         read.append(operand.add_bias(None if biases is None else biases[start:stop]))
-    query, key, value = read[0], read[1].prepend_past(past, 0), read[2].prepend_past(past, 1)
+    query, key, value = read
     steps = _microsoft_steps(node, reader, mask, added)
-    return _fused(node, query, key, value, steps)
+    return _fused(node, query, key.prepend_past(past, 0), value.prepend_past(past, 1), steps)
 
 
 def multi_head_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
@@ -212,11 +220,13 @@ def multi_head_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
         width = query.trace.shape[1] * query.trace.shape[3]
         query = query.add_bias(array[:width])
         if k is None or len(reader.shape(k)) != 4:  # operands (B, H, T, K) include the bias
-            key, value = key.add_bias(array[width : 2 * width]), value.add_bias(array[2 * width :])
+            key = key.add_bias(array[width : 2 * width])
+            value = value.add_bias(array[2 * width :])
     sources = {part.trace.source and part.trace.source.tokens for part in (query, key)}
     if node.attributes.get_int("unidirectional", 0) and len(sources) > 1:
         raise MatchFailure(f"{describe(node)} is causal over the keys of another input")
-    key, value = key.prepend_past(past_key), value.prepend_past(past_value)
+    key = key.prepend_past(past_key)
+    value = value.prepend_past(past_value)
     return _fused(node, query, key, value, _microsoft_steps(node, reader, mask, added))
 
 
@@ -246,12 +256,9 @@ def group_query_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     if k is None or v is None:  # one (B, S, (H + 2 G) K)
         count = heads + 2 * groups
         whole = [_Operand.read(node, reader, q, role, count) for role in ROLES]
-        query, key, value = (
-            operand.map(lambda a, start=start, stop=stop: a[:, start:stop])
-            for operand, start, stop in zip(
-                whole, (0, heads, heads + groups), (heads, heads + groups, count), strict=True
-            )
-        )
+        query = whole[0].map(lambda array: array[:, :heads])
+        key = whole[1].map(lambda array: array[:, heads : heads + groups])
+        value = whole[2].map(lambda array: array[:, heads + groups :])
     else:
         query = _Operand.read(node, reader, q, "query", heads)
         key = _Operand.read(node, reader, k, "key", groups)
@@ -259,13 +266,14 @@ def group_query_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     if node.attributes.get_int("do_rotary", 0):
         if cos is None or sin is None:
             raise MatchFailure(f"{describe(node)} lacks the angles of its rotary positions")
-        where, counted = (positions, False) if positions is not None else (lengths, True)
-        angles = (
-            PositionFactor(cos, where, is_last_position=counted),
-            PositionFactor(sin, where, is_last_position=counted),
-        )
-        query, key = query.rotate(*angles), key.rotate(*angles)
-    key, value = key.prepend_past(past_key), value.prepend_past(past_value)
+        if positions is None:  # the lengths count the keys before the last token
+            angles = [PositionFactor(table, lengths, is_last_position=True) for table in (cos, sin)]
+        else:
+            angles = [PositionFactor(table, positions) for table in (cos, sin)]
+        query = query.rotate(*angles)
+        key = key.rotate(*angles)
+    key = key.prepend_past(past_key)
+    value = value.prepend_past(past_value)
     cap = node.attributes.get_float("softcap", 0.0)
     steps: list[LogitStep] = [] if cap == 0.0 else [Scaled(1 / cap), Capped(), Scaled(cap)]
     steps.append(FullLengths(lengths, total))
@@ -280,6 +288,7 @@ ROLES = ("query", "key", "value")
 
 
 def _inputs(node: ir.Node, count: int) -> list[ir.Value | None]:
+    """The first ``count`` inputs of a node; None for those that it lacks."""
     return [*node.inputs, *[None] * count][:count]
 
 
@@ -295,9 +304,12 @@ def _packed(node: ir.Node, reader: LayoutReader, value: ir.Value, role: str, par
 def _fused(
     node: ir.Node, query: _Operand, key: _Operand, value: _Operand, steps: list[LogitStep]
 ) -> OperatorMatch:
-    q, k, v = query.projection(), key.projection(), value.projection()
+    """The match of an operator with these operands; the default scale is 1 / sqrt(K)."""
+    q = query.projection()
     scale = node.attributes.get_float("scale", 0.0) or float(q.head_size) ** -0.5
-    return OperatorMatch(q, k, v, scale, tuple(steps), node.outputs[0])
+    return OperatorMatch(
+        q, key.projection(), value.projection(), scale, tuple(steps), node.outputs[0]
+    )
 
 
 def _microsoft_steps(

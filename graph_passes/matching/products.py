@@ -50,25 +50,29 @@ def linear(
     sizes, shape = shape_of(tokens), constant_shape(weight)
     if len(sizes) < 2 or len(shape) < 2:
         return None
-    last = bool(node.attributes.get_int("transB", 0))
-    lead, contracted = shape[:-2], len(shape) - (1 if last else 2)
-    width, columns = shape[contracted], shape[-2 if last else -1]
-    if width != sizes[-1]:
+    is_transposed = bool(node.attributes.get_int("transB", 0))
+    lead = shape[:-2]
+    contracted = len(shape) - (1 if is_transposed else 2)
+    columns = shape[-2 if is_transposed else -1]
+    if shape[contracted] != sizes[-1]:
         return None
     return Linear(
-        node,
-        tokens,
-        weight,
-        (contracted,),
-        width,
-        np.arange(math.prod(lead) * columns).reshape(*lead, 1, columns),
-        np.arange(math.prod(sizes[:-1])).reshape(*sizes[:-1], 1),
-        node.attributes.get_float("alpha", 1.0),
+        node=node,
+        tokens=tokens,
+        weight=weight,
+        contracted=(contracted,),
+        width=shape[contracted],
+        columns=np.arange(math.prod(lead) * columns).reshape(*lead, 1, columns),
+        rows=np.arange(math.prod(sizes[:-1])).reshape(*sizes[:-1], 1),
+        scale=node.attributes.get_float("alpha", 1.0),
     )
 
 
 def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Linear | None:
-    """ "abc,cde->abde", with the tokens on either side and several axes contracted at once."""
+    """Match an Einsum of tokens with a constant, such as "abc,cde->abde".
+
+    The tokens may be either operand, and several axes may be contracted at once.
+    """
     a, b = node.inputs
     if a is None or b is None or is_constant(a) == is_constant(b):
         return None
@@ -76,9 +80,10 @@ def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]
     if letters is None:
         return None
     (left, right), out = letters
-    tokens, weight, token_letters, weight_letters = (
-        (b, a, right, left) if is_constant(a) else (a, b, left, right)
-    )
+    tokens, token_letters = a, left
+    weight, weight_letters = b, right
+    if is_constant(a):
+        tokens, token_letters, weight, weight_letters = b, right, a, left
     common = [letter for letter in token_letters if letter in weight_letters]
     free = [letter for letter in weight_letters if letter not in token_letters]
     token_axes = [letter for letter in token_letters if letter not in weight_letters]
@@ -100,14 +105,14 @@ def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]
         return count.transpose(order).reshape([length[a] if a in axes else 1 for a in out])
 
     return Linear(
-        node,
-        tokens,
-        weight,
-        tuple(weight_letters.index(letter) for letter in common),
-        math.prod(length[letter] for letter in common),
-        numbered(free),
-        numbered(token_axes),
-        1.0,
+        node=node,
+        tokens=tokens,
+        weight=weight,
+        contracted=tuple(weight_letters.index(letter) for letter in common),
+        width=math.prod(length[letter] for letter in common),
+        columns=numbered(free),
+        rows=numbered(token_axes),
+        scale=1.0,
     )
 
 
@@ -263,6 +268,7 @@ def _letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str
 
 
 def _order(letters: str, wanted: list[str]) -> tuple[int, ...] | None:
+    """The permutation of axes with these letters to the wanted order; None if they differ."""
     if sorted(letters) != sorted(wanted):
         return None
     return tuple(letters.index(letter) for letter in wanted)

@@ -32,7 +32,7 @@ OPERANDS = {
     (MICROSOFT, "MatMulNBits"): (0, 1),
     (MICROSOFT, "QGemm"): (0, 3),
 }
-"""The places of the tokens and of the weight."""
+"""The input positions of the tokens and of the weight, by domain and operator."""
 
 OF_FLOATS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
 """Products whose weight is quantized only if a DequantizeLinear computes it."""
@@ -59,7 +59,8 @@ def quantized_linear(value: ir.Value, info: ShapeInfo) -> Linear | None:
 
 def quantized_reader(value: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Value] | None:
     """A product with a quantized weight whose tokens are ``value``, and the weight, if any."""
-    pending, seen = [(value, REACH)], {value}
+    pending = [(value, REACH)]
+    seen = {value}
     while pending:
         read, reach = pending.pop()
         for user, _ in read.uses():
@@ -73,8 +74,11 @@ def quantized_reader(value: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Valu
 
 
 def _linear(node: ir.Node, value: ir.Value, info: ShapeInfo) -> Linear | None:
-    tokens, weight = list(_above(node, info))[-1], _weight(node)
-    sizes, shape = info.shape(tokens), info.shape(value)
+    """The product of a node whose floating-point output is ``value``."""
+    tokens = list(_above(node, info))[-1]
+    weight = _weight(node)
+    sizes = info.shape(tokens)
+    shape = info.shape(value)
     if sizes is None or shape is None or math.prod(sizes[:-1]) != math.prod(shape[:-1]):
         return None
     assert weight is not None
@@ -84,9 +88,17 @@ def _linear(node: ir.Node, value: ir.Value, info: ShapeInfo) -> Linear | None:
         if plain is None or plain.scale != 1.0:
             return None
         contracted = plain.contracted
-    rows = np.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
-    columns = np.arange(shape[-1])
-    return Linear(node, tokens, weight, contracted, sizes[-1], columns, rows, 1.0, product=value)
+    return Linear(
+        node=node,
+        tokens=tokens,
+        weight=weight,
+        contracted=contracted,
+        width=sizes[-1],
+        columns=np.arange(shape[-1]),
+        rows=np.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1),
+        scale=1.0,
+        product=value,
+    )
 
 
 def _weight(node: ir.Node) -> ir.Value | None:
@@ -124,10 +136,12 @@ def _spreads(a: ir.Value | None, b: ir.Value | None, value: ir.Value, info: Shap
 
     A scale depends on the token or on the column, rotary angles on both.
     """
-    mine, other = info.shape(a), info.shape(b)
+    mine = info.shape(a)
+    other = info.shape(b)
     if mine is None or other is None or mine != info.shape(value):
         return False
-    by_column, by_token = math.prod(other[:-1]) == 1, math.prod(other[-1:]) == 1
+    by_column = math.prod(other[:-1]) == 1
+    by_token = math.prod(other[-1:]) == 1
     if not (by_column or by_token):
         return False
     node = value.producer()
@@ -137,6 +151,7 @@ def _spreads(a: ir.Value | None, b: ir.Value | None, value: ir.Value, info: Shap
 
 
 def _is_cast_from_integers(value: ir.Value | None, info: ShapeInfo) -> bool:
+    """Whether a value is a Cast of integers, such as the result of an integer product."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "Cast" or node.inputs[0] is None:
         return False
@@ -168,12 +183,15 @@ def _above(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:
 
 
 def _is_quantize(value: ir.Value | None) -> bool:
+    """Whether a value is the output of QuantizeLinear."""
     node = None if value is None else value.producer()
     return node is not None and node.op_type == "QuantizeLinear"
 
 
 def _rescales(a: ir.Value | None, b: ir.Value | None, value: ir.Value, info: ShapeInfo) -> bool:
-    mine, other = info.shape(a), info.shape(b)
+    """Whether ``value`` is tokens ``a`` with a factor ``b`` by channel, or by token."""
+    mine = info.shape(a)
+    other = info.shape(b)
     if mine is None or other is None or mine != info.shape(value) or math.prod(mine) == 0:
         return False
     by_channel = is_constant(b) and other[-1:] == mine[-1:] and math.prod(other) == mine[-1]
@@ -181,5 +199,6 @@ def _rescales(a: ir.Value | None, b: ir.Value | None, value: ir.Value, info: Sha
 
 
 def _pairs(node: ir.Node) -> list[tuple[ir.Value | None, ir.Value | None]]:
+    """The two operands of a node, in both orders."""
     a, b = [*node.inputs, None, None][:2]
     return [(a, b), (b, a)]

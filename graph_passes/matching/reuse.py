@@ -53,6 +53,7 @@ class HeadSources:
     heads: np.ndarray
 
     def take(self, index: np.ndarray) -> HeadSources:
+        """The sources of selected heads."""
         return HeadSources(tuple(self.values[i] for i in index), self.heads[index])
 
 
@@ -64,7 +65,8 @@ def head_sources(
     Args:
         reach: Maximum number of nodes in between.
     """
-    shape, node = info.shape(value), value.producer()
+    shape = info.shape(value)
+    node = value.producer()
     if shape is None or len(shape) != 4:
         return None
     if value in probabilities or (node is not None and _splits_heads(node, probabilities, info)):
@@ -78,10 +80,8 @@ def head_sources(
         case "Identity" | "Cast":
             return head_sources(first, probabilities, info, reach - 1)
         case "Gather" | "Slice" | "Split":
-            inner, index = (
-                head_sources(first, probabilities, info, reach - 1),
-                _selected(value, info),
-            )
+            inner = head_sources(first, probabilities, info, reach - 1)
+            index = _selected(value, info)
             return None if inner is None or index is None else inner.take(index)
         case "Concat" if _is_of_heads(node):
             parts = [
@@ -99,7 +99,7 @@ def head_sources(
 
 
 def _splits_heads(node: ir.Node, probabilities: Collection[ir.Value], info: ShapeInfo) -> bool:
-    """Reshape of known (B*H, S, T) to (B, H, S, T)."""
+    """Whether a node is a Reshape of known probabilities (B*H, S, T) to (B, H, S, T)."""
     if node.op_type != "Reshape" or node.inputs[0] not in probabilities:
         return False
     before, after = info.shape(node.inputs[0]), info.shape(node.outputs[0])
@@ -127,6 +127,7 @@ def _selected(value: ir.Value, info: ShapeInfo) -> np.ndarray | None:
 
 
 def _gathered(node: ir.Node, heads: np.ndarray) -> np.ndarray | None:
+    """The heads that a Gather over heads selects, if they are constant."""
     index = node.inputs[1]
     if not _is_of_heads(node) or not is_constant(index):
         return None
@@ -146,6 +147,7 @@ def _sliced(node: ir.Node, heads: np.ndarray, info: ShapeInfo) -> np.ndarray | N
 
 
 def _is_of_heads(node: ir.Node) -> bool:
+    """Whether the axis of a Gather, Split or Concat is that of the heads."""
     default = 0 if node.op_type in ("Gather", "Split") else None
     return node.attributes.get_int("axis", default) in (HEADS, HEADS - 4)
 
@@ -163,10 +165,11 @@ def reused_heads(
     if own_probabilities is not None and not np.array_equal(own_heads, np.arange(len(own_heads))):
         raise MatchFailure(f"{describe(node)} reorders the heads of a softmax")
     others = dict.fromkeys(value for value in sources.values if value is not own_probabilities)
-    return tuple(_taken(sources, value) for value in others)
+    return tuple(_heads_from(sources, value) for value in others)
 
 
-def _taken(sources: HeadSources, value: ir.Value) -> Reused:
+def _heads_from(sources: HeadSources, value: ir.Value) -> Reused:
+    """The heads whose source is this value."""
     heads = np.array([h for h, other in enumerate(sources.values) if other is value])
     return Reused(value, heads, sources.heads[heads])
 
@@ -175,7 +178,8 @@ def products_of(
     values: Sequence[ir.Value], info: ShapeInfo
 ) -> Iterator[tuple[ContextProduct, ir.Value]]:
     """Yield each product with values that reads these probabilities, and its operand."""
-    pending, seen = [(value, REACH) for value in values], set(values)
+    pending = [(value, REACH) for value in values]
+    seen = set(values)
     while pending:
         value, reach = pending.pop()
         shape = info.shape(value)

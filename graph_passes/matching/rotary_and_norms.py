@@ -65,7 +65,8 @@ def apply_position_factor(
 
 def depends_on(value: ir.Value, source: ir.Value) -> bool:
     """Whether the elements of ``value`` are computed from those of ``source``."""
-    pending, seen = [value], {value}
+    pending = [value]
+    seen = {value}
     while pending:
         reached = pending.pop()
         if reached is source:
@@ -83,15 +84,15 @@ def apply_rotary_operator(
     node: ir.Node, inner: LinearTrace, info: ShapeInfo, role: str
 ) -> LinearTrace:
     """Trace RotaryEmbedding of ai.onnx (opset 23) or com.microsoft: a cosine and a sine term."""
-    positions, cos, sin = _angles(node)
-    if cos is None or sin is None or not inner.has_no_factor:
+    angles = _angles(node)
+    if angles is None or not inner.has_no_factor:
         raise MatchFailure(
             f"{describe(node)} rotates a {role} that is rotated already, or lacks angles"
         )
     heads = node.attributes.get_int("num_heads", 0)
     if len(inner.shape) == 3 and not heads and node.domain:
         width = node.attributes.get_int("rotary_embedding_dim", 0)
-        heads = 0 if width else inner.shape[-1] // (2 * _shape(cos, info)[-1])
+        heads = 0 if width else inner.shape[-1] // (2 * _shape(angles[0].value, info)[-1])
     if len(inner.shape) != 4 and not (len(inner.shape) == 3 and heads):
         raise MatchFailure(
             f"{describe(node)} rotates a {role} that is not laid out as (B, H, T, K)"
@@ -101,9 +102,7 @@ def apply_rotary_operator(
     by_head = inner.terms[None]
     if len(inner.shape) == 3:  # B T H*K
         by_head = by_head.map(lambda array: split_last_axis(array, heads))
-    terms = rotate_heads(
-        node, by_head, PositionFactor(cos, positions), PositionFactor(sin, positions), info
-    )
+    terms = rotate_heads(node, by_head, *angles, info)
     if len(inner.shape) == 3:
         terms = {
             factor: term.map(lambda array: np.moveaxis(array, 1, 2).reshape(inner.shape))
@@ -123,15 +122,18 @@ def rotate_heads(
     count = node.attributes.get_int("rotary_embedding_dim", 0) or min(size, 2 * width)
     if count % 2 or count > size or width * 2 < count:
         raise MatchFailure(f"{describe(node)} rotates {count} of {size} elements by {width} angles")
-    elements, half = np.arange(count), count // 2
+    elements = np.arange(count)
+    half = count // 2
     if interleaved:
-        angle, partner, sign = elements // 2, elements ^ 1, np.where(elements % 2, 1.0, -1.0)
+        angle = elements // 2
+        partner = elements ^ 1
+        sign = np.where(elements % 2, 1.0, -1.0)
     else:
-        angle, partner = elements % half, (elements + half) % count
+        angle = elements % half
+        partner = (elements + half) % count
         sign = np.where(elements < half, -1.0, 1.0)
     rest = np.arange(size) >= count
-    pad = (0, size - count)
-    angle, partner, sign = np.pad(angle, pad), np.pad(partner, pad), np.pad(sign, pad)
+    angle, partner, sign = (np.pad(array, (0, size - count)) for array in (angle, partner, sign))
     terms: dict[PositionFactor | None, ElementMap] = {}
     for factor, source, gain in (
         (cos, np.arange(size), np.where(rest, 0.0, 1.0)),
@@ -152,12 +154,16 @@ def rotate_heads(
     return terms
 
 
-def _angles(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
-    """Positions, cosines and sines of a RotaryEmbedding."""
+def _angles(node: ir.Node) -> tuple[PositionFactor, PositionFactor] | None:
+    """The cosines and the sines of a RotaryEmbedding; None if it lacks them."""
     inputs = [*node.inputs[1:4], None, None, None]
     if node.domain:
-        return inputs[0], inputs[1], inputs[2]
-    return inputs[2], inputs[0], inputs[1]
+        positions, cos, sin = inputs[:3]
+    else:
+        cos, sin, positions = inputs[:3]
+    if cos is None or sin is None:
+        return None
+    return PositionFactor(cos, positions), PositionFactor(sin, positions)
 
 
 def _looked_up_shape(factor: PositionFactor, info: ShapeInfo, length: int) -> tuple[int, ...]:
@@ -279,6 +285,7 @@ def norm_in_parts(node: ir.Node, info: ShapeInfo) -> NormMatch | None:
 
 
 NORMS = (norm_operator, lp_operator, norm_in_parts)
+"""The forms of a norm; the first that matches a node is used."""
 
 
 class _Size(NamedTuple):
@@ -441,6 +448,7 @@ def _is_last(axis: int, value: ir.Value | None, info: ShapeInfo) -> bool:
 
 
 def _is_square(value: ir.Value | None, rows: ir.Value) -> bool:
+    """Whether a value is the element-wise square of the rows."""
     node = _uncast(value)[1]
     if node is None:
         return False
@@ -471,7 +479,8 @@ def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -
         np.hstack([array for key in keys for array in key]),
         axis=0, return_index=True, return_inverse=True,
     )  # fmt: skip
-    group, token = group.reshape(-1), token[:, 0]
+    group = group.reshape(-1)
+    token = token[:, 0]
     terms = {
         factor: TermByHead(
             term.columns[first],
@@ -504,7 +513,8 @@ def _factors_by_group(
     """The factor indices (N, G, L) of the groups of each token, given rows (M, L) of both."""
     index = np.zeros((count, int(group.max()) + 1, term.columns.shape[1]), np.int64)
     is_filled = np.zeros(index.shape[:2], bool)
-    index[token, group], is_filled[token, group] = term.factor_index, True
+    index[token, group] = term.factor_index
+    is_filled[token, group] = True
     alike = (index[token, group] == term.factor_index) | ~term.used
     if not (is_filled.all() and alike.all()):
         raise MatchFailure(f"{describe(node)} normalizes a {role} that depends on the token")
@@ -512,6 +522,11 @@ def _factors_by_group(
 
 
 def _vector(node: ir.Node, value: ir.Value, role: str) -> np.ndarray:
+    """The elements of the weight or bias of a norm.
+
+    Raises:
+        MatchFailure: It is not constant.
+    """
     if not is_constant(value):
         raise MatchFailure(
             f"{describe(node)} normalizes the {role} with a weight that is not constant"
@@ -520,6 +535,11 @@ def _vector(node: ir.Node, value: ir.Value, role: str) -> np.ndarray:
 
 
 def _shape(value: ir.Value, info: ShapeInfo) -> tuple[int, ...]:
+    """The shape of a value.
+
+    Raises:
+        MatchFailure: It is unknown.
+    """
     shape = info.shape(value)
     if shape is None:
         raise MatchFailure(f"the shape of {value.name!r} could not be inferred")

@@ -33,6 +33,7 @@ REACH = 16
 """Maximum number of nodes between scores and softmax; each may have two operands to search."""
 
 MOVES = RESHAPES | {"Transpose"}
+"""Operators that change the layout of scores and probabilities."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class LogitsMatch:
 
 
 class _Link(NamedTuple):
-    """A node between scores and softmax, and its step."""
+    """A node between scores and softmax: its step, its factor, or None for a layout change."""
 
     node: ir.Node
     step: LogitStep | float | None
@@ -96,12 +97,15 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
             key_axes=product.query_axes,
         )
         heads, s, t = shape
+        # The label of (h, i, j) in a shape (heads, s, t) becomes that of (h, j, i).
         stages = [(stage // t % s) + s * (stage % t + t * (stage // (s * t))) for stage in stages]
         shape = (heads, t, s)
     elif not by_key:
         name = softmax.probabilities.name
         raise MatchFailure(f"the softmax {name!r} is not over the keys of (B, H, S, T) logits")
-    scale, scaled, order = product.scale, product.node.outputs[0], axis_order(stages[0])
+    scale = product.scale
+    scaled = product.node.outputs[0]
+    order = axis_order(stages[0])
     steps: list[LogitStep] = []
     for link, labels in zip(chain, stages[1:], strict=True):
         if isinstance(link.step, float | int):
@@ -112,13 +116,15 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
         elif link.step is not None:
             steps.append(_in_order(link.step, labels))
         if not steps:
-            scaled, order = link.node.outputs[0], axis_order(labels)
+            scaled = link.node.outputs[0]
+            order = axis_order(labels)
     if softmax.bias is not None:
         steps.append(_in_order(PositionBias(softmax.bias), stages[-1]))
     return LogitsMatch(product, scale, scaled, order, tuple(steps), stages[-1], shape)
 
 
 _Path = tuple[ScoreProduct, tuple[_Link, ...]]
+"""The product of queries and keys, and the nodes between it and a value, in order."""
 
 
 def _find_scores(
@@ -133,6 +139,7 @@ def _find_scores(
 def _search_scores(
     value: ir.Value, reader: LayoutReader, reach: int, tried: dict[ir.Value, _Path | None]
 ) -> _Path | None:
+    """Find the product of two activations above a value, from the value upwards."""
     node = value.producer()
     if node is None or reach == 0:
         return None
@@ -229,7 +236,8 @@ def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutRead
         MatchFailure: There is no such product, or it does not contract the keys.
     """
     nodes: list[ir.Node] = []
-    value, labels = softmax.probabilities, logits.labels
+    value = softmax.probabilities
+    labels = logits.labels
     probabilities = value if _plain(labels, logits.shape) else None
     while True:
         contexts = [
@@ -294,6 +302,11 @@ def _plain(labels: np.ndarray, shape: tuple[int, int, int]) -> bool:
 def _products(
     value: ir.Value, labels: np.ndarray, shape: tuple[int, int, int], reader: LayoutReader
 ) -> list[ContextProduct]:
+    """The products with values that read these probabilities.
+
+    Raises:
+        MatchFailure: A product sums over another axis than the keys.
+    """
     order = axis_order(labels)
     if order is None:
         return []

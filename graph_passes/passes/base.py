@@ -7,19 +7,20 @@ A rewrite is one class in one file of this package. Its name is used by plan.jso
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_args
 
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import redirect_shapes, remove_unused, share_constants
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_names
@@ -57,61 +58,122 @@ class NoParams(BaseModel):
 
 
 class RewritePass(ir.passes.InPlacePass):
-    """A rewrite of a graph in place, after which the invariants of ``invariants.py`` are checked.
+    """A rewrite of a graph in place.
+
+    A run has these stages, in this order. A subclass defines those that it needs.
+
+    1. ``validate`` raises InvalidArgument if the parameters do not fit the model.
+    2. ``prepare`` edits the graph so that the later stages can read it, e.g. decomposes operators.
+    3. ``check`` raises CannotRewrite if the pass does not apply.
+    4. ``rewrite_graph`` changes the graph.
+    5. The invariants of ``invariants.py`` are checked, with ``expected_interface``.
 
     Attributes:
         name: Identifies the rewrite everywhere; empty for a pass that is never part of a plan.
         lossy: Whether outputs change by more than rounding.
+        is_fitted: Whether weights of the rewrite are fitted before it runs (``fitted``).
+        changes_caches: Whether cached keys and values of its blocks have another shape afterwards.
     """
 
     name: ClassVar[str] = ""
     lossy: ClassVar[bool] = False
+    is_fitted: ClassVar[bool] = False
+    changes_caches: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if name := cls.__dict__.get("name"):
             _REGISTRY[name] = cls
 
-    def __call__(self, model_or_result: ir.Model | ir.passes.PassResult, /) -> ir.passes.PassResult:
-        result = model_or_result
-        model = result.model if isinstance(result, ir.passes.PassResult) else result
-        with GraphContext.of(model) as context:  # one context for the check and the rewrite
-            running = len(context.expected)
-            try:
-                return super().__call__(model)
-            finally:
-                del context.expected[running:]
-
-    def requires(self, model: ir.Model) -> None:
-        with GraphContext.of(model) as context:
-            self.check(context)
-            context.expected.append(self.expected_interface(interface(model), context))
+    # ---- the run ---------------------------------------------------------------------------------
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        with GraphContext.of(model) as context:
-            modified = self.rewrite_graph(context)
+        # Not in ``requires`` and ``ensures``: the invariants need the interface before the rewrite.
+        with Analyses.of(model) as analyses:
+            self.require_applicable(analyses)
+            expected = self.expected_interface(interface(model), analyses)
+            modified = self.rewrite_graph(analyses)
             if modified:
-                context.invalidate()
+                analyses.invalidate()
+            check_invariants(expected, model, after=type(self).__name__)
             return ir.passes.PassResult(model, modified=modified)
 
-    def ensures(self, model: ir.Model) -> None:
-        with GraphContext.of(model) as context:
-            check_invariants(context.expected[-1], model, after=type(self).__name__)
+    def require_applicable(self, analyses: Analyses) -> None:
+        """Run the stages before the rewrite: validate, prepare and check.
 
-    def check(self, context: GraphContext) -> None:
-        """Raise CannotRewrite or InvalidArgument unless the pass applies to the model."""
+        Raises:
+            InvalidArgument: The parameters do not fit the model.
+            CannotRewrite: The pass does not apply to the model.
+        """
+        self.validate(analyses)
+        self.prepare(analyses)
+        self.check(analyses)
 
-    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
+    # ---- the stages, overridden by rewrites ------------------------------------------------------
+
+    def validate(self, analyses: Analyses) -> None:
+        """Raise InvalidArgument if the parameters do not fit the model. The graph stays as it is.
+
+        By default, any model fits.
+        """
+
+    def prepare(self, analyses: Analyses) -> None:
+        """Edit the graph as the later stages need it; by default, nothing is edited.
+
+        The edit is exact, because the pass may still be refused. A second call changes nothing.
+        """
+
+    def check(self, analyses: Analyses) -> None:
+        """Raise CannotRewrite if the pass does not apply. The graph stays as it is.
+
+        By default, it applies.
+        """
+
+    @abstractmethod
+    def rewrite_graph(self, analyses: Analyses) -> bool:
+        """Change the graph, and return whether anything changed."""
+
+    def expected_interface(self, before: Interface, analyses: Analyses) -> Interface:
         """The interface of the rewritten model; by default that of the model, with ``caches``."""
-        return before.with_caches(self.caches(context))
+        return before.with_caches(self.caches(analyses))
 
-    def caches(self, context: GraphContext) -> Mapping[str, CacheShape | None]:
+    def caches(self, analyses: Analyses) -> Mapping[str, CacheShape | None]:
         """The caches that the pass changes, by the name of input or output; None if removed."""
         return {}
 
-    @abstractmethod
-    def rewrite_graph(self, context: GraphContext) -> bool:
-        """Change the graph, and return whether anything changed."""
+    # ---- overridden by rewrites that are fitted --------------------------------------------------
+
+    @property
+    def needs_refit(self) -> bool:
+        """Whether blocks that earlier passes changed are refitted before this pass is fitted.
+
+        If not, they are refitted once, after the pass.
+        """
+        return self.is_fitted
+
+    def blocks_to_fit(self, analyses: Analyses) -> Sequence[AttentionBlock]:
+        """The blocks of the prepared graph whose token moments ``fitted`` uses."""
+        return ()
+
+    def fitted(
+        self,
+        analyses: Analyses,
+        moments: Mapping[str, TokenMoments],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """The same pass with fitted weights, for the prepared graph.
+
+        Args:
+            moments: Token moments by block. Blocks without them are fitted to their weights alone.
+            progress: Called with (blocks done, blocks in total).
+        """
+        return self
+
+    def unfitted(self, analyses: Analyses) -> Self:
+        """The same pass with placeholders for fitted weights, for models that are only timed."""
+        return self
+
+    # ---- JSON ------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """The entry of this pass in plan.json."""
@@ -131,8 +193,9 @@ class RewritePass(ir.passes.InPlacePass):
 class BlockPass(RewritePass, Generic[Block, Params]):
     """A rewrite of single blocks.
 
-    A subclass defines ``refusal`` and ``rewrite``. This class finds the blocks, checks them, keeps
-    their names, and removes unused nodes after the rewrite.
+    A subclass defines ``refusal`` and ``rewrite``, and ``validate_params`` if parameters depend on
+    the block. This class finds the blocks, keeps their names, and removes unused nodes after the
+    rewrite. A pass whose targets depend on each other also extends ``validate`` or ``check``.
 
     Attributes:
         targets: The parameters for each block to rewrite, by the block's name.
@@ -182,26 +245,40 @@ class BlockPass(RewritePass, Generic[Block, Params]):
 
     @classmethod
     @abstractmethod
-    def find(cls, context: GraphContext) -> Sequence[Block]:
+    def find(cls, analyses: Analyses) -> Sequence[Block]:
         """Every block of the model that the pass could apply to, in order of execution."""
 
     @classmethod
     @abstractmethod
-    def refusal(cls, block: Block, params: Params | None, context: GraphContext) -> Refusal | None:
-        """Why a block cannot be rewritten; None if it can.
+    def refusal(cls, block: Block, params: Params | None, analyses: Analyses) -> Refusal | None:
+        """Why a block cannot be rewritten; None if it can. Nothing is raised.
 
         Args:
-            params: The parameters; None checks only whether any parameters could apply.
+            block: A block of the prepared graph, or of the model as it is if ``params`` is None.
+            params: Parameters that are valid for the block; None checks only whether any
+                parameters could apply.
         """
 
     @abstractmethod
-    def rewrite(self, targets: Sequence[tuple[Block, Params]], context: GraphContext) -> None:
+    def rewrite(self, targets: Sequence[tuple[Block, Params]], analyses: Analyses) -> None:
         """Rewrite blocks, which are in order of execution.
 
         The base class removes nodes that become unused.
         """
 
     # ---- overridden by some rewrites -------------------------------------------------------------
+
+    @classmethod
+    def validate_params(cls, block: Block, params: Params) -> None:
+        """Raise InvalidArgument if the parameters do not fit the block.
+
+        By default, all that ``Params`` allows fit.
+        """
+
+    @classmethod
+    def changes(cls, block: Block, params: Params) -> bool:
+        """Whether these parameters, which are valid for the block, change it at all."""
+        return True
 
     def sizes(self, name: str, block: Block | None) -> dict[str, int | None]:
         """The sizes of a rewritten block by their names in reports.
@@ -216,18 +293,16 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """The error of a block in the metric that the pass minimizes; None if there is none."""
         return None
 
-    @classmethod
-    def changes(cls, block: Block, params: Params) -> bool:
-        """Whether these parameters change the block at all."""
-        return True
+    # ---- the stages of a pass --------------------------------------------------------------------
 
-    def prepare(self, context: GraphContext) -> None:
-        """Change the graph before blocks are found for the rewrite, e.g. decompose operators."""
+    def validate(self, analyses: Analyses) -> None:
+        """Validate the parameters of each target.
 
-    # ---- the pass --------------------------------------------------------------------------------
-
-    def check(self, context: GraphContext) -> None:
-        by_name = {block.name: block for block in self.find(context)}
+        Raises:
+            CannotRewrite: No block has the name of a target.
+            InvalidArgument: Parameters do not fit their block.
+        """
+        by_name = {block.name: block for block in self.find(analyses)}
         for name, params in self.targets.items():
             if (block := by_name.get(name)) is None:
                 names = ", ".join(list(by_name)[:8]) or "none"
@@ -237,26 +312,33 @@ class BlockPass(RewritePass, Generic[Block, Params]):
                     "use one of the names",
                     code="rewrite.unknown_block",
                 )
-            if self.changes(block, params) and (refusal := self.refusal(block, params, context)):
-                raise refusal.error(name, "leave this layer out")
+            self.validate_params(block, params)
 
-    def rewrite_graph(self, context: GraphContext) -> bool:
-        model = context.model
-        if not self._changed(context):
+    def check(self, analyses: Analyses) -> None:
+        """Ask ``refusal`` for each block that changes.
+
+        Raises:
+            CannotRewrite: A block is refused.
+        """
+        for block, params in self._changed(analyses):
+            if refusal := self.refusal(block, params, analyses):
+                raise refusal.error(block.name, "leave this layer out")
+
+    def rewrite_graph(self, analyses: Analyses) -> bool:
+        model, targets = analyses.model, self._changed(analyses)
+        if not targets:
             return False
         since = frozenset(model.graph.initializers)
-        self.prepare(context)
-        targets = self._changed(context)
-        pin_names(self.find(context))
-        self.rewrite(targets, context)
+        pin_names(self.find(analyses))
+        self.rewrite(targets, analyses)
         share_constants(model, since=since)
         remove_unused(model)
         redirect_shapes(model, [b for b, _ in targets if isinstance(b, AttentionBlock)])
         return True
 
-    def _changed(self, context: GraphContext) -> list[tuple[Block, Params]]:
+    def _changed(self, analyses: Analyses) -> list[tuple[Block, Params]]:
         """The blocks that the pass changes, with their parameters, in order of execution."""
-        blocks = [block for block in self.find(context) if block.name in self.targets]
+        blocks = [block for block in self.find(analyses) if block.name in self.targets]
         targets = [(block, self.targets[block.name]) for block in blocks]
         return [(block, params) for block, params in targets if self.changes(block, params)]
 
@@ -289,8 +371,8 @@ class AttentionPass(BlockPass[AttentionBlock, Params]):
         return {"heads": 0 if block is None else block.q.num_heads}
 
     @classmethod
-    def find(cls, context: GraphContext) -> Sequence[AttentionBlock]:
-        return context.get(find_attention)[0]
+    def find(cls, analyses: Analyses) -> Sequence[AttentionBlock]:
+        return analyses.get(find_attention)[0]
 
 
 class FeedForwardPass(BlockPass[FeedForwardBlock, Params]):
@@ -302,8 +384,8 @@ class FeedForwardPass(BlockPass[FeedForwardBlock, Params]):
         return {"neurons": 0 if block is None else block.num_neurons}
 
     @classmethod
-    def find(cls, context: GraphContext) -> Sequence[FeedForwardBlock]:
-        return context.get(find_feed_forward)
+    def find(cls, analyses: Analyses) -> Sequence[FeedForwardBlock]:
+        return analyses.get(find_feed_forward)
 
 
 def _require_keys(name: str, content: Mapping[str, Any], expected: set[str]) -> None:
@@ -316,19 +398,19 @@ def _require_keys(name: str, content: Mapping[str, Any], expected: set[str]) -> 
         )
 
 
-def small_shapes(context: GraphContext, *, distinct_lengths: bool = False) -> ShapeInfo:
+def small_shapes(analyses: Analyses, *, distinct_lengths: bool = False) -> ShapeInfo:
     """Shapes of all values at a small batch and length.
 
     Args:
         distinct_lengths: Give axes with different names different lengths.
     """
-    return context.get(infer_shapes_small, batch=2, sequence=5, distinct_lengths=distinct_lengths)
+    return analyses.get(infer_shapes_small, batch=2, sequence=5, distinct_lengths=distinct_lengths)
 
 
-def pin_all_names(context: GraphContext) -> None:
+def pin_all_names(analyses: Analyses) -> None:
     """Record the names of all blocks, before a pass changes constants that names come from."""
-    pin_names(context.get(find_attention)[0])
-    pin_names(context.get(find_feed_forward))
+    pin_names(analyses.get(find_attention)[0])
+    pin_names(analyses.get(find_feed_forward))
 
 
 def registered_passes() -> Mapping[str, type[RewritePass]]:

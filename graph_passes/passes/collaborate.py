@@ -6,12 +6,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     AttentionBlock,
@@ -21,7 +22,6 @@ from graph_passes.blocks import (
     Mask,
     Weighted,
 )
-from graph_passes.context import GraphContext
 from graph_passes.emit.attention import KEY_TERM, entangled_bias
 from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
 from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
@@ -115,6 +115,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
 
     name: ClassVar[str] = "collaborate"
     lossy: ClassVar[bool] = True
+    is_fitted: ClassVar[bool] = True
+    changes_caches: ClassVar[bool] = True
 
     @classmethod
     def with_factors(
@@ -133,18 +135,22 @@ class Collaborate(AttentionPass[SharedDimensions]):
             for name, whole in factors.items()
         })  # fmt: skip
 
-    def lossy_blocks(self, context: GraphContext) -> list[AttentionBlock]:
-        """The blocks that lose dimensions; fused operators are decomposed first."""
-        decompose_fused(context, self.targets.keys())
-        return [block for block, params in self._changed(context) if _is_lossy(block, params)]
+    @property
+    def needs_refit(self) -> bool:
+        """Truncated heads are refitted once, after the pass; shared keys need exact inputs."""
+        return any(not params.is_sparse for params in self.targets.values())
 
-    def factored(
+    def blocks_to_fit(self, analyses: Analyses) -> list[AttentionBlock]:
+        """The blocks that lose dimensions."""
+        return [block for block, params in self._changed(analyses) if _is_lossy(block, params)]
+
+    def fitted(
         self,
-        context: GraphContext,
+        analyses: Analyses,
         moments: Mapping[str, TokenMoments],
         progress: Callable[[int, int], None] | None = None,
-    ) -> Collaborate:
-        """The same pass with the factors of every block.
+    ) -> Self:
+        """The same pass with the factors of every block, for the prepared graph.
 
         Blocks with equal query and key weights share P, Q and M; their moments are pooled.
 
@@ -153,8 +159,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 are approximated.
             progress: Called with (blocks done, blocks in total).
         """
-        decompose_fused(context, self.targets.keys())
-        targets = self._changed(context)
+        targets = self._changed(analyses)
         factors: dict[str, CollaborativeFactors | RotaryFactors] = {}
         for uses in _equal_weights(targets):
             first, params = uses[0], self.targets[uses[0].name]
@@ -175,19 +180,18 @@ class Collaborate(AttentionPass[SharedDimensions]):
                     factors[block.name] = fold_mean(whole, block.q.heads(), block.k.heads(), mean)
                 if progress is not None:
                     progress(len(factors), len(targets))
-        return Collaborate({
+        return type(self)({
             name: params.model_copy(update={"factors": factors.get(name)})
             for name, params in self.targets.items()
         })  # fmt: skip
 
-    def unfitted(self, context: GraphContext) -> Collaborate:
-        """Return the same pass with placeholder factors, for models that are only timed.
+    def unfitted(self, analyses: Analyses) -> Self:
+        """The same pass with placeholder factors, for models that are only timed.
 
         Rotary positions get their own factors, which are computed from the weights.
         """
-        decompose_fused(context, self.targets.keys())
         targets = dict(self.targets)
-        for block, params in self._changed(context):
+        for block, params in self._changed(analyses):
             if block.q.rotary_terms:
                 continue
             heads, rank = len(block.own_heads), params.rank
@@ -201,14 +205,14 @@ class Collaborate(AttentionPass[SharedDimensions]):
             content = np.full((heads, len(key)), 1e-2)
             factors = CollaborativeFactors(query, key, mixing, content, 1.0, 0)
             targets[block.name] = params.model_copy(update={"factors": factors})
-        return Collaborate(targets)
+        return type(self)(targets)
 
     def sizes(self, name: str, block: AttentionBlock | None) -> dict[str, int | None]:
         params = self.targets[name]
         if block is None or (factors := params.factors) is None:
             return super().sizes(name, block)
         width = None
-        if block.k.past is not None and isinstance(factors, CollaborativeFactors):
+        if block.k.is_cached and isinstance(factors, CollaborativeFactors):
             width = cache_width(factors)
         shared = {"rank": factors.rank, "head_size": params.head_size, "cache_width": width}
         return super().sizes(name, block) | shared
@@ -218,27 +222,31 @@ class Collaborate(AttentionPass[SharedDimensions]):
         return None if factors is None else factors.relative_error
 
     @classmethod
+    def validate_params(cls, block: AttentionBlock, params: SharedDimensions) -> None:
+        is_truncated = bool(block.q.rotary_terms) and params.is_sparse  # R is not used
+        if block.q.num_heads and params.factors is None and not is_truncated:
+            _check_rank(block, params.rank)
+
+    @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: SharedDimensions | None, context: GraphContext
+        cls, block: AttentionBlock, params: SharedDimensions | None, analyses: Analyses
     ) -> Refusal | None:
         if params is None:
             return collaborate_refusal(block, shared=True)
         if refusal := collaborate_refusal(block, caches=params.cache, shared=not params.is_sparse):
             return refusal
-        if block.k.past is not None and block.graph is not context.model.graph:
+        if block.k.is_cached and block.graph is not analyses.model.graph:
             return Refusal("cache_scope", "its cached keys stay inside the body of a node")
-        if block.k.past is not None and params.is_sparse:
+        if block.k.is_cached and params.is_sparse:
             return Refusal(
                 "cache_sparse",
                 "its cache holds shared dimensions: only dense mixing reads them",
             )
-        if params.factors is None and not (block.q.rotary_terms and params.is_sparse):
-            _check_rank(block, params.rank)
         return None
 
-    def caches(self, context: GraphContext) -> Mapping[str, CacheShape | None]:
+    def caches(self, analyses: Analyses) -> Mapping[str, CacheShape | None]:
         shapes: dict[str, CacheShape] = {}
-        for block, params in self._changed(context):
+        for block, params in self._changed(analyses):
             if (cache := cache_of(block.k)) is not None:
                 factors = _factors(block, params)
                 assert isinstance(factors, CollaborativeFactors)
@@ -246,11 +254,12 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 shapes |= {value.name or "": shape for value in (cache.past[0], cache.present)}
         return shapes
 
-    def prepare(self, context: GraphContext) -> None:
-        decompose_fused(context, self.targets.keys())
+    def prepare(self, analyses: Analyses) -> None:
+        """Decompose fused targets: the scores inside a fused operator cannot be replaced."""
+        decompose_fused(analyses, self.targets.keys())
 
-    def rewrite(self, targets: AttentionTargets[SharedDimensions], context: GraphContext) -> None:
-        info = small_shapes(context)
+    def rewrite(self, targets: AttentionTargets[SharedDimensions], analyses: Analyses) -> None:
+        info = small_shapes(analyses)
         factored = [(block, params, _factors(block, params)) for block, params in targets]
         uses = Counter(id(factors.key) for _, _, factors in factored)
         for block, params, factors in factored:
@@ -297,6 +306,11 @@ def exact_rank(block: AttentionBlock) -> int:
 
 
 def _check_rank(block: AttentionBlock, rank: int) -> None:
+    """Check that R is from 1 to ``exact_rank``.
+
+    Raises:
+        InvalidArgument: It is not.
+    """
     exact = exact_rank(block)
     if not 1 <= rank <= exact:
         raise InvalidArgument(
@@ -368,12 +382,12 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return KEY_TERM
     if refusal := rotary_or_norm(block):
         return refusal
-    if block.k.weight is None:
+    if not block.k.has_weight:
         return Refusal(
             "external_keys",
             "its keys are inputs of the graph: no projection in the graph computes them",
         )
-    if block.k.past is not None and not caches:
+    if block.k.is_cached and not caches:
         return Refusal(
             "cached", "its cached keys are an input of the graph, made by the original projection"
         )
@@ -392,7 +406,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         )
     if not (block.q.by_sequence and block.k.by_sequence):
         return TOKEN_LAYOUT
-    if block.k.past is not None and (refusal := cache_refusal(block)):
+    if block.k.is_cached and (refusal := cache_refusal(block)):
         return refusal
     if refusal := _scores_refusal(block):
         return refusal
@@ -498,7 +512,7 @@ def _unpack_values(block: AttentionBlock) -> None:
     packed = not {*v.nodes}.isdisjoint((*block.q.nodes, *block.k.nodes))
     if not packed or not v.by_sequence or v.output is None:
         return
-    if v.past is None and v.layout != "B T H*K":
+    if not v.is_cached and v.layout != "B T H*K":
         # Before the first that may read them: Shape nodes come before the scores.
         make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
         values = emit_heads(make, v, v.scale)

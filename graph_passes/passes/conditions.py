@@ -21,9 +21,9 @@ __all__ = [
 
 
 def refuse_quantized_weights(block: AttentionBlock) -> Refusal | None:
-    """Why a block with a quantized weight is refused; None if no weight is quantized."""
+    """Why the weights of a block cannot be rewritten: one is quantized; None if none is."""
     for name, part in (("queries", block.q), ("keys", block.k), ("values", block.v)):
-        if part.product is not None:
+        if part.is_quantized:
             what = f"its {name} are projected by quantized weights"
             return Refusal("quantized", f"{what}: {REWRITE_FIRST}")
     if block.output is not None and block.output.is_quantized:
@@ -33,7 +33,7 @@ def refuse_quantized_weights(block: AttentionBlock) -> Refusal | None:
 
 
 def caller_reads(block: AttentionBlock) -> Refusal | None:
-    """Whether an output of the graph is a value that the rewrite would remove or change."""
+    """Why heads cannot be removed: an output of the graph holds values of the block; else None."""
     values = [v for part in (block.k, block.v) for node in part.nodes for v in node.outputs]
     if block.logits is None:
         values += block.product.outputs[1:]
@@ -49,7 +49,7 @@ def caller_reads(block: AttentionBlock) -> Refusal | None:
 
 
 def no_output_projection(block: AttentionBlock) -> Refusal | None:
-    """Whether the context is read by anything but an output projection."""
+    """Why the output of a block cannot be rewritten: no output projection is matched; else None."""
     if block.output is None:
         return Refusal(
             "no_output_projection", "its context is not the direct input of an output projection"
@@ -58,7 +58,7 @@ def no_output_projection(block: AttentionBlock) -> Refusal | None:
 
 
 def rotary_or_norm(block: AttentionBlock) -> Refusal | None:
-    """Whether rotary embeddings or q/k norm are applied to the projections."""
+    """Why projections are not multiplied as they are: rotary positions or q/k norm; else None."""
     parts = (block.q, block.k, block.v)
     if any(part.rotary_terms for part in parts):
         return Refusal(
@@ -70,7 +70,7 @@ def rotary_or_norm(block: AttentionBlock) -> Refusal | None:
 
 
 def no_probabilities(block: AttentionBlock) -> Refusal | None:
-    """Whether no value of the graph holds the block's own probabilities by head."""
+    """Why the probabilities of a block cannot be read: no value holds them by head; else None."""
     if block.own_probabilities is None:
         return Refusal(
             "probability_layout",
@@ -80,7 +80,7 @@ def no_probabilities(block: AttentionBlock) -> Refusal | None:
 
 
 def reused_elsewhere(block: AttentionBlock, blocks: Sequence[AttentionBlock]) -> Refusal | None:
-    """Whether another block reuses the probabilities of this one."""
+    """Why a block must keep its probabilities: another one reuses them; None if none does."""
     owners: dict[ir.Value | None, str] = {}
     for other in blocks:
         for value in (other.probabilities, other.own_probabilities):

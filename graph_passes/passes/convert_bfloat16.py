@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.operator_sets import GELUS, MICROSOFT
 from graph_passes.analysis.shapes import set_missing_types
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import remove_unused
 from graph_passes.passes.base import RewritePass
 
@@ -79,12 +79,11 @@ class ToBfloat16(RewritePass):
 
     lossy: ClassVar[bool] = True
 
-    def requires(self, model: ir.Model) -> None:
-        spread_types(model)
-        super().requires(model)
+    def prepare(self, analyses: Analyses) -> None:
+        spread_types(analyses.model)
 
-    def rewrite_graph(self, context: GraphContext) -> bool:
-        model = context.model
+    def rewrite_graph(self, analyses: Analyses) -> bool:
+        model = analyses.model
         opset = model.opset_imports.get("", 0)
         nodes = list(model.graph.all_nodes())
         converted, half = set[ir.Node](), set[ir.Value]()

@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock, Projection
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.emit.heads import emit_heads
 from graph_passes.emit.probabilities import emit_softmax
@@ -39,27 +39,27 @@ class DecomposeAttention(AttentionPass[NoParams]):
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: NoParams | None, context: GraphContext
+        cls, block: AttentionBlock, params: NoParams | None, analyses: Analyses
     ) -> Refusal | None:
         return decomposition_refusal(block)
 
-    def rewrite(self, targets: AttentionTargets[NoParams], context: GraphContext) -> None:
-        info = small_shapes(context)
+    def rewrite(self, targets: AttentionTargets[NoParams], analyses: Analyses) -> None:
+        info = small_shapes(analyses)
         for block, _ in targets:
             _decompose(block, info)
 
 
-def decompose_fused(context: GraphContext, names: Collection[str]) -> None:
+def decompose_fused(analyses: Analyses, names: Collection[str]) -> None:
     """Decompose the named blocks whose scores or probabilities are inside an operator."""
     fused = [
         block.name
-        for block in context.get(find_attention)[0]
+        for block in analyses.get(find_attention)[0]
         if block.name in names
         and (block.logits is None or block.probabilities is None)
         and decomposition_refusal(block) is None
     ]
     if fused:
-        DecomposeAttention(fused)(context.model)
+        DecomposeAttention(fused)(analyses.model)
 
 
 def decomposition_refusal(block: AttentionBlock) -> Refusal | None:

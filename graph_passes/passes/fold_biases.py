@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import (
     constant_array,
     constant_shape,
@@ -15,7 +16,6 @@ from graph_passes.analysis.constants import (
     is_constant,
 )
 from graph_passes.analysis.operator_sets import MICROSOFT
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused
 from graph_passes.passes.base import RewritePass, pin_all_names
 
@@ -35,10 +35,10 @@ class FoldBiases(RewritePass):
 
     name: ClassVar[str] = "fold_biases"
 
-    def rewrite_graph(self, context: GraphContext) -> bool:
-        model, modified = context.model, False
+    def rewrite_graph(self, analyses: Analyses) -> bool:
+        model, modified = analyses.model, False
         # Names may come from the biases: plans and blocks in float32 refer to them.
-        pin_all_names(context)
+        pin_all_names(analyses)
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
                 match = _match(node)
@@ -51,16 +51,21 @@ class FoldBiases(RewritePass):
 
 @dataclass(frozen=True, eq=False)
 class _Map:
-    """z = r W + c; ``node`` adds c, its input ``place``."""
+    """A linear map z = r W + c of the norm's output r.
+
+    Attributes:
+        weight: W.
+        node: The node that adds c, its input ``place``.
+    """
 
     weight: ir.Value
     node: ir.Node
     place: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Match:
-    """The nodes of one bias.
+    """A bias b that can be moved into a norm; letters as in ``FoldBiases``.
 
     Attributes:
         total: The node of y; its input ``place`` is ``product + bias``.
@@ -78,6 +83,7 @@ class _Match:
 
 
 def _match(total: ir.Node) -> _Match | None:
+    """Match the addition of a residual, y = (p + b) + r; None for other nodes."""
     if (total.domain, total.op_type) != ("", "Add"):
         return None
     for place in (0, 1):
@@ -95,7 +101,9 @@ def _match(total: ir.Node) -> _Match | None:
         maps = _maps(residual, total)
         if maps is None or product is None or bias is None or product is residual:
             continue
-        return _Match(total, place, product, bias, norm, beta, maps)
+        return _Match(
+            total=total, place=place, product=product, bias=bias, norm=norm, beta=beta, maps=maps
+        )
     return None
 
 
@@ -145,6 +153,7 @@ def _maps(residual: ir.Value, total: ir.Node) -> tuple[_Map, ...] | None:
 
 
 def _map(user: ir.Node, place: int) -> _Map | None:
+    """Match a node that reads r, as its input ``place``, as a map with a bias; else None."""
     if place != 0 or len(user.inputs) < 2 or not _is_float(user.inputs[1], 2):
         return None
     weight = user.inputs[1]
@@ -163,6 +172,7 @@ def _map(user: ir.Node, place: int) -> _Map | None:
 
 
 def _fold(match: _Match) -> None:
+    """Add b to the norm, subtract b W_i from the bias of each map, and remove b."""
     bias = constant_array(match.bias).astype(np.float64)
     for linear in match.maps:
         shift = bias @ constant_array(linear.weight).astype(np.float64)

@@ -7,6 +7,7 @@ from typing import ClassVar, get_args
 
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
@@ -17,7 +18,6 @@ from graph_passes.blocks import (
     Scaled,
     Weighted,
 )
-from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal
 from graph_passes.emit.fused_attention import (
     LOW,
@@ -80,20 +80,20 @@ class FuseAttention(AttentionPass[FusedOperator]):
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: FusedOperator | None, context: GraphContext
+        cls, block: AttentionBlock, params: FusedOperator | None, analyses: Analyses
     ) -> Refusal | None:
-        opsets, shapes = context.model.opset_imports, small_shapes(context)
+        opsets, shapes = analyses.model.opset_imports, small_shapes(analyses)
         forms: Sequence[FusedOperator] = get_args(FusedOperator) if params is None else (params,)
         refusals = [fusion_refusal(block, form, shapes, opsets) for form in forms]
         return None if None in refusals else refusals[0]
 
-    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
-        forms = {form for _, form in self._changed(context)}
+    def expected_interface(self, before: Interface, analyses: Analyses) -> Interface:
+        forms = {form for _, form in self._changed(analyses)}
         return before.with_opset(MICROSOFT, 1) if forms - {"onnx"} else before
 
-    def rewrite(self, targets: AttentionTargets[FusedOperator], context: GraphContext) -> None:
+    def rewrite(self, targets: AttentionTargets[FusedOperator], analyses: Analyses) -> None:
         blocks = [block for block, _ in targets]
-        emit_fused_blocks(context.model, self.targets, blocks, small_shapes(context))
+        emit_fused_blocks(analyses.model, self.targets, blocks, small_shapes(analyses))
 
 
 def fusion_refusal(
@@ -146,7 +146,7 @@ def fusion_refusal(
             "dtype",
             f"its projections hold {names}, and the operator takes one of float and half types",
         )
-    if projects_inside and any(part.product is not None for part in parts):
+    if projects_inside and any(part.is_quantized for part in parts):
         return refuse_quantized_weights(block)
     if projects_inside and not block.q.input is block.k.input is block.v.input:
         return Refusal(
@@ -162,7 +162,7 @@ def _shared_refusal(block: AttentionBlock) -> Refusal | None:
             "probabilities_shared",
             "its scores or probabilities are read by another layer, or are an output",
         )
-    parts = [part for part in (block.q, block.k, block.v) if part.product is None]
+    parts = [part for part in (block.q, block.k, block.v) if not part.is_quantized]
     if _escapes(block, [node for part in parts for node in part.nodes]):
         return Refusal(
             "projections_shared",

@@ -9,12 +9,12 @@ from typing import ClassVar, Literal
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import FLOATS, constant_array, constant_type, is_constant
 from graph_passes.analysis.evaluation import evaluate
 from graph_passes.analysis.operator_sets import FLATTENS, MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets, NoParams, small_shapes
@@ -51,17 +51,17 @@ class FuseGelu(FeedForwardPass[NoParams]):
 
     @classmethod
     def refusal(
-        cls, block: FeedForwardBlock, params: NoParams | None, context: GraphContext
+        cls, block: FeedForwardBlock, params: NoParams | None, analyses: Analyses
     ) -> Refusal | None:
-        return gelu_refusal(block, small_shapes(context), context.model.opset_imports)
+        return gelu_refusal(block, small_shapes(analyses), analyses.model.opset_imports)
 
-    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
+    def expected_interface(self, before: Interface, analyses: Analyses) -> Interface:
         return before.with_opset(MICROSOFT, 1) if self.targets else before
 
-    def rewrite(self, targets: FeedForwardTargets[NoParams], context: GraphContext) -> None:
-        opsets = context.model.opset_imports
+    def rewrite(self, targets: FeedForwardTargets[NoParams], analyses: Analyses) -> None:
+        opsets = analyses.model.opset_imports
         for block, _ in targets:
-            gelu = _gelu(block, small_shapes(context), opsets)
+            gelu = _gelu(block, small_shapes(analyses), opsets)
             assert gelu is not None
             operator, value = gelu
             activation = _activation(block)
@@ -84,11 +84,11 @@ def _activation(block: FeedForwardBlock) -> ir.Value:
 
 def fusible_gelus(model: ir.Model) -> list[str]:
     """The names of the feed-forwards in the main graph whose activation can be one operator."""
-    with GraphContext.of(model) as context:
+    with Analyses.of(model) as analyses:
         return [
             block.name
-            for block in FuseGelu.find(context)
-            if block.graph is model.graph and FuseGelu.refusal(block, None, context) is None
+            for block in FuseGelu.find(analyses)
+            if block.graph is model.graph and FuseGelu.refusal(block, None, analyses) is None
         ]
 
 

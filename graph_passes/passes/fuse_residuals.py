@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import is_constant
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.passes.base import RewritePass
 
@@ -27,14 +27,14 @@ class FuseResiduals(RewritePass):
 
     name: ClassVar[str] = "fuse_residuals"
 
-    def rewrite_graph(self, context: GraphContext) -> bool:
-        norms = find_residuals(context.model)
+    def rewrite_graph(self, analyses: Analyses) -> bool:
+        norms = find_residuals(analyses.model)
         for added in dict.fromkeys(norm.inputs[0] for norm in norms):
             node = None if added is None else added.producer()
             assert added is not None and node is not None and isinstance(node.graph, ir.Graph)
             make = Inserter(node.graph, node, f"{added.name}/residual")
             replace_uses(added, make.op("Sum", list(node.inputs), "sum"))
-        remove_unused(context.model)
+        remove_unused(analyses.model)
         return bool(norms)
 
 

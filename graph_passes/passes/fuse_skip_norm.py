@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import (
     FLOATS,
     constant_array,
@@ -16,7 +17,6 @@ from graph_passes.analysis.constants import (
 )
 from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at, infer_shapes_small
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.passes.base import RewritePass, pin_all_names, small_shapes
 from graph_passes.passes.fuse_residuals import find_residuals
@@ -40,25 +40,25 @@ class FuseSkipNorm(RewritePass):
 
     name: ClassVar[str] = "fuse_skip_norm"
 
-    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
-        return before.with_opset(MICROSOFT, 1) if _fusible(context) else before
+    def expected_interface(self, before: Interface, analyses: Analyses) -> Interface:
+        return before.with_opset(MICROSOFT, 1) if _fusible(analyses) else before
 
-    def rewrite_graph(self, context: GraphContext) -> bool:
-        norms, info = _fusible(context), small_shapes(context)
+    def rewrite_graph(self, analyses: Analyses) -> bool:
+        norms, info = _fusible(analyses), small_shapes(analyses)
         if norms:
-            pin_all_names(context)  # they may come from the biases: plans refer to them
-            context.model.opset_imports.setdefault(MICROSOFT, 1)
+            pin_all_names(analyses)  # they may come from the biases: plans refer to them
+            analyses.model.opset_imports.setdefault(MICROSOFT, 1)
         for norm in norms:
             _fuse(norm, info)
-        remove_unused(context.model)
+        remove_unused(analyses.model)
         return bool(norms)
 
 
-def _fusible(context: GraphContext) -> list[ir.Node]:
+def _fusible(analyses: Analyses) -> list[ir.Node]:
     """The norms to fuse: the first of each sum."""
-    info, norms = small_shapes(context), dict[ir.Value | None, ir.Node]()
-    for norm in find_residuals(context.model):
-        if _applies(norm, info) and not _may_broadcast(norm, context.get(_with_axes_of_one)):
+    info, norms = small_shapes(analyses), dict[ir.Value | None, ir.Node]()
+    for norm in find_residuals(analyses.model):
+        if _applies(norm, info) and not _may_broadcast(norm, analyses.get(_with_axes_of_one)):
             norms.setdefault(norm.inputs[0], norm)
     return list(norms.values())
 

@@ -27,11 +27,15 @@ class CacheShape(NamedTuple):
     size: int
 
 
-Signature = tuple[str, str, tuple[str, ...] | None]
-"""The name, type and axes of an input or an output."""
+class Signature(NamedTuple):
+    """An input or an output; its axes are None if its rank is unknown."""
+
+    name: str
+    type: str
+    axes: tuple[str, ...] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Interface:
     """Inputs, outputs and opsets of a model, and the names of its initializers."""
 
@@ -49,14 +53,14 @@ class Interface:
         """
 
         def resized(value: Signature) -> Signature:
-            name, dtype, axes = value
-            if axes is None or (shape := caches.get(name)) is None:
+            axes = value.axes
+            if axes is None or (shape := caches.get(value.name)) is None:
                 return value
-            return name, dtype, (axes[0], str(shape.heads), axes[2], str(shape.size))
+            return value._replace(axes=(axes[0], str(shape.heads), axes[2], str(shape.size)))
 
         removed = {name for name, shape in caches.items() if shape is None}
         inputs, outputs = (
-            tuple(resized(value) for value in values if value[0] not in removed)
+            tuple(resized(value) for value in values if value.name not in removed)
             for values in (self.inputs, self.outputs)
         )
         return replace(self, inputs=inputs, outputs=outputs)
@@ -72,13 +76,13 @@ def interface(model: ir.Model) -> Interface:
 
     def describe(value: ir.Value) -> Signature:
         axes = None if value.shape is None else tuple(map(str, value.shape))
-        return value.name or "", str(value.type), axes
+        return Signature(value.name or "", str(value.type), axes)
 
     return Interface(
-        tuple(describe(value) for value in model.graph.inputs),
-        tuple(describe(value) for value in model.graph.outputs),
-        tuple(sorted(model.opset_imports.items())),
-        frozenset(model.graph.initializers),
+        inputs=tuple(describe(value) for value in model.graph.inputs),
+        outputs=tuple(describe(value) for value in model.graph.outputs),
+        opsets=tuple(sorted(model.opset_imports.items())),
+        initializers=frozenset(model.graph.initializers),
     )
 
 
@@ -86,7 +90,7 @@ def keeps_inputs_and_outputs(expected: Interface, model: ir.Model) -> list[str]:
     """Names, types and axes of inputs and outputs are those of the expected interface."""
     actual = interface(model)
     changed = [
-        f"{old[0]!r} became {new}"
+        f"{old.name!r} became {tuple(new)}"
         for olds, news in ((expected.inputs, actual.inputs), (expected.outputs, actual.outputs))
         for old, new in zip(olds, news, strict=False)
         if old != new

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
 from graph_passes.emit.editing import Inserter
 from graph_passes.emit.probabilities import emit_probabilities
@@ -56,28 +56,31 @@ class PruneHeads(AttentionPass[HeadMask]):
     lossy: ClassVar[bool] = True
 
     @classmethod
-    def changes(cls, block: AttentionBlock, params: Sequence[int]) -> bool:
+    def validate_params(cls, block: AttentionBlock, params: Sequence[int]) -> None:
         check_mask(block.name, params, block.num_heads)
+
+    @classmethod
+    def changes(cls, block: AttentionBlock, params: Sequence[int]) -> bool:
         return not all(params)
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: Sequence[int] | None, context: GraphContext
+        cls, block: AttentionBlock, params: Sequence[int] | None, analyses: Analyses
     ) -> Refusal | None:
         refusal = (
             refuse_quantized_weights(block)
             or caller_reads(block)
             or no_output_projection(block)
-            or reused_elsewhere(block, cls.find(context))
-            or emission_refusal(block, None if params is None else small_shapes(context))
+            or reused_elsewhere(block, cls.find(analyses))
+            or emission_refusal(block, None if params is None else small_shapes(analyses))
         )
         if refusal is None and params is not None and not any(params):
             return skip_refusal(block)
         return refusal
 
-    def rewrite(self, targets: AttentionTargets[Sequence[int]], context: GraphContext) -> None:
+    def rewrite(self, targets: AttentionTargets[Sequence[int]], analyses: Analyses) -> None:
         for block, mask in targets:
-            _keep_heads(block, np.flatnonzero(np.asarray(mask)), small_shapes(context))
+            _keep_heads(block, np.flatnonzero(np.asarray(mask)), small_shapes(analyses))
 
 
 def check_mask(

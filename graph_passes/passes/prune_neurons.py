@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BeforeValidator, Field, PlainSerializer
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import (
     constant_array,
     constant_shape,
@@ -22,7 +23,6 @@ from graph_passes.analysis.constants import (
 from graph_passes.analysis.operator_sets import REWRITE_FIRST
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import last_entry, slice_bounds
@@ -94,7 +94,7 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
     lossy: ClassVar[bool] = True
 
     @classmethod
-    def changes(cls, block: FeedForwardBlock, params: Sequence[int]) -> bool:
+    def validate_params(cls, block: FeedForwardBlock, params: Sequence[int]) -> None:
         check_mask(block.name, params, block.num_neurons, "neuron")
         if not any(params):
             raise InvalidArgument(
@@ -102,17 +102,25 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
                 "keep at least one",
                 code="prune_neurons.mask_empty",
             )
+
+    @classmethod
+    def changes(cls, block: FeedForwardBlock, params: Sequence[int]) -> bool:
         return not all(params)
 
     @classmethod
     def refusal(
-        cls, block: FeedForwardBlock, params: Sequence[int] | None, context: GraphContext
+        cls, block: FeedForwardBlock, params: Sequence[int] | None, analyses: Analyses
     ) -> Refusal | None:
         return neurons_refusal(block)
 
-    def check(self, context: GraphContext) -> None:
-        super().check(context)
-        selection = self._selection(self._changed(context))
+    def check(self, analyses: Analyses) -> None:
+        """Also check that blocks that share weights lose the same neurons.
+
+        Raises:
+            CannotRewrite: A block is refused, or another node reads its weights.
+        """
+        super().check(analyses)
+        selection = self._selection(self._changed(analyses))
         cuts = _cuts(selection)
         for block, _ in selection:
             if reader := _read_elsewhere(block, cuts):
@@ -123,9 +131,9 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
                     code="prune_neurons.shared_weights",
                 )
 
-    def rewrite(self, targets: FeedForwardTargets[Sequence[int]], context: GraphContext) -> None:
+    def rewrite(self, targets: FeedForwardTargets[Sequence[int]], analyses: Analyses) -> None:
         selection = self._selection(targets)
-        info = small_shapes(context)
+        info = small_shapes(analyses)
         makers = {
             block: Inserter(block.graph, block.product, f"{block.name}/pruned")
             for block, _ in selection

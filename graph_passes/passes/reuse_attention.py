@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 from pydantic import Field
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
 from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import heads_refusal
@@ -21,7 +21,7 @@ from graph_passes.emit.probabilities import (
     probabilities_by_head,
     probabilities_type,
 )
-from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.matching.equivalence import have_equal_masks
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import (
@@ -37,6 +37,7 @@ __all__ = [
     "Edges",
     "ReuseAttention",
     "ReusedHeads",
+    "SourceHead",
     "check_edges",
     "renumbered",
     "reuse_refusal",
@@ -45,8 +46,11 @@ __all__ = [
 
 _HeadIndex = Annotated[int, Field(ge=0)]
 
-ReusedHeads = Mapping[_HeadIndex, tuple[str, _HeadIndex]]
-"""For each reusing head, the earlier layer and the head whose probabilities it reuses."""
+SourceHead = tuple[str, _HeadIndex]
+"""A layer and one of its heads, whose probabilities are reused."""
+
+ReusedHeads = Mapping[_HeadIndex, SourceHead]
+"""For each reusing head, the head of an earlier layer whose probabilities it reuses."""
 
 Edges = Mapping[str, ReusedHeads]
 """``ReusedHeads`` by layer."""
@@ -78,9 +82,9 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: ReusedHeads | None, context: GraphContext
+        cls, block: AttentionBlock, params: ReusedHeads | None, analyses: Analyses
     ) -> Refusal | None:
-        blocks = list(cls.find(context))
+        blocks = list(cls.find(analyses))
         if refusal := reused_elsewhere(block, blocks):
             return refusal
         if params is None:
@@ -88,7 +92,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
             return reuse_refusal(block, blocks[:place])
         by_name = {other.name: other for other in blocks}
         runs = [
-            small_shapes(context, distinct_lengths=distinct_lengths)
+            small_shapes(analyses, distinct_lengths=distinct_lengths)
             for distinct_lengths in (False, True)
         ]
         for source in dict.fromkeys(source for source, _ in params.values()):
@@ -100,29 +104,23 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
             return emission_refusal(block, runs[0])
         return None
 
-    def check(self, context: GraphContext) -> None:
-        check_edges(self.targets, self.find(context))
-        super().check(context)
+    def validate(self, analyses: Analyses) -> None:
+        """Check the edges of all targets together: a source must not be reused itself.
 
-    def requires(self, model: ir.Model) -> None:
-        # The check compares masks in plain operators, which fused blocks hide: they are decomposed
-        # here, because ``prepare`` runs after the check. Decomposing is exact, so a model whose
-        # reuse is then refused still computes the same.
+        Raises:
+            InvalidArgument: An edge is not from a head to an exact head of an earlier layer.
+        """
+        check_edges(self.targets, self.find(analyses))
+        super().validate(analyses)
+
+    def prepare(self, analyses: Analyses) -> None:
+        """Decompose fused targets and sources: only plain operators show their masks."""
         sources = {source for heads in self.targets.values() for source, _ in heads.values()}
-        with GraphContext.of(model) as context:
-            decompose_fused(context, sources | self.targets.keys())
-            super().requires(model)
-            for block in self.find(context):
-                if block.name in sources and block.own_probabilities is None:
-                    raise CannotRewrite(
-                        f"{block.name}: its probabilities are inside a fused operator",
-                        "choose another source",
-                        code="reuse_attention.source",
-                    )
+        decompose_fused(analyses, sources | self.targets.keys())
 
-    def rewrite(self, targets: AttentionTargets[ReusedHeads], context: GraphContext) -> None:
-        by_name = {block.name: block for block in self.find(context)}
-        available = _Available(small_shapes(context), by_name)
+    def rewrite(self, targets: AttentionTargets[ReusedHeads], analyses: Analyses) -> None:
+        by_name = {block.name: block for block in self.find(analyses)}
+        available = _Available(small_shapes(analyses), by_name)
         for block, heads in targets:
             _reuse(block, heads, available)
 
@@ -237,15 +235,26 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
                 )
 
 
+class _Probabilities(NamedTuple):
+    """Probabilities (B, h, S, T) of some heads of a layer.
+
+    Attributes:
+        places: The index of each of these heads on the axis h.
+    """
+
+    value: ir.Value
+    places: Mapping[int, int]
+
+
 @dataclass(frozen=True, eq=False)
 class _Available:
-    """Probabilities (B, h, S, T) of the layers emitted so far, and the heads that they hold."""
+    """The probabilities of the layers emitted so far, by layer."""
 
     info: ShapeInfo
     blocks: Mapping[str, AttentionBlock]
-    values: dict[str, tuple[ir.Value, dict[int, int]]] = field(default_factory=dict)
+    values: dict[str, _Probabilities] = field(default_factory=dict[str, _Probabilities])
 
-    def of(self, name: str, before: ir.Node) -> tuple[ir.Value, dict[int, int]]:
+    def of(self, name: str, before: ir.Node) -> _Probabilities:
         """Return a layer's probabilities; nodes that emit them are inserted before ``before``."""
         if name not in self.values:
             block = self.blocks[name]
@@ -255,12 +264,11 @@ class _Available:
 
     def put(self, block: AttentionBlock, value: ir.Value, heads: np.ndarray) -> None:
         """Record the heads of a layer that compute probabilities, in order."""
-        self.values[block.name] = value, {head: i for i, head in enumerate(heads.tolist())}
+        places = {head: place for place, head in enumerate(heads.tolist())}
+        self.values[block.name] = _Probabilities(value, places)
 
 
-def _reuse(
-    block: AttentionBlock, edges: Mapping[int, tuple[str, int]], available: _Available
-) -> None:
+def _reuse(block: AttentionBlock, edges: Mapping[int, SourceHead], available: _Available) -> None:
     """Emit a block with its own heads first, then the reused heads, grouped by source."""
     assert block.output is not None
     product = block.output.nodes[-1]

@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import constant_array
 from graph_passes.analysis.shapes import ShapeInfo
-from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
+from graph_passes.blocks import AttentionBlock, OutputProjection
 from graph_passes.emit.affine import emit_affine, emit_constant
 from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import TOKEN_LAYOUT
@@ -53,7 +53,7 @@ class AffineMap:
     bias: Float[np.ndarray, " N"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Skipped:
     """A removed attention: the map from ``input`` to ``output`` that replaces it."""
 
@@ -112,18 +112,20 @@ class SkipAttention(AttentionPass[Replacement]):
     lossy: ClassVar[bool] = True
 
     @classmethod
+    def validate_params(cls, block: AttentionBlock, params: Replacement) -> None:
+        if params.map is not None and block.output is not None:  # else the block is refused
+            _check_shapes(block, block.output, params.map)
+
+    @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: Replacement | None, context: GraphContext
+        cls, block: AttentionBlock, params: Replacement | None, analyses: Analyses
     ) -> Refusal | None:
         refusal = caller_reads(block) or skip_refusal(block)
-        refusal = refusal or reused_elsewhere(block, cls.find(context))
-        if refusal is None and params is not None and params.map is not None:
-            _check_shapes(block, params.map)
-        return refusal
+        return refusal or reused_elsewhere(block, cls.find(analyses))
 
-    def rewrite(self, targets: AttentionTargets[Replacement], context: GraphContext) -> None:
+    def rewrite(self, targets: AttentionTargets[Replacement], analyses: Analyses) -> None:
         for block, params in targets:
-            emit_skip(block, params.map_for(block), small_shapes(context))
+            emit_skip(block, params.map_for(block), small_shapes(analyses))
 
 
 def skip_refusal(block: AttentionBlock) -> Refusal | None:
@@ -140,9 +142,13 @@ def skip_refusal(block: AttentionBlock) -> Refusal | None:
     return None
 
 
-def _check_shapes(block: AttentionBlock, affine: AffineMap) -> None:
-    assert block.output is not None
-    sizes = (block.input_size, block.output.matrix().shape[1])
+def _check_shapes(block: AttentionBlock, output: OutputProjection, affine: AffineMap) -> None:
+    """Check that a map has the input and output size of a block.
+
+    Raises:
+        InvalidArgument: It has other sizes.
+    """
+    sizes = (block.input_size, output.matrix().shape[1])
     weight = None if affine.weight is None else affine.weight.shape
     if weight not in (None, sizes) or affine.bias.shape != sizes[1:]:
         raise InvalidArgument(
@@ -154,7 +160,7 @@ def _check_shapes(block: AttentionBlock, affine: AffineMap) -> None:
 
 
 def emit_skip(block: AttentionBlock, affine: AffineMap, info: ShapeInfo) -> None:
-    """Replace a block by a map."""
+    """Replace an attention block by an affine map of its input."""
     assert block.output is not None
     _emit(block.output.nodes[-1], block.name, block.x, affine, block.output.output, info)
 
@@ -196,7 +202,13 @@ def _skipped(name: str, nodes: list[ir.Node]) -> Skipped | None:
         weight, bias = None, constant_array(_input(end, 0))
     else:
         return None
-    return Skipped(name, tokens, AffineMap(weight, bias), nodes[-1].outputs[0], tuple(nodes))
+    return Skipped(
+        name=name,
+        input=tokens,
+        affine=AffineMap(weight, bias),
+        output=nodes[-1].outputs[0],
+        nodes=tuple(nodes),
+    )
 
 
 def _named(by_name: Mapping[str, ir.Node], part: str) -> ir.Node | None:

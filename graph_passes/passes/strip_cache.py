@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import cached_axes, named_axes
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite
 from graph_passes.passes.base import RewritePass
@@ -33,8 +33,8 @@ class StripCache(RewritePass):
 
     name: ClassVar[str] = "strip_cache"
 
-    def check(self, context: GraphContext) -> None:
-        graph = context.model.graph
+    def check(self, analyses: Analyses) -> None:
+        graph = analyses.model.graph
         caches = _find_caches(graph)
         if not caches:
             raise _refused("no input is a cache that is only joined with new keys or values")
@@ -47,22 +47,22 @@ class StripCache(RewritePass):
         if _batch_source(graph, caches) is None:
             raise _refused("no other input has the batch axis of the caches")
 
-    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
-        stripped = super().expected_interface(before, context)
-        new = _new_lengths(context.model.graph)
+    def expected_interface(self, before: Interface, analyses: Analyses) -> Interface:
+        stripped = super().expected_interface(before, analyses)
+        new = _new_lengths(analyses.model.graph)
         inputs = tuple(
-            (name, dtype, axes and tuple(new.get(axis, axis) for axis in axes))
-            for name, dtype, axes in stripped.inputs
+            value._replace(axes=value.axes and tuple(new.get(axis, axis) for axis in value.axes))
+            for value in stripped.inputs
         )
         return replace(stripped, inputs=inputs)
 
-    def caches(self, context: GraphContext) -> Mapping[str, CacheShape | None]:
-        caches = _find_caches(context.model.graph)
+    def caches(self, analyses: Analyses) -> Mapping[str, CacheShape | None]:
+        caches = _find_caches(analyses.model.graph)
         values = [*(cache.past for cache in caches), *_presents(caches)]
         return {value.name or "": None for value in values}
 
-    def rewrite_graph(self, context: GraphContext) -> bool:
-        model, graph = context.model, context.model.graph
+    def rewrite_graph(self, analyses: Analyses) -> bool:
+        model, graph = analyses.model, analyses.model.graph
         caches, new = _find_caches(graph), _new_lengths(graph)
         presents, batch = _presents(caches), _batch_source(graph, caches)
         assert batch is not None
@@ -156,8 +156,16 @@ def _presents(caches: list[_Cache]) -> set[ir.Value]:
     return {value for value in (*joined, *copies) if value.is_graph_output()}
 
 
-def _batch_source(graph: ir.Graph, caches: list[_Cache]) -> tuple[ir.Value, int, int] | None:
-    """An input that stays, its axis with the batch of the caches, and the next axis."""
+class _BatchAxis(NamedTuple):
+    """The axes from ``start`` to ``stop`` (excluded) of an input: its batch."""
+
+    input: ir.Value
+    start: int
+    stop: int
+
+
+def _batch_source(graph: ir.Graph, caches: list[_Cache]) -> _BatchAxis | None:
+    """The axis of an input that stays which has the batch of the caches; None if there is none."""
     axes = {
         str(size)
         for cache in caches
@@ -168,7 +176,7 @@ def _batch_source(graph: ir.Graph, caches: list[_Cache]) -> tuple[ir.Value, int,
     for value in graph.inputs:
         for axis, size in enumerate(value.shape or ()):
             if value not in pasts and (str(size) in axes or not axes):
-                return value, axis, axis + 1
+                return _BatchAxis(value, axis, axis + 1)
     return None
 
 

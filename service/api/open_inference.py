@@ -61,28 +61,34 @@ UNSUPPORTED = {
     "sequence_id": SEQUENCES,
     "sequence_start": SEQUENCES,
     "sequence_end": SEQUENCES,
-    "shared_memory_region": ("shared memory is not served", "send the bytes"),
+    "shared_memory_region": ("shared memory is not supported", "send the tensor in the body"),
     "classification": (
-        "classification is not served here", "ask for the scores, or POST /predict",
+        "classification is not supported", "request the scores, or POST /predict",
     ),
 }  # fmt: skip
-"""Refused parameters of requests and tensors: (what is wrong, how to fix it)."""
+"""Parameters of requests and tensors that are refused: (what is wrong, how to fix it)."""
 
 BINARY = {"schema": {"type": "string", "format": "binary"}}
-"""A body of JSON followed by raw tensors."""
+"""OpenAPI description of a body of JSON that raw tensors follow."""
 
 
 class OutputParameters(Extensible):
+    """Parameters of a requested output."""
+
     binary_data: bool | None = None
     """Send raw bytes after the JSON; overrides ``binary_data_output``."""
 
 
 class RequestedOutput(Body):
+    """An output that the answer contains."""
+
     name: Name
     parameters: OutputParameters = OutputParameters()
 
 
 class InferParameters(Extensible):
+    """Parameters of an inference request."""
+
     binary_data_output: bool | None = None
     """Send outputs as raw bytes after the JSON, unless they set ``binary_data``."""
     timeout: NonNegativeInt | None = None
@@ -114,6 +120,8 @@ class InferResponse(Body):
 
 
 class TensorMetadata(Body):
+    """Name, type and shape of an input or output."""
+
     name: str
     datatype: Datatype
     shape: list[int]
@@ -121,6 +129,8 @@ class TensorMetadata(Body):
 
 
 class ModelMetadata(Body):
+    """The loaded versions of a model, and its inputs and outputs."""
+
     name: str
     versions: list[str]
     platform: str = "onnxruntime_onnx"
@@ -129,11 +139,15 @@ class ModelMetadata(Body):
 
 
 class ModelReady(Body):
+    """Whether a model can run."""
+
     name: str
     ready: bool
 
 
 class ServerMetadata(Body):
+    """Name, version and extensions of the server."""
+
     name: str = "attnserve"
     version: str = __version__
     extensions: tuple[str, ...] = EXTENSIONS
@@ -163,6 +177,7 @@ router = APIRouter(prefix="/v2", tags=["Open Inference Protocol v2"], route_clas
 
 @router.get("")
 async def server_metadata() -> ServerMetadata:
+    """Name, version and extensions of the server."""
     return ServerMetadata()
 
 
@@ -183,6 +198,7 @@ async def ready(request: Request) -> Response:
 
 @model_route(router, "")
 async def model_metadata(request: Request, name: str) -> ModelMetadata:
+    """The loaded versions of a model, and its inputs and outputs."""
     engine = get_engine(request, name)
     return ModelMetadata(
         name=engine.name,
@@ -199,6 +215,7 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
     responses={503: {"model": ModelReady | Error, "description": "The model cannot run."}},
 )
 async def model_ready(request: Request, name: str) -> Response:
+    """Whether the model can run: 200, or 503 with the same body."""
     engine = get_engine(request, name)
     is_ready = request.app.state.repository.runs(engine)
     return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
@@ -256,7 +273,7 @@ def _refuse_unsupported(body: InferRequest) -> None:
     for what, tensors in (("input", body.inputs), ("output", body.outputs)):
         for name, times in Counter(tensor.name for tensor in tensors).items():
             if times > 1:
-                raise InvalidData(f"{what} {name!r} is given {times} times")
+                raise InvalidData(f"{what} {name!r} is given {times} times", "give it once")
         for tensor in tensors:
             _refuse_extensions(f"{what} {tensor.name!r}", tensor.parameters)
     _refuse_extensions("parameters", body.parameters)

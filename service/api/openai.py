@@ -57,7 +57,10 @@ Inputs = Annotated[
 
 
 class EmbeddingsRequest(VectorOptions):
-    """OpenAI's request for embeddings, which has no ``prompt_name``. Unknown fields are refused."""
+    """OpenAI's request for embeddings, with the extension ``prompt_name``.
+
+    Unknown fields are refused.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -70,12 +73,16 @@ class EmbeddingsRequest(VectorOptions):
 
 
 class Embedding(Body):
+    """The vector of one input: numbers, or base64 text."""
+
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
 
 
 class OpenAIUsage(Body):
+    """Numbers of tokens without padding; both are equal."""
+
     prompt_tokens: int
     total_tokens: int
 
@@ -90,6 +97,8 @@ class EmbeddingsResponse(Body):
 
 
 class ModelCard(Body):
+    """A loaded model."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -98,11 +107,15 @@ class ModelCard(Body):
 
 
 class ModelCards(Body):
+    """The loaded models."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class OpenAIErrorDetail(Body):
+    """An error: its text, type, field and code."""
+
     message: str
     type: str
     param: str | None

@@ -43,6 +43,8 @@ class RerankRequest(TextBody):
 
 
 class Rank(Body):
+    """The score of one text."""
+
     index: int
     """Position of the text in the request."""
     score: float
@@ -57,6 +59,8 @@ def _texts_of(value: Any) -> Any:
 
 
 class CohereDocument(Body):
+    """The text of a document."""
+
     text: str
 
 
@@ -77,6 +81,8 @@ class CohereRequest(Body):
 
 
 class CohereResult(Body):
+    """The score of one document; ``index`` is its position in the request."""
+
     index: int
     relevance_score: float
     """The activation of the model for the logit; the sigmoid, 0 to 1, if none."""
@@ -84,6 +90,8 @@ class CohereResult(Body):
 
 
 class CohereUsage(Body):
+    """The number of tokens, without padding."""
+
     total_tokens: int
 
 

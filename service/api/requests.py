@@ -193,7 +193,9 @@ def _decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
     try:
         unpacked = unpacker.decompress(body, limit + 1)
     except zlib.error as error:
-        raise MalformedRequest(f"the body is not {encoding}: {error}") from error
+        raise MalformedRequest(
+            f"the body is not {encoding}: {error}", "send it as content-encoding says"
+        ) from error
     if len(unpacked) > limit:
         raise TooLarge(f"the decompressed body is larger than {limit} bytes", "split the request")
     if not unpacker.eof or unpacker.unused_data:
@@ -248,7 +250,8 @@ async def run(
     longest = max(settings.max_timeout_ms, settings.timeout_ms)
     if not 0 < timeout_ms <= longest:
         raise InvalidData(
-            f"x-timeout-ms is {timeout!r}: expected milliseconds above 0, at most {longest:g}"
+            f"x-timeout-ms is {timeout!r}: expected milliseconds above 0, at most {longest:g}",
+            "send a number in this range, or leave the header out",
         )
     timeout_s = min(timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf)
     deadline = request.state.started + timeout_s

@@ -34,6 +34,8 @@ def _no_bytes(value: Any) -> Any:
 
 
 class TensorParameters(Extensible):
+    """Parameters of a tensor."""
+
     binary_data_size: NonNegativeInt | None = None
     """Size in bytes of this tensor after the JSON, instead of ``data``."""
 

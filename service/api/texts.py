@@ -90,36 +90,50 @@ class TokenizeRequest(TextBody):
 
 
 class Usage(Body):
+    """The number of tokens of a request."""
+
     tokens: int
     """Including special tokens, excluding padding."""
 
 
 class Prediction(Body):
+    """A class with its score."""
+
     label: str
     score: float
 
 
 class TextResponse(Body):
+    """Shared fields of answers to requests with texts."""
+
     model: str
     usage: Usage
 
 
 class PredictResponse(TextResponse):
+    """The classes of each text."""
+
     predictions: list[list[Prediction]]
     """For each text, most likely class first."""
 
 
 class SimilarityResponse(TextResponse):
+    """The similarities of pairs of texts."""
+
     similarities: list[float]
     """Cosine similarities, in the order of the request."""
 
 
 class TokenizeResponse(TextResponse):
+    """The token ids of each text."""
+
     tokens: list[list[int]]
     """Token ids of each text, including special tokens."""
 
 
 class EmbedResponse(TextResponse):
+    """The embeddings of texts."""
+
     embeddings: list[list[float]]
     """One vector per text, in the order of the request."""
 
@@ -149,7 +163,11 @@ async def embed_texts(
             field="prompt_name",
         )
     if name is not None and not all(isinstance(text, str) for text in texts):
-        raise InvalidField("prompt_name is for texts, not token ids", field="prompt_name")
+        raise InvalidField(
+            f"prompt_name is {name!r}, but the input has token ids: expected texts",
+            "send texts, or leave prompt_name out",
+            field="prompt_name",
+        )
     prompt = artifact.prompt() if name is None else artifact.prompts[name]
     prompted = [prompt + text if isinstance(text, str) else text for text in texts]
     answer = await run(request, engine.run_task, "embed", prompted, truncate=truncate)
@@ -211,7 +229,7 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     )
     vectors = vectors.astype(np.float64)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
-    # Of the distinct texts, which are limited: there may be many more pairs.
+    # All products of distinct texts: their number is limited, and there may be many more pairs.
     cosines = np.clip(vectors @ vectors.T, -1, 1)[left, right]
     content = {"similarities": cosines, **_model_and_usage(engine, answer.tokens)}
     return await respond(request, engine, answer, content)
@@ -233,9 +251,11 @@ def _model_and_usage(engine: Engine, tokens: int) -> dict[str, Any]:
 
 def _pairs(body: SimilarityRequest) -> tuple[list[str], Sequence[int], Sequence[int]]:
     """(distinct texts, indices of the left texts, indices of the right texts)."""
-    present = [field is not None for field in (body.pairs, body.source, body.targets)]
-    if present not in ([True, False, False], [False, True, True]):
+    fields = {"pairs": body.pairs, "source": body.source, "targets": body.targets}
+    given = [name for name, value in fields.items() if value is not None]
+    if given not in (["pairs"], ["source", "targets"]):
         raise InvalidData(
+            f"the request has {' and '.join(given) or 'no texts'}: "
             "expected either 'pairs', or 'source' and 'targets'",
             'for example {"source": "a text", "targets": ["another"]}',
         )

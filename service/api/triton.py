@@ -35,11 +35,15 @@ class ModelConfig(Extensible):
 
 
 class Duration(Body):
+    """A number of events, and their total time in nanoseconds."""
+
     count: int
     ns: int
 
 
 class VersionStatistics(Body):
+    """Statistics of one version of a model, since its first loading."""
+
     name: str
     version: str
     last_inference: int
@@ -56,17 +60,21 @@ class VersionStatistics(Body):
 
 
 class ModelStatistics(Body):
-    """Exact counts and times in nanoseconds."""
+    """Statistics of versions of models: exact counts, and times in nanoseconds."""
 
     model_stats: list[VersionStatistics]
 
 
 class IndexRequest(Body):
+    """Filter of the index."""
+
     ready: bool = False
-    """Only versions that are ready."""
+    """Return only the versions that are ready."""
 
 
 class RepositoryRequest(Body):
+    """Parameters of a load or unload."""
+
     parameters: dict[str, Any] = Field(default={})
 
 
@@ -128,7 +136,7 @@ async def unload(request: Request, name: str, body: RepositoryRequest = NO_PARAM
     ``unload_dependents`` has no effect, because no model depends on another.
     """
     if not isinstance(body.parameters.get("unload_dependents", False), bool):
-        raise InvalidData("parameters.unload_dependents: expected true or false")
+        raise InvalidData("parameters.unload_dependents: expected true or false", "omit it")
     await request.app.state.repository.unload(name)
     return Response()
 

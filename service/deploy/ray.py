@@ -92,7 +92,8 @@ def application(settings: Settings, ray: RaySettings | None = None) -> Any:
 
 
 NO_SECRETS: Mapping[str, Any] = {"api_keys": (), "admin_keys": (), "ssl_keyfile_password": None}
-"""Removes secrets from settings, which Ray stores; replicas read keys from the environment."""
+"""Values that remove secrets from settings, because Ray stores them; replicas read the keys from
+the environment."""
 
 _repositories: list[Repository] = []
 """The repository of this process, if it is a replica."""
@@ -111,7 +112,7 @@ def _build(settings: Settings, needed: Sequence[str]) -> FastAPI:
     if missing := [name for name in needed if not getattr(secrets, name)]:
         variable = f"ATTNSERVE_{missing[0].upper()}"
         raise InvalidArgument(
-            f"this replica has no {variable}",
+            f"{variable} is not set on the machine of this replica: the service requires keys",
             f"set {variable} on every machine before Ray starts"
             + (", or use a file of keys" * (missing[0] == "api_keys")),
             code="ray.keys",

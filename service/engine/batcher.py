@@ -37,10 +37,17 @@ ANSWER_MARGIN = 0.12
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A unit of work that can share a run with rows of the same ``key``; at least 1 token long.
+    """A unit of work that can share a run with rows of the same ``key``.
 
-    ``tokens`` is what a run computes for it; ``real_tokens`` leaves out the padding of a model with
-    a fixed length (default: ``tokens``).
+    Attributes:
+        key: Rows of equal key can share a run.
+        tokens: Number of tokens that a run computes for the row, at least 1.
+        payload: The value that ``Batcher`` passes to its ``run``.
+        real_tokens: Number of tokens without the padding of a model with a fixed length; None if
+            equal to ``tokens``.
+        request: The request of the row; set by the batcher.
+        number: Position in the order of arrival; set by the queue.
+        result: The result of the run; set by the batcher.
     """
 
     key: Hashable
@@ -79,6 +86,7 @@ class Queue:
 
     @property
     def next(self) -> Row:
+        """The oldest row of the request that has the next turn."""
         return next(iter(next(iter(self._waiting.values())).values()))
 
     @property
@@ -87,6 +95,7 @@ class Queue:
         return self._waiting.keys()
 
     def add(self, row: Row) -> None:
+        """Add a row to those of its request; a new request has the last turn."""
         row.number = self._next
         self._next += 1
         self._waiting.setdefault(row.request, OrderedDict())[row.number] = row
@@ -110,7 +119,8 @@ class Queue:
         high = low + 1  # the batch is rows[low:high]
         while self.max_rows is None or high - low < self.max_rows:
             size, longest = high - low + 1, rows[high - 1][0]
-            added: list[tuple[int, bool]] = []  # the padding with each neighbor; if it is above
+            # Of each neighbor: the padding that it would add, and whether it is the longer one.
+            added: list[tuple[int, bool]] = []
             if low > 0 and size * longest <= self.budget:
                 added.append((longest - rows[low - 1][0], False))
             if high < len(rows) and size * rows[high][0] <= self.budget:
@@ -161,6 +171,7 @@ class BatchRun:
 
     @property
     def padded_tokens(self) -> int:
+        """Rows times the longest row."""
         return self.rows * self.longest
 
 
@@ -239,12 +250,13 @@ class Batcher:
         self._max_wait = max_wait_ms / 1e3
         self._concurrency = concurrency
         self._run_pool = ThreadPoolExecutor(concurrency, "run")
-        # Neither waits behind runs, nor short texts behind long ones.
+        # Rows are prepared in other threads than runs, and short texts in another than long ones,
+        # so that they do not wait for them.
         self._prepare_pool = ThreadPoolExecutor(1, "prepare")
         self._short_pool = ThreadPoolExecutor(1, "prepare-short")
         self._lock = threading.Lock()
         self._free_slots = concurrency
-        self._preparing = 0  # rows
+        self._preparing = 0  # number of rows
         self._paused = self._closed = False
         self._open: set[_Request] = set()  # requests without an answer
         self._runs: set[_Run] = set()
@@ -335,6 +347,7 @@ class Batcher:
         self._paused = True
 
     def resume(self) -> None:
+        """Start runs again after ``pause``."""
         self._paused = False
         self._start_batches()
 

@@ -330,6 +330,7 @@ class Engine:
         self._users += 1
 
     def release(self) -> None:
+        """Undo one ``acquire``."""
         self._users -= 1
         if not self._users:
             self._unused.set()
@@ -441,7 +442,11 @@ class Engine:
         return size
 
     def _check_texts(self, texts: Sequence[Text]) -> bool:
-        """Refuse too many or too long texts; whether they are short (``SHORT_CHARACTERS``)."""
+        """Refuse too many or too long texts.
+
+        Returns:
+            Whether they are short in total (``SHORT_CHARACTERS``).
+        """
         if self.model.encoder is None:
             raise NotFound(
                 f"{self.name} has no tokenizer.json, which texts need",

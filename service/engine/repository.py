@@ -24,7 +24,7 @@ from attnserve.models.model_folder import Place, find_models
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.checked_loading import CheckedModel, load_checked
 from attnserve.serving.loaded_model import Model
-from attnserve.serving.model_check import CheckResult, IsolationChecker, identify
+from attnserve.serving.model_check import CheckResult, LoadChecker, identify
 from attnserve.serving.operator_report import OperatorReport, unfused
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
@@ -83,7 +83,7 @@ class Repository:
         self.shadow = Shadow(settings, self.metrics, self.engines, folder=rows, worker=worker)
         self.draining = False
         self._new_checker = partial(
-            IsolationChecker,
+            LoadChecker,
             device=settings.device,
             timeout_s=settings.probe_timeout_s,
             rewrite=settings.rewrite,
@@ -93,8 +93,8 @@ class Repository:
         self._checker = self._new_checker()
         self._engines: dict[str, dict[str, Engine]] = {}
         self._loading: set[tuple[str, str]] = set()
-        self._failures: dict[str, dict[str, str]] = {}  # why, by name and version
-        self._missing: set[str] = set()  # that could not be loaded at the start
+        self._failures: dict[str, dict[str, str]] = {}  # why loads failed, by name and version
+        self._missing: set[str] = set()  # models that could not be loaded at the start
         self._loads = 0
         self._changing = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
@@ -223,8 +223,9 @@ class Repository:
                 first = first or error
         if not self._engines:
             raise first or InvalidModel(
-                f"{self.settings.model}: holds no model",
-                "expected model.onnx, NAME/model.onnx or NAME/VERSION/model.onnx",
+                f"{self.settings.model}: no model in this folder: expected model.onnx,"
+                " NAME/model.onnx or NAME/VERSION/model.onnx",
+                "check the path",
             )
         await self.shadow.start()
         self._started = True
@@ -245,7 +246,10 @@ class Repository:
         self._loads += 1
         try:
             if self._loads > MAX_LOADS:
-                raise Overloaded(f"{MAX_LOADS} loads of models run or wait", "try again later")
+                raise Overloaded(
+                    f"{MAX_LOADS} loads of models run or wait already, which is the maximum",
+                    "try again later",
+                )
             await self._change(name, self._replace)
         except AttnserveError as error:
             audit.warning("load of %s failed: %s", name, error.what)

@@ -56,7 +56,7 @@ log = logging.getLogger("attnserve")
 
 
 class Shadow:
-    """The follow-up of answered requests.
+    """Compares sampled rows with the original, and collects texts, after their answers were sent.
 
     Args:
         settings: ``shadow``, ``shadow_rate``, and the settings of the sample of texts.
@@ -91,7 +91,8 @@ class Shadow:
                 _warn,
                 timeout_s=settings.probe_timeout_s,
             )
-        self._reports: dict[str, tuple[str, dict[str, Any]]] = {}  # with the content of the model
+        # By version: the checksum of the model's files, and its report.
+        self._reports: dict[str, tuple[str, dict[str, Any]]] = {}
         self._pool = ThreadPoolExecutor(1, "shadow")
         self._pending: set[asyncio.Task[None]] = set()
         self._can_write = self._can_compare = True
@@ -187,7 +188,7 @@ class Shadow:
             try:
                 content = path.read_bytes()
                 path.unlink()  # first: a file that cannot be read is not read again
-                sample = pickle.loads(content)  # of a worker, in a private folder
+                sample = pickle.loads(content)  # written by a worker, in a private folder
             except Exception:  # it must not end the loop that follows loads
                 log.exception("a row to compare could not be read")
                 continue

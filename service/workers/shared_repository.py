@@ -2,7 +2,7 @@
 
 The worker that receives a load or unload request applies it, writes the target state (checksums of
 the model files), and answers once all serving workers have reached it. The others follow within
-0.1 s and skip the isolation check. A worker that starts later loads the same target state, and does
+0.1 s and skip the load check. A worker that starts later loads the same target state, and does
 not serve if the files have changed since.
 """
 
@@ -65,7 +65,7 @@ class SharedRepository(Repository):
 
     @property
     def ready(self) -> bool:
-        """Whether at least half of the workers are ready; until all have served once, False.
+        """Whether at least half of the workers are ready; False until all have served once.
 
         A single worker that cannot follow a load, or is being replaced, must not make the server
         not ready.

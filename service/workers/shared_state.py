@@ -4,7 +4,7 @@
                       worker that handles a load or unload request, while it holds the lock
     worker-I.json     status of worker I, rewritten after every change
     seconds-PID.json  totals of the last minute by second, for /stats.json
-    checks/           results of the isolation check, if they are not in the user's cache folder
+    checks/           results of the load check, if they are not in the user's cache folder
     shadow/           rows for worker 0 to compare with the original, and the reports of it
     metrics/          Prometheus series of each worker (PROMETHEUS_MULTIPROC_DIR)
     complete          exists once all workers have served
@@ -102,6 +102,7 @@ class SharedState:
         return (self.path / "complete").exists()
 
     def set_complete(self) -> None:
+        """Record that all workers have served."""
         (self.path / "complete").touch()
 
     # -- target state -----------------------------------------------------------------------------
@@ -141,6 +142,7 @@ class SharedState:
         return [status for status in statuses if status is not None and status.serving]
 
     def set_status(self, status: Status) -> None:
+        """Replace the status of a worker."""
         self._write(f"worker-{status.worker}.json", status)
 
     def remove_status(self, worker: int) -> None:

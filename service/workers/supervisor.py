@@ -7,7 +7,7 @@ loads no model and answers no request.
 Each worker listens on its own socket on Linux (SO_REUSEPORT): the kernel distributes connections,
 and a dead worker loses only its own. Elsewhere the workers share one socket.
 
-``uvicorn.supervisors.Multiprocess`` (tried with uvicorn 0.54) does not give these guarantees:
+``uvicorn.supervisors.Multiprocess`` (tried with uvicorn 0.54) lacks these properties:
 
 - A worker whose event loop is blocked is replaced. uvicorn answers its health check in a thread.
 - The workers drain and exit if the supervisor is killed. uvicorn's keep running and serving.
@@ -106,6 +106,7 @@ class _Worker:
             return False
 
     def kill(self, why: str) -> None:
+        """Kill the process; ``why`` is the reason in the log."""
         log.error("%s %s: it is killed", self, why)
         self.process.kill()
         self.process.wait()

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import Speed
+from attnserve.models.lineage import ShapeLatency
 from attnserve.planning import served_speed
 from attnserve.planning.search.judge import Built, Judge
 from attnserve.planning.search.report import mean_speedup
@@ -58,13 +58,15 @@ def measure(
     }
 
 
-def compare_speed(judge: Judge, model: ir.Model, workloads: Sequence[Workload]) -> list[Speed]:
-    job, speeds = judge.search_input.job, list[Speed]()
+def compare_speed(
+    judge: Judge, model: ir.Model, workloads: Sequence[Workload]
+) -> list[ShapeLatency]:
+    job, speeds = judge.search_input.job, list[ShapeLatency]()
     for workload in workloads:
         feed = example_inputs(job.original, workload, job.context.seed)
         before, after = (milliseconds(graph, feed) for graph in (job.original, model))
         speeds.append(
-            Speed(
+            ShapeLatency(
                 batch=workload.batch,
                 sequence=workload.length,
                 original_ms=before,

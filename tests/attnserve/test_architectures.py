@@ -27,9 +27,9 @@ import pytest
 from attnserve.checks.certify import read_attention
 from attnserve.checks.inspect import inspect, inspect_graph
 from attnserve.models.onnx_files import load_model
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.parameters import parameters
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, exact_rank, factor
 from graph_passes.passes.decompose_attention import DecomposeAttention
@@ -257,7 +257,7 @@ def layer_of(block: AttentionBlock) -> Layer:
 
 def collaborated(model: ir.Model, names: frozenset[str]) -> ir.Model:
     """The model with the exact R in these blocks, as ``attnserve.planning.optimize`` does it."""
-    blocks = read_attention(model).blocks
+    blocks, _ = find_attention(model)
     fused = frozenset(block.name for block in blocks if block.name in names and not block.logits)
     if fused:
         DecomposeAttention(fused)(model)
@@ -288,8 +288,8 @@ def test_prune_heads_every_other_head_equals_masked(cell: Cell):
     """Pruned and masked models have equal outputs; pruned blocks keep their names."""
     path = cell.committed
     blocks = read_attention(load_model(path)).blocks
-    with GraphContext.of(load_model(path)) as context:
-        assert not any(PruneHeads.refusal(block, None, context) for block in blocks)
+    with Analyses.of(load_model(path)) as analyses:
+        assert not any(PruneHeads.refusal(block, None, analyses) for block in blocks)
     masks = {block.name: [head % 2 for head in range(block.num_heads)] for block in blocks}
     model = decomposed(load_model(path))
     PruneHeads(masks)(model)

@@ -157,14 +157,15 @@ def test_optimize_collab_cache_option_warns(
     gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     new = tmp_path / "new.onnx"
-    assert main(["optimize", str(gpt2), "-o", str(new), "--collab-dk", "24", "--collab-cache"]) == 0
+    options = ["--collab-dk", "24", "--mixing", "dense", "--collab-cache"]
+    assert main(["optimize", str(gpt2), "-o", str(new), *options]) == 0
     assert "this model can read only caches that it wrote" in " ".join(
         capsys.readouterr().err.split()
     )
     assert main(["verify", str(gpt2), str(new), "--min-cosine", "0.999"]) == 0
 
 
-def test_texts_run_with_empty_caches(gpt2: Path, tmp_path: Path) -> None:
+def test_optimize_texts_run_with_empty_caches(gpt2: Path, tmp_path: Path) -> None:
     """A tokenizer is enough to calibrate, compare and score a model with a cache."""
     folder = tmp_path / "gpt2"
     folder.mkdir()
@@ -201,7 +202,7 @@ def test_bench_reports_decoding_and_the_size_of_the_cache(gpt2: Path, tmp_path: 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("axis", "size"), [(0, 4), (1, 8)], ids=["batch", "sequence"])
-def test_bench_of_a_fixed_axis_leaves_out_what_does_not_run(
+def test_bench_fixed_axis_leaves_out_what_does_not_run(
     axis: int, size: int, gpt2: Path, tmp_path: Path
 ) -> None:
     model = onnx.load(gpt2)

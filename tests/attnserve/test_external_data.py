@@ -30,12 +30,13 @@ from graph_passes.errors import InvalidOutput
 from tests.attnserve.costs import count_instead_of_timing
 from tests.files import tree
 
+DENSE: dict[str, Any] = {"collab_dk": 16, "mixing": "dense"}
 REQUESTS: dict[str, dict[str, Any]] = {
-    "by hand": {"collab_dk": 16},
+    "by hand": DENSE,
     "search": {"keep": 0.9, "sequence": 32},
     "float16": {"collab_dk": 16, "precision": "float16"},
-    "bfloat16": {"collab_dk": 16, "precision": "bfloat16"},
-    "int8": {"collab_dk": 16, "precision": "int8"},
+    "bfloat16": {**DENSE, "precision": "bfloat16"},
+    "int8": {**DENSE, "precision": "int8"},
     "precision alone": {"precision": "float16"},
 }
 SOURCES = ("inside", "beside", "all beside", "mixed")
@@ -100,7 +101,7 @@ def torch_files(
     return made_once("torch-external-data", make)
 
 
-def test_torch_files_hold_their_weights_where_the_fixture_says(torch_files: Path):
+def test_load_model_external_data_is_where_the_exporter_wrote_it(torch_files: Path):
     """PyTorch writes external data by default, including an integer table."""
     external: dict[str, set[bool]] = {}
     for name in SOURCES:

@@ -18,6 +18,7 @@ from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.runtime.session import open_session
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import model_cost
 from graph_passes.errors import InvalidModel
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -48,7 +49,7 @@ def test_optimize_plan_with_conversion_is_replayed_to_the_same_model(
     model = load_model(tiny / "model.onnx")
     plan = Plan.from_json(report.plan.to_json())
     again = model.clone()
-    plan = Plan.listed(plan.passes)  # without the conversion
+    plan = Plan.from_passes(plan.passes)  # without the conversion
     apply_plan(plan, State(job_of(model), again, fit=False))
     made = load_model(tmp_path / "one" / "model.onnx")
     operators = ("Attention", "Gelu", "Sum", "LayerNormalization")
@@ -77,16 +78,16 @@ def test_fuse_adds_no_macs_and_no_weights(cell: architectures.Cell, provider: st
     """MACs at no length, and no bytes but for a bias of zeros and sizes; shared weights stay so."""
     model = load_model(cell.committed)
     new = model.clone()
-    passes = fusion_passes(new, provider)  # pyright: ignore[reportArgumentType]
-    fuse(new, passes)
+    with Analyses.of(new) as analyses:
+        fuse(new, fusion_passes(new, provider))  # pyright: ignore[reportArgumentType]
+        blocks = analyses.get(read_attention).blocks
     before, after = model_cost(model), model_cost(new)
     assert after.macs is not None or before.macs is None
     if before.macs is not None and after.macs is not None:
         for lengths in (dict.fromkeys(before.macs.axes, n) for n in (1, 9, 300)):
             assert after.macs(lengths) <= before.macs(lengths)
-    blocks = len(read_attention(new).blocks)
-    width = max(block.num_heads * block.head_size for block in read_attention(new).blocks)
-    assert after.bytes <= before.bytes + blocks * (3 * 4 * width + 1024)
+    width = max(block.num_heads * block.head_size for block in blocks)
+    assert after.bytes <= before.bytes + len(blocks) * (3 * 4 * width + 1024)
 
 
 def test_fuse_that_adds_macs_is_a_defect(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ from attnserve.planning import lossless_passes
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
 from attnserve.runtime.session import open_session
-from attnserve.serving.model_check import IsolationChecker
+from attnserve.serving.model_check import LoadChecker
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.cost import parameter_bytes
 from graph_passes.analysis.workload import Workload
@@ -149,19 +150,23 @@ def kinds(model: ir.Model) -> Counter[str]:
 
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("architecture", BERT_LIKE)
-def test_quantized_model_is_fused_as_it_is(architecture: str, tool: str, tmp_path: Path) -> None:
+def test_fuse_quantized_model_keeps_its_integers_and_outputs(
+    architecture: str, tool: str, tmp_path: Path
+) -> None:
     """No activation of these models moves to another integer, so that outputs are equal."""
     model, feed = made(architecture, tool, tmp_path)
-    report = read_attention(model)
-    assert [unmatched.reason for unmatched in report.unmatched] == []
-    assert len(report.blocks) == 2
-    is_quantized = (architecture, tool) not in UNCHANGED
-    assert {block.is_quantized for block in report.blocks} == {is_quantized}
-    assert {block.kind for block in report.blocks} == {"self"}
     new = model.clone()
-    # Later opsets: ONNX Runtime 1.31 refuses a Reshape behind a DequantizeLinear of unsigned bytes.
-    old = tool.startswith("static") and architecture in ("GPT-2", "Llama")
-    fuse(new, fusion_passes(new, operators=["multi_head"] if old else None))
+    with Analyses.of(new) as analyses:
+        report = analyses.get(read_attention)
+        assert [unmatched.reason for unmatched in report.unmatched] == []
+        assert len(report.blocks) == 2
+        is_quantized = (architecture, tool) not in UNCHANGED
+        assert {block.is_quantized for block in report.blocks} == {is_quantized}
+        assert {block.kind for block in report.blocks} == {"self"}
+        # ONNX Runtime 1.31 refuses a Reshape behind a DequantizeLinear of unsigned bytes in later
+        # opsets.
+        old = tool.startswith("static") and architecture in ("GPT-2", "Llama")
+        fuse(new, fusion_passes(new, operators=["multi_head"] if old else None))
     before, after = kinds(model), kinds(new)
     assert after["Softmax"] == after["Erf"] == after["Tanh"] == 0
     attention = after["Attention"] + after["MultiHeadAttention"]
@@ -181,7 +186,7 @@ QUANTIZED = ("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "
              "DequantizeLinear")  # fmt: skip
 
 
-def test_quantized_scores_are_unmatched_with_the_reason(tmp_path: Path) -> None:
+def test_read_attention_quantized_scores_are_unmatched_with_the_reason(tmp_path: Path) -> None:
     """By default, the tool puts QuantizeLinear and DequantizeLinear around the softmax too."""
     cell = CELLS["BERT"]
     feed = architectures.feeds(ARCHITECTURES["BERT"], OTHER_LENGTHS)
@@ -195,7 +200,7 @@ def test_quantized_scores_are_unmatched_with_the_reason(tmp_path: Path) -> None:
     assert len(report.unmatched) == 2
 
 
-def test_inspect_of_a_quantized_model(tmp_path: Path) -> None:
+def test_inspect_quantized_model_equals_the_float_model(tmp_path: Path) -> None:
     model, _ = made("BERT", "dynamic", tmp_path)
     plain = load_model(CELLS["BERT"].committed)
     content, original = (inspect_graph(m, batch=1, sequence=16).to_json() for m in (model, plain))
@@ -217,7 +222,7 @@ def folder(tiny: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_rewrites_of_a_quantized_model_are_refused(folder: Path, sentences: Path) -> None:
+def test_optimize_quantized_model_is_refused(folder: Path, sentences: Path) -> None:
     """Each by its name, with what to do."""
     for options in ({"prune": 0.25}, {"collab_dk": 16}, {"ffn": 0.25}):
         with raises(CannotRewrite, "request.nothing", "float model"):
@@ -229,7 +234,7 @@ def test_rewrites_of_a_quantized_model_are_refused(folder: Path, sentences: Path
 
 
 @pytest.mark.usefixtures("any_speed")
-def test_fuse_lossless_of_a_quantized_model(folder: Path) -> None:
+def test_fuse_lossless_quantized_model_is_fused(folder: Path) -> None:
     found = lossless_passes.fuse_lossless(open_artifact(folder), folder / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu) == (2, 2)
     model = load_model(folder / "model.onnx")
@@ -241,7 +246,7 @@ MASKS = {"Attention": 3, "MultiHeadAttention": 5}
 
 
 @pytest.mark.usefixtures("any_speed")
-def test_fused_quantized_model_without_its_mask_is_refused(
+def test_fuse_lossless_quantized_model_without_its_mask_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tolerance is no wider than the differences that the original has to itself."""
@@ -259,7 +264,7 @@ def test_fused_quantized_model_without_its_mask_is_refused(
 
 
 @pytest.mark.process
-def test_load_check_of_a_quantized_model_gives_its_fused_form(
+def test_check_quantized_model_gives_its_fused_form(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, python = tmp_path / "child.py", tmp_path / "python"
@@ -267,9 +272,7 @@ def test_load_check_of_a_quantized_model_gives_its_fused_form(
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    checker = IsolationChecker(
-        device=Device("cpu", threads=1), timeout_s=60, rewrite=True, folder=None
-    )
+    checker = LoadChecker(device=Device("cpu", threads=1), timeout_s=60, rewrite=True, folder=None)
     found = checker.check(open_artifact(folder))
     if found.fusion is not None:  # a busy machine: it runs in the background
         found = found.fusion.result(300)
@@ -279,7 +282,7 @@ def test_load_check_of_a_quantized_model_gives_its_fused_form(
 
 
 @pytest.mark.parametrize("tool", ["dynamic", "static", "own_int8"])
-def test_quantized_minilm_is_fused_within_the_tolerance(
+def test_fuse_quantized_minilm_is_within_the_tolerance(
     tool: str, minilm_export: Callable[[str, str, int], Path], tmp_path: Path
 ) -> None:
     """It consists of quantized products, Attention, Gelu and LayerNormalization."""

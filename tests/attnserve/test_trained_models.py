@@ -71,7 +71,9 @@ def test_optimize_sorting_decoder_keeps_sorting(shared: Path, tmp_path: Path):
 
 
 @pytest.mark.timing(seconds=20)
-def test_cosine_of_a_language_model_is_high_although_tokens_change(shared: Path, tmp_path: Path):
+def test_optimize_language_model_has_a_high_cosine_although_tokens_change(
+    shared: Path, tmp_path: Path
+):
     """Half of the heads pruned keep a cosine of 0.99, and change one token in seven."""
     folder = shared / "models" / "stories260K"
     model, data = folder / "stories260K.onnx", tmp_path / "stories.npz"
@@ -85,7 +87,7 @@ def test_cosine_of_a_language_model_is_high_although_tokens_change(shared: Path,
 
 
 @pytest.mark.timing(seconds=60)
-def test_search_of_a_vision_transformer_keeps_its_promise(shared: Path, tmp_path: Path):
+def test_search_vision_transformer_keeps_its_promise(shared: Path, tmp_path: Path):
     model = shared / "models" / "vit_mnist_researchase" / "vit_mnist_researchase.onnx"
     images, _ = mnist(shared / "data" / "mnist")
     for name, part in (("calibration", images[:560]), ("unseen", images[560:2560])):
@@ -101,7 +103,7 @@ def test_search_of_a_vision_transformer_keeps_its_promise(shared: Path, tmp_path
 
 
 @pytest.mark.timing(seconds=120)
-def test_search_of_a_language_model_keeps_its_promise(shared: Path, tmp_path: Path):
+def test_search_language_model_keeps_its_promise(shared: Path, tmp_path: Path):
     folder = shared / "models" / "stories260K"
     model, rows = folder / "stories260K.onnx", np.load(SAMPLES)["idx"].astype(np.int64)
     np.savez(tmp_path / "calibration.npz", idx=rows[:180])

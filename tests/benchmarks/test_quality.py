@@ -14,6 +14,7 @@ import pytest
 from attnserve.checks.quality import Quality
 from benchmarks import _common, classifier, draw, quality
 from tests.attnserve.costs import count_instead_of_timing
+from tests.attnserve.qualities import quality_of
 from tests.conftest import WORDS
 
 BERT = Path(__file__).parents[1] / "fixtures" / "bert" / "eager-dynamo-18-2"
@@ -22,8 +23,8 @@ BERT = Path(__file__).parents[1] / "fixtures" / "bert" / "eager-dynamo-18-2"
 def measured(value: float, half: float = 0.005, **changes: Any) -> Quality:
     """A quality whose interval is ``value`` plus or minus ``half``."""
     ends = (value - half, value + half)
-    return Quality("kl", value, *(ends[0],) * 2, ends, **{"p5": 1.0, "constant": 0.0, "rows": 99,
-                                                          **changes})  # fmt: skip
+    usual = {"lower": ends[0], "bound": ends[0], "ci95": ends, "p5": 1.0, "rows": 99}
+    return quality_of("kl", value, **{**usual, **changes})
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def measured(value: float, half: float = 0.005, **changes: Any) -> Quality:
         (measured(0.99), measured(0.991, p5=0.94), ["condition"]),
         (measured(0.99), measured(0.991, second=0.02), ["condition"]),
         (measured(0.99), measured(0.986, second=0.02), []),
-        (measured(0.99), Quality("kl", 0.9, 0.9, 0.9, None, 1.0, 0.0, 20), []),
+        (measured(0.99), quality_of("kl", 0.9, p5=1.0, rows=20), []),
     ],
 )
 def test_disagreements_are_beyond_the_intervals(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import graph_passes
+from graph_passes import public
 from tests.graph_passes.graphs import attention
 
 
@@ -25,7 +26,7 @@ def test_unknown_name_raises_attribute_error() -> None:
 
 
 def test_typed_imports_are_the_public_names() -> None:
-    tree = ast.parse(Path(str(graph_passes.__file__)).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(public.__file__).read_text(encoding="utf-8"))
     imported = [
         alias.name
         for node in ast.walk(tree)
@@ -45,6 +46,14 @@ def test_import_loads_no_dependency() -> None:
     code = "import sys, graph_passes; print(sorted({'numpy', 'onnx_ir'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_import_of_a_module_does_not_load_the_public_names() -> None:
+    code = (
+        "import sys; from graph_passes import errors; print('graph_passes.public' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_module_example_runs() -> None:

@@ -153,7 +153,7 @@ def test_triton_unsupported_requests_are_refused(client: Any) -> None:
         client.infer("tiny", inputs(np.array([[2, 8, 3]])))
     with refused(422, "sequences are not supported"):
         client.infer("tiny", inputs(), sequence_id=7, sequence_start=True)
-    with refused(422, "classification is not served"):
+    with refused(422, "classification is not supported"):
         client.infer("tiny", inputs(), outputs=[triton.InferRequestedOutput("kept", class_count=2)])
     with refused(504, "."):
         client.infer("tiny", inputs(), timeout=1)
@@ -163,7 +163,7 @@ def test_triton_unsupported_requests_are_refused(client: Any) -> None:
         client.infer("tiny", [wrong, inputs()[1]])
     shared = triton.InferInput("input_ids", [2, 4], "INT64")
     shared.set_shared_memory("region", 64)
-    with refused(422, "shared memory is not served"):
+    with refused(422, "shared memory is not supported"):
         client.infer("tiny", [shared, inputs()[1]])
     text = triton.InferInput("input_ids", [1], "BYTES")
     text.set_data_from_numpy(np.array([b"a text"], np.object_))

@@ -127,12 +127,12 @@ REQUESTS: dict[str, tuple[Any, int, str]] = {
     "classification": (
         GOOD | {"outputs": [{"name": "kept", "parameters": {"classification": 2}}]},
         422,
-        "output 'kept': classification is not served here; ask for the scores",
+        "output 'kept': classification is not supported; request the scores",
     ),
     "shared memory": (
         changed(parameters={"shared_memory_region": "x", "shared_memory_byte_size": 24}),
         422,
-        "input 'input_ids': shared memory is not served; send the bytes",
+        "input 'input_ids': shared memory is not supported; send the tensor in the body",
     ),
     "parameters no object": (GOOD | {"parameters": []}, 422, "parameters"),
 }

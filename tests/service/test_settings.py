@@ -69,11 +69,11 @@ def test_serve_options_set_their_settings(told: list[Settings], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"provider": "tpu"}, "provider 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
-        ({"timeout_ms": 0}, "timeout_ms 0: Input should be greater than 0"),
-        ({"cuda_graphs": -1}, "cuda_graphs -1: Input should be greater than or equal to 0"),
-        ({"gpu_memory_bytes": 0}, "set --gpu-memory-bytes or ATTNSERVE_GPU_MEMORY_BYTES"),
-        ({"max_batch_tokens": 0}, "set --max-batch-tokens or ATTNSERVE_MAX_BATCH_TOKENS"),
+        ({"provider": "tpu"}, "`provider` is 'tpu': expected auto, cpu, cuda"),
+        ({"timeout_ms": 0}, "`timeout_ms` is 0: expected a number, more than 0"),
+        ({"cuda_graphs": -1}, "`cuda_graphs` is -1: expected an integer, at least 0"),
+        ({"gpu_memory_bytes": 0}, "set `gpu_memory_bytes` or ATTNSERVE_GPU_MEMORY_BYTES"),
+        ({"max_batch_tokens": 0}, "set `max_batch_tokens` or ATTNSERVE_MAX_BATCH_TOKENS"),
     ],
 )
 def test_invalid_setting_is_refused(given: dict[str, Any], text: str) -> None:
@@ -109,7 +109,7 @@ def test_gpu_settings_are_read_from_environment(
 def test_invalid_environment_variable_is_named_in_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     """No option is named that does not exist."""
     monkeypatch.setenv("ATTNSERVE_CUDA_GRAPHS", "many")
-    with raises(InvalidArgument, "settings.invalid", "valid integer") as caught:
+    with raises(InvalidArgument, "settings.invalid", "an integer, at least 0") as caught:
         Settings(model=Path("model"))
     assert caught.value.fix == "set ATTNSERVE_CUDA_GRAPHS"
 
@@ -169,6 +169,6 @@ def test_serve_leaves_the_threads_of_libraries_to_the_environment(
 
 def test_missing_model_tells_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSERVE_API_KEYS", "topsecret")
-    with raises(InvalidArgument, "settings.invalid", "model: Field required") as caught:
+    with raises(InvalidArgument, "settings.invalid", "`model` is not given") as caught:
         Settings.model_validate({})
     assert "topsecret" not in str(caught.value)

@@ -13,9 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.planning.blocks.limits import MULTIPLE
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import origin
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import Refusal
@@ -26,7 +26,7 @@ from graph_passes.passes.collaborate import Collaborate, SharedDimensions, shari
 from graph_passes.passes.conditions import caller_reads
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
-from graph_passes.passes.reuse_attention import Edges, ReuseAttention
+from graph_passes.passes.reuse_attention import Edges, ReuseAttention, SourceHead
 from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
 
 __all__ = [
@@ -161,13 +161,13 @@ class ReusePair:
         source = curve.mask(kept)
         return source, [source[head] for head in self.heads]
 
-    def edges(self, mask: Sequence[int]) -> dict[int, tuple[str, int]]:
+    def edges(self, mask: Sequence[int]) -> dict[int, SourceHead]:
         """The edges of the reader's kept heads."""
         name = self.source.names[0]
         return {head: (name, self.heads[head]) for head in np.flatnonzero(mask).tolist()}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LossCurve:
     """The loss at the model's output as parts of one group are removed.
 
@@ -230,7 +230,7 @@ def group_blocks(
         ffn: Allow the removal of neurons.
     """
     blocks_by_weight: dict[object, list[Block]] = {}
-    context = GraphContext(model)
+    analyses = Analyses(model)
     for block in attention:
         if block.graph is model.graph and block.output is not None:
             blocks_by_weight.setdefault(origin(block.output.weight), []).append(block)
@@ -248,16 +248,16 @@ def group_blocks(
             refusals += [] if ffn else [NOT_ALLOWED]
             kind, count = "feed_forward", first.num_neurons
         else:
-            refusals = [_refusal(b, context) for b in blocks if isinstance(b, AttentionBlock)]
+            refusals = [_refusal(b, analyses) for b in blocks if isinstance(b, AttentionBlock)]
             kind, count = "attention", first.num_heads
         refusal = next((reason for reason in refusals if reason is not None), None)
         groups.append(TiedBlocks(kind, tuple(blocks), count, refusal))
     return groups
 
 
-def _refusal(block: AttentionBlock, context: GraphContext) -> Refusal | None:
-    return PruneHeads.refusal(block, None, context) or emission_refusal(
-        block, small_shapes(context)
+def _refusal(block: AttentionBlock, analyses: Analyses) -> Refusal | None:
+    return PruneHeads.refusal(block, None, analyses) or emission_refusal(
+        block, small_shapes(analyses)
     )
 
 
@@ -277,7 +277,7 @@ def configs_of(block: Block) -> list[BlockConfig]:
         own = block.num_heads * (cut - 1)
         if (rank := int(SHARED_FRACTION * own) // MULTIPLE * MULTIPLE) and block.num_heads > 1:
             configs.append(BlockConfig(block.num_heads, cut, rank))
-    if block.k.past is None and not (caller_reads(block) or skip_refusal(block)):
+    if not block.k.is_cached and not (caller_reads(block) or skip_refusal(block)):
         configs.append(BlockConfig(0))
     return configs
 
@@ -285,7 +285,7 @@ def configs_of(block: Block) -> list[BlockConfig]:
 def _shorter(block: AttentionBlock) -> int | None:
     """Half of the head size, if queries and keys can be truncated to it."""
     half = block.head_size // 2
-    able = half and half % MULTIPLE == 0 and block.k.past is None and not sharing_refusal(block)
+    able = half and half % MULTIPLE == 0 and not block.k.is_cached and not sharing_refusal(block)
     return half if able else None
 
 
@@ -318,19 +318,20 @@ def apply_config(
     """Give one block of ``model`` a configuration, in place; its first heads or neurons are kept.
 
     Args:
-        moments: Token moments of the block's input; needed if queries and keys are truncated.
+        moments: Token moments of the block's input, for passes that are fitted; without them, they
+            are fitted to the weights alone.
 
     Raises:
         CannotRewrite: Some of its heads cannot be removed.
     """
     count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
     mask = [1] * config.kept + [0] * (count - config.kept)
-    with GraphContext.of(model) as context:
+    with Analyses.of(model) as analyses:
         for rewrite in passes_of(block, config, mask):
-            if isinstance(rewrite, Collaborate) and moments is not None:
-                rewrite.factored(context, {block.name: moments})(model)
-            else:
-                rewrite(model)
+            if rewrite.is_fitted and moments is not None:
+                rewrite.require_applicable(analyses)
+                rewrite = rewrite.fitted(analyses, {block.name: moments})
+            rewrite(model)
 
 
 def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> None:
@@ -342,6 +343,6 @@ def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]
     Raises:
         CannotRewrite: See ``ReuseAttention``.
     """
-    with GraphContext.of(model):
+    with Analyses.of(model):
         PruneHeads(masks)(model)
         ReuseAttention(edges)(model)

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.moments import collect_moments
-from attnserve.calibration.refit import Targets, collect_targets, context_moments, enough, refit
+from attnserve.calibration.refit import Targets, collect_targets, enough, last_map_moments, refit
 from attnserve.calibration.ridge import FitMoments
 from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.checks.quality import QualityMeter
@@ -39,15 +39,15 @@ from attnserve.planning.blocks.loss_estimation import LossEstimator
 from attnserve.planning.heads.selection import Reuse, edges_of
 from attnserve.precision.convert import Precision, convert_alone
 from attnserve.runtime.interface import Batch
+from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.errors import AttnserveError
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import decompose_fused
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 __all__ = ["Losses", "conversion_losses", "loss_curves"]
 
@@ -105,25 +105,28 @@ def loss_curves(
     probes, rest = _split(batches)
     estimator = LossEstimator(model, [block.name for block in blocks], probes, new_meter, context)
     curves: dict[str, LossCurve] = {}
-    sums = _by_group(able, context_moments(model, blocks, enough(rest, blocks), context=context))
+    sums = _by_group(able, last_map_moments(model, blocks, enough(rest, blocks), context=context))
     for done, (group, total) in enumerate(sums, start=1):
-        elimination, rows, weight = _elimination(group, total)
+        last = _last_map(group)
+        elimination = _elimination(group, last, total)
         count, gone, losses = group.count, list[int](), list[float]()
         for share in PROBES:
             n = max(round(share * count), 1)
             if n >= count or n in gone:
                 continue
             kept = np.setdiff1d(np.arange(count), elimination.order[:n])
-            fitted = _fitted(total, weight, rows[kept].reshape(-1))
+            fitted = _fitted(total, last.weight, last.rows[kept].reshape(-1))
             gone.append(n)
             losses.append(estimator.loss(dict.fromkeys(group.names, fitted)))
         rising = np.maximum.accumulate(np.maximum(losses, 1e-9)) if losses else np.zeros(0)
         own = np.maximum.accumulate(elimination.losses)
         if losses:
             curves[group.key] = LossCurve(
-                tuple(elimination.order.tolist()), tuple(own.tolist()), tuple(gone),
-                tuple(rising.tolist()),
-            )  # fmt: skip
+                order=tuple(elimination.order.tolist()),
+                own_loss=tuple(own.tolist()),
+                gone=tuple(gone),
+                loss=tuple(rising.tolist()),
+            )
         context.progress("measure block losses", done, len(able))
     others = _ChangeLosses(model, estimator, thinned(rest, MOMENT_TOKENS), context)
     wanted = {g: changes[g.key] for g in able if changes and g.key in changes and g.key in curves}
@@ -305,8 +308,8 @@ def _by_group(
 
 
 def _decompose(model: ir.Model, names: Collection[str]) -> None:
-    with GraphContext.of(model) as context:
-        decompose_fused(context, names)
+    with Analyses.of(model) as analyses:
+        decompose_fused(analyses, names)
 
 
 def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -323,21 +326,35 @@ def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     return probes, [batch for index, batch in enumerate(batches) if index not in places]
 
 
-def _elimination(
-    group: TiedBlocks, moments: FitMoments
-) -> tuple[Elimination, np.ndarray, np.ndarray]:
-    """The order of removal, the rows of the last weight by head or neuron, and that weight."""
+class _LastMap(NamedTuple):
+    """The last weight of a block.
+
+    Attributes:
+        rows: The rows of the weight that read each head or neuron.
+    """
+
+    weight: Float[np.ndarray, "N D"]
+    rows: Int[np.ndarray, "count rows"]
+
+
+def _last_map(group: TiedBlocks) -> _LastMap:
+    """The last weight that the blocks of a group share."""
     block = group.blocks[0]
     if isinstance(block, FeedForwardBlock):
-        weight = block.second_matrix().astype(np.float64)
         rows = np.arange(block.num_neurons)[:, None]
-        step = max(block.num_neurons // (2 * MAX_CONFIGS) // MULTIPLE, 1) * MULTIPLE
-        return eliminate_neurons(moments.covariance, weight, step), rows, weight
+        return _LastMap(block.second_matrix().astype(np.float64), rows)
     assert block.output is not None
-    weight, rows = block.output.matrix().astype(np.float64), block.output.rows
-    flat = rows.reshape(-1)
-    found = eliminate(moments.covariance[np.ix_(flat, flat)], weight[flat], block.num_heads)
-    return found, rows, weight
+    return _LastMap(block.output.matrix().astype(np.float64), block.output.rows)
+
+
+def _elimination(group: TiedBlocks, last: _LastMap, moments: FitMoments) -> Elimination:
+    """The order of removal of the heads or neurons of a group."""
+    if group.kind == "feed_forward":
+        step = max(group.count // (2 * MAX_CONFIGS) // MULTIPLE, 1) * MULTIPLE
+        return eliminate_neurons(moments.covariance, last.weight, step)
+    flat = last.rows.reshape(-1)
+    covariance = moments.covariance[np.ix_(flat, flat)]
+    return eliminate(covariance, last.weight[flat], group.count)
 
 
 def _fitted(

@@ -18,8 +18,8 @@ from attnserve.planning.heads.files import Masks
 from attnserve.planning.heads.selection import masks_by_loss, masks_by_score
 from attnserve.planning.heads.shared_weights import sharing_groups
 from attnserve.runtime.interface import Batch
+from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import decompose_fused
 
@@ -99,8 +99,10 @@ def observable(model: ir.Model, names: Collection[str]) -> tuple[ir.Model, list[
         names: The blocks that matter.
     """
     plain = model.clone()
-    with GraphContext.of(plain) as graph:
-        decompose_fused(graph, [b.name for b in graph.get(find_attention)[0] if b.name in names])
+    with Analyses.of(plain) as analyses:
+        decompose_fused(
+            analyses, [b.name for b in analyses.get(find_attention)[0] if b.name in names]
+        )
     blocks = [
         block
         for block in find_attention(plain)[0]

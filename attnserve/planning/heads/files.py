@@ -22,14 +22,14 @@ from attnserve.paths import StrPath
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidData
 from graph_passes.passes.prune_heads import check_mask
-from graph_passes.passes.reuse_attention import check_edges
+from graph_passes.passes.reuse_attention import SourceHead, check_edges
 
 __all__ = ["Masks", "MutableEdges", "layer_name", "parse_count", "read_edges", "read_masks"]
 
 Masks = dict[str, list[int]]
 """Head masks by layer: 1 for each kept head, 0 for each removed one."""
 
-MutableEdges = dict[str, dict[int, tuple[str, int]]]
+MutableEdges = dict[str, dict[int, SourceHead]]
 """Mutable ``graph_passes.passes.reuse_attention.Edges``: layer, head -> (source layer, head)."""
 
 MASK_FORM = '{"layer": [1, 0, ...]}: 1 for each head to keep and 0 for each head to remove'

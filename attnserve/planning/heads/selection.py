@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from attnserve.calibration.similarity import HeadSimilarity
 from attnserve.planning.heads.files import Masks, MutableEdges, parse_count
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument
-from graph_passes.passes.reuse_attention import reuse_refusal
+from graph_passes.passes.reuse_attention import SourceHead, reuse_refusal
 
 __all__ = [
     "Reuse",
@@ -170,9 +170,9 @@ class _Heads:
 
     def nearest(
         self, block: AttentionBlock, sources: Sequence[AttentionBlock], heads: Sequence[int]
-    ) -> list[tuple[int, tuple[str, int]]]:
+    ) -> list[tuple[int, SourceHead]]:
         """Each head and its most similar exact head, best first."""
-        best: dict[int, tuple[float, tuple[str, int]]] = {}
+        best: dict[int, tuple[float, SourceHead]] = {}
         for source in sources:
             between = self.between(block, source)
             for source_head in self.exact(source):
@@ -185,7 +185,7 @@ class _Heads:
 
     def whole_layer(
         self, block: AttentionBlock, sources: Sequence[AttentionBlock], heads: Sequence[int]
-    ) -> dict[int, tuple[str, int]]:
+    ) -> dict[int, SourceHead]:
         """A one-to-one assignment to the heads of a single layer with as many exact heads, if any.
 
         The values can then be permuted instead of the probabilities. A copy of the probabilities
@@ -194,7 +194,7 @@ class _Heads:
         # Imported here: scipy.optimize would slow down the start of every command.
         from scipy.optimize import linear_sum_assignment
 
-        best: tuple[float, dict[int, tuple[str, int]]] = (-1.0, {})
+        most_alike, best = -1.0, dict[int, SourceHead]()
         for source in sources:
             exact = self.exact(source)
             if len(exact) != len(heads) or len(exact) != len(self.kept(source)):
@@ -204,17 +204,18 @@ class _Heads:
                 continue
             rows, columns = linear_sum_assignment(-between)
             alike = float(between[rows, columns].mean())
-            if alike > best[0]:
+            if alike > most_alike:
                 pairs = zip(rows.tolist(), columns.tolist(), strict=True)
-                best = alike, {heads[row]: (source.name, exact[column]) for row, column in pairs}
-        if best[1]:
-            return best[1]
+                most_alike = alike
+                best = {heads[row]: (source.name, exact[column]) for row, column in pairs}
+        if best:
+            return best
         edges = dict(self.nearest(block, sources, heads))
         return edges if len(edges) == len(heads) else {}
 
     def by_index(
         self, sources: Sequence[AttentionBlock], heads: Sequence[int]
-    ) -> dict[int, tuple[str, int]]:
+    ) -> dict[int, SourceHead]:
         """Algorithm 1 of the paper: the last K heads reuse R[1..K] of the previous layer.
 
         R lists its exact heads, then its reused ones; a reused head is replaced by its own source.
@@ -226,6 +227,21 @@ class _Heads:
         forwarded = [(previous.name, head) for head in self.exact(previous)]
         forwarded += [reused[head] for head in sorted(reused)]
         return dict(zip(heads, forwarded, strict=False))
+
+
+class _Candidate(NamedTuple):
+    """An edge that may be chosen; candidates are sorted by damage.
+
+    Attributes:
+        damage: The estimated change of the output.
+        layer, head: The index of the reusing layer, and its head.
+        source: The head whose probabilities it would reuse.
+    """
+
+    damage: float
+    layer: int
+    head: int
+    source: SourceHead
 
 
 def edges_by_damage(
@@ -248,7 +264,7 @@ def edges_by_damage(
         budget: The allowed sum of estimated changes.
     """
     heads = _Heads(masks, similarity)
-    candidates: list[tuple[float, int, int, tuple[str, int]]] = []
+    candidates: list[_Candidate] = []
     for index, block in enumerate(blocks):
         if block.name in chosen:
             sources = [b for b in blocks[:index] if reuse_refusal(block, [b]) is None]
@@ -259,9 +275,10 @@ def edges_by_damage(
                         apart = 1 - between[head, source_head]
                         damage = float(effect[block.name][head] * apart**2)
                         if np.isfinite(damage):
-                            candidates.append((damage, index, head, (source.name, source_head)))
+                            edge = (source.name, source_head)
+                            candidates.append(_Candidate(damage, index, head, edge))
     edges: MutableEdges = {}
-    used: set[tuple[str, int]] = set()
+    used: set[SourceHead] = set()
     spent = 0.0
     for damage, index, head, source in sorted(candidates):
         name = blocks[index].name

@@ -16,7 +16,7 @@ __all__ = ["apply_plan", "apply_steps"]
 
 
 def apply_plan(plan: Plan, state: State) -> State:
-    """Apply all steps of a plan; ``state`` is returned.
+    """Apply all steps of a plan to a state, which is changed and returned.
 
     Raises:
         InvalidArgument: A step needs data, or this machine cannot apply it.
@@ -26,7 +26,11 @@ def apply_plan(plan: Plan, state: State) -> State:
 
 
 def prepare(plan: Plan, state: State) -> State:
-    """Set the opset and the precision that the plan needs in the state."""
+    """Set the opset that the plan's operators need, and the precision of its conversion.
+
+    Returns:
+        The state that was given.
+    """
     operators = plan.targets(FuseAttention).values()
     if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
         raise_opset(state.model, needed)
@@ -35,7 +39,7 @@ def prepare(plan: Plan, state: State) -> State:
 
 
 def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
-    """Apply steps in order; ``state`` is returned.
+    """Apply steps in order to a state, which is changed and returned.
 
     Raises:
         InvalidArgument: A step needs data, or this machine cannot apply it.

@@ -13,6 +13,7 @@ from attnserve.models.json_files import first_problem
 from attnserve.planning.plans.steps import (
     TRAININGS,
     Cast,
+    Fuse,
     PlanStep,
     Quantize,
     Rewrite,
@@ -57,13 +58,14 @@ Kind = TypeVar("Kind", bound=RewritePass)
 class Plan:
     """Steps to apply, in order: rewrites, trainings, and the conversion to a precision.
 
-    Block and head numbers of a pass refer to the model after the preceding passes.
+    Block and head numbers of a pass refer to the model after the preceding passes. JSON has no
+    ``Fuse`` step, but the passes that it chose (``with_passes``).
     """
 
     steps: tuple[PlanStep, ...] = ()
 
     @classmethod
-    def listed(
+    def from_passes(
         cls,
         passes: Iterable[RewritePass],
         precision: Precision = "float32",
@@ -85,10 +87,11 @@ class Plan:
         precision: Precision = "float32",
         float_blocks: Sequence[str] = (),
     ) -> Plan:
-        """Build a plan from passes in any order; they are merged by kind and sorted by ``ORDER``.
+        """Build a plan from passes in any order, which are merged by class and sorted by ``ORDER``.
 
         Args:
             passes: The passes; passes without targets are dropped.
+            float_blocks: Blocks that stay float32 in an int8 or int4 model.
         """
         merged: dict[type[RewritePass], RewritePass] = {}
         for rewrite in passes:
@@ -103,35 +106,48 @@ class Plan:
         place = {name: float(index) for index, name in enumerate(ORDER)}
         unlisted = place["fuse_attention"] - 0.5
         ordered = sorted(merged.values(), key=lambda rewrite: place.get(rewrite.name, unlisted))
-        return cls.listed(ordered, precision, float_blocks)
+        return cls.from_passes(ordered, precision, float_blocks)
 
-    def trained(self, training: Train) -> Plan:
+    def with_training(self, training: Train) -> Plan:
         """The plan with a training before its conversion."""
-        return self.listed(
+        return self.from_passes(
             self.passes, self.precision, self.float_blocks, (*self.trainings, training)
         )
 
+    def with_fusion(self) -> Plan:
+        """The plan with a fusion of operators before its conversion, if it has one."""
+        if not self.conversion:
+            return self
+        return Plan((*self.without_conversion, Fuse(self.precision), *self.conversion))
+
+    def with_passes(self, passes: Iterable[RewritePass]) -> Plan:
+        """The plan with these passes instead of its own, and without a ``Fuse`` step."""
+        return self.from_passes(passes, self.precision, self.float_blocks, self.trainings)
+
     @property
     def passes(self) -> tuple[RewritePass, ...]:
+        """The passes of the rewrites, in order."""
         return tuple(step.rewrite for step in self.steps if isinstance(step, Rewrite))
 
     @property
     def trainings(self) -> tuple[Train, ...]:
+        """The trainings, in order."""
         return tuple(step for step in self.steps if isinstance(step, Train))
 
     @property
     def conversion(self) -> tuple[PlanStep, ...]:
-        """The last step, if the plan converts to another precision."""
-        return tuple(step for step in self.steps if isinstance(step, Cast))
+        """The last steps, if the plan converts to another precision."""
+        return tuple(step for step in self.steps if isinstance(step, Cast | Fuse))
 
     @property
     def without_conversion(self) -> tuple[PlanStep, ...]:
         """The rewrites and trainings."""
-        return tuple(step for step in self.steps if not isinstance(step, Cast))
+        return tuple(step for step in self.steps if not isinstance(step, Cast | Fuse))
 
     @property
     def precision(self) -> Precision:
-        return next((step.name for step in self.conversion), "float32")
+        """The precision of the result."""
+        return next((step.scheme for step in self.steps if isinstance(step, Cast)), "float32")
 
     @property
     def float_blocks(self) -> tuple[str, ...]:
@@ -140,11 +156,11 @@ class Plan:
         return blocks[0] if blocks else ()
 
     def find(self, kind: type[Kind]) -> Kind | None:
-        """The first pass of a kind."""
+        """The first pass of a class; None if there is none."""
         return next((rewrite for rewrite in self.passes if isinstance(rewrite, kind)), None)
 
     def targets(self, kind: type[RewritePass]) -> Mapping[str, Any]:
-        """The parameters of all passes of a kind, by block; empty if there is none."""
+        """The parameters of all passes of a class, by block; empty if there is none."""
         targets: dict[str, Any] = {}
         for rewrite in self.passes:
             if isinstance(rewrite, kind):
@@ -152,7 +168,7 @@ class Plan:
         return targets
 
     @property
-    def changed(self) -> list[str]:
+    def lossy_blocks(self) -> list[str]:
         """Every block that a lossy pass rewrites, once, in the order of the passes."""
         names = [name for rewrite in self.passes if rewrite.lossy for name in targets_of(rewrite)]
         return list(dict.fromkeys(names))
@@ -190,10 +206,15 @@ class Plan:
             for entry in plan.passes
         ]
         trainings = [_read_training(entry) for entry in plan.trainings]
-        return cls.listed(passes, plan.precision, plan.float_blocks, trainings)
+        return cls.from_passes(passes, plan.precision, plan.float_blocks, trainings)
 
 
 def _read_training(content: Mapping[str, Any]) -> Train:
+    """Read a training of a plan.json.
+
+    Raises:
+        InvalidArgument: Its kind is unknown, or its values are invalid.
+    """
     kind = TRAININGS[str(content.get("step"))]
     try:
         return kind.from_json(content)

@@ -17,7 +17,7 @@ from attnserve.data.datasets import Dataset
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
-from attnserve.models.lineage import Calibration, Search, Source, Speedups, Whole
+from attnserve.models.lineage import Calibration, SearchRecord, ServedSpeedRecord, Source, Whole
 from attnserve.options import Lengths, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
@@ -28,7 +28,7 @@ from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 __all__ = [
     "FORMAT",
     "Decision",
-    "PlanFile",
+    "PlanRecord",
     "Point",
     "SavedPlan",
 ]
@@ -37,7 +37,7 @@ FORMAT = 2
 """Format version of plan.json. Format 1 (attnserve 0.1) uses other names and is refused."""
 
 
-class Decision(Whole):
+class Decision(Whole, frozen=True):
     """The decision for one block, and the reason.
 
     Attributes:
@@ -67,7 +67,7 @@ class Decision(Whole):
     in_float: bool = False
 
 
-class Point(Whole):
+class Point(Whole, frozen=True):
     """A choice on the Pareto front, with measurements if it was built.
 
     Attributes:
@@ -82,7 +82,7 @@ class Point(Whole):
     cosine: float | None = None
 
 
-class PlanFile(Search):
+class PlanRecord(SearchRecord, frozen=True):
     """The content of plan.json: a plan, and the report of the search that made it.
 
     Attributes:
@@ -94,7 +94,7 @@ class PlanFile(Search):
     format: Literal[2]
     model: Source = Source()
     calibration: Calibration = Calibration()
-    speedups: Speedups | None = None
+    speedups: ServedSpeedRecord | None = None
     layers: tuple[Decision, ...] = ()
     plan: Any = None
     front: tuple[Point, ...] = ()
@@ -104,24 +104,32 @@ class PlanFile(Search):
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A validated plan.json."""
+    """A plan.json that was read, with the checks that it fits the model, the data and the machine.
+
+    Attributes:
+        record: Its content.
+    """
 
     path: Path
-    file: PlanFile
+    record: PlanRecord
 
     @classmethod
     def read(cls, path: Path) -> SavedPlan:
-        """Raises: InvalidData: The file cannot be read, or is not a plan."""
+        """Read and validate a plan.json; its blocks are checked when the plan is applied.
+
+        Raises:
+            InvalidData: The file cannot be read, or is not a plan.
+        """
         return cls(path, _read(path))
 
     @property
-    def promised(self) -> float | None:
+    def guaranteed(self) -> float | None:
         """The guaranteed quality; None if the search guaranteed a task score, or had no gain."""
-        asked = self.file.asked
-        return asked.keep if self.file.gain and asked.measure != "score" else None
+        asked = self.record.asked
+        return asked.keep if self.record.gain and asked.measure != "score" else None
 
-    def require_promise(self, fidelity: Fidelity) -> None:
-        """Check that the model of the plan keeps what its search promised.
+    def require_guarantee(self, fidelity: Fidelity) -> None:
+        """Check that the model of the plan keeps what its search guarantees.
 
         The interval is compared, because these rows differ from the verification rows of the
         search.
@@ -129,13 +137,13 @@ class SavedPlan:
         Raises:
             CheckFailed: It certainly keeps less.
         """
-        quality, promised = fidelity.quality, self.promised
-        if promised is None or quality is None or quality.ci95 is None:
+        quality, guaranteed = fidelity.quality, self.guaranteed
+        if guaranteed is None or quality is None or quality.ci95 is None:
             return
-        if quality.ci95[1] < promised:
+        if quality.ci95[1] < guaranteed:
             raise CheckFailed(
                 f"the plan keeps {quality.value:.4f} ({quality.measure}, at most "
-                f"{quality.ci95[1]:.4f}) on {fidelity.data}, and its target is {promised:g}: "
+                f"{quality.ci95[1]:.4f}) on {fidelity.data}, and its goal is {guaranteed:g}: "
                 "nothing was written",
                 "make a new plan on this machine",
                 code="plan.promise",
@@ -144,12 +152,12 @@ class SavedPlan:
     @property
     def key(self) -> str:
         """Key of the plan, its model and its data, for the checkpoint of a training."""
-        return digest([self.file.model.sha256, self.file.calibration.sha256, self.file.plan])
+        return digest([self.record.model.sha256, self.record.calibration.sha256, self.record.plan])
 
     @property
     def lengths(self) -> Lengths | None:
         """The lengths to which the search joined calibration texts; None if it joined none."""
-        return self.file.calibration.joined_to
+        return self.record.calibration.joined_to
 
     def measure(self, given: SearchMeasure) -> SearchMeasure:
         """The measure of the guaranteed quality; the given one if the guarantee is a task score.
@@ -158,7 +166,7 @@ class SavedPlan:
             InvalidArgument: Another measure is given.
             InvalidData: This version does not know the measure.
         """
-        planned = _known(self.path, self.file.asked.measure, SearchMeasure)
+        planned = _known(self.path, self.record.asked.measure, SearchMeasure)
         if planned in ("score", given):
             return given
         if given != "auto":
@@ -175,7 +183,7 @@ class SavedPlan:
         Raises:
             InvalidData: This version does not know the phase.
         """
-        phase = given.phase or _known(self.path, self.file.asked.phase, Phase)
+        phase = given.phase or _known(self.path, self.record.asked.phase, Phase)
         return given.model_copy(update={"phase": phase})
 
     def context(self, context: RunContext) -> RunContext:
@@ -184,7 +192,7 @@ class SavedPlan:
         Raises:
             InvalidData: This version does not know the provider.
         """
-        asked = self.file.asked
+        asked = self.record.asked
         provider = _known(self.path, asked.provider, Provider)
         return replace(context, provider=provider, runtime=asked.runtime, seed=asked.seed)
 
@@ -196,7 +204,7 @@ class SavedPlan:
         """
         expected = {"model": fingerprint(artifact), "calibration": data.source.sha256}
         for what, checksum in expected.items():
-            source: Source | Calibration = getattr(self.file, what)
+            source: Source | Calibration = getattr(self.record, what)
             if source.sha256 != checksum:
                 raise InvalidArgument(
                     f"{self.path}: it was made with another {what} ({source.file}, sha256 "
@@ -206,7 +214,7 @@ class SavedPlan:
                     code="plan.other_input",
                 )
         try:
-            plan = Plan.from_json(self.file.plan)
+            plan = Plan.from_json(self.record.plan)
         except InvalidArgument as error:
             what = f"{self.path}: {error.what}"
             raise InvalidArgument(what, error.fix, code=error.code) from error
@@ -229,9 +237,14 @@ def _known(path: Path, value: str, kind: Any) -> Any:
     return value
 
 
-def _read(path: Path) -> PlanFile:
+def _read(path: Path) -> PlanRecord:
+    """The content of plan.json.
+
+    Raises:
+        InvalidData: The file cannot be read, or is not a plan.
+    """
     try:
-        return PlanFile.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return PlanRecord.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise InvalidData(f"{path}: no such file", "check the path", code="plan.file") from error
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,15 +16,14 @@ from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.example_inputs import random_batches
 from attnserve.models.lineage import StepRecord
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs, infer_at, macs_at
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import BlockPass, RewritePass, targets_of
-from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = ["ApplyReport", "Rewriting"]
@@ -42,39 +42,76 @@ class ApplyReport:
     is_exact: bool = True
     shared: tuple[str, ...] = ()
 
+    def then(self, later: ApplyReport) -> ApplyReport:
+        """The report of these steps and later ones."""
+        return ApplyReport(
+            (*self.steps, *later.steps),
+            is_exact=self.is_exact and later.is_exact,
+            shared=(*self.shared, *later.shared),
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class BlockRewrite:
+    """A pass that ran on one block, while later passes may still change and refit the block.
+
+    Attributes:
+        rewrite, block: The names of the pass and of the block.
+        macs: MACs of the whole model afterwards; None if they cannot be counted.
+        sizes: Sizes of the block afterwards, by their names in ``StepRecord``.
+        is_exact: Whether the pass changes the block's output by rounding only.
+        is_measured: Whether the output was compared with the original's (and refitted) afterwards;
+            true if that is not needed.
+        is_certified: Whether the block was certified afterwards; true if that is not needed.
+        error: ``StepRecord.relative_error``; None while it is unknown.
+        fitted_error: ``StepRecord.fitted_error``; None while it is unknown.
+        is_shared: Whether the block was not refitted, because other blocks share its weights.
+    """
+
+    rewrite: str
+    block: str
+    macs: int | None
+    sizes: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
+    is_exact: bool = True
+    is_measured: bool = True
+    is_certified: bool = True
+    error: float | None = None
+    fitted_error: float | None = None
+    is_shared: bool = False
+
+    def record(self) -> StepRecord:
+        """The step as attnserve.json records it."""
+        return StepRecord(
+            rewrite=self.rewrite,
+            block=self.block,
+            relative_error=self.error,
+            macs_after=self.macs,
+            fitted_error=self.fitted_error,
+            **self.sizes,
+        )
+
 
 @dataclass(eq=False)
 class Rewriting:
-    """A model while passes rewrite it.
+    """A model while passes rewrite it: ``run`` for each pass, then ``finish``.
 
-    Heads and neurons are removed or reused first. The outputs of changed blocks are then refitted
-    to the original's, front to back, before and after query and key dimensions are shared.
+    Lossy passes run one after another. The outputs of the blocks that they changed are refitted to
+    the original's, front to back, before the next exact pass, before a pass that is fitted to
+    refitted blocks, and at the end. Rewritten blocks are certified after each refit and at the end.
 
     Attributes:
         fit: Refit the outputs of changed blocks. False only measures the distance to the original.
+        steps: The steps so far.
     """
 
     job: Job
-    graph_context: GraphContext
+    analyses: Analyses
     fit: bool
-    steps: list[StepRecord] = field(default_factory=list[StepRecord])
-    """The steps; ``finish`` adds the errors."""
-    errors: dict[int, float] = field(default_factory=dict[int, float])
-    """``StepRecord.relative_error`` by the index of the step."""
-    fitted_errors: dict[int, float] = field(default_factory=dict[int, float])
-    """``StepRecord.fitted_error`` by the index of the step."""
-    changed: list[str] = field(default_factory=list[str])
-    """Blocks whose outputs differ from the original's."""
-    is_measured: bool = True
-    """Whether the changed blocks were measured (and refitted) since the last change."""
-    shared: set[str] = field(default_factory=set[str])
-    """Blocks that were not refitted, because other blocks share their weights."""
-    uncertified: set[str] = field(default_factory=set[str])
-    """Rewritten attention blocks that are not certified yet."""
+    steps: list[BlockRewrite] = field(default_factory=list[BlockRewrite])
 
     @property
     def model(self) -> ir.Model:
-        return self.graph_context.model
+        return self.analyses.model
 
     def run(self, rewrite: RewritePass) -> None:
         """Run a pass.
@@ -84,105 +121,113 @@ class Rewriting:
             InvalidData: The model refuses the data, or its activations are not finite.
             InvalidModel: A rewritten block fails certification.
         """
-        if isinstance(rewrite, Collaborate) and rewrite.targets:
-            rewrite = self._with_factors(rewrite)
+        if rewrite.is_fitted and targets_of(rewrite):
+            rewrite = self._fitted(rewrite)
         if rewrite.lossy and isinstance(rewrite, BlockPass):
-            self._run_lossy(cast("BlockPass[Any, Any]", rewrite))
+            self.steps += self._run_lossy(cast("BlockPass[Any, Any]", rewrite))
         else:
-            self._run_exact(rewrite)
+            self._refit()
+            self.steps += self._run_exact(rewrite)
 
     def finish(self) -> ApplyReport:
         """Refit and certify what the passes changed, and return their steps."""
-        self._measure()
+        self._refit()
         self._certify()
-        steps = tuple(
-            step.model_copy(
-                update={
-                    "relative_error": self.errors.get(index),
-                    "fitted_error": self.fitted_errors.get(index),
-                }
-            )
-            for index, step in enumerate(self.steps)
+        return ApplyReport(
+            tuple(step.record() for step in self.steps),
+            is_exact=all(step.is_exact for step in self.steps),
+            shared=tuple(sorted({step.block for step in self.steps if step.is_shared})),
         )
-        return ApplyReport(steps, is_exact=not self.changed, shared=tuple(sorted(self.shared)))
 
-    def _with_factors(self, rewrite: Collaborate) -> Collaborate:
-        """Factor queries and keys, weighted by the tokens of the model as rewritten so far."""
-        rewrite.check(self.graph_context)
-        is_dense = any(not params.is_sparse for params in rewrite.targets.values())
-        if is_dense or not self.fit:  # shorter heads are refitted once, after sharing
-            self._measure()
+    # ---- passes ----------------------------------------------------------------------------------
+
+    def _fitted(self, rewrite: RewritePass) -> RewritePass:
+        """Fit a pass to the tokens of the model as rewritten so far."""
+        rewrite.require_applicable(self.analyses)
+        if rewrite.needs_refit or not self.fit:
+            self._refit()
         self._certify()
         moments: dict[str, TokenMoments] = {}
-        lossy = [block for block in rewrite.lossy_blocks(self.graph_context)
-                 if block.graph is self.model.graph]  # fmt: skip
-        if self.job.data is not None and lossy:  # a session cannot observe the body of an If
-            batches = enough(self.job.data.fit, lossy)
-            moments = collect_moments(self.model, lossy, batches, context=self.job.context)
-        return rewrite.factored(self.graph_context, moments, self.job.context.stage("factor"))
+        blocks = [block for block in rewrite.blocks_to_fit(self.analyses)
+                  if block.graph is self.model.graph]  # fmt: skip
+        if self.job.data is not None and blocks:  # a session cannot observe the body of an If
+            batches = enough(self.job.data.fit, blocks)
+            moments = collect_moments(self.model, blocks, batches, context=self.job.context)
+        return rewrite.fitted(self.analyses, moments, self.job.context.stage("factor"))
 
-    def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> None:
-        targets = rewrite.targets
-        if not targets:
-            return
+    def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> list[BlockRewrite]:
+        """Run a lossy pass, whose MACs are attributed to its blocks one after another."""
+        if not rewrite.targets:
+            return []
         before, macs = self._macs_by_block(), self._macs()
         rewrite(self.model)
-        after, total = self._macs_by_block(), self._macs()
-        blocks = self._blocks()
-        for place, name in enumerate(targets, start=1):
+        after, blocks = self._macs_by_block(), self._blocks()
+        steps: list[BlockRewrite] = []
+        for name in rewrite.targets:
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
-            last = place == len(targets)  # the whole model: other blocks may have changed too
             error = rewrite.approximation_error(name)
-            if error is not None:
-                self.errors[len(self.steps)] = error
-            if error != 0:
-                self.changed.append(name)
-                self.is_measured = self.is_measured and error is not None and not self.fit
-            sizes = rewrite.sizes(name, blocks.get(name))
-            self.steps.append(
-                StepRecord(
-                    rewrite=rewrite.name, block=name, macs_after=total if last else macs, **sizes
+            steps.append(
+                BlockRewrite(
+                    rewrite=rewrite.name,
+                    block=name,
+                    macs=macs,
+                    sizes=rewrite.sizes(name, blocks.get(name)),
+                    is_exact=error == 0,
+                    is_measured=error == 0 or (error is not None and not self.fit),
+                    is_certified=False,
+                    error=error,
                 )
             )
-        self.uncertified |= targets.keys()
+        steps[-1].macs = self._macs()  # of the whole model: other blocks may have changed too
+        return steps
 
-    def _run_exact(self, rewrite: RewritePass) -> None:
-        """Run an exact pass; a pass of the whole graph edits no attention."""
-        self._measure()
+    def _run_exact(self, rewrite: RewritePass) -> list[BlockRewrite]:
+        """Run an exact pass; one of the whole graph edits no attention, and has no steps."""
         rewrite(self.model)
-        if targets := targets_of(rewrite):
-            macs = self._macs()
-            self.steps += [
-                StepRecord(rewrite=rewrite.name, block=name, macs_after=macs) for name in targets
-            ]
-            attention = {block.name for block in self.graph_context.get(find_attention)[0]}
-            self.uncertified |= targets.keys() & attention
+        targets = targets_of(rewrite)
+        if not targets:
+            return []
+        macs = self._macs()
+        attention = {block.name for block in self.analyses.get(find_attention)[0]}
+        return [
+            BlockRewrite(
+                rewrite=rewrite.name, block=name, macs=macs, is_certified=name not in attention
+            )
+            for name in targets
+        ]
 
-    def _measure(self) -> None:
-        """Measure the changed blocks' distance to the original, and refit them if requested."""
-        if self.is_measured:
+    # ---- refit and certification -----------------------------------------------------------------
+
+    def _refit(self) -> None:
+        """Refit the changed blocks if one is not measured yet, and certify the rewritten ones.
+
+        Without ``fit``, only their distance to the original is measured.
+        """
+        if all(step.is_measured for step in self.steps):
             return
-        self.is_measured = True
+        changed = list(dict.fromkeys(step.block for step in self.steps if not step.is_exact))
         empty = empty_axes(self.job.original, self.model)
         if self.job.data is not None:
             blocks = self._blocks()
-            batches = enough(self.job.data.fit, [blocks[n] for n in self.changed if n in blocks])
+            batches = enough(self.job.data.fit, [blocks[n] for n in changed if n in blocks])
         else:
             batches = random_batches(self.job.original, self.job.context.seed, empty=empty)
         refits = refit(
-            self.model, self.job.original, list(dict.fromkeys(self.changed)), batches,
+            self.model, self.job.original, changed, batches,
             context=self.job.context, fit=self.fit,
             feed=lambda batch: shaped_for(self.model, batch, empty),
         )  # fmt: skip
-        self.graph_context.invalidate()
-        latest = {step.block: index for index, step in enumerate(self.steps)}
-        for index, step in enumerate(self.steps):
-            if step.block in refits:
-                self.errors.setdefault(index, refits[step.block].relative_error_before)
-        self.shared = {n for n, result in refits.items() if self.fit and result.is_shared}
+        self.analyses.invalidate()
+        for step in self.steps:
+            result = refits.get(step.block)
+            step.is_measured = True
+            step.is_shared = self.fit and result is not None and result.is_shared
+            if step.error is None and result is not None:
+                step.error = result.relative_error_before
+        latest = {step.block: step for step in self.steps}
         for name, result in refits.items():
             if result.ridge is not None:
-                self.fitted_errors[latest[name]] = result.relative_error
+                latest[name].fitted_error = result.relative_error
         self._certify()
 
     def _certify(self) -> None:
@@ -191,33 +236,37 @@ class Rewriting:
         Raises:
             InvalidModel: A block is not matched any more, or does not compute what was matched.
         """
-        if not self.uncertified:
+        rewritten = {step.block for step in self.steps if not step.is_certified}
+        if not rewritten:
             return
-        feed_forwards = {block.name for block in self.graph_context.get(find_feed_forward)}
+        feed_forwards = {block.name for block in self.analyses.get(find_feed_forward)}
         removed = {gap.name for gap in skipped(self.model)} | feed_forwards
-        report = self.graph_context.get(read_attention, seed=self.job.context.seed)
+        report = self.analyses.get(read_attention, seed=self.job.context.seed)
         certified = {block.name for block in report.blocks}
-        if lost := sorted(self.uncertified - removed - certified):
+        if lost := sorted(rewritten - removed - certified):
             reason = report.unmatched[0].reason if report.unmatched else "it is not found any more"
             raise InvalidModel(
                 f"{lost[0]} is not certified after its rewrite: {reason}",
                 DEFECT,
                 code="internal.certificate",
             )
-        self.uncertified.clear()
+        for step in self.steps:
+            step.is_certified = True
+
+    # ---- the model -------------------------------------------------------------------------------
 
     def _blocks(self) -> dict[str, AttentionBlock | FeedForwardBlock]:
         blocks: dict[str, AttentionBlock | FeedForwardBlock] = {
-            block.name: block for block in self.graph_context.get(find_feed_forward)
+            block.name: block for block in self.analyses.get(find_feed_forward)
         }
-        return blocks | {block.name: block for block in self.graph_context.get(find_attention)[0]}
+        return blocks | {block.name: block for block in self.analyses.get(find_attention)[0]}
 
     def _macs_by_block(self) -> dict[str, int]:
-        shapes = self.graph_context.get(infer_at, self.job.counted)
+        shapes = self.analyses.get(infer_at, self.job.counted)
         macs = {b.name: macs_at(shapes, (*b.products, b.product))[0]
-                for b in self.graph_context.get(find_feed_forward)}  # fmt: skip
-        attention = [*self.graph_context.get(find_attention)[0], *skipped(self.model)]
+                for b in self.analyses.get(find_feed_forward)}  # fmt: skip
+        attention = [*self.analyses.get(find_attention)[0], *skipped(self.model)]
         return macs | {place.name: macs_at(shapes, place.nodes)[0] for place in attention}
 
     def _macs(self) -> int | None:
-        return self.graph_context.get(count_macs, self.job.counted)
+        return self.analyses.get(count_macs, self.job.counted)

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Protocol, Self
 import onnx_ir as ir
 
 from attnserve.choices import Precision
+from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
+from attnserve.models.lineage import StepRecord
 from attnserve.planning.plans.rewriting import ApplyReport, Rewriting
 from attnserve.precision.convert import convert
 from attnserve.precision.int8 import Rounding
-from graph_passes.context import GraphContext
-from graph_passes.passes.base import RewritePass
+from attnserve.precision.products import WeightKey
+from graph_passes.analyses import Analyses
+from graph_passes.analysis.cost import count_macs
+from graph_passes.passes.base import RewritePass, targets_of
 
 if TYPE_CHECKING:  # it needs PyTorch
     from attnserve.recovery.labels import Labels
@@ -46,11 +50,12 @@ class State:
     Attributes:
         job: The original, the data and the context of all steps.
         model: A float32 copy of the original that rewrites change in place.
-        fit: Refit the outputs of changed blocks, if there is data.
+        fit: Whether the outputs of changed blocks are refitted, if there is data.
         key: Identifies the original and the data, in names of checkpoints.
-        precision, float_blocks: Target of the later conversion, for steps before it.
-        applied: The rewrites that are finished.
-        converted: The model in that precision, once it is converted.
+        precision, float_blocks: Arguments of the later conversion, for the steps before it.
+        passes: The passes that ran, in order.
+        applied: The finished rewrites, with their errors.
+        converted: The model in the precision of the conversion, once it is converted.
         rounding: Rounding of int8 weights, if a training fixed it.
         labels: Labeled rows that a training learns too.
         training: The result of the last training.
@@ -62,9 +67,10 @@ class State:
     key: str = ""
     precision: Precision = "float32"
     float_blocks: tuple[str, ...] = ()
+    passes: list[RewritePass] = field(default_factory=list[RewritePass])
     applied: ApplyReport = field(default_factory=ApplyReport)
     converted: ir.Model | None = None
-    rounding: Mapping[tuple[str, bool], Rounding] | None = None
+    rounding: Mapping[WeightKey, Rounding] | None = None
     labels: Labels | None = None
     training: TrainingResult | None = None
     _rewriting: Rewriting | None = None
@@ -84,17 +90,31 @@ class State:
     def rewrite(self, rewrite: RewritePass) -> None:
         """Run a pass; see ``Rewriting``."""
         if self._rewriting is None:
-            graph_context = self._scope.enter_context(GraphContext.of(self.model))
+            analyses = self._scope.enter_context(Analyses.of(self.model))
             fit = self.fit and self.job.data is not None
-            self._rewriting = Rewriting(self.job, graph_context, fit)
+            self._rewriting = Rewriting(self.job, analyses, fit)
         self._rewriting.run(rewrite)
+        self.passes.append(rewrite)
 
     def finish_rewrites(self) -> None:
         """Refit and certify what the passes since the last call changed."""
         if self._rewriting is not None:
-            self.applied = self._rewriting.finish()
+            self.applied = self.applied.then(self._rewriting.finish())
             self._rewriting = None
             self._scope.close()
+
+    def fuse(self, precision: Precision) -> None:
+        """Fuse operators for a later conversion; see ``fusion.fuse_for``."""
+        self.finish_rewrites()
+        fused = fuse_for(self.model, precision, self.job.context.provider)
+        macs = count_macs(self.model, self.job.counted)
+        steps = [
+            StepRecord(rewrite=rewrite.name, block=name, macs_after=macs)
+            for rewrite in fused
+            for name in targets_of(rewrite)
+        ]
+        self.applied = self.applied.then(ApplyReport(tuple(steps)))
+        self.passes += fused
 
     def convert(self, precision: Precision, float_blocks: Collection[str] = ()) -> None:
         """Convert the model; see ``precision.convert``."""

@@ -1,8 +1,8 @@
 """The steps of a plan: rewrites of blocks, trainings, and the conversion to another precision.
 
-A step is an immutable value; ``apply`` changes a ``State``. Another package adds
-a kind of training with ``TRAININGS.add``, a precision with ``precision.schemes.SCHEMES.add``, and a
-rewrite by subclassing ``BlockPass`` (``attnserve.plugins``).
+A step is an immutable value; ``apply`` changes a ``State``. Another package adds a kind of training
+with ``TRAININGS.add``, a precision with ``precision.schemes.SCHEMES.add``, and a rewrite by
+subclassing ``BlockPass`` (``attnserve.plugins``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graph_passes.passes.base import RewritePass
 if TYPE_CHECKING:
     from attnserve.recovery.recovery import Recovery
 
-__all__ = ["TRAININGS", "Cast", "PlanStep", "Quantize", "Rewrite", "Train", "conversion"]
+__all__ = ["TRAININGS", "Cast", "Fuse", "PlanStep", "Quantize", "Rewrite", "Train", "conversion"]
 
 
 class PlanStep(ABC):
@@ -39,10 +39,13 @@ class PlanStep(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Used in plans, records and options."""
+        """The name of the step in plans, records and options."""
 
     def refusal(self) -> Refusal | None:
-        """Why the step cannot be applied on this machine; a pass refuses blocks when it runs."""
+        """Why this machine cannot apply the step; None if it can.
+
+        Whether a step fits the model is checked when it is applied.
+        """
         return None
 
     @abstractmethod
@@ -56,7 +59,7 @@ class PlanStep(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Rewrite(PlanStep):
-    """A pass, with the blocks that it rewrites."""
+    """Run a pass on the blocks that it names."""
 
     rewrite: RewritePass
 
@@ -66,6 +69,27 @@ class Rewrite(PlanStep):
 
     def apply(self, state: State) -> None:
         state.rewrite(self.rewrite)
+
+
+@dataclass(frozen=True)
+class Fuse(PlanStep):
+    """Fuse operators for a later conversion.
+
+    The passes are chosen when the step is applied, on the model as the steps before leave it. The
+    state lists them (``State.passes``), and a recorded plan has them instead of this step.
+
+    Attributes:
+        precision: The precision of the conversion.
+    """
+
+    precision: Precision
+
+    @property
+    def name(self) -> str:
+        return "fuse"
+
+    def apply(self, state: State) -> None:
+        state.fuse(self.precision)
 
 
 @dataclass(frozen=True)
@@ -91,7 +115,11 @@ class Cast(PlanStep):
 
 @dataclass(frozen=True)
 class Quantize(Cast):
-    """Convert to integers, except for the blocks ``keep``, which stay float32."""
+    """Convert weights to integers, except for some blocks.
+
+    Attributes:
+        keep: The blocks that stay float32.
+    """
 
     keep: tuple[str, ...] = ()
 
@@ -136,7 +164,7 @@ class Train(PlanStep):
             CheckFailed: PyTorch does not compute what ONNX Runtime computes.
             MissingExtra: PyTorch is not installed.
         """
-        self._recovery(state)
+        self._recovery(state)  # constructed for its checks
 
     def apply(self, state: State) -> None:
         recovery = self._recovery(state)
@@ -162,6 +190,7 @@ class Train(PlanStep):
         )
 
     def to_json(self) -> dict[str, Any]:
+        """The training as an entry of ``trainings`` in plan.json."""
         return {"step": self.name, **asdict(self)}
 
     def from_json(self, content: Mapping[str, Any]) -> Self:

@@ -69,7 +69,7 @@ def choose_skipped(request: Request) -> Replacements:
                 f"`skip` names {name} twice", "name each layer once", code="request.twice"
             )
         block = request.by_name[name]
-        refusal = SkipAttention.refusal(block, None, request.graph_context)
+        refusal = SkipAttention.refusal(block, None, request.analyses)
         refusal = refusal or request.in_body(block)
         if refusal is not None:
             raise refusal.error(name, "leave this layer out of `skip`")
@@ -141,9 +141,7 @@ def _explicit_masks(
         request.warnings.append("`prune_heads` removes no head")
     _require_not_skipped("prune_heads", masks, skipped)
     for block in request.blocks:
-        if block.name in masks and (
-            refusal := PruneHeads.refusal(block, None, request.graph_context)
-        ):
+        if block.name in masks and (refusal := PruneHeads.refusal(block, None, request.analyses)):
             raise refusal.error(block.name, "take this layer out of the mask")
     return masks
 
@@ -226,7 +224,7 @@ def _explicit_edges(
                     )
             block = request.by_name[name]
             refusal = reuse_refusal(block, [request.by_name[source]])
-            refusal = refusal or ReuseAttention.refusal(block, None, request.graph_context)
+            refusal = refusal or ReuseAttention.refusal(block, None, request.analyses)
             if refusal is not None:
                 raise refusal.error(f"{name} cannot reuse {source}", "take this edge out")
     return edges

@@ -14,8 +14,8 @@ from attnserve.options import Rewrites
 from attnserve.planning.heads.criteria import observable
 from attnserve.planning.heads.files import layer_name
 from attnserve.runtime.interface import Batch
+from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.context import GraphContext
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.passes.base import AttentionPass
 
@@ -38,12 +38,12 @@ class Request:
 
     rewrites: Rewrites
     job: Job
-    graph_context: GraphContext
+    analyses: Analyses
     warnings: list[str] = field(default_factory=list[str])
 
     @property
     def model(self) -> ir.Model:
-        return self.graph_context.model
+        return self.analyses.model
 
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
@@ -75,7 +75,7 @@ class Request:
         for block in self.blocks:
             if block.name not in names:
                 continue
-            refusal = rewrite.refusal(block, None, self.graph_context)
+            refusal = rewrite.refusal(block, None, self.analyses)
             if refusal is None:
                 able.append(block)
             elif self.rewrites.layers is not None:

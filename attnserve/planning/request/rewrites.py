@@ -23,7 +23,7 @@ from attnserve.planning.request.heads import (
 from attnserve.planning.request.neurons import choose_neurons
 from attnserve.planning.request.request import Request
 from attnserve.planning.request.sharing import SharingChooser, SharingForm
-from graph_passes.context import GraphContext
+from graph_passes.analyses import Analyses
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.base import RewritePass
@@ -54,7 +54,7 @@ class PlannedRequest:
 
 
 def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
-    """Turn a request into a plan.
+    """Turn a request into a plan, which fuses operators before a conversion.
 
     Raises:
         InvalidModel: The model has no attention.
@@ -63,7 +63,12 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
     """
     if rewrites.are_given:
         require_attention(job.report)
-    request = Request(rewrites, job, GraphContext(job.original))
+    with Analyses.of(job.original) as analyses:
+        return _plan_request(Request(rewrites, job, analyses))
+
+
+def _plan_request(request: Request) -> PlannedRequest:
+    rewrites, job = request.rewrites, request.job
     skipped = choose_skipped(request)
     masks = choose_masks(request, skipped)
     edges = choose_edges(request, skipped, masks)
@@ -78,7 +83,7 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
     has_others = bool(skipped or masks or edges)
     plans: dict[SharingForm, Plan] = {}
     for form, shared in _shared(request, own_heads, others=has_others).items():
-        plan = Plan.merged([*others, Collaborate(shared)], job.target.precision)
+        plan = Plan.merged([*others, Collaborate(shared)], job.target.precision).with_fusion()
         if plan.to_json() not in [known.to_json() for known in plans.values()]:
             plans[form] = plan
     plan = next(iter(plans.values()))
@@ -170,7 +175,7 @@ def _neurons(request: Request) -> Masks:
     tied = group_blocks(request.model, request.blocks, ffn=True)
     groups = [group for group in tied if group.kind == "feed_forward"]
     refusals = {name: group.refusal for group in groups for name in group.names}
-    for block in request.graph_context.get(find_feed_forward):
+    for block in request.analyses.get(find_feed_forward):
         if refusal := request.in_body(block) or refusals.get(block.name, SAME_NAME):
             request.warnings.append(f"{block.name} keeps all its neurons: {refusal}")
     groups = [group for group in groups if group.refusal is None]

@@ -186,7 +186,7 @@ class SharingChooser:
         is_exact = self.rewrites.mixing == "auto" and rank >= exact_rank(block)
         if form.kind == "dense" or is_exact:
             return head_dk
-        if block.k.past is not None:
+        if block.k.is_cached:
             if is_asked or head_dk is not None:
                 self.warnings.append(
                     f"{block.name} gets dense mixing: its cache holds what all heads share"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -135,29 +135,33 @@ class Estimates:
         return _rising(options)
 
     def _of_group(self, group: TiedBlocks) -> list[UnitOption]:
-        converted = self._in_precision(group, self.timed)
-        loss = self.conversion.get(group.key, 0.0)
-        options = [UnitOption((config,), lost + loss, ms) for config, lost, ms in converted]
+        conversion_loss = self.conversion.get(group.key, 0.0)
+        options = [
+            replace(option, loss=option.loss + conversion_loss)
+            for option in self._in_precision(group, self.timed)
+        ]
         if all(block in self.float_latencies for block in group.blocks):
-            in_float32 = self._in_precision(group, self.float_latencies)
-            options += [UnitOption((c,), lost, ms, frozenset({0})) for c, lost, ms in in_float32]
+            options += [
+                replace(option, float_groups=frozenset({0}))
+                for option in self._in_precision(group, self.float_latencies)
+            ]
         return options
 
     def _in_precision(
         self, group: TiedBlocks, timed: Mapping[Block, BlockLatency]
-    ) -> list[tuple[BlockConfig, float, float]]:
-        """Configurations with their losses and their mean latencies."""
+    ) -> list[UnitOption]:
+        """The options of one group by these latencies, without the loss of a conversion."""
         times = [timed[block] for block in group.blocks]
         original = np.sum([latency.original for latency in times], axis=0)
         whole, curve = BlockConfig(group.count), self.curves.get(group.key)
-        able: list[tuple[BlockConfig, float, float]] = []
+        options: list[UnitOption] = []
         for config in set.intersection(*(set(latency.configs) for latency in times)):
             ms = np.sum([latency.configs[config] for latency in times], axis=0)
             loss = 0.0 if config == whole else curve and curve.of(config)
             is_fast = config == whole or (ms <= MAX_BLOCK_SLOWDOWN * original).all()
             if loss is not None and is_fast:
-                able.append((config, loss, self._mean(ms)))
-        return able
+                options.append(UnitOption((config,), loss, self._mean(ms)))
+        return options
 
     def _mean(self, times: Sequence[float] | np.ndarray) -> float:
         return float(np.mean(times[: self.num_requested]))

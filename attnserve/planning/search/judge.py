@@ -14,7 +14,7 @@ from attnserve.checks.quality import ROUNDING, allowed_loss, largest_loss
 from attnserve.checks.scores import Score, Share, share_kept
 from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import Speed
+from attnserve.models.lineage import ShapeLatency
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.blocks.pareto import Choice
@@ -35,7 +35,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
 
-__all__ = ["Built", "Judge", "Timed", "score_model"]
+__all__ = ["Built", "Judge", "SpeedCheck", "score_model"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -64,16 +64,16 @@ class Built:
         return self.state.result
 
 
-class Timed(NamedTuple):
-    """The speed of a built model beside the original.
+class SpeedCheck(NamedTuple):
+    """The speed of a built model beside the original, and whether it is enough.
 
     Attributes:
-        speeds: At all checked lengths.
-        gain: Their geometric mean over the requested ones.
+        speeds: Latencies of both models at all checked lengths.
+        gain: The geometric mean of the speed-ups at the requested lengths.
         refusal: Why the model is not returned; empty for one that is worth it.
     """
 
-    speeds: Sequence[Speed]
+    speeds: Sequence[ShapeLatency]
     gain: float
     refusal: str
 
@@ -124,7 +124,7 @@ class Judge:
             search_input.goal.keep
         ):
             self._enough = built
-        if not plan.changed:  # every result is compared with one that removes nothing
+        if not plan.lossy_blocks:  # every result is compared with one that removes nothing
             self._whole = built
         self.measured[choice.picks] = built.loss, built.fidelity.mean_cosine
         self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
@@ -137,7 +137,7 @@ class Judge:
             key: A name for the checkpoint of the training.
             label: A name of the training, for progress.
         """
-        plan = built.plan.trained(training)
+        plan = built.plan.with_training(training)
         state = State(
             self.search_input.job.labeled(label),
             built.state.model,
@@ -153,29 +153,29 @@ class Judge:
         proof = self._compare(state.result, data.choose, "choose", 0, state.job, bounded=True)
         return Built(choice, plan, state, proof.fidelity, proof.share, proof.loss)
 
-    def prove(self, built: Built, part: int) -> Proof:
+    def verify(self, built: Built, part: int) -> Proof:
         """Verify a built choice on the first or second verification part."""
         parts = [batches for batches in self.search_input.data.prove if batches]
         batches = parts[min(part, len(parts) - 1)]
         return self._compare(
-            built.model, batches, "prove", 1 + part, self.search_input.job.labeled("prove")
+            built.model, batches, "prove", 1 + part, self.search_input.job.labeled("held out")
         )
 
-    def prove_on_all(self, built: Built) -> Proof:
+    def verify_on_all(self, built: Built) -> Proof:
         """Measure a built choice on all data that was held out, by its bounds.
 
         All of this data was used before, but only for choices with more loss.
         """
-        data, job = self.search_input.data, self.search_input.job.labeled("prove")
+        data, job = self.search_input.data, self.search_input.job.labeled("held out")
         batches = [*data.choose, *(batch for part in data.prove for batch in part)]
         return self._compare(built.model, batches, "held out", None, job, bounded=True)
 
-    def time(self, built: Built) -> Timed:
-        """Time a built model at all checked lengths."""
+    def time(self, built: Built) -> SpeedCheck:
+        """Time a built model and the original at all checked lengths."""
         search_input = self.search_input
         speeds = self.compare_speed(built.model, search_input.checked)
         gain = mean_speedup(speeds, search_input.lengths)
-        return Timed(speeds, gain, _refusal(built.plan, gain, speeds))
+        return SpeedCheck(speeds, gain, _refusal(built.plan, gain, speeds))
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
@@ -184,7 +184,7 @@ class Judge:
             self.compare_speed(built.model, search_input.job.requested), search_input.lengths
         )
 
-    def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[Speed]:
+    def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
         """Time a model and the float32 original in interleaved order.
 
         Workloads at which the model seems slower are timed again.
@@ -204,7 +204,7 @@ class Judge:
             times = table.measure(parts, progress=progress)
             pairs = list(zip(times["original"], times["new"], strict=True))
         return [
-            Speed(
+            ShapeLatency(
                 batch=workload.batch,
                 sequence=workload.length,
                 original_ms=before,
@@ -265,15 +265,15 @@ class Judge:
             score = self.original_score if is_same else score_model(search_input.goal, job, model)
             share = share_kept(self.original_score, score, part=rows, seed=job.context.seed)
             losses.append(share.loss(bounded=bounded))
-        return Proof(fidelity, share, max(losses, default=0.0))
+        return Proof.of(fidelity, share, max(losses, default=0.0))
 
     def _plan(self, choice: Choice) -> Plan:
         return self.choices.plan(choice, self.search_input.job.target.precision)
 
 
-def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
+def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:
     """Why a plan is not returned; empty for one that is worth it."""
-    is_lossy = bool(plan.changed) or plan.precision != "float32"
+    is_lossy = bool(plan.lossy_blocks) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
         return "no configuration of any block is faster within the allowed loss"
     if gain < (MIN_GAIN if is_lossy else 1.0):

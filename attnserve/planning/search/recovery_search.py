@@ -182,7 +182,8 @@ class RecoverySearch:
         judge, keep, proofs = self.judge, self.front_search.goal.keep, list[Proof]()
         without, reason = judge.time(plain).gain, ""
         for built in self.found:
-            _, gain, refusal = judge.time(built)
+            timed = judge.time(built)
+            gain, refusal = timed.gain, timed.refusal
             if keep is not None and gain < MIN_GAIN * without:
                 refusal = f"{gain:.2f}x with it, {without:.2f}x without"
             if refusal:
@@ -190,11 +191,11 @@ class RecoverySearch:
                 continue
             if len(proofs) == PROOFS:
                 break
-            allowed = judge.prove(plain, 0).loss if keep is None else allowed_loss(keep)
-            proofs.append(judge.prove(built, len(proofs)))
+            allowed = judge.verify(plain, 0).loss if keep is None else allowed_loss(keep)
+            proofs.append(judge.verify(built, len(proofs)))
             if proofs[-1].loss <= allowed:
                 return Trained(built, proofs, self._report(True, self._verdict(gain, without)))
-            reason = "a trained model missed the target on held-out data"
+            reason = "a trained model missed the goal on held-out data"
         return self._no_gain(reason, proofs)
 
     def _verdict(self, gain: float, without: float) -> str:

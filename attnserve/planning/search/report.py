@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.scores import Share
@@ -16,12 +17,12 @@ from attnserve.models.lineage import (
     Calibration,
     ProofRecord,
     Recovered,
-    Search,
+    ShapeLatency,
     Source,
-    Speed,
+    present,
 )
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanFile, Point
+from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanRecord, Point
 from attnserve.planning.served_speed import ServedSpeed
 from attnserve.reports.plots import pareto_front
 
@@ -32,38 +33,39 @@ __all__ = [
 ]
 
 
-ITSELF = Fidelity((), 1.0, 1.0, "the original itself")
+ITSELF = Fidelity(outputs=(), mean_cosine=1.0, min_cosine=1.0, data="the original itself")
 """The comparison of the original with itself, which needs no run."""
 
 
-def mean_speedup(speeds: Sequence[Speed], lengths: Collection[int]) -> float:
+def mean_speedup(speeds: Sequence[ShapeLatency], lengths: Collection[int]) -> float:
     """The geometric mean over these lengths; 1 if none of them was timed."""
     chosen = [speed.speedup for speed in speeds if speed.sequence in lengths]
     return float(np.exp(np.mean(np.log(chosen)))) if chosen else 1.0
 
 
-@dataclass(frozen=True, eq=False)
-class Proof:
-    """Verification of a built choice on held-out data that no selection used.
+class Proof(ProofRecord, frozen=True):
+    """Verification of a built choice on held-out data that no selection used; its own record.
 
     Attributes:
+        fidelity: The comparison with the original, whose qualities are recorded.
         share: The kept share of the task's score, if the goal has a task.
         loss: The largest of the losses that the goal limits; see ``Quality.loss``.
     """
 
-    fidelity: Fidelity
-    share: Share | None
-    loss: float
+    fidelity: Fidelity = Field(exclude=True)
+    share: Share | None = Field()
 
-    @property
-    def record(self) -> ProofRecord:
-        record = ProofRecord(loss=self.loss, share=self.share and self.share.record)
-        return record.model_copy(update=self.fidelity.measured.stated)
+    @classmethod
+    def of(cls, fidelity: Fidelity, share: Share | None, loss: float) -> Proof:
+        """The verification with these results."""
+        return cls(fidelity=fidelity, qualities=fidelity.qualities, share=share, loss=loss)
 
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """The plan that a search returns, and the reasons for it: the content of plan.json.
+    """The plan that a search returns, and the reasons for it.
+
+    ``record`` is the content of plan.json.
 
     Attributes:
         asked: The request.
@@ -75,7 +77,7 @@ class PlanReport:
             kept share of the task score, if the goal has a task.
         speeds: Speed of the whole model, at all checked lengths.
         choose: The same comparison on the data to choose.
-        proofs: All verifications, in order; all but the last missed the target.
+        proofs: All verifications, in order; all but the last missed the goal.
         recovered: The rounds of training; None without training.
         served_speed: What fusion, precision and removal gave; None if the original is returned.
         output: The file that the report was written to, if any; not part of the content.
@@ -94,7 +96,7 @@ class PlanReport:
     gain: bool = False
     fidelity: Fidelity = ITSELF
     share: Share | None = None
-    speeds: Sequence[Speed] = ()
+    speeds: Sequence[ShapeLatency] = ()
     choose: Fidelity | None = None
     proofs: Sequence[Proof] = ()
     recovered: Recovered | None = None
@@ -110,38 +112,30 @@ class PlanReport:
         return self.record.to_json()
 
     @property
-    def summary(self) -> Search:
-        """The part that is recorded with an optimized model."""
-        stated = self.record.stated
-        kept = {name: stated[name] for name in Search.model_fields if name in stated}
-        return Search().model_copy(update=kept)
-
-    @property
-    def record(self) -> PlanFile:
+    def record(self) -> PlanRecord:
         """The content of plan.json."""
-        shared = {"share": self.share and self.share.record}
-        content = PlanFile(
+        return PlanRecord(
             format=FORMAT,
             model=self.model,
             calibration=self.calibration,
             asked=self.asked,
             verdict=self.verdict,
             gain=self.gain,
-            fidelity=self.fidelity.cosines.model_copy(update=shared),
-            choose=self.choose and self.choose.measured.quality,
-            proofs=tuple(proof.record for proof in self.proofs),
+            fidelity=self.fidelity.cosines.model_copy(update={"share": self.share}),
+            qualities=self.fidelity.qualities,
+            choose=self.choose and self.choose.quality,
+            proofs=tuple(self.proofs),
             speedup=self.speedup,
             speeds=tuple(self.speeds),
-            speedups=self.served_speed and self.served_speed.record,
+            speedups=self.served_speed,
             layers=tuple(self.layers),
             plan=self.plan.to_json(),
             front=tuple(self.front),
             latency_ms=tuple(self.latency_ms),
             machine=self.machine,
             versions=self.versions,
+            **present(recovered=self.recovered),
         )
-        trained = {} if self.recovered is None else {"recovered": self.recovered}
-        return content.model_copy(update={**self.fidelity.measured.stated, **trained})
 
 
 def draw_front(report: PlanReport) -> str:

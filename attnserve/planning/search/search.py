@@ -6,7 +6,7 @@
 3. Choices: the Pareto front of predicted time and loss (``choice_set``).
 4. Select: choices of the front are built, refitted, and measured on the data to choose until the
    allowed loss is used up (``front_search``). The whole model is then timed beside the original.
-5. Verify: the choice is measured once on unused held-out data. If it misses the target, a choice
+5. Verify: the choice is measured once on unused held-out data. If it misses the goal, a choice
    with less loss is verified on other data.
 
 With ``Goal.recover``, faster choices are trained before the verification (``recovery_search``).

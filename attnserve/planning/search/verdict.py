@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from attnserve.checks.quality import allowed_loss
 from attnserve.models.checksums import fingerprint
-from attnserve.models.lineage import Recovered, Source, Speed
+from attnserve.models.lineage import Recovered, ShapeLatency, Source
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.plans.state import State
@@ -40,7 +41,7 @@ def verified(front_search: FrontSearch, best: Built | None) -> tuple[Built | Non
     if best is None:
         return None, []
     goal, judge = front_search.goal, front_search.judge
-    proofs = [judge.prove(best, 0)]
+    proofs = [judge.verify(best, 0)]
     for attempt in (1, 2, 3):
         if goal.keep is None or proofs[-1].loss <= allowed_loss(goal.keep):
             break
@@ -50,35 +51,46 @@ def verified(front_search: FrontSearch, best: Built | None) -> tuple[Built | Non
             best = front_search.more_careful(best, proofs[-1].loss, goal.keep)
         else:
             best = judge.build(judge.choices.front[0])
-        proofs.append(judge.prove_on_all(best) if attempt == 2 else judge.prove(best, attempt))
+        proofs.append(judge.verify_on_all(best) if attempt == 2 else judge.verify(best, attempt))
     if goal.keep is not None and (best.choice.loss or front_search.precision != "float32"):
         best = best if proofs[-1].loss <= allowed_loss(goal.keep) else None
     return best, proofs
 
 
-def worth_removing(
-    front_search: FrontSearch, best: Built, proofs: Sequence[Proof]
-) -> tuple[Built, Sequence[Proof], str]:
-    """The best choice, or the choice without removal if it is about as fast; and the reason."""
-    if not best.plan.changed:
-        return best, proofs, ""
+class Selected(NamedTuple):
+    """The choice that a search returns.
+
+    Attributes:
+        proofs: Its verifications, in order.
+        note: Why it removes nothing, although a choice with a removal was found; else empty.
+    """
+
+    best: Built
+    proofs: Sequence[Proof]
+    note: str = ""
+
+
+def worth_removing(front_search: FrontSearch, best: Built, proofs: Sequence[Proof]) -> Selected:
+    """The best choice, or the choice without removal if it is about as fast."""
+    if not best.plan.lossy_blocks:
+        return Selected(best, proofs)
     plain, whole = front_search.nothing_removed()
     if whole is None:  # it misses the speed-up of the goal
-        return best, proofs, ""
+        return Selected(best, proofs)
     gain = front_search.judge.paired_speedup(whole, best)
     if gain.low >= MIN_REMOVAL_GAIN:
-        return best, proofs, ""
+        return Selected(best, proofs)
     proved, others = verified(plain, whole)
     if proved is not None and proved is not whole:  # it keeps more blocks in float32
         gain = front_search.judge.paired_speedup(proved, best)
     if proved is None or gain.low >= MIN_REMOVAL_GAIN:
-        return best, proofs, ""
+        return Selected(best, proofs)
     reason = (
         f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
         f"{gain.high:.2f}) the speed of the fused original in {front_search.precision}, expected "
         f"at least {MIN_REMOVAL_GAIN}x"
     )
-    return proved, others, reason
+    return Selected(proved, others, reason)
 
 
 def result_of(
@@ -101,7 +113,7 @@ def result_of(
         )
         return _no_gain(judge, best, reason, recovered)
     timed = judge.time(best)
-    if timed.refusal and best.plan.changed:  # for example, it is slower at a length
+    if timed.refusal and best.plan.lossy_blocks:  # for example, it is slower at a length
         other, others = verified(*front_search.nothing_removed())
         if other is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"
@@ -163,7 +175,7 @@ def _no_gain(
     best: Built,
     reason: str,
     recovered: Recovered | None,
-    speeds: Sequence[Speed] = (),
+    speeds: Sequence[ShapeLatency] = (),
 ) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.calibration.refit import RIDGES, collect_targets, context_moments, refit
+from attnserve.calibration.refit import RIDGES, collect_targets, last_map_moments, refit
 from attnserve.calibration.ridge import FitMoments, NormalEquations
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
@@ -421,7 +421,7 @@ def test_moments_ignore_padding_in_any_layout(layout: str, width: int):
         "attention_mask": mask.astype(np.int64),
     }
     (block,) = find_attention(graph)[0]
-    found = dict(context_moments(graph, [block], [batch]))[block.name]
+    found = dict(last_map_moments(graph, [block], [batch]))[block.name]
     out = run(graph, batch) - batch["x"]  # B S D, or S B D
     real = (out.swapaxes(0, 1) if turned else out)[mask].astype(np.float64)
     assert found.count == mask.sum()
@@ -540,7 +540,7 @@ def test_a_constant_is_the_mean_output(original: ir.Model):
     (gap,) = skipped(graph)
     assert gap.affine.weight is None
     (block, _) = find_attention(original)[0]
-    moments = dict(context_moments(original, [block], texts()))[ONE]
+    moments = dict(last_map_moments(original, [block], texts()))[ONE]
     np.testing.assert_allclose(gap.affine.bias, moments.t / moments.count, atol=1e-5)
 
 
@@ -581,7 +581,7 @@ def test_refit_of_padding_only_is_refused(original: ir.Model):
     empty = [{**b, "attention_mask": np.zeros_like(b["attention_mask"])} for b in texts()]
     for what in (
         lambda: refit(pruned(original), original, [ONE], empty),
-        lambda: list(context_moments(original, find_attention(original)[0], empty)),
+        lambda: list(last_map_moments(original, find_attention(original)[0], empty)),
     ):
         with raises(InvalidData, "calibration.no_token", "attention_0"):
             what()

@@ -323,7 +323,7 @@ def test_tally_leaves_out_rows_that_are_nan_in_the_original():
     found = tally.result("y")
     assert (found.not_finite_rows, found.excluded_rows) == ((), (2,))
     assert (found.max_abs_error, found.min_cosine) == (0, 1)
-    assert found.to_json()["excluded_rows"] == (2,)
+    assert found.to_json()["excluded_rows"] == [2]
 
 
 def test_tally_equal_infinities_are_equal():

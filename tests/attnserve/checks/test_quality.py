@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from attnserve.data.datasets import Dataset
 from attnserve.intervals import mean_lower_bound
 from attnserve.models.artifact import Artifact
 from attnserve.models.lineage import Calibration
+from tests.attnserve.qualities import quality_of
 
 RANDOM = np.random.default_rng(0)
 HEADER = '<ir_version: 10, opset_import: ["" : 20, "test" : 1]> g'
@@ -326,11 +326,7 @@ def test_files_are_measured_apart():
     found.add([a[:40]], [b[:40]], batches[0])
     found.add([a[40:]], [b[40:]], batches[1])
     worst, best = found.results()
-    assert (
-        worst.file == "bad.txt"
-        and worst.value < 0.5
-        and worst.record.to_json()["file"] == "bad.txt"
-    )
+    assert worst.file == "bad.txt" and worst.value < 0.5 and worst.to_json()["file"] == "bad.txt"
     assert best.file == "good.txt" and best.value == pytest.approx(1) and best.rows == 40
 
 
@@ -369,9 +365,9 @@ def test_second_condition_has_a_bound(text_folder: Path):
 
 
 def test_loss_that_is_no_number_is_infinite_and_the_largest():
-    good = Quality("r2", 0.99, 0.97, 0.98, None, 0.9, 0.0, 60, second=0.03, second_bound=0.04)
+    good = quality_of("r2", 0.99, bound=0.98, p5=0.9, second=0.03, second_bound=0.04)
     assert good.loss(bounded=False) == 0.03 and good.loss(bounded=True) == 0.04
-    bad = replace(good, bound=float("nan"))
+    bad = good.model_copy(update={"bound": float("nan")})
     assert largest_loss([good, bad], bounded=True) == float("inf")
     assert largest_loss([bad, good], bounded=False) == 0.03
     assert largest_loss([], bounded=True) == 0
@@ -480,7 +476,7 @@ def test_rows_that_are_not_finite_are_named():
     b = a.copy()
     b[[7, 9]] = np.nan
     found = measured(meter("float[b, t, 96] hidden"), a, b)
-    assert found.not_finite_rows == (7, 9) and found.record.to_json()["not_finite_rows"] == [7, 9]
+    assert found.not_finite_rows == (7, 9) and found.to_json()["not_finite_rows"] == [7, 9]
     assert "7, 9" in found.describe()
 
 
@@ -505,7 +501,7 @@ def test_outputs_of_one_value_are_measured_once():
     counted.add([a, a], [a, a], {"x": a})
     (found,) = counted.results()
     assert found.outputs == "sentence_embedding = 461"
-    assert found.record.to_json()["same_outputs"] == ["461"]
+    assert found.to_json()["same_outputs"] == ["461"]
 
 
 def test_p5_of_top1_is_the_percentile_of_the_agreement():

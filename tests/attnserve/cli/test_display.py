@@ -10,11 +10,10 @@ import pytest
 from typer.main import get_command
 
 import attnserve
-from attnserve.checks.compare import Fidelity
-from attnserve.checks.quality import Quality
 from attnserve.cli import display
 from attnserve.cli.app import app
 from attnserve.cli.display import option_names, print_qualities, shorten_names, with_options
+from tests.attnserve.qualities import fidelity_of, quality_of
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -89,11 +88,9 @@ def test_option_names_cover_parameters_of_the_python_function(name: str):
 
 
 def test_print_qualities_names_outputs_if_there_are_several(capsys: pytest.CaptureFixture[str]):
-    one, two = (
-        Quality("r2", 0.9, 0.8, 0.85, None, 0.7, 0.0, 5, output=name) for name in ("x", "y")
-    )
-    print_qualities("quality", Fidelity((), 1.0, 1.0, "rows.txt", (one,)))
-    print_qualities("proof", Fidelity((), 1.0, 1.0, "rows.txt", (one, two)))
+    one, two = (quality_of("r2", 0.9, rows=5, output=name) for name in ("x", "y"))
+    print_qualities("quality", fidelity_of(one, data="rows.txt"))
+    print_qualities("proof", fidelity_of(one, two, data="rows.txt"))
     starts = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert starts == ["quality (rows.txt)", "proof of x (rows.txt)", "proof of y (rows.txt)"]
 

@@ -16,7 +16,7 @@ DENSE = ["--collab-dk", "16", "--mixing", "dense"]
 
 @pytest.mark.parametrize("force", [[], ["--force"]])
 @pytest.mark.parametrize("output", ["model", "model/model.onnx", "link", "link/model.onnx"])
-def test_output_equal_to_input_is_refused(
+def test_optimize_output_equal_to_input_is_refused(
     cli: Cli, model: Path, tmp_path: Path, output: str, force: list[str]
 ):
     (tmp_path / "link").symlink_to(model)
@@ -26,7 +26,7 @@ def test_output_equal_to_input_is_refused(
     assert tree(tmp_path) == before
 
 
-def test_existing_output_needs_force(cli: Cli, model: Path, tmp_path: Path):
+def test_optimize_existing_output_needs_force(cli: Cli, model: Path, tmp_path: Path):
     for output in (tmp_path / "new" / "model.onnx", model / "new.onnx"):
         output.parent.mkdir(exist_ok=True)
         if output.parent != model:
@@ -38,7 +38,7 @@ def test_existing_output_needs_force(cli: Cli, model: Path, tmp_path: Path):
     assert cli("optimize", model, "-o", new, *DENSE, "--force").code == 0
 
 
-def test_output_below_a_file_is_refused(cli: Cli, tiny: Path, tmp_path: Path):
+def test_optimize_output_below_a_file_is_refused(cli: Cli, tiny: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     for output in ("file/new.onnx", "file/a/b"):
         done = cli("optimize", tiny, "-o", tmp_path / output, *DENSE)
@@ -104,7 +104,7 @@ def test_default_output_that_exists_needs_force(
     assert unrelated.read_text() == "mine"
 
 
-def test_default_output_is_named_after_the_resolved_folder(
+def test_optimize_default_output_is_named_after_the_resolved_folder(
     cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(model)
@@ -114,7 +114,7 @@ def test_default_output_is_named_after_the_resolved_folder(
     assert (tmp_path / "model-optimized" / "model.onnx").is_file()
 
 
-def test_default_output_of_a_file_is_beside_the_file(cli: Cli, model: Path):
+def test_optimize_default_output_of_a_file_is_beside_it(cli: Cli, model: Path):
     (model / "model.onnx").rename(model / "encoder.onnx")
     assert cli("optimize", model / "encoder.onnx", *DENSE, "--dry-run").code == 0
     assert not (model / "encoder-optimized").exists()
@@ -123,18 +123,18 @@ def test_default_output_of_a_file_is_beside_the_file(cli: Cli, model: Path):
     assert (model / "encoder-optimized" / "attnserve.json").is_file()
 
 
-def test_output_path_is_not_recorded_in_the_artifact(cli: Cli, model: Path, tmp_path: Path):
+def test_optimize_output_path_is_not_recorded(cli: Cli, model: Path, tmp_path: Path):
     assert cli("optimize", model, *DENSE).code == 0
     record = (tmp_path / "model-optimized" / "attnserve.json").read_text()
     assert str(tmp_path) not in record
 
 
-def test_failed_check_without_output_leaves_no_folder(cli: Cli, model: Path, tmp_path: Path):
+def test_optimize_failed_check_leaves_no_folder(cli: Cli, model: Path, tmp_path: Path):
     done = cli("optimize", model, "--collab-dk", 1, "--mixing", "dense", "--min-cosine", 1)
     assert done.code == 1 and list(tmp_path.iterdir()) == [model]
 
 
-def test_second_model_in_a_folder_keeps_the_record_of_the_first(
+def test_optimize_second_model_in_a_folder_keeps_the_record_of_the_first(
     cli: Cli, model: Path, tmp_path: Path
 ):
     folder = tmp_path / "both"

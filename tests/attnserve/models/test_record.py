@@ -13,7 +13,7 @@ import pytest
 from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import RewriteRecord
 from attnserve.models.record import Record, parse_record, write_record
-from attnserve.planning.plans.plan_file import PlanFile
+from attnserve.planning.plans.plan_file import PlanRecord
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
 
@@ -98,7 +98,7 @@ def lost(before: Any, after: Any, place: str = "") -> list[str]:
 def test_records_of_earlier_versions_are_read_and_written_without_loss(path: Path):
     content = json.loads(path.read_text())
     is_plan = path.stem.endswith("-plan")
-    read = PlanFile.model_validate(content) if is_plan else parse_record(path)
+    read = PlanRecord.model_validate(content) if is_plan else parse_record(path)
     again = read.to_json()
     assert lost(content, again) == []
     if path.stem.startswith("2.0"):
@@ -123,5 +123,5 @@ def test_fields_of_later_versions_are_kept(path: Path):
     for entry in content.get("lineage", []):
         entry.pop("versions")
     content = with_unknown(content)
-    read = PlanFile if path.stem.endswith("-plan") else Record
+    read = PlanRecord if path.stem.endswith("-plan") else Record
     assert lost(content, read.model_validate(content).to_json()) == []

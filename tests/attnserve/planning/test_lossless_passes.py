@@ -154,7 +154,7 @@ def test_plan_that_fuses_residuals_before_a_lossy_pass_is_refused() -> None:
     block = read_attention(model).blocks[0]
     prune = PruneHeads({block.name: [1] + [0] * (block.num_heads - 1)})
     with raises(CannotRewrite, "refit.residual", block.name):
-        plan = Plan.listed((FuseSkipNorm(), prune))
+        plan = Plan.from_passes((FuseSkipNorm(), prune))
         apply_plan(plan, State(job_of(original), model))
 
 

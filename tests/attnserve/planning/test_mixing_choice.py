@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from attnserve.planning.mixing_choice import FormComparison, choose_mixing
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.request.sharing import SharingForm
+from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.workload import Workload
@@ -38,18 +38,25 @@ def steady(value: float) -> Speedup:
     return Speedup(value=value, ci95=(value, value))
 
 
+@dataclass(frozen=True)
+class Built:
+    """A built form, which is its own model."""
+
+    model: SharingForm
+
+
 @dataclass
 class Comparison:
-    """Errors by form, and (mean, slowest) speed-ups by kind; a built form is its own model."""
+    """Errors by form, and (mean, slowest) speed-ups by kind."""
 
     plans: Mapping[SharingForm, Plan]
     errors: Mapping[SharingForm, float]
     known: Mapping[str, tuple[float, float]] | None
     built: list[SharingForm] = field(default_factory=list[SharingForm])
 
-    def build(self, plan: Plan) -> Any:
+    def build(self, plan: Plan) -> Built:
         self.built.append(self.sketch(plan))
-        return SimpleNamespace(model=self.built[-1])
+        return Built(self.built[-1])
 
     def sketch(self, plan: Plan) -> Any:
         return next(form for form, each in self.plans.items() if each is plan)
@@ -150,24 +157,30 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return times
 
 
-def test_shapes_at_which_a_form_seems_slower_are_timed_again(tiny: Path) -> None:
+@dataclass(frozen=True, eq=False)
+class SlowAtFirst(ServedTimer):
+    """The form is slower at 512 tokens, the first time that it is timed."""
+
+    asked: list[Sequence[Workload]] = field(default_factory=list[Sequence[Workload]])
+
+    def time(self, models: Any, workloads: Sequence[Workload]) -> Any:
+        self.asked.append(workloads)
+        slow = 1.1 if len(self.asked) == 1 else 0.9
+        rows = [np.array([[1.0] * 3, [slow if s.length == 512 else 0.8] * 3]) for s in workloads]
+        return list(workloads), rows
+
+
+def test_form_comparison_times_shapes_again_at_which_a_form_seems_slower(tiny: Path) -> None:
     """A first measurement of some rounds may be wrong by some percent."""
-    model, asked = load_model(tiny / "model.onnx"), list[Sequence[Any]]()
-
-    def time(models: Any, shapes: Sequence[Workload]) -> Any:
-        asked.append(shapes)
-        slow = 1.1 if len(asked) == 1 else 0.9  # at 512 tokens, by chance
-        rows = [np.array([[1.0] * 3, [slow if s.length == 512 else 0.8] * 3]) for s in shapes]
-        return list(shapes), rows
-
-    timer: Any = SimpleNamespace(job=job_of(model, target=Target(sequence=16)), time=time)
+    model = load_model(tiny / "model.onnx")
+    timer = SlowAtFirst(job_of(model, target=Target(sequence=16)))
     found = FormComparison(timer).speeds([model])
     assert found is not None
     ((mean, slowest),) = found
     assert mean == Speedup(value=1.25, ci95=(1.25, 1.25))
     assert slowest.value == pytest.approx((1.1 * 0.9) ** -0.5)
     assert slowest.low == pytest.approx(1 / 1.1) and slowest.high == pytest.approx(1 / 0.9)
-    assert list(asked[1]) == [Workload.of(1, 512)]
+    assert list(timer.asked[1]) == [Workload.of(1, 512)]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ import pytest
 from onnx import numpy_helper
 
 from attnserve.checks.certify import read_attention, require_finite_weights
-from attnserve.checks.compare import Fidelity, verify
+from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
-from attnserve.checks.quality import Quality
 from attnserve.choices import Precision
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import open_artifact
@@ -33,6 +32,7 @@ from graph_passes.errors import (
     InvalidModel,
 )
 from tests.architectures import Cell
+from tests.attnserve.qualities import fidelity_of, quality_of
 from tests.errors import raises
 from tests.files import tree
 from tests.graph_passes.graphs import graph
@@ -132,11 +132,36 @@ def test_optimize_full_rank_of_minilm_is_exact(
     assert verify(folder, tmp_path / "new").outputs[0].max_abs_error <= 1e-4
 
 
+def sts_lines(shared: Path, name: str, rows: int) -> list[str]:
+    path = shared / f"data/sts/{name}.tsv"
+    return path.read_text(encoding="utf-8").splitlines()[: rows + 1]
+
+
+@pytest.fixture(scope="module")
+def pairs(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 sentence pairs of STS-B."""
+    path = tmp_path_factory.mktemp("sts") / "pairs.tsv"
+    path.write_text("\n".join(sts_lines(shared, "stsb_dev", 300)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def minilm_spearman(minilm_export: Callable[[str, str, int], Path], pairs: Path) -> float:
+    """Spearman of the unchanged encoder on ``pairs``."""
+    from attnserve.checks.evaluate import evaluate
+
+    return evaluate(minilm_export("sdpa", "dynamo", 18), task="sts", data=pairs).to_json()[
+        "spearman"
+    ]
+
+
 @pytest.mark.timing(seconds=30)
 @pytest.mark.parametrize("head_dk", [None, 24], ids=["dense", "sparse"])
 def test_optimize_minilm_keeps_its_score(
     minilm_export: Callable[[str, str, int], Path],
     shared: Path,
+    pairs: Path,
+    minilm_spearman: float,
     tmp_path: Path,
     head_dk: int | None,
 ):
@@ -144,22 +169,14 @@ def test_optimize_minilm_keeps_its_score(
     pairs. ``benchmarks/results`` has the whole set, and the two forms side by side."""
     from attnserve.checks.evaluate import evaluate
 
-    def lines(name: str, rows: int) -> list[str]:
-        path = shared / f"data/sts/{name}.tsv"
-        return path.read_text(encoding="utf-8").splitlines()[: rows + 1]
-
-    header, *rows = (line.split("\t") for line in lines("stsb_train", 400))
-    calib, pairs = tmp_path / "calib.txt", tmp_path / "pairs.tsv"
+    header, *rows = (line.split("\t") for line in sts_lines(shared, "stsb_train", 400))
+    calib = tmp_path / "calib.txt"
     calib.write_text("\n".join(row[header.index("sentence1")] for row in rows), encoding="utf-8")
-    pairs.write_text("\n".join(lines("stsb_dev", 300)), encoding="utf-8")
     folder = minilm_export("sdpa", "dynamo", 18)
     options: dict[str, Any] = {"mixing": "dense"} if head_dk is None else {"head_dk": head_dk}
     optimize(folder, tmp_path / "new", collab_dk=128, calib=calib, refit=False, **options)
-    before, after = (
-        evaluate(path, task="sts", data=pairs).to_json()["spearman"]
-        for path in (folder, tmp_path / "new")
-    )
-    assert after >= 0.98 * before
+    after = evaluate(tmp_path / "new", task="sts", data=pairs).to_json()["spearman"]
+    assert after >= 0.98 * minilm_spearman
 
 
 # Layers and ranks
@@ -568,8 +585,7 @@ def test_require_finite_weights_refuses_nan_and_infinite_factors(bad: float, bod
 def test_optimize_low_quality_is_warned_of(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, warned: bool
 ):
-    quality = Quality("r2", value, value, value, None, value, 0.0, 60)
-    fidelity = Fidelity((), 1.0, 1.0, "held out of text.txt", (quality,))
+    fidelity = fidelity_of(quality_of("r2", value))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
     report = optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", dry_run=True)
     assert any("0.899 (held out of text.txt)" in each for each in report.warnings) is warned
@@ -579,10 +595,7 @@ def test_optimize_low_quality_is_warned_of(
 def test_optimize_few_held_out_texts_are_warned_of(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
 ):
-    quality = Quality(
-        "r2", 0.99, 0.99, 0.99, None, 0.99, 0.0, 6, lengths="up to 29 tokens", split=split
-    )
-    fidelity = Fidelity((), 1.0, 1.0, "held out of text.txt", (quality,))
+    fidelity = fidelity_of(quality_of("r2", 0.99, rows=6, lengths="up to 29 tokens", split=split))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
     report = optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", dry_run=True)
     assert any("210 different rows of up to 29 tokens" in each for each in report.warnings)

@@ -61,7 +61,7 @@ def test_served_timer_separates_fusion_precision_and_removal(tiny: Path, timed: 
     timed += [12, 10, 4, 5]
     speed = ServedTimer(job_of(original, target=AT)).measure(pruned, pruned.clone(), lossy("int8"))
     assert values(speed) == [1.2, 2.0, 1.25, 2.5]
-    assert speed is not None and speed.by_workload == pytest.approx((2.5, 2.5))
+    assert speed is not None and speed.served_by_shape == pytest.approx((2.5, 2.5))
     text = speed.describe("int8")
     assert "1.20x by fused" in text and "2.00x by int8" in text and "1.25x by removal" in text
 

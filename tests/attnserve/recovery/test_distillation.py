@@ -15,13 +15,14 @@ from attnserve.recovery.distillation import LAST_WEIGHT as LAST  # noqa: E402
 from attnserve.recovery.distillation import SERVED_WEIGHT as SERVED  # noqa: E402
 from attnserve.recovery.distillation import Answers, Objective  # noqa: E402
 from graph_passes.errors import InvalidData  # noqa: E402
+from tests.attnserve.qualities import quality_of  # noqa: E402
 
 MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
 BATCH = {"input_ids": MASK, "attention_mask": MASK}
 
 
 def quality(measure: Any) -> Quality:
-    return Quality(measure, 1.0, 1.0, 1.0, None, 1.0, 0.0, 3, output="out")
+    return quality_of(measure, 1.0, rows=3, output="out")
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:

@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
-from attnserve.checks.compare import Fidelity  # noqa: E402
-from attnserve.checks.quality import Quality  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
@@ -31,6 +29,7 @@ from attnserve.recovery.operators import OPERATORS  # noqa: E402
 from attnserve.recovery.verification import Verified  # noqa: E402
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
+from tests.attnserve.qualities import fidelity_of, quality_of  # noqa: E402
 from tests.errors import raises  # noqa: E402
 
 SAMPLES = Path(__file__).parents[2] / "fixtures" / "stories260K.npz"
@@ -424,10 +423,10 @@ def test_numbers_that_are_not_finite_are_null_in_json():
 def test_a_gain_in_one_output_at_the_cost_of_another_is_none():
     def proof(**values: float) -> Verified:
         each = [
-            Quality("r2", v, v - 0.1, v, None, v, 0.0, 99, output=name)
+            quality_of("r2", v, lower=v - 0.1, rows=99, output=name)
             for name, v in sorted(values.items(), key=lambda item: item[1])
         ]
-        return Verified(Fidelity((), 0.9, 0.9, "texts", tuple(each)))
+        return Verified(fidelity_of(*each))
 
     before = proof(a=0.5, b=0.95)
     assert proof(a=0.6, b=0.9).is_better_than(before)  # b is in its interval

@@ -177,7 +177,7 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
     artifact = open_artifact(tiny)
     model = load_model(artifact)
     data = load_inputs([texts], model, artifact)
-    plan = Plan.listed(
+    plan = Plan.from_passes(
         (), precision, (find_attention(model)[0][0].name,) * (precision != "float32")
     )
     state = State(Job(artifact, model, data), model.clone())

@@ -40,15 +40,15 @@ Build = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def written(tiny: Path, sentences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("analysis") / "not" / "there yet"
-    analyze(tiny, folder, calib=sentences, threads=1)
-    return folder
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of ``analysis``."""
+    return tmp_path_factory.mktemp("analysis") / "not" / "there yet"
 
 
-@pytest.fixture(scope="module")
-def analysis(tiny: Path, sentences: Path, tmp_path_factory: pytest.TempPathFactory) -> Analysis:
-    return analyze(tiny, tmp_path_factory.mktemp("again"), calib=sentences, threads=1)
+@pytest.fixture(scope="module", autouse=True)
+def analysis(tiny: Path, sentences: Path, written: Path) -> Analysis:
+    """The analysis of the tiny BERT, which is also written to a folder."""
+    return analyze(tiny, written, calib=sentences, threads=1)
 
 
 def page_of(analysis: Analysis) -> Page:

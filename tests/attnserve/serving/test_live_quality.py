@@ -1,4 +1,4 @@
-"""The live quality measure: promises, false alarms and detection."""
+"""The live quality measure: guarantees, false alarms and detection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnserve.checks.measures import Scores
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.serving import live_quality
-from attnserve.serving.live_quality import WINDOW, LiveQuality, read_promise
+from attnserve.serving.live_quality import WINDOW, LiveQuality, read_guarantee
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
 
@@ -27,7 +27,7 @@ LOSSES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 }
 """Losses of rows with mean 1."""
 
-PROMISE = 0.99
+GUARANTEED = 0.99
 
 
 class Losses:
@@ -46,28 +46,28 @@ class Losses:
 
 def alarms(losses: np.ndarray) -> list[int]:
     """The numbers of rows at which the state changes."""
-    live = LiveQuality("r2", None, PROMISE)
+    live = LiveQuality("r2", None, GUARANTEED)
     live._meter = Losses()  # type: ignore[assignment]
     return [at for at, loss in enumerate(losses, 1) if live.add(np.zeros(1), np.array([loss]), {})]
 
 
 @pytest.mark.timing(seconds=6)
 @pytest.mark.parametrize("kind", LOSSES)
-def test_promise_that_is_kept_raises_no_alarm_in_95_percent_of_long_runs(kind: str):
-    """The losses have exactly the promised mean, the worst case, at 21 looks to 1,000 rows."""
+def test_guarantee_that_is_met_raises_no_alarm_in_95_percent_of_long_runs(kind: str):
+    """The losses have exactly the guaranteed mean, the worst case, at 21 looks to 1,000 rows."""
     random = np.random.default_rng(0)
-    false = [bool(alarms((1 - PROMISE) * LOSSES[kind](random, 1000))) for _ in range(200)]
+    false = [bool(alarms((1 - GUARANTEED) * LOSSES[kind](random, 1000))) for _ in range(200)]
     assert np.mean(false) <= 0.05
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_promise_of_99_at_a_quality_of_95_is_found_broken_in_64_rows(kind: str):
+def test_guarantee_of_99_at_a_quality_of_95_is_found_violated_in_64_rows(kind: str):
     random = np.random.default_rng(1)
     found = [alarms(0.05 * LOSSES[kind](random, 64)) for _ in range(200)]
     assert np.mean([bool(one) for one in found]) >= 0.97
 
 
-def test_alarm_is_raised_once_and_rearmed_when_the_promise_is_kept_again():
+def test_alarm_is_raised_once_and_rearmed_when_the_guarantee_is_met_again():
     random = np.random.default_rng(2)
     kept, broken = (mean * random.exponential(1, 600) for mean in (0.005, 0.05))
     first, again, second = alarms(np.concatenate([kept, broken, kept, broken]))
@@ -83,8 +83,8 @@ def vectors(random: np.random.Generator, rows: int, noise: float) -> tuple[np.nd
     return a, a + noise * b
 
 
-def similarity(a: np.ndarray, b: np.ndarray, promise: float | None) -> LiveQuality:
-    live = LiveQuality("similarity", "mean", promise)
+def similarity(a: np.ndarray, b: np.ndarray, guarantee: float | None) -> LiveQuality:
+    live = LiveQuality("similarity", "mean", guarantee)
     for row in range(len(a)):
         live.add(a[row : row + 1], b[row : row + 1], {})
     return live
@@ -99,7 +99,7 @@ def test_similarity_of_embeddings_is_measured_with_interval():
 
 
 @pytest.mark.timing(seconds=7)
-def test_similarity_alarms_follow_the_promise():
+def test_similarity_alarms_follow_the_guarantee():
     random = np.random.default_rng(4)
     kept = [similarity(*vectors(random, 256, 0.0916), 0.989).report.broken for _ in range(10)]
     found = [similarity(*vectors(random, 64, 0.212), 0.99).report.broken for _ in range(10)]
@@ -109,7 +109,7 @@ def test_similarity_alarms_follow_the_promise():
 @pytest.mark.parametrize("measure", ["r2", "kl", "top1", "cosine"])
 def test_every_measure_is_one_for_equal_outputs_and_holds_a_window(measure: Any):
     random = np.random.default_rng(5)
-    live = LiveQuality(measure, None, PROMISE)
+    live = LiveQuality(measure, None, GUARANTEED)
     for _ in range(WINDOW + 70):
         a = random.standard_normal((1, 5, 8))
         live.add(a, a, {"attention_mask": np.array([[1, 1, 1, 1, 0]])})
@@ -129,30 +129,30 @@ def entry(source: str, value: float, **more: Any) -> dict[str, Any]:
     return {"rewrite": "x", "source": {"sha256": source}, "quality": quality}
 
 
-def test_promise_is_read_from_the_lineage(tmp_path: Path):
+def test_guarantee_is_read_from_the_lineage(tmp_path: Path):
     (tmp_path / "original.onnx").write_bytes(b"original")
     original = open_artifact(tmp_path / "original.onnx")
     checksum = sha256(original.model)
 
-    def promise(*entries: dict[str, Any]) -> tuple[str, float | None, str]:
-        found = read_promise(artifact(tmp_path / "new", *entries), original)
+    def guarantee(*entries: dict[str, Any]) -> tuple[str, float | None, str]:
+        found = read_guarantee(artifact(tmp_path / "new", *entries), original)
         value = None if found.value is None else round(found.value, 9)
         return found.measure, value, found.output
 
     first = entry(checksum, 0.99)
-    assert promise(first) == ("similarity", 0.99, "hidden")
-    assert promise(entry(checksum, 0.99, ci95=[0.98, 0.995]))[1] == 0.98
+    assert guarantee(first) == ("similarity", 0.99, "hidden")
+    assert guarantee(entry(checksum, 0.99, ci95=[0.98, 0.995]))[1] == 0.98
     searched = {"gain": True, "asked": {"keep": 0.97, "measure": "auto"}}
-    assert promise({**first, "search": searched})[1] == 0.97
-    assert promise({**first, "search": {**searched, "gain": False}})[1] == 0.99
+    assert guarantee({**first, "search": searched})[1] == 0.97
+    assert guarantee({**first, "search": {**searched, "gain": False}})[1] == 0.99
     scored = {"gain": True, "asked": {"keep": 0.97, "measure": "score"}}
-    assert promise({**first, "search": scored})[1] == 0.99
-    assert promise(first, entry("other", 0.98))[1] == 0.97  # losses add up
-    assert promise(entry("other", 0.9), first)[1] == 0.99
-    assert promise(first, entry("other", 0.98, measure="r2"))[1] is None
-    assert promise(entry(checksum, 0.99, split="random"))[1] is None
-    assert promise(entry(checksum, 1.0))[1] == 1 - live_quality.ROUNDING
-    assert promise() == ("auto", None, "")
-    assert promise({"rewrite": "x", "source": {"sha256": checksum}}) == ("auto", None, "")
+    assert guarantee({**first, "search": scored})[1] == 0.99
+    assert guarantee(first, entry("other", 0.98))[1] == 0.97  # losses add up
+    assert guarantee(entry("other", 0.9), first)[1] == 0.99
+    assert guarantee(first, entry("other", 0.98, measure="r2"))[1] is None
+    assert guarantee(entry(checksum, 0.99, split="random"))[1] is None
+    assert guarantee(entry(checksum, 1.0))[1] == 1 - live_quality.ROUNDING
+    assert guarantee() == ("auto", None, "")
+    assert guarantee({"rewrite": "x", "source": {"sha256": checksum}}) == ("auto", None, "")
     with raises(InvalidModel, "quality.other_original", "original.onnx"):
-        promise(entry("other", 0.99))
+        guarantee(entry("other", 0.99))

@@ -28,7 +28,7 @@ from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolat
 from attnserve.serving import check_cache, model_check
 from attnserve.serving.check_cache import CheckCache
 from attnserve.serving.graph_facts import GraphFacts
-from attnserve.serving.model_check import IsolationChecker, identify
+from attnserve.serving.model_check import LoadChecker, identify
 from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.errors import raises
 from tests.fixtures.checked_child import Child
@@ -38,9 +38,9 @@ from tests.service.tiny import write_encoder, write_model
 pytestmark = pytest.mark.process
 
 
-def checker(folder: Path | None = None, **given: Any) -> IsolationChecker:
+def checker(folder: Path | None = None, **given: Any) -> LoadChecker:
     chosen = {"device": ONE_THREAD, "timeout_s": 60, "rewrite": True, **given}
-    return IsolationChecker(folder=folder, **chosen)
+    return LoadChecker(folder=folder, **chosen)
 
 
 def test_check_rewrite_off_tries_no_fusion(bert: Path, child: Child, tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_check_external_data_that_is_no_file_is_refused(tmp_path: Path, child: C
         "    return {**self._facts.to_json(), 'external': ['pipe']}\n"
         "attnserve.serving.model_check._CheckProcess.facts = facts"
     )
-    with raises(InvalidModel, "artifact.file", "it is no file"):
+    with raises(InvalidModel, "artifact.file", "it is not a regular file"):
         checker(rewrite=False).check(open_artifact(folder))
 
 

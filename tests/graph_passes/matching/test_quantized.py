@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs, parameter_bytes
 from graph_passes.analysis.workload import Workload
-from graph_passes.context import GraphContext
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
@@ -109,9 +109,9 @@ def test_fuse_attention_operator_with_projections_is_refused(form: FusedOperator
 def test_lossy_rewrites_of_quantized_weights_are_refused(how: str) -> None:
     model = quantized(how)
     block = only(model)
-    with GraphContext.of(model) as context:
+    with Analyses.of(model) as analyses:
         refusals = {
-            name: each.refusal(block, None, context)
+            name: each.refusal(block, None, analyses)
             for name, each in registered_passes().items()
             if issubclass(each, AttentionPass) and each.lossy
         }

@@ -15,9 +15,9 @@ import pytest
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.blocks import AttentionBlock, PositionBias
-from graph_passes.context import GraphContext
 from graph_passes.emit.editing import replace_uses
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.find import find_attention
@@ -62,13 +62,13 @@ def define_pass() -> type[AttentionPass[NoParams]]:
 
         @classmethod
         def refusal(
-            cls, block: AttentionBlock, params: NoParams | None, context: GraphContext
+            cls, block: AttentionBlock, params: NoParams | None, analyses: Analyses
         ) -> Refusal | None:
             if not constant_biases(block):
                 return Refusal("no_constant_bias", "none of its biases is constant over the keys")
             return None
 
-        def rewrite(self, targets: AttentionTargets[NoParams], context: GraphContext) -> None:
+        def rewrite(self, targets: AttentionTargets[NoParams], analyses: Analyses) -> None:
             for node in (node for block, _ in targets for node in constant_biases(block)):
                 (scores,) = [value for value in node.inputs if value and not is_constant(value)]
                 replace_uses(node.outputs[0], scores)
@@ -129,7 +129,7 @@ def test_new_pass_applied_by_a_plan_keeps_the_output(
     remove_constant_bias: type[AttentionPass[NoParams]],
 ) -> None:
     model, original = layers(2, **BIASED), layers(2, **BIASED)
-    plan = Plan.listed([remove_constant_bias(["attention_0", "attention_1"])])
+    plan = Plan.from_passes([remove_constant_bias(["attention_0", "attention_1"])])
     report = apply_plan(plan, State(job_of(original), model)).applied
     assert report.is_exact
     assert [(step.rewrite, step.block) for step in report.steps] == [

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
-from graph_passes.context import GraphContext
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvariantBroken, Refusal
 from graph_passes.matching.find import find_attention
 from graph_passes.passes import base, decompose_attention
@@ -62,11 +62,11 @@ class RefuseAll(AttentionPass[NoParams]):
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: NoParams | None, context: GraphContext
+        cls, block: AttentionBlock, params: NoParams | None, analyses: Analyses
     ) -> Refusal | None:
         return Refusal("never", "it is refused on purpose")
 
-    def rewrite(self, targets: AttentionTargets[NoParams], context: GraphContext) -> None:
+    def rewrite(self, targets: AttentionTargets[NoParams], analyses: Analyses) -> None:
         raise AssertionError
 
 
@@ -75,10 +75,10 @@ class RenameOutput(RewritePass):
 
     inner: ClassVar[RewritePass | None] = None
 
-    def rewrite_graph(self, context: GraphContext) -> bool:
+    def rewrite_graph(self, analyses: Analyses) -> bool:
         if self.inner is not None:
-            self.inner(context.model)
-        context.model.graph.outputs[0].name = "renamed"
+            self.inner(analyses.model)
+        analyses.model.graph.outputs[0].name = "renamed"
         return True
 
 
@@ -148,15 +148,46 @@ def test_refusal_raises_cannot_rewrite_with_its_code() -> None:
     assert dict(model.meta) == {}
 
 
+def test_pass_stages_run_in_order_and_a_refused_block_is_not_rewritten() -> None:
+    stages: list[str] = []
+
+    class Recorded(RefuseAll):
+        @classmethod
+        def validate_params(cls, block: AttentionBlock, params: NoParams) -> None:
+            stages.append(f"validate {block.name}")
+
+        def prepare(self, analyses: Analyses) -> None:
+            stages.append("prepare")
+
+        @classmethod
+        def refusal(
+            cls, block: AttentionBlock, params: NoParams | None, analyses: Analyses
+        ) -> Refusal | None:
+            stages.append(f"refusal {block.name}")
+            return super().refusal(block, params, analyses) if block.name == SECOND else None
+
+    with raises(CannotRewrite, "rewrite.never", SECOND):
+        Recorded([FIRST, SECOND])(layers(2))
+    assert stages == [
+        f"validate {FIRST}", f"validate {SECOND}", "prepare",
+        f"refusal {FIRST}", f"refusal {SECOND}",
+    ]  # fmt: skip
+
+
+def test_pass_parameters_that_do_not_fit_a_block_are_invalid_arguments() -> None:
+    with raises(InvalidArgument, "prune_heads.mask_length", SECOND):
+        PruneHeads({FIRST: (1, 0, 1), SECOND: (1, 0)})(layers(2))
+
+
 def test_sizes_of_a_block_are_those_after_the_rewrite() -> None:
     model = layers(2)
     pruned, collaborative = PruneHeads({FIRST: (1, 0, 1)}), Collaborate({FIRST: {"rank": 5}})
-    with GraphContext.of(model) as context:
+    with Analyses.of(model) as analyses:
         pruned(model)
-        assert pruned.sizes(FIRST, context.get(find_attention)[0][0]) == {"heads": 2}
-        factored = collaborative.factored(context, {})
+        assert pruned.sizes(FIRST, analyses.get(find_attention)[0][0]) == {"heads": 2}
+        factored = collaborative.fitted(analyses, {})
         factored(model)
-        block = context.get(find_attention)[0][0]
+        block = analyses.get(find_attention)[0][0]
         expected = {"heads": 2, "rank": 5, "head_size": None, "cache_width": None}
         assert factored.sizes(FIRST, block) == expected
         assert (factored.approximation_error(FIRST) or 0) > 0
@@ -294,29 +325,29 @@ def test_context_computes_an_analysis_once_until_a_pass_changes_the_graph() -> N
         return max(minimum, len(model.graph))
 
     model = layers(2)
-    with GraphContext.of(model) as context:
-        before = context.get(count_nodes)
-        assert context.get(count_nodes) == before and calls == [0]
-        context.get(count_nodes, minimum=3)
+    with Analyses.of(model) as analyses:
+        before = analyses.get(count_nodes)
+        assert analyses.get(count_nodes) == before and calls == [0]
+        analyses.get(count_nodes, minimum=3)
         assert calls == [0, 3]
         PruneHeads({FIRST: (1, 1, 1)})(model)
-        assert context.get(count_nodes) == before and calls == [0, 3]
+        assert analyses.get(count_nodes) == before and calls == [0, 3]
         SkipAttention({FIRST: "constant"})(model)
-        assert context.get(count_nodes) < before and calls == [0, 3, 0]
-        context.invalidate()
-        context.get(count_nodes)
+        assert analyses.get(count_nodes) < before and calls == [0, 3, 0]
+        analyses.invalidate()
+        analyses.get(count_nodes)
         assert calls == [0, 3, 0, 0]
     assert dict(model.meta) == {}
 
 
 def test_context_of_a_model_is_shared_inside_the_block_and_not_with_a_clone() -> None:
     model = layers(1)
-    with GraphContext.of(model) as context:
-        with GraphContext.of(model) as inner:
-            assert inner is context
-        with GraphContext.of(model.clone()) as other:
-            assert other is not context and other.model is not model
-        assert context.get(find_attention) is context.get(find_attention)
+    with Analyses.of(model) as analyses:
+        with Analyses.of(model) as inner:
+            assert inner is analyses
+        with Analyses.of(model.clone()) as other:
+            assert other is not analyses and other.model is not model
+        assert analyses.get(find_attention) is analyses.get(find_attention)
 
 
 def fused_layers() -> ir.Model:
@@ -353,7 +384,7 @@ def test_pass_finds_attention_once_and_again_only_after_decomposing(
         monkeypatch.setattr(module, "find_attention", counted)
     build, rewrite = (READ_ONCE | READ_TWICE)[case]
     model = build()
-    with GraphContext.of(model):
+    with Analyses.of(model):
         assert rewrite(model).modified
     assert len(calls) == (2 if case in READ_TWICE else 1)
     assert dict(model.meta) == {}

@@ -13,7 +13,7 @@ from attnserve.context import ONE_THREAD
 from attnserve.models.onnx_files import load_model
 from attnserve.models.opset import raise_opset
 from attnserve.runtime.session import open_session
-from graph_passes.context import GraphContext
+from graph_passes.analyses import Analyses
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, exact_rank
@@ -53,8 +53,10 @@ def assert_same_outputs(one: ir.Model, other: ir.Model, cell: Cell) -> None:
 
 
 def rewrite(model: ir.Model, rank: int, head_size: int | None = None) -> ir.Model:
-    names = [block.name for block in find_attention(model)[0]]
-    Collaborate(dict.fromkeys(names, SharedDimensions(rank=rank, head_size=head_size)))(model)
+    shared = SharedDimensions(rank=rank, head_size=head_size)
+    with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
+        names = [block.name for block in analyses.get(find_attention)[0]]
+        Collaborate(dict.fromkeys(names, shared))(model)
     return model
 
 
@@ -115,9 +117,9 @@ REFUSED = {
 @pytest.mark.parametrize("cell", REFUSED, ids=str)
 def test_collaborate_rotary_unsupported_block_raises(cell: Cell) -> None:
     model = load_model(cell.committed)
-    with GraphContext.of(model) as context:
+    with Analyses.of(model) as analyses:
         block = find_attention(model)[0][0]
-        refusal = Collaborate.refusal(block, None, context)
+        refusal = Collaborate.refusal(block, None, analyses)
     assert refusal is not None
     assert refusal.code == REFUSED[cell]
     with raises(CannotRewrite, f"rewrite.{refusal.code}"):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve.checks.certify import read_attention
+from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import model_cost
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock
@@ -101,10 +102,12 @@ def assert_is_forwarding(
     build: Callable[[], ir.Model], edges: Edges, atol: float = EXACT
 ) -> ir.Model:
     """The reused model writes what the grafted one does, and is certified as what it is."""
-    arrays = feeds(build())
-    expected = run(grafted(build(), edges), arrays)
-    names = [block.name for block in find_attention(build())[0]]
-    model = reuse(build(), edges)
+    model = build()
+    arrays = feeds(model)
+    expected = run(grafted(model.clone(), edges), arrays)
+    with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
+        names = [block.name for block in analyses.get(find_attention)[0]]
+        reuse(model, edges)
     got = run(model, arrays)
     assert got.dtype == expected.dtype
     np.testing.assert_allclose(got, expected, atol=atol, rtol=atol)

@@ -76,7 +76,7 @@ def test_deploy_ray_invalid_value_names_option_and_variable(
 ):
     assert main(["deploy", "ray", str(encoder), "--target-ongoing", "-1"]) == 2
     shown = capsys.readouterr().err
-    assert "target_ongoing -1.0" in shown and "ATTNSERVE_RAY_TARGET_ONGOING" in shown
+    assert "--target-ongoing is -1.0" in shown and "ATTNSERVE_RAY_TARGET_ONGOING" in shown
 
 
 @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")

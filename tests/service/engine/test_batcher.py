@@ -241,24 +241,33 @@ def test_submit_while_slot_is_busy_forms_one_batch() -> None:
     assert run.ran == [[0], [1, 2, 3, 4]]
 
 
-def test_submit_max_wait_fills_batch_up_to_limit() -> None:
+def test_submit_max_wait_ends_when_the_budget_is_full() -> None:
+    """The wait of an hour is longer than the test may take."""
     run = Recorder(held=False)
 
     async def script(batcher: Batcher) -> None:
         first = start(batcher.submit(rows(1)))
         await asyncio.sleep(0.01)
         assert not run.ran
-        outcome, _ = await asyncio.gather(first, batcher.submit(rows(2)))
-        assert run.ran == [[1, 2]]
-        assert 350 <= outcome.queue_ms < 5000
-        started = perf_counter()
-        await batcher.submit(rows(*range(20)))  # a full budget does not wait
-        assert perf_counter() - started < 0.35
-        started = perf_counter()
-        await batcher.submit_from(lambda: rows(1), 1, is_short=True)
-        assert perf_counter() - started >= 0.4
+        await asyncio.gather(first, batcher.submit(rows(*range(2, 21))))
+        assert run.ran == [[*range(1, 21)]]  # of 5 tokens each
+        await batcher.submit(rows(*range(20)))
 
-    play(script, run, max_wait_ms=400)
+    play(script, run, max_wait_ms=3_600_000)
+
+
+def test_submit_max_wait_delays_a_batch_that_is_not_full() -> None:
+    run = Recorder(held=False)
+
+    async def script(batcher: Batcher) -> None:
+        first, second = await asyncio.gather(batcher.submit(rows(1)), batcher.submit(rows(2)))
+        assert run.ran == [[1, 2]]
+        assert first.queue_ms >= 90 and second.queue_ms >= 90
+        started = perf_counter()
+        await batcher.submit_from(lambda: rows(3), 1, is_short=True)
+        assert perf_counter() - started >= 0.09
+
+    play(script, run, max_wait_ms=100)
 
 
 def test_check_room_full_queue_refuses_whole_request() -> None:
@@ -348,18 +357,29 @@ def test_submit_from_second_request_prepares_outside_run_thread() -> None:
 
 @either_thread
 def test_submit_from_reports_preparation_time_separately(is_short: bool) -> None:
+    """On a busy machine all times are longer: they are compared with measured ones."""
+    took_ms: dict[str, float] = {}
+
+    def timed(stage: str, seconds: float) -> None:
+        started = perf_counter()
+        threading.Event().wait(seconds)
+        took_ms[stage] = 1e3 * (perf_counter() - started)
+
     def make() -> list[Row]:
-        threading.Event().wait(0.05)
+        timed("prepare", 0.05)
         return rows(1)
 
     def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        threading.Event().wait(0.1)
+        timed("compute", 0.1)
         return echo(key, payloads)
 
     async def script(batcher: Batcher) -> None:
+        started = perf_counter()
         outcome = await batcher.submit_from(make, 1, is_short=is_short)
-        assert 50 <= outcome.prepare_ms < 95 <= outcome.compute_ms
-        assert outcome.queue_ms < 45
+        total_ms = 1e3 * (perf_counter() - started)
+        assert outcome.prepare_ms >= took_ms["prepare"] and outcome.compute_ms >= took_ms["compute"]
+        # Each time is counted once.
+        assert outcome.prepare_ms + outcome.queue_ms + outcome.compute_ms <= total_ms
 
     play(script, run)
 
@@ -462,9 +482,9 @@ def test_submit_deadline_passes_in_queue_is_not_computed() -> None:
         first = start(batcher.submit(rows("runs")))
         await run.reached(1)
         started = perf_counter()
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded):  # while the slot is busy
             await batcher.submit(rows("late", "too"), perf_counter() + 0.03)
-        assert 0.03 <= perf_counter() - started < 1  # not only when the slot is free
+        assert perf_counter() - started >= 0.03
         with raises(DeadlineExceeded, "request.deadline"):
             await batcher.submit(rows("over"), perf_counter())
         run.go.set()
@@ -589,7 +609,7 @@ def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
 
 def test_submit_long_runs_of_large_batches_are_not_expected_of_small_ones() -> None:
     def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        threading.Event().wait(0.1 if "large" in payloads else 0.0)
+        threading.Event().wait(0.3 if "large" in payloads else 0.0)
         return echo(key, payloads)
 
     async def script(batcher: Batcher) -> None:
@@ -597,7 +617,8 @@ def test_submit_long_runs_of_large_batches_are_not_expected_of_small_ones() -> N
             await batcher.submit(rows("large", tokens=60))
         first = start(batcher.submit(rows("large", tokens=60)))
         await asyncio.sleep(0.01)
-        small = await batcher.submit(rows("small"), perf_counter() + 0.17)  # starts after 0.09 s
+        # It starts after 0.29 s, and would end after 0.59 s if it took as long as a large one.
+        small = await batcher.submit(rows("small"), perf_counter() + 0.55)
         assert small.results == [("text", "small")]
         await first
 

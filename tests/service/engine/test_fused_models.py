@@ -19,7 +19,7 @@ import attnserve
 from attnserve.models import onnx_files
 from attnserve.serving import graph_facts, model_check
 from attnserve.serving.loaded_model import ModelFailed
-from attnserve.serving.model_check import CheckResult, IsolationChecker
+from attnserve.serving.model_check import CheckResult, LoadChecker
 from service.api.triton import configuration
 from service.engine.repository import Repository
 from service.metrics import Metrics
@@ -69,7 +69,7 @@ def test_repository_fused_model_gives_same_vectors(
     assert (fast["rewritten"], fast["attention"], fast["gelu"]) == (True, 2, 2)
     assert "bert runs with fused operators: 2 attention, 2 GELU; " in caplog.text
     plain = served(bert, rewrite=False)
-    assert plain["rewritten"] is False and plain["why"] == "rewriting is switched off"
+    assert plain["rewritten"] is False and plain["why"] == "operator fusion is off"
     assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-6
     for same in ("macs", "plan", "config", "file"):  # the other keys are those of the artifact
         assert fast[same] == plain[same]
@@ -77,7 +77,7 @@ def test_repository_fused_model_gives_same_vectors(
 
 def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:
     told = served(bert, probe=False)
-    assert (told["rewritten"], told["why"]) == (False, "it is not probed")
+    assert (told["rewritten"], told["why"]) == (False, "the load check is off")
 
 
 @pytest.mark.usefixtures("child")
@@ -85,15 +85,15 @@ def test_repository_fused_file_does_not_load_original_is_served(
     bert: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "attnserve")
-    check = IsolationChecker.check
+    check = LoadChecker.check
 
-    def truncated(self: IsolationChecker, artifact: Any) -> CheckResult:
+    def truncated(self: LoadChecker, artifact: Any) -> CheckResult:
         found = check(self, artifact)
         assert found.rewritten is not None
         found.rewritten.write_bytes(found.rewritten.read_bytes()[:1000])
         return found
 
-    monkeypatch.setattr(IsolationChecker, "check", truncated)
+    monkeypatch.setattr(LoadChecker, "check", truncated)
     told = served(bert)
     assert told["rewritten"] is False and "ONNX Runtime refuses the graph" in told["why"]
     assert "bert runs without fused operators: " in caplog.text

@@ -147,7 +147,7 @@ def test_engine_uses_tokenizer_above_the_versions(tmp_path: Path) -> None:
 def test_start_without_models_is_refused(tmp_path: Path) -> None:
     assert "models: no such file" in load_error(tmp_path / "models").what
     (tmp_path / "models").mkdir()
-    assert "models: holds no model" in load_error(tmp_path / "models").what
+    assert "models: no model in this folder" in load_error(tmp_path / "models").what
 
 
 @pytest.mark.parametrize("strict", [True, False])

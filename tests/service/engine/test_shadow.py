@@ -43,13 +43,13 @@ ROWS = "attnserve_shadow_rows_total model=served result={} version=1"
 
 
 def lowered(
-    folder: Path, original: Path, noise: float, promise: float = 0.99, **record: Any
+    folder: Path, original: Path, noise: float, guarantee: float = 0.99, **record: Any
 ) -> Path:
-    """A copy of the original with noise in its weights, and a record that promises a quality."""
+    """A copy of the original with noise in its weights, and a record that guarantees a quality."""
     entry = {
         "rewrite": "x",
         "source": {"sha256": sha256(original / "model.onnx")},
-        "quality": {"measure": "similarity", "value": promise, "output": "last_hidden_state"},
+        "quality": {"measure": "similarity", "value": guarantee, "output": "last_hidden_state"},
     }
     write_encoder(folder, lineage=[entry], **record)
     model = onnx.load(folder / "model.onnx")
@@ -125,7 +125,7 @@ def test_lowered_quality_is_found_with_the_rows_of_2000_requests(
 
 
 @pytest.mark.process
-def test_equal_model_keeps_its_promise(equal: TestClient):
+def test_equal_model_meets_its_guarantee(equal: TestClient):
     send(equal, 20, waits=True)
     equal.post("/v2/models/served/infer", json=ids_request([2, 4, 3]))
     equal.post("/v1/embeddings", json={"model": "served", "input": "a b"})
@@ -248,7 +248,7 @@ def test_unwritable_sample_is_logged_once_and_affects_no_answer(
 
 
 @pytest.mark.process
-def test_collected_texts_calibrate_a_model_that_keeps_its_promise_on_them(
+def test_collected_texts_calibrate_a_model_that_meets_its_guarantee_on_them(
     start: Callable[..., TestClient], tmp_path: Path
 ):
     """The round trip: serve, collect, optimize, serve beside the original."""
@@ -280,7 +280,7 @@ def test_collected_texts_calibrate_a_model_that_keeps_its_promise_on_them(
 
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", "identity"])
-def test_scores_of_an_equal_classifier_keep_the_promise(activation: str, tmp_path: Path):
+def test_scores_of_an_equal_classifier_meet_the_guarantee(activation: str, tmp_path: Path):
     folder = write_classifier(tmp_path / "c", activation=activation)
     artifact = open_artifact(folder)
     comparison = LiveComparison(artifact, CPU)

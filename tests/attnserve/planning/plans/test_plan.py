@@ -83,7 +83,7 @@ def test_plan_order_names_registered_passes():
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8", "int8-full"])
 def test_plan_round_trip_keeps_every_pass_and_the_precision(precision: Any):
-    plan = Plan.listed(passes(), precision)
+    plan = Plan.from_passes(passes(), precision)
     again = reread(plan)
     assert again.to_json() == plan.to_json()
     assert again.precision == precision
@@ -94,13 +94,13 @@ def test_plan_round_trip_keeps_every_pass_and_the_precision(precision: Any):
 
 
 def test_plan_round_trip_keeps_order_empty_and_measured_plans():
-    backwards = Plan.listed(reversed(passes()))
+    backwards = Plan.from_passes(reversed(passes()))
     assert [rewrite.name for rewrite in reread(backwards).passes] == list(reversed(ORDER))
     assert reread(Plan()).to_json() == {"passes": [], "precision": "float32"}
-    assert reread(Plan.listed((), "int8", ("a", "b"))).float_blocks == ("a", "b")
+    assert reread(Plan.from_passes((), "int8", ("a", "b"))).float_blocks == ("a", "b")
     assert Plan.from_json({}).passes == ()
     plan = planned(skip=["2:constant"], prune=0.25, reuse="partial:1", collab_dk=6, head_dk=2)
-    assert plan.changed and reread(plan).to_json() == plan.to_json()
+    assert plan.lossy_blocks and reread(plan).to_json() == plan.to_json()
 
 
 def test_plan_of_merges_passes_of_a_kind_and_sorts_them():
@@ -120,11 +120,14 @@ def test_plan_of_merges_passes_of_a_kind_and_sorts_them():
     assert Plan.merged([PruneHeads({})]).passes == ()
 
 
-def test_plan_changed_lists_blocks_of_lossy_passes_once():
-    assert Plan.listed(passes()).changed == [
+def test_plan_lossy_blocks_lists_blocks_of_lossy_passes_once():
+    assert Plan.from_passes(passes()).lossy_blocks == [
         NAMES[0], NAMES[1], NAMES[3], "ffn_0", "ffn_1", NAMES[2],
     ]  # fmt: skip
-    assert Plan.listed((FuseAttention({NAMES[1]: "attention"}), FuseGelu(["ffn_1"]))).changed == []
+    assert (
+        Plan.from_passes((FuseAttention({NAMES[1]: "attention"}), FuseGelu(["ffn_1"]))).lossy_blocks
+        == []
+    )
 
 
 # Content that is not a plan
@@ -331,7 +334,7 @@ def test_plan_with_a_training_that_is_invalid_is_refused(change: dict[str, Any],
 
 
 def test_plan_with_a_training_is_read_again():
-    plan = Plan.listed(passes(), "int8", (NAMES[0],), [Train(minutes=2.0, measure="r2")])
+    plan = Plan.from_passes(passes(), "int8", (NAMES[0],), [Train(minutes=2.0, measure="r2")])
     again = reread(plan)
     assert again.to_json() == plan.to_json() and again.trainings == plan.trainings
     assert [type(step) for step in again.steps[-2:]] == [Train, Quantize]

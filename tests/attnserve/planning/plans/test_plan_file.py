@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from attnserve.checks.compare import Fidelity
-from attnserve.checks.quality import Quality
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Asked
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.plans.plan_file import PlanFile, SavedPlan
+from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from graph_passes.errors import (
     AttnserveError,
     CheckFailed,
@@ -23,6 +21,7 @@ from graph_passes.errors import (
     InvalidData,
 )
 from tests.attnserve.planning.conftest import Optimizer, Planner
+from tests.attnserve.qualities import fidelity_of, quality_of
 from tests.errors import raises
 
 pytestmark = pytest.mark.usefixtures("cache", "counted")
@@ -103,13 +102,11 @@ def test_optimize_plan_of_other_data_is_refused(
 
 
 def test_plan_that_certainly_keeps_less_than_it_promises_is_refused():
-    file = PlanFile(format=2, gain=True, asked=Asked(keep=0.985))
+    file = PlanRecord(format=2, gain=True, asked=Asked(keep=0.985))
 
     def check(ci95: tuple[float, float] | None) -> None:
-        found = Quality("similarity", 0.97, 0.96, 0.965, ci95, 0.9, 0.0, 60)
-        SavedPlan(Path("plan.json"), file).require_promise(
-            Fidelity((), 0.99, 0.9, "held out", (found,))
-        )
+        found = quality_of("similarity", 0.97, ci95=ci95)
+        SavedPlan(Path("plan.json"), file).require_guarantee(fidelity_of(found))
 
     check(None)
     check((0.95, 0.99))

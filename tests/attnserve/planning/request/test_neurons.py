@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,10 @@ def curve_of(count: int, scale: float, power: float = 2.0) -> LossCurve:
     own = [(n / count) ** power for n in range(count + 1)]
     gone = tuple(dict.fromkeys(max(round(share * count), 1) for share in (0.25, 0.5, 0.75)))
     return LossCurve(
-        tuple(reversed(range(count))), tuple(own), gone, tuple(scale * own[n] for n in gone)
+        order=tuple(reversed(range(count))),
+        own_loss=tuple(own),
+        gone=gone,
+        loss=tuple(scale * own[n] for n in gone),
     )
 
 
@@ -112,7 +116,7 @@ def test_choose_neurons_layer_without_effect_is_pruned(blocks: list[FeedForwardB
 def test_choose_neurons_unmeasurable_losses_follow_own_losses(blocks: list[FeedForwardBlock]):
     """All measured losses are 1 if a single text is pooled into one vector."""
     groups = groups_of(blocks, F, F)
-    flat = [LossCurve(c.order, c.own_loss, c.gone, (1.0,) * 3) for c in [curve_of(F, 1)] * 2]
+    flat = [replace(curve_of(F, 1), loss=(1.0,) * 3)] * 2
     curves = {group.key: curve for group, curve in zip(groups, flat, strict=True)}
     assert kept_by(choose_neurons(groups, curves, 0.5), groups) == [F // 2, F // 2]
 
@@ -126,8 +130,8 @@ def test_choose_neurons_losses_that_differ_anywhere_are_used(
     first, second = curve_of(F, 1), curve_of(F, 1)
     own = tuple(loss / 10 for loss in second.own_loss)
     curves = {
-        groups[0].key: LossCurve(first.order, first.own_loss, first.gone, measured),
-        groups[1].key: LossCurve(second.order, own, second.gone, (1.0,) * 3),
+        groups[0].key: replace(first, loss=measured),
+        groups[1].key: replace(second, own_loss=own, loss=(1.0,) * 3),
     }
     assert kept_by(choose_neurons(groups, curves, 1 / 8), groups) == [F - 16, F]
 
@@ -136,7 +140,9 @@ def test_choose_neurons_equal_losses_remove_no_more_than_requested(
     blocks: list[FeedForwardBlock],
 ):
     groups = groups_of(blocks, F, F)
-    free = LossCurve(tuple(range(F)), (0.0,) * (F + 1), (16, 32, 48), (1e-9,) * 3)
+    free = LossCurve(
+        order=tuple(range(F)), own_loss=(0.0,) * (F + 1), gone=(16, 32, 48), loss=(1e-9,) * 3
+    )
     curves = {groups[0].key: free, groups[1].key: curve_of(F, 1)}
     assert kept_by(choose_neurons(groups, curves, 0.25), groups) == [F // 2, F]
 

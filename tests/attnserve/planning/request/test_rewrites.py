@@ -156,7 +156,7 @@ def test_plan_request_measured_rewrite_without_data_is_refused(what: str):
     ids=lambda request: ", ".join(request),
 )
 def test_plan_request_explicit_rewrite_needs_no_data(request_: dict[str, Any]):
-    assert planned(calibrated=False, **request_).changed
+    assert planned(calibrated=False, **request_).lossy_blocks
 
 
 # Each rewrite
@@ -428,7 +428,7 @@ def test_plan_request_layer_without_own_heads_is_not_factored(request_: dict[str
 
 def test_plan_request_nothing_to_factor_beside_other_rewrites_is_no_error():
     plan = planned(collab_dk=6, skip=["1"], layers=["1"])
-    assert plan.changed == [NAMES[1]] and not ranks_of(plan)
+    assert plan.lossy_blocks == [NAMES[1]] and not ranks_of(plan)
 
 
 def test_plan_request_empty_ranks_are_refused():

@@ -74,5 +74,5 @@ def test_search_builds_no_choice_twice_and_names_the_build_of_each_step(
     planned(keep=0.98, progress=lambda stage, *_: stages.setdefault(stage))
     assert len(built) == len(set(built))
     steps = [stage for stage in stages if stage.endswith("verify")]
-    assert {"build 1: verify", "prove: verify"} <= set(steps)
+    assert {"build 1: verify", "held out: verify"} <= set(steps)
     assert all(stage.startswith(("build", "prove")) for stage in steps)

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 
-from attnserve.checks.compare import Fidelity
-from attnserve.checks.quality import Quality
+from attnserve.choices import Precision
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
 from attnserve.planning.search import verdict
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch, Probe, bisect
+from attnserve.planning.search.judge import Built
+from attnserve.planning.search.report import Proof
 from attnserve.runtime.interleaved_timer import Speedup
+from graph_passes.passes.prune_heads import PruneHeads
+from tests.attnserve.qualities import fidelity_of, quality_of
+from tests.jobs import job_of
 
 NO_GAIN = Speedup(value=1.0, ci95=(0.98, 1.02))
 FUSED, INT8 = Choice(0.0, 10.0, (0,)), Choice(0.004, 6.0, (1,))
 FRONT = [FUSED, INT8, Choice(0.005, 5.05, (2,)), Choice(0.009, 5.0, (3,)), Choice(0.05, 2.0, (4,))]
+MODEL = ir.from_onnx_text(
+    '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Relu(x) }'
+)
+STATE = State(job_of(MODEL), MODEL)
+FIDELITY = fidelity_of(quality_of("r2", 1.0))
+
+
+def built_of(choice: Choice, loss: float | None = None, *, removes: bool = False) -> Built:
+    """A built choice with this loss, by default the predicted one, and maybe without a head."""
+    plan = Plan.merged([PruneHeads({"layer": [1, 0]})] if removes else [])
+    return Built(choice, plan, STATE, FIDELITY, None, choice.loss if loss is None else loss)
 
 
 @dataclass(frozen=True)
@@ -40,14 +57,14 @@ class Judge:
     gain: Speedup = NO_GAIN
     built: list[Choice] = field(default_factory=list[Choice])
 
-    def build(self, choice: Choice) -> Any:
+    def build(self, choice: Choice) -> Built:
         self.built.append(choice)
-        return SimpleNamespace(choice=choice, loss=choice.loss)
+        return built_of(choice)
 
-    def paired_speedup(self, slow: Any, fast: Any) -> Speedup:
+    def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
         return self.gain
 
-    def speedup(self, built: Any) -> float:
+    def speedup(self, built: Built) -> float:
         return FUSED.ms / built.choice.ms
 
 
@@ -72,7 +89,7 @@ def test_bisect_finds_the_border_between_measured_indices(border: int) -> None:
     assert len(measured) == len(set(measured)) <= 7 and not {0, 100} & set(measured)
 
 
-def test_bisect_keeps_its_aim_inside_and_stops_at_what_is_close_or_near_or_enough() -> None:
+def test_bisect_aim_outside_is_moved_inside_and_limits_end_it() -> None:
     found: list[int] = []
 
     def run(most: int = 9, close: int = -1, near: int = -1) -> tuple[int, int]:
@@ -121,6 +138,31 @@ def test_nothing_removed_reaches_the_speedup_or_is_none(
     assert (found and found.choice) == choice
 
 
+@dataclass(frozen=True, eq=False)
+class Int8Search(FrontSearch):
+    """A search in int8, with this choice that removes nothing."""
+
+    whole: Built | None = None
+
+    @property
+    def precision(self) -> Precision:
+        return "int8"
+
+    def nothing_removed(self) -> tuple[FrontSearch, Built | None]:
+        return self, self.whole
+
+
+@dataclass
+class PairedJudge:
+    """A judge of two models: their speed-up by the slower one."""
+
+    gain: Speedup
+    others: dict[Built, Speedup] = field(default_factory=dict[Built, Speedup])
+
+    def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
+        return self.others.get(slow, self.gain)
+
+
 @dataclass
 class Settling:
     """A search whose best choice removes something; the other one, nothing."""
@@ -132,21 +174,11 @@ class Settling:
     proved: list[Any] = field(default_factory=list[Any])
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
-        whole, careful = (
-            SimpleNamespace(choice=choice, plan=SimpleNamespace(changed=[]))
-            for choice in (INT8, FUSED)
-        )
-        best = SimpleNamespace(choice=FRONT[3], plan=SimpleNamespace(changed=["layer"]))
-
-        def paired_speedup(slow: Any, fast: Any) -> Speedup | None:
-            return self.careful if slow is careful else self.gain
-
-        front: Any = SimpleNamespace(
-            goal=Goal(keep=0.99),
-            precision="int8",
-            judge=SimpleNamespace(paired_speedup=paired_speedup),
-            nothing_removed=lambda: ("front", whole),
-        )
+        whole, careful = built_of(INT8), built_of(FUSED)
+        best = built_of(FRONT[3], removes=True)
+        choices: Any = Candidates()
+        judge: Any = PairedJudge(self.gain, {careful: self.careful} if self.careful else {})
+        front = Int8Search(Goal(keep=0.99), choices, judge, whole)
 
         def proved(*_: Any) -> Any:
             found = careful if self.careful else whole
@@ -170,12 +202,12 @@ class Settling:
         ),  # the other one failed its proof by chance
     ],
 )
-def test_removal_must_gain_three_percent_outside_the_interval(
+def test_worth_removing_gain_within_three_percent_removes_nothing(
     gain: Speedup, keeps: bool, removes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settling = Settling(gain, keeps)
     found, note = settling.run(monkeypatch)
-    assert bool(found.plan.changed) == removes
+    assert bool(found.plan.lossy_blocks) == removes
     assert bool(note) == (not removes) and (removes or "1.03x" in note)
     assert settling.proved == (["proof"] if removes else ["proof of the whole"])
 
@@ -184,20 +216,20 @@ def test_removal_must_gain_three_percent_outside_the_interval(
     ("careful", "removes"),
     [(Speedup(value=1.5, ci95=(1.4, 1.6)), True), (Speedup(value=1.0, ci95=(0.9, 1.1)), False)],
 )
-def test_removal_is_compared_with_the_model_that_would_be_written_in_its_place(
+def test_worth_removing_compares_with_the_model_that_would_be_written(
     careful: Speedup, removes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fastest choice without removal failed its proof; the one after it may be slow."""
     settling = Settling(NO_GAIN, careful=careful)
     found, note = settling.run(monkeypatch)
-    assert bool(found.plan.changed) == removes
+    assert bool(found.plan.lossy_blocks) == removes
     assert removes or f"{careful.value:.2f}x" in note
 
 
-def test_result_that_removes_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    front: Any = SimpleNamespace(nothing_removed=None)
-    plain: Any = SimpleNamespace(plan=SimpleNamespace(changed=[]))
-    assert verdict.worth_removing(front, plain, ["proof"]) == (plain, ["proof"], "")
+def test_worth_removing_plan_without_removal_is_not_compared() -> None:
+    no_judge, plain, proofs = None, built_of(FUSED), [Proof.of(FIDELITY, None, 0.0)]
+    front = search(no_judge, keep=0.99)  # a comparison would need one
+    assert verdict.worth_removing(front, plain, proofs) == (plain, proofs, "")
 
 
 class Front:
@@ -222,10 +254,8 @@ class FakeJudge:
         self.measured[choice.picks] = loss, 1 - loss
         return loss
 
-    def build(self, choice: Choice) -> Any:
-        found = Quality("r2", 1.0, 1.0, 1.0, None, 1.0, 0.0, 60)
-        fidelity = Fidelity((), 1.0, 1.0, "", (found,))
-        return SimpleNamespace(choice=choice, loss=self.loss(choice), fidelity=fidelity)
+    def build(self, choice: Choice) -> Built:
+        return built_of(choice, self.loss(choice))
 
 
 @pytest.mark.parametrize(
@@ -245,6 +275,40 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
     assert len(fake.measured) <= 1 + MAX_BUILDS
 
 
+@dataclass
+class ProvingJudge:
+    """A judge whose proofs have these losses, one after the other."""
+
+    losses: Iterator[float]
+    choices: Candidates
+    parts: list[int | str] = field(default_factory=list[int | str])
+    """The data of each proof."""
+
+    def build(self, choice: Choice) -> Built:
+        return built_of(choice)
+
+    def verify(self, built: Built, part: int | str) -> Proof:
+        self.parts.append(part)
+        return Proof.of(FIDELITY, None, next(self.losses))
+
+    def verify_on_all(self, built: Built) -> Proof:
+        return self.verify(built, "all")
+
+
+@dataclass(frozen=True, eq=False)
+class CarefulSearch(FrontSearch):
+    """A search in float32 that finds these more careful choices, one after the other."""
+
+    careful: Iterator[Built] = field(default_factory=lambda: iter(()))
+
+    @property
+    def precision(self) -> Precision:
+        return "float32"
+
+    def more_careful(self, built: Built, loss: float, keep: float) -> Built:
+        return next(self.careful)
+
+
 @pytest.mark.parametrize(
     ("losses", "kept", "proofs"),
     [
@@ -255,20 +319,15 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
         ([0.011, 0.0], 0.0, 2),  # nothing more careful was found
     ],
 )
-def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: float, proofs: int):
-    measured = iter(losses)
-    choices = [SimpleNamespace(choice=Choice(loss, 1.0, ())) for loss in (0.03, 0.02, 0.01, 0.0)]
-    careful = iter(choices[1:] if len(losses) != 2 or losses[1] else choices[-1:])
-    judged: Any = SimpleNamespace(
-        prove=lambda built, part: SimpleNamespace(loss=next(measured), on=part),
-        prove_on_all=lambda built: SimpleNamespace(loss=next(measured), on="all"),
-        choices=SimpleNamespace(front=[None]), build=lambda _: choices[-1],
-    )  # fmt: skip
-    front: Any = SimpleNamespace(
-        goal=Goal(keep=0.99), precision="float32", judge=judged,
-        more_careful=lambda built, loss, keep: next(careful),
-    )  # fmt: skip
-    best, found = verdict.verified(front, choices[0])  # type: ignore[arg-type]
+def test_verified_failed_proofs_lead_to_more_careful_choices(
+    losses: list[float], kept: float, proofs: int
+):
+    steps = [Choice(loss, 1.0, ()) for loss in (0.03, 0.02, 0.01, 0.0)]
+    careful = map(built_of, steps[1:] if len(losses) != 2 or losses[1] else steps[-1:])
+    choices: Any = Candidates(front=steps[-1:])
+    judge: Any = ProvingJudge(iter(losses), choices)
+    front = CarefulSearch(Goal(keep=0.99), choices, judge, careful)
+    best, found = verdict.verified(front, built_of(steps[0]))
     assert best is not None and best.choice.loss == kept
-    assert len(found) == proofs
-    assert [proof.on for proof in found][:3] == [0, 1, "all"][:proofs]
+    assert [proof.loss for proof in found] == losses and len(found) == proofs
+    assert judge.parts[:3] == [0, 1, "all"][:proofs]

@@ -75,7 +75,7 @@ def test_plan_of_a_decoder_times_the_phase(
     assert timed == {tokens}
     assert report.asked.phase == phase
     assert {speed.sequence for speed in report.speeds} == {LENGTH}
-    assert SavedPlan.read(path).file.asked.phase == phase
+    assert SavedPlan.read(path).record.asked.phase == phase
     again = optimize(llama, tmp_path / "new", plan=path, calib=rows, threads=1)
     assert again.speed is not None and {w.phase for w in again.speed.workloads} == {phase}
 

@@ -19,7 +19,7 @@ import attnserve
 from attnserve.checks.compare import verify
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.lineage import Speed
+from attnserve.models.lineage import ShapeLatency
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Lengths
 from attnserve.planning.search import search
@@ -87,7 +87,7 @@ def test_search_keeps_the_requested_quality_and_uses_the_allowance(planned: Plan
 @pytest.mark.timing
 def test_search_keep_one_is_lossless(planned: Planner):
     report = planned(keep=1.0, allow=["ffn"])
-    assert report.gain and not report.plan.changed
+    assert report.gain and not report.plan.lossy_blocks
     assert report.fidelity.mean_cosine > 1 - 1e-5
     assert {d.written for d in report.layers} == {"attention", "gelu"}
 
@@ -172,7 +172,7 @@ def test_search_without_newer_opset_uses_older_operators(
 @pytest.mark.timing(seconds=5)
 def test_search_without_ffn_keeps_neurons(planned: Planner):
     report = planned(keep=0.96, measure="cosine")
-    assert report.plan.changed and not report.plan.targets(PruneNeurons)
+    assert report.plan.lossy_blocks and not report.plan.targets(PruneNeurons)
     kinds = {d.kind: d for d in report.layers}
     assert "`allow`" in kinds["feed_forward"].why
 
@@ -202,8 +202,8 @@ def test_search_without_gain_returns_the_original(
 ):
     """Every model is slower at 64 tokens."""
 
-    def slow(judge: Judge, model: ir.Model, workloads: Any) -> list[Speed]:
-        return [Speed(batch=1, sequence=n, original_ms=1.0, ms=1.1 if n == 64 else 0.8,
+    def slow(judge: Judge, model: ir.Model, workloads: Any) -> list[ShapeLatency]:
+        return [ShapeLatency(batch=1, sequence=n, original_ms=1.0, ms=1.1 if n == 64 else 0.8,
                       speedup=0.91 if n == 64 else 1.25)
                 for n in (workload.length for workload in workloads)]  # fmt: skip
 

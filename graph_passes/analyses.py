@@ -1,36 +1,37 @@
-"""Cache of the analyses of one model, invalidated when the graph changes."""
+"""Computed analyses of one graph, kept until the graph changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
+from functools import lru_cache
+from inspect import Signature, signature
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import onnx_ir as ir
 
-__all__ = ["GraphContext"]
+__all__ = ["Analyses"]
 
-KEY = "attnserve.context"
+KEY = "attnserve.analyses"
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class GraphContext:
-    """Cached analyses of a model, as in LLVM's analysis manager.
+class Analyses:
+    """Computed analyses of one graph, kept until the graph changes (LLVM: AnalysisManager).
 
     An analysis is any function whose first argument is the model. Passes invalidate all results
     when they change the graph. Call ``invalidate`` after any other edit.
 
-    ``with GraphContext.of(model) as context:`` shares one context among all passes in the block.
+    ``with Analyses.of(model) as analyses:`` shares the results among all passes in the block.
 
     Attributes:
-        expected: The postconditions of each running pass, outermost first; a pass may run others.
+        model: The model that the graph belongs to.
     """
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
-        self.expected: list[Any] = []
         self._results: dict[Hashable, Any] = {}
 
     def get(
@@ -39,8 +40,13 @@ class GraphContext:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Return ``analysis(model, *args, **kwargs)``, cached; arguments must be hashable."""
-        key = (analysis, args, *sorted(kwargs.items()))
+        """Return ``analysis(model, *args, **kwargs)``, cached; arguments must be hashable.
+
+        An argument that equals its default is the same as one that is left out.
+        """
+        bound = _signature(analysis).bind(self.model, *args, **kwargs)
+        bound.apply_defaults()
+        key = (analysis, bound.args[1:], *sorted(bound.kwargs.items()))
         if key not in self._results:
             self._results[key] = analysis(self.model, *args, **kwargs)
         return self._results[key]
@@ -51,8 +57,8 @@ class GraphContext:
 
     @classmethod
     @contextmanager
-    def of(cls, model: ir.Model) -> Generator[GraphContext]:
-        """Return the active context of the model, or create one for the duration of the block."""
+    def of(cls, model: ir.Model) -> Generator[Analyses]:
+        """The analyses that an outer block keeps for the model, or new ones for this block."""
         active = model.meta.get(KEY)
         if isinstance(active, cls) and active.model is model:  # clones copy the reference
             yield active
@@ -63,3 +69,8 @@ class GraphContext:
             yield context
         finally:
             model.meta.pop(KEY, None)
+
+
+@lru_cache
+def _signature(analysis: Callable[..., Any]) -> Signature:
+    return signature(analysis)
