@@ -44,7 +44,7 @@ def open_session(
             code="session.threads",
         )
     options = SessionOptions(optimize, spinning, cuda, copied, profile)
-    return RUNTIMES[device.runtime].open(source, device, options)
+    return RUNTIMES[device.runtime_name].open(source, device, options)
 
 
 def why_no_cuda() -> str | None:
