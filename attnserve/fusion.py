@@ -3,7 +3,7 @@
 Attention and GELU become one operator each, residual sums and biases use the fewest nodes. Nothing
 is approximated, but sums are computed in another order. No fusion adds multiply-accumulates: heads
 that share query and key dimensions keep their form. Serving fuses the models that it loads
-(``planning.lossless_passes``). Every conversion of the precision fuses first. Products with
+(``planning.serving_form``). Every conversion of the precision fuses first. Products with
 quantized weights stay as they are.
 """
 
@@ -16,8 +16,8 @@ from contextlib import suppress
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention
-from attnserve.choices import Precision
 from attnserve.context import Provider
+from attnserve.literals import Precision
 from attnserve.models.opset import raise_opset
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.session import open_session
@@ -36,7 +36,14 @@ from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ATTENTION_OPERATORS", "DEFECT", "fuse", "fuse_for", "fusion_passes"]
+__all__ = [
+    "ATTENTION_OPERATORS",
+    "DEFECT",
+    "RESIDUAL_PASSES",
+    "fuse",
+    "fuse_for",
+    "fusion_passes",
+]
 
 DEFECT = "this is a defect of attnserve: please report it with the model; nothing was written"
 
@@ -52,11 +59,12 @@ PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
 COUNTED = tuple(Workload.of(*shape) for shape in ((1, 1), (2, 1), (1, 512), (1, 4096)))
 """Workloads at which the MACs of the fused model are compared with those of the original."""
 
-FASTEST_RESIDUALS: Mapping[Provider, type[RewritePass]] = {
-    "cpu": FuseResiduals,
-    "cuda": FuseSkipNorm,
+RESIDUAL_PASSES: Mapping[Provider, Sequence[type[FuseResiduals | FuseSkipNorm]]] = {
+    "cpu": (FuseResiduals,),
+    "cuda": (FuseSkipNorm, FuseResiduals),
 }
-"""The fastest pass for residual additions, by provider."""
+"""Passes for residual additions, usually fastest first; a search times them. On CPUs, ONNX Runtime
+itself writes the operator of ``FuseSkipNorm``."""
 
 
 def fusion_passes(
@@ -87,7 +95,8 @@ def _fusion_passes(
     is_timed_only: bool,
 ) -> tuple[RewritePass, ...]:
     model = analyses.model
-    shapes, opsets = small_shapes(analyses), dict(model.opset_imports)
+    shapes = small_shapes(analyses)
+    opsets = dict(model.opset_imports)
     with suppress(CannotRewrite):
         newest = model.clone()
         raise_opset(newest, max(OPSETS.values()))
@@ -98,26 +107,26 @@ def _fusion_passes(
         report = analyses.get(read_attention)
         blocks, unmatched = report.blocks, report.unmatched
     reasons = [failure.reason for failure in unmatched]
-    chosen: dict[str, FusedOperator] = {}
+    operators_by_block: dict[str, FusedOperator] = {}
     for block in blocks:
         if block.graph is not model.graph or block.idiom in IDIOMS.values():
             continue
         for operator in operators or ATTENTION_OPERATORS[provider]:
             refusal = fusion_refusal(block, operator, shapes, opsets)
             if refusal is None:
-                chosen[block.name] = operator
+                operators_by_block[block.name] = operator
                 break
             reasons.append(refusal.reason)
     gelu = fusible_gelus(model)
-    if not chosen and not gelu:
+    if not operators_by_block and not gelu:
         raise CannotRewrite(
             f"no block can be written in a faster operator: {(reasons or ['none was found'])[0]}",
             "use the model as it is",
             code="fusion.nothing",
         )
-    fused: list[RewritePass] = [FuseAttention(chosen)] if chosen else []
+    fused: list[RewritePass] = [FuseAttention(operators_by_block)] if operators_by_block else []
     fused += [FuseGelu(gelu)] if gelu else []
-    return (*fused, FoldBiases(), FASTEST_RESIDUALS[provider]())
+    return (*fused, FoldBiases(), RESIDUAL_PASSES[provider][0]())
 
 
 def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool = False) -> None:
@@ -134,29 +143,30 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
     operators: set[FusedOperator] = {
         operator for rewrite in attention for operator in rewrite.targets.values()
     }
-    needed = max((OPSETS.get(operator, 0) for operator in operators), default=0)
+    opset = max((OPSETS.get(operator, 0) for operator in operators), default=0)
     with Analyses.of(model) as analyses:
-        before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
-        if model.opset_imports.get("", 0) < needed:
-            raise_opset(model, needed)
+        macs_before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
+        if model.opset_imports.get("", 0) < opset:
+            raise_opset(model, opset)
             analyses.invalidate()
         for rewrite in passes:
             rewrite(model)
         if is_timed_only:
             return
         certified = {block.name for block in analyses.get(read_attention).blocks}
-    for workload, old in zip(COUNTED, before, strict=True):
-        new = count_macs(model, workload)
-        if old is not None and new is not None and new > old:
+    for workload, old_macs in zip(COUNTED, macs_before, strict=True):
+        new_macs = count_macs(model, workload)
+        if old_macs is not None and new_macs is not None and new_macs > old_macs:
             raise InvalidModel(
-                f"the fused model has {new} MACs at {workload} tokens, and the original {old}",
+                f"the fused model has {new_macs} MACs at {workload} tokens, and the original"
+                f" {old_macs}",
                 DEFECT,
                 code="internal.fusion_macs",
             )
     names = {name for rewrite in attention for name in rewrite.targets}
-    if lost := sorted(names - certified):
+    if lost_names := sorted(names - certified):
         raise InvalidModel(
-            f"{lost[0]} is not certified after its fusion",
+            f"{lost_names[0]} is not certified after its fusion",
             DEFECT,
             code="internal.certificate",
         )

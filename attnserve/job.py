@@ -14,10 +14,10 @@ import onnx_ir as ir
 from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
 from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
 from attnserve.checks.quality import QualityMeter
-from attnserve.choices import SearchMeasure
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.data.lengths import length_bounds, middle_length, spread_lengths
+from attnserve.literals import SearchMeasure, Split
 from attnserve.models.artifact import Artifact
 from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Data, Lengths, Target
@@ -86,13 +86,13 @@ class Job:
         data = None
         if options.calib:
             data = load(options.calib, weights=options.calib_weights, sequence=joined)
-        others = [(path.name, load(path, split=False)) for path in options.also_prove]
+        other_data = [(path.name, load(path, split=False)) for path in options.also_prove]
         served_workloads(original, target, data)  # raises errors before long work
         return cls(
             artifact=artifact,
             original=original,
             data=data,
-            others=others,
+            others=other_data,
             tokenizer=options.tokenizer,
             measure=measure,
             target=target,
@@ -140,21 +140,22 @@ class Job:
     @property
     def longest(self) -> int:
         """The longest length at which the model should be fast."""
-        middle, counted = middle_length(self.lengths), self.counted.length
-        return length_bounds(self.lengths if counted == middle else counted)[1]
+        middle = middle_length(self.lengths)
+        counted_length = self.counted.length
+        return length_bounds(self.lengths if counted_length == middle else counted_length)[1]
 
     def labeled(self, label: str) -> Self:
         """The job with a label before the names of its stages, on all threads: it is not timed."""
         return replace(self, context=replace(self.context, threads=0).labeled(label))
 
-    def meter(self, *, data: Dataset | None = None, split: str = "data") -> QualityMeter:
+    def meter(self, *, data: Dataset | None = None, split: Split = "data") -> QualityMeter:
         """Create a meter that compares outputs with those of the original."""
         return QualityMeter(
             self.original, self.artifact, measure=self.measure, data=data, split=split
         )
 
     def compare_held_out(
-        self, model: ir.Model, batches: Sequence[Batch], split: str = "prove"
+        self, model: ir.Model, batches: Sequence[Batch], split: Split = "prove"
     ) -> Fidelity:
         """Compare a model with the original on held-out rows.
 
@@ -180,7 +181,8 @@ def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> t
     Raises:
         InvalidArgument: The phase needs a cache, which the model does not have.
     """
-    phase, cached = target.phase, has_cache(model.graph)
+    phase = target.phase
+    cached = has_cache(model.graph)
     if phase is None:
         phase = "token" if cached and SCHEMES[target.precision].for_tokens else "sequence"
     if phase != "sequence" and not cached:

@@ -30,8 +30,8 @@ import onnx_ir as ir
 
 from attnserve.checks.benchmark import bench, describe_machine
 from attnserve.checks.compare import verify
-from attnserve.choices import Precision
 from attnserve.context import Device, Provider
+from attnserve.literals import Precision
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.runtime.session import why_no_cuda

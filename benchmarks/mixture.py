@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 import attnserve
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from benchmarks._common import (
     description,
     minilm,
@@ -150,7 +150,7 @@ def measure(folder: Path, goal: str, keep: float, files: dict[str, Path]) -> dic
     assert report.search is not None
     return {
         "verdict": report.search.verdict, "seconds": seconds, "cpu_seconds": cpu_seconds,
-        "proofs": [proof.to_json() for proof in report.search.proofs],
+        "proofs": [verification.to_json() for verification in report.search.proofs],
         "layers": [
             [d.block, d.kept, d.count, d.written, d.in_float] for d in report.search.layers
         ],

@@ -26,7 +26,6 @@ from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
 from attnserve.runtime.session import open_session
 from benchmarks._common import description, number_table, write_result
 from graph_passes.analysis.cost import count_macs
@@ -63,8 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
                     artifact, original, data if calibrated else None,
                     target=Target(sequence=LENGTH), context=RunContext(threads=1),
                 )  # fmt: skip
-                state = State(job, model, fit=False)
-                apply_plan(Plan.merged([Collaborate(dict.fromkeys(names, params))]), state)
+                plan = Plan.merged([Collaborate(dict.fromkeys(names, params))])
+                apply_plan(plan, job, model, fit=False)
                 got = logits(model, ids[FITTED:])
                 results.append({
                     "form": form, "key_elements": GROUPS * size, "calibrated": calibrated,

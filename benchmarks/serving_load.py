@@ -54,9 +54,9 @@ import psutil
 
 import attnserve
 from attnserve.checks.benchmark import describe_machine
-from attnserve.choices import Precision
 from attnserve.context import Device
 from attnserve.intervals import bootstrap_interval
+from attnserve.literals import Precision
 from benchmarks._common import RESULTS, command_of, description, minilm, write_json, write_lines
 from benchmarks.serving.client import (
     Phase,

@@ -87,9 +87,9 @@ def attention_reference(
             logits = _apply(step, logits, values)
         parts.append(softmax(logits))
         heads.append(block.own_heads)
-    for reused in block.reused:
-        parts.append(values[reused.value][:, reused.sources])
-        heads.append(reused.heads)
+    for reuse in block.reused:
+        parts.append(values[reuse.value][:, reuse.sources])
+        heads.append(reuse.heads)
     order = np.argsort(np.concatenate(heads))
     probabilities = np.concatenate(parts, axis=1)[:, order]  # B H S T
     width = v.shape[1] * v.shape[3]

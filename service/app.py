@@ -52,9 +52,9 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     Raises:
         InvalidArgument: A setting is invalid, or the file of API keys cannot be read.
     """
-    chosen = settings or Settings.model_validate({})
-    models = repository or Repository(chosen, Metrics())
-    chosen, metrics = models.settings, models.metrics
+    service_settings = settings or Settings.model_validate({})
+    models = repository or Repository(service_settings, Metrics())
+    service_settings, metrics = models.settings, models.metrics
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -76,11 +76,11 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         # FastAPI creates spans of its own since 0.165: ``service.tracing`` creates one per request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.state.settings = chosen
+    app.state.settings = service_settings
     app.state.repository = models
     app.state.metrics = metrics
-    app.state.bodies = Budget(chosen.max_open_bytes)
-    app.state.answers = Budget(chosen.max_open_bytes)
+    app.state.bodies = Budget(service_settings.max_open_bytes)
+    app.state.answers = Budget(service_settings.max_open_bytes)
     app.state.error_renderers = dict.fromkeys(("/v1", "/v2/rerank"), openai.render_error)
     # The middleware added last runs first: it also counts refused requests and gives them an id.
     app.add_middleware(
@@ -89,11 +89,11 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         compresslevel=1,
         exclude_content_types=("application/octet-stream",),
     )
-    app.add_middleware(Authorize, settings=chosen, keys=read_keys(chosen))
-    if chosen.cors_origins:
+    app.add_middleware(Authorize, settings=service_settings, keys=read_keys(service_settings))
+    if service_settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(chosen.cors_origins),
+            allow_origins=list(service_settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["*"],

@@ -104,8 +104,10 @@ class Authorize:
 
     def __init__(self, app: ASGIApp, settings: Settings, keys: Keys) -> None:
         self._app, self._settings = app, settings
-        self._version, self._looked_at = self._file_version(), monotonic()
-        self._known, self._admins = keys, _admin_keys(settings)
+        self._version = self._file_version()
+        self._looked_at = monotonic()
+        self._known = keys
+        self._admins = _admin_keys(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._refresh()
@@ -177,7 +179,8 @@ def _is_known(scope: Scope, names: Keys) -> bool:
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
     value = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    digest, matched = hashlib.sha256(value.strip().encode()).digest(), None
+    digest = hashlib.sha256(value.strip().encode()).digest()
+    matched = None
     for checksum, name in names.items():
         matched = name if hmac.compare_digest(digest, checksum) else matched
     if matched is not None and (fields := REQUEST.get()) is not None:

@@ -16,8 +16,10 @@ class Budget:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._used = limit, 0
-        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        self._limit = limit
+        self._used = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
 
     def take(self, size: int) -> None:
         """Reserve ``size`` bytes until they are released.
@@ -41,9 +43,9 @@ class Budget:
         Raises:
             DeadlineExceeded: The deadline passed before.
         """
-        left = None if deadline is None else deadline - perf_counter()
+        timeout_s = None if deadline is None else deadline - perf_counter()
         try:
-            async with asyncio.timeout(left), self._turn:
+            async with asyncio.timeout(timeout_s), self._turn:
                 while not self._has_room(size):
                     self._freed.clear()
                     await self._freed.wait()

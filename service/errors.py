@@ -130,7 +130,8 @@ def error_response(
     scope: Scope, status: int, text: str, error: Exception | None = None
 ) -> Response:
     """``{"error": text}``, or the error body of the protocol that ``scope`` belongs to."""
-    headers, body = HEADERS.get(status), {"error": text}
+    headers = HEADERS.get(status)
+    body = {"error": text}
     for prefix, render in scope["app"].state.error_renderers.items():
         if f"{scope['path']}/".startswith(f"{prefix}/"):
             status, body = render(status, text, error)

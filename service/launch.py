@@ -54,7 +54,8 @@ def share_cores(settings: Settings) -> Settings:
     ONNX Runtime would otherwise use all cores of the machine. Tokenizers use half of them, so that
     long texts leave cores to other runs.
     """
-    threads, cores = settings.threads, available_cores()
+    threads = settings.threads
+    cores = available_cores()
     if not threads and (settings.workers > 1 or cores < (os.cpu_count() or 1)):
         threads = max(1, cores // (settings.workers * settings.concurrency))
     # Workers inherit it.

@@ -40,7 +40,8 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        level, message = record.levelname.lower(), record.getMessage()
+        level = record.levelname.lower()
+        message = record.getMessage()
         fields: dict[str, Any] = {**(REQUEST.get() or {}), **getattr(record, "fields", {})}
         stack = self.formatException(record.exc_info) if record.exc_info else ""
         if self._is_json:

@@ -173,26 +173,28 @@ class Metrics(Collector):
 
     def statistics(self) -> dict[Version, Series]:
         """The exact series of each version; reading them takes milliseconds per version."""
-        exact = (
+        counters = (
             self.counts, self.nanoseconds, self.sizes, self.size_ns, self.last_inference,
             self.gpu_peak, self.out_of_calibration,
         )  # fmt: skip
         families = (
-            (family for series in exact for family in series.collect())
+            (family for series in counters for family in series.collect())
             if self._folder is None
             else _merged(self._folder, "counter_*.db", "gauge_*.db")
         )
-        read: dict[Version, Series] = {}
+        series_by_version: dict[Version, Series] = {}
         for family in families:
             for sample in family.samples:
                 if sample.name.endswith("_created") or "model" not in sample.labels:
                     continue
                 labels = dict(sample.labels)
-                of = labels.pop("model"), labels.pop("version")
+                model_version = labels.pop("model"), labels.pop("version")
                 key = tuple(labels[label] for label in sorted(labels))  # merged files: any order
                 name = sample.name.removeprefix("attnserve_").removesuffix("_total")
-                read.setdefault(of, {}).setdefault(name, {})[key] = sample.value
-        return read
+                series_by_version.setdefault(model_version, {}).setdefault(name, {})[key] = (
+                    sample.value
+                )
+        return series_by_version
 
     def recent_seconds(self) -> list[tuple[str, str, list[Second]]]:
         """(model, version, recent seconds) of this process."""
@@ -225,9 +227,11 @@ class Metrics(Collector):
             "Resident memory of all serving processes.",
             value=self.rss(),
         )
-        if (used := self.gpu()) is not None:
+        if (bytes_in_use := self.gpu()) is not None:
             yield GaugeMetricFamily(
-                "attnserve_gpu_memory_bytes", "Memory in use on the serving GPU.", value=used
+                "attnserve_gpu_memory_bytes",
+                "Memory in use on the serving GPU.",
+                value=bytes_in_use,
             )
         if self.workers is not None:
             yield GaugeMetricFamily(
@@ -308,9 +312,12 @@ class ModelMetrics:
         self._batch_rows = metrics.batch_rows.labels(*of)
         self._batch_tokens = metrics.batch_tokens.labels(*of)
         self._padding = metrics.padding.labels(*of)
-        self._counts = {what: metrics.counts.labels(*of, what) for what in ("success", "fail")}
+        self._counts = {
+            outcome: metrics.counts.labels(*of, outcome) for outcome in ("success", "fail")
+        }
         self._ns = {
-            what: metrics.nanoseconds.labels(*of, what) for what in ("success", "fail", *STAGES)
+            outcome: metrics.nanoseconds.labels(*of, outcome)
+            for outcome in ("success", "fail", *STAGES)
         }
         self._last_inference = metrics.last_inference.labels(*of)
         self._gpu_peak = 0
@@ -335,9 +342,9 @@ class ModelMetrics:
             self._metrics.size_ns.labels(*self._of, label, stage).inc(ns)
         self._last_inference.set(time())
         self._macs.inc(macs or 0)
-        now = self._current_second()
-        now.totals.update(rows=rows, tokens=tokens, padded_tokens=padded_tokens, macs=macs or 0)
-        now.batch_rows[rows] += 1
+        second = self._current_second()
+        second.totals.update(rows=rows, tokens=tokens, padded_tokens=padded_tokens, macs=macs or 0)
+        second.batch_rows[rows] += 1
 
     def record_success(self, ns: int, stages: Mapping[str, int]) -> None:
         """Record an answered request: nanoseconds in total and by stage."""
@@ -368,21 +375,21 @@ class ModelMetrics:
             self._metrics.gpu_peak.labels(*self._of).set(used)  # creates the series at first
         self._current_second().latencies_ms.append(cost["total_ms"])
 
-    def statistics(self, read: Series) -> dict[str, Any]:
+    def statistics(self, series: Series) -> dict[str, Any]:
         """Exact statistics, as the v2 protocol defines them, from ``Metrics.statistics``."""
-        counts, spent = read["inferences"], read["inference_ns"]
+        counts, spent = series["inferences"], series["inference_ns"]
         success = int(counts["success",])
 
         def duration(count: float, ns: float) -> dict[str, int]:
             return {"count": int(count), "ns": int(ns)}
 
-        sizes = {int(rows): int(count) for (rows,), count in read.get("batches", {}).items()}
+        sizes = {int(rows): int(count) for (rows,), count in series.get("batches", {}).items()}
         # Another worker may have counted a batch, and its time not yet.
-        size_ns = Tally(read.get("batch_ns", {}))
+        size_ns = Tally(series.get("batch_ns", {}))
         return {
             "name": self._of[0],
             "version": self._of[1],
-            "last_inference": round(read["last_inference_timestamp_seconds"][()] * 1e3),
+            "last_inference": round(series["last_inference_timestamp_seconds"][()] * 1e3),
             "inference_count": sum(rows * count for rows, count in sizes.items()),
             "execution_count": sum(sizes.values()),
             "inference_stats": {
@@ -394,7 +401,7 @@ class ModelMetrics:
             },
             "batch_stats": [
                 {"batch_size": rows}
-                | {what: duration(count, size_ns[str(rows), what]) for what in STAGES[1:]}
+                | {stage: duration(count, size_ns[str(rows), stage]) for stage in STAGES[1:]}
                 for rows, count in sorted(sizes.items())
             ],
         }
@@ -409,7 +416,7 @@ class ModelMetrics:
             The JSON of each second, and of all. Percentiles in milliseconds are exact, or null.
         """
         end = int(time()) - self._metrics.delay_s
-        seconds = [recorded.get(at) or Second(at) for at in range(end - WINDOW_S, end)]
+        seconds = [recorded.get(number) or Second(number) for number in range(end - WINDOW_S, end)]
         total = Second(end)
         for second in seconds:
             total.add(second)
@@ -420,14 +427,14 @@ class ModelMetrics:
                     "at": second.second,
                     **_percentiles(second.latencies_ms),
                     "requests": len(second.latencies_ms),
-                    **{what: second.totals[what] for what in WORK},
+                    **{quantity: second.totals[quantity] for quantity in WORK},
                     "rejects": second.rejects.total(),
                 }
                 for second in seconds
             ],
             **_percentiles(total.latencies_ms),
             "requests_per_second": len(total.latencies_ms) / WINDOW_S,
-            **{f"{what}_per_second": total.totals[what] / WINDOW_S for what in WORK},
+            **{f"{quantity}_per_second": total.totals[quantity] / WINDOW_S for quantity in WORK},
             "padding_waste": 1 - tokens / padded_tokens if padded_tokens else 0.0,
             "batch_rows": {str(size): runs for size, runs in sorted(total.batch_rows.items())},
             "rejects": dict(sorted(total.rejects.items())),

@@ -96,7 +96,8 @@ class Protocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._most, self.limit_concurrency = self.limit_concurrency, None
+        self._most = self.limit_concurrency
+        self.limit_concurrency = None
         self._head = bytearray()  # the received part of an incomplete head
         self._body_left = 0.0  # bytes; infinite for chunks, 0 while a head is read
         self._unread_bytes = 0  # sizes of chunks and trailers since the last part of a body
@@ -225,20 +226,20 @@ class Protocol(HttpToolsProtocol):
         """
         now = self.loop.time()
         order: dict[Protocol, tuple[bool, bool, bool, float]] = {}
-        for other in self.connections:
-            if isinstance(other, Protocol) and other is not self and other._waits:
-                age = now - other._waits_since
-                if other._is_between or age >= OLD_S:
-                    has_asked = other._answering is not None
-                    is_open = not other._is_between
-                    order[other] = is_open, age < YOUNG_S, has_asked, other._waits_since
+        for connection in self.connections:
+            if isinstance(connection, Protocol) and connection is not self and connection._waits:
+                age = now - connection._waits_since
+                if connection._is_between or age >= OLD_S:
+                    has_asked = connection._answering is not None
+                    is_open = not connection._is_between
+                    order[connection] = is_open, age < YOUNG_S, has_asked, connection._waits_since
         if not order:
             return False
-        first = min(order, key=lambda other: order[other])
-        if first._is_between:
-            first.transport.close()
+        candidate = min(order, key=lambda connection: order[connection])
+        if candidate._is_between:
+            candidate.transport.close()
         else:
-            first._refuse(TOO_SLOW)
+            candidate._refuse(TOO_SLOW)
         return True
 
     @property
@@ -293,11 +294,11 @@ class Protocol(HttpToolsProtocol):
         self._refused = True
         if self._receiving is not None:
             self._receiving.cancel()
-        current = self._answering
-        if current is not None and not current.response_complete:
-            is_its_body = current is self.cycle and self._body_left > 0
-            if current.response_started or not is_its_body:
-                current.keep_alive = False  # uvicorn closes the connection after its answer
+        answer = self._answering
+        if answer is not None and not answer.response_complete:
+            is_its_body = answer is self.cycle and self._body_left > 0
+            if answer.response_started or not is_its_body:
+                answer.keep_alive = False  # uvicorn closes the connection after its answer
                 return
             self._disconnect()
         body = b'{"error":"%b"}' % status.partition(b" ")[2]

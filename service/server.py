@@ -95,9 +95,10 @@ class Server(uvicorn.Server):
             raise self._load_error
         if self._interrupted:
             raise KeyboardInterrupt
-        if lost := self._unanswered + self._connections.cut_answers:
+        if lost_count := self._unanswered + self._connections.cut_answers:
             raise ServiceError(
-                f"{lost} connections were closed during the drain: their requests were not answered"
+                f"{lost_count} connections were closed during the drain: their requests were not"
+                " answered"
                 f" in {self._repository.settings.drain_timeout_s:g} s, or the answers not read",
                 "raise ATTNSERVE_DRAIN_TIMEOUT_S, or lower the timeouts of requests",
                 code="server.drain_timeout",
@@ -119,7 +120,8 @@ class Server(uvicorn.Server):
         try:
             await self.load()
         except Exception as error:
-            self._load_error, self.should_exit = self._load_error or error, True
+            self._load_error = self._load_error or error
+            self.should_exit = True
             return
         self._repository.log_operators()
         # Exempt the objects that exist now (modules, routes, models) from garbage collection: a
@@ -128,8 +130,10 @@ class Server(uvicorn.Server):
         gc.freeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        again = self._repository.draining and sig == signal.SIGINT and not self._interrupted
-        if again and self._loading is not None:
+        is_second_signal = (
+            self._repository.draining and sig == signal.SIGINT and not self._interrupted
+        )
+        if is_second_signal and self._loading is not None:
             # uvicorn would close every connection: an error answer tells clients the reason.
             self._interrupted = True
             self._loading.get_loop().call_soon_threadsafe(self._repository.abandon)
@@ -151,7 +155,8 @@ class Server(uvicorn.Server):
         self.server_state.default_headers.append(CLOSE)
         self.config.encoded_headers.append(CLOSE)  # uvicorn makes the default anew each second
         # Replaces uvicorn's handler, which raises the signals again after the drain.
-        self.force_exit, self.should_exit = self.should_exit and sig == signal.SIGINT, True
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         settings = self._repository.settings

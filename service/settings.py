@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from attnserve.context import Device
-from attnserve.options import Cli, Options, expected_values, option_type
+from attnserve.options import Cli, Options, expected_values, option_type, without_prefixes
 from attnserve.runtime.machine import available_cores
 
 if TYPE_CHECKING:  # `attnserve --help` needs these types
@@ -79,7 +79,7 @@ Listed = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Count = Annotated[int, Field(ge=1), Cli(metavar="N")]
 Size = Annotated[int, Field(ge=0), Cli(metavar="N")]
 File = Annotated[Path, Cli(metavar="FILE")]
-Share = Annotated[float, Field(gt=0, le=1), Cli(metavar="R")]
+Rate = Annotated[float, Field(gt=0, le=1), Cli(metavar="R")]
 Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_listed_secrets)]
 
 
@@ -105,9 +105,9 @@ class EnvironmentOptions(Options):
 
     if not TYPE_CHECKING:
 
-        def __init__(self, **given: Any) -> None:
-            stated = {name: value for name, value in given.items() if value is not None}
-            super().__init__(**{**self.environment(), **stated})
+        def __init__(self, **values: Any) -> None:
+            arguments = {name: value for name, value in values.items() if value is not None}
+            super().__init__(**{**self.environment(), **arguments})
 
     @classmethod
     def environment(cls) -> dict[str, str]:
@@ -121,24 +121,25 @@ class EnvironmentOptions(Options):
         return option_type(cls.model_fields[name]).cli != Cli()
 
     @classmethod
-    def refuse(cls, error: ValidationError, given: Mapping[str, Any]) -> NoReturn:
+    def refuse(cls, error: ValidationError, values: Mapping[str, Any]) -> NoReturn:
         from graph_passes.errors import InvalidArgument
 
-        first = error.errors(include_url=False, include_context=False)[0]
-        name, *parts = map(str, first["loc"] or ("settings",))
-        field, inner = cls.model_fields.get(name), ".".join(parts)
+        problem = error.errors(include_url=False, include_context=False)[0]
+        name, *parts = map(str, problem["loc"] or ("settings",))
+        field = cls.model_fields.get(name)
+        item = ".".join(parts)
         is_secret = field is not None and "Secret" in str(field.annotation)
-        where = f"`{name}`" + (f" ({inner})" if inner else "")
-        shown = "" if is_secret else f" is {first['input']!r}"
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "missing":
-            what = f"{where} is not given"
-        elif first["type"] == "value_error" or field is None or inner:
-            what = f"{where}{shown}: {message}"
+        subject = f"`{name}`" + (f" ({item})" if item else "")
+        value_text = "" if is_secret else f" is {problem['input']!r}"
+        message = without_prefixes(problem["msg"])
+        if problem["type"] == "missing":
+            what = f"{subject} is not given"
+        elif problem["type"] == "value_error" or field is None or item:
+            what = f"{subject}{value_text}: {message}"
         else:
-            what = f"{where}{shown}: expected {expected_values(field, message)}"
+            what = f"{subject}{value_text}: expected {expected_values(field, message)}"
         # Not every value comes from a parameter: name it only if it was given.
-        is_given = given.get(name) not in (None, cls.environment().get(name))
+        is_given = values.get(name) not in (None, cls.environment().get(name))
         raise InvalidArgument(
             what,
             f"set {f'`{name}` or ' if is_given else ''}{cls.prefix}{name.upper()}",
@@ -249,12 +250,12 @@ class Settings(EnvironmentOptions):
     shadow: Annotated[Path | None, Cli(metavar="ORIGINAL", panel=QUALITY)] = None
     """Original of the served model. A sample of the requests also runs through it, after the
     answer, to measure the quality and to test the quality guarantee of the served model."""
-    shadow_rate: Annotated[Share, Cli(metavar="R", panel=QUALITY)] = 0.005
+    shadow_rate: Annotated[Rate, Cli(metavar="R", panel=QUALITY)] = 0.005
     """Share of the requests of which one row is compared with the original; at least 0.04 for the
     first 64 rows."""
     sample_texts: Annotated[Path | None, Cli(metavar="FILE", panel=QUALITY)] = None
     """File that collects request texts, one per line, for calibration. It contains client data."""
-    sample_rate: Annotated[Share, Cli(metavar="R", panel=QUALITY)] = 0.01
+    sample_rate: Annotated[Rate, Cli(metavar="R", panel=QUALITY)] = 0.01
     """Share of the texts that are collected, until the file has 10 MB."""
     sample_mask: Annotated[bool, Cli(panel=QUALITY)] = False
     """Replace numbers and mail addresses in collected texts."""

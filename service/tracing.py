@@ -43,7 +43,8 @@ GETTER = _HeaderGetter()
 @contextmanager
 def request_span(scope: Scope) -> Generator[Span]:
     """Open the span of a request; its context is invalid if there is no trace."""
-    headers, provider = Headers(scope=scope), trace.get_tracer_provider()
+    headers = Headers(scope=scope)
+    provider = trace.get_tracer_provider()
     if "traceparent" not in headers and isinstance(provider, trace.ProxyTracerProvider):
         yield trace.INVALID_SPAN
         return
@@ -52,7 +53,8 @@ def request_span(scope: Scope) -> Generator[Span]:
     context = span.get_span_context()
     if context.is_remote:  # the client's span, because there is no provider
         flags = TraceFlags(context.trace_flags & 3)  # sampled, and random since level 2
-        span_id, state = getrandbits(64) or 1, context.trace_state
+        span_id = getrandbits(64) or 1
+        state = context.trace_state
         span = NonRecordingSpan(SpanContext(context.trace_id, span_id, False, flags, state))
     with trace.use_span(span, end_on_exit=True):
         yield span

@@ -338,4 +338,4 @@ def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         means = np.where(np.arange(len(functions)) == 0, 2.0, 1.0)
         return np.repeat(means[:, None], 16, axis=1)
 
-    monkeypatch.setattr("attnserve.planning.lossless_passes.time_functions", time)
+    monkeypatch.setattr("attnserve.planning.serving_form.time_functions", time)

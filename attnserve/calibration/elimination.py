@@ -58,19 +58,19 @@ def elimination_order(
         InvalidData: The model refuses a batch, a block sees no real token, or its activations are
             not finite.
     """
-    chosen = [block for block in blocks if block.output is not None]
-    by_name = {block.name: block for block in chosen}
+    projected_blocks = [block for block in blocks if block.output is not None]
+    by_name = {block.name: block for block in projected_blocks}
     progress = context.stage("measure blocks")
     eliminations: dict[str, Elimination] = {}
-    for name, moments in last_map_moments(model, chosen, batches, context=context):
+    for name, moments in last_map_moments(model, projected_blocks, batches, context=context):
         block = by_name[name]
         assert block.output is not None
         rows = block.output.rows.reshape(-1)
         covariance = moments.covariance[np.ix_(rows, rows)]
         weight = block.output.matrix()[rows].astype(np.float64)
         eliminations[name] = eliminate(covariance, weight, block.num_heads)
-        progress(len(eliminations), len(chosen))
-    return {block.name: eliminations[block.name] for block in chosen}
+        progress(len(eliminations), len(projected_blocks))
+    return {block.name: eliminations[block.name] for block in projected_blocks}
 
 
 def eliminate(
@@ -86,22 +86,22 @@ def eliminate(
     size = len(covariance) // heads
     unit = float(np.trace(covariance)) / len(covariance) or 1.0
     inverse = np.linalg.inv(covariance + RIDGE * unit * np.eye(len(covariance)))
-    left = list(range(heads))
-    rest = weight.copy()  # X of the heads that are left
+    heads_left = list(range(heads))
+    weight_left = weight.copy()  # X of the heads that are left
     total = float(np.sum(weight * (covariance @ weight))) or 1.0
     order: list[int] = []
     losses = [0.0]
-    while left:
-        blocks = inverse.reshape(heads, size, heads, size)[left, :, left]  # L V V
-        rows = rest.reshape(heads, size, -1)[left]  # L V D
-        solved = np.linalg.inv(blocks) @ rows
-        added = np.sum(rows * solved, axis=(1, 2))
-        best = int(np.argmin(added))
-        head = left.pop(best)
+    while heads_left:
+        blocks = inverse.reshape(heads, size, heads, size)[heads_left, :, heads_left]  # L V V
+        rows = weight_left.reshape(heads, size, -1)[heads_left]  # L V D
+        corrections = np.linalg.inv(blocks) @ rows
+        added_losses = np.sum(rows * corrections, axis=(1, 2))
+        index = int(np.argmin(added_losses))
+        head = heads_left.pop(index)
         at = slice(head * size, (head + 1) * size)
         order.append(head)
-        losses.append(losses[-1] + float(added[best]) / total)
-        rest = rest - inverse[:, at] @ solved[best]
+        losses.append(losses[-1] + float(added_losses[index]) / total)
+        weight_left = weight_left - inverse[:, at] @ corrections[index]
         inverse = inverse - inverse[:, at] @ np.linalg.solve(inverse[at, at], inverse[at])
     return Elimination(np.array(order), np.array(losses))
 
@@ -119,22 +119,24 @@ def eliminate_neurons(
     count = len(covariance)
     unit = float(np.trace(covariance)) / count or 1.0
     inverse = np.linalg.inv(covariance + RIDGE * unit * np.eye(count))
-    left = np.arange(count)
-    rest = weight.astype(np.float64)  # X of the neurons that are left
+    neurons_left = np.arange(count)
+    weight_left = weight.astype(np.float64)  # X of the neurons that are left
     total = float(np.sum(weight * (covariance @ weight))) or 1.0
     order: list[int] = []
     losses = [0.0]
-    while len(left):
-        added = np.sum(rest * rest, axis=1) / np.maximum(np.diag(inverse), 1e-300)
-        removed = np.argsort(added, kind="stable")[:step]
-        stays = np.setdiff1d(np.arange(len(left)), removed)
-        solved = np.linalg.solve(inverse[np.ix_(removed, removed)], rest[removed])
-        order += left[removed].tolist()
-        losses.append(losses[-1] + float(np.sum(rest[removed] * solved)) / total)
-        across = inverse[np.ix_(stays, removed)]
-        pull = np.linalg.solve(inverse[np.ix_(removed, removed)], across.T)
-        rest = rest[stays] - across @ solved
+    while len(neurons_left):
+        added_losses = np.sum(weight_left * weight_left, axis=1) / np.maximum(
+            np.diag(inverse), 1e-300
+        )
+        removals = np.argsort(added_losses, kind="stable")[:step]
+        stays = np.setdiff1d(np.arange(len(neurons_left)), removals)
+        correction = np.linalg.solve(inverse[np.ix_(removals, removals)], weight_left[removals])
+        order += neurons_left[removals].tolist()
+        losses.append(losses[-1] + float(np.sum(weight_left[removals] * correction)) / total)
+        across = inverse[np.ix_(stays, removals)]
+        pull = np.linalg.solve(inverse[np.ix_(removals, removals)], across.T)
+        weight_left = weight_left[stays] - across @ correction
         inverse = inverse[np.ix_(stays, stays)] - across @ pull
-        left = left[stays]
+        neurons_left = neurons_left[stays]
     ends = np.minimum(step * np.arange(len(losses)), count)
     return Elimination(np.array(order), np.interp(np.arange(count + 1), ends, losses))

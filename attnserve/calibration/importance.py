@@ -178,25 +178,25 @@ def _changes(
     context: RunContext,
 ) -> dict[str, Float[np.ndarray, " N"]]:
     """The relative squared change of the outputs with each of N gates (H,), by block name."""
-    gated = _Gated(model, blocks, context)
-    totals = [np.zeros((len(vectors), gated.num_outputs)) for vectors in gates]
-    spreads = [_Spread() for _ in range(gated.num_outputs)]
-    chosen = _some(batches, most_rows)
-    wholes = [gated.run(batch) for batch in chosen]
-    for whole in wholes:
-        for spread, (out, real) in zip(spreads, whole, strict=True):
+    gated_model = _Gated(model, blocks, context)
+    totals = [np.zeros((len(vectors), gated_model.num_outputs)) for vectors in gates]
+    spreads = [_Spread() for _ in range(gated_model.num_outputs)]
+    sample = _some(batches, most_rows)
+    full_outputs = [gated_model.run(batch) for batch in sample]
+    for batch_outputs in full_outputs:
+        for spread, (out, real) in zip(spreads, batch_outputs, strict=True):
             spread.add(out[real])
-    variances = _variances(spreads, gated.output_names)
+    variances = _variances(spreads, gated_model.output_names)
     progress = context.stage("leave heads out")
-    varied = [[(vector,) for vector in vectors] for vectors in gates]
-    for change in gated.vary(chosen, wholes, varied, progress):
+    variations = [[(vector,) for vector in vectors] for vectors in gates]
+    for change in gated_model.vary(sample, full_outputs, variations, progress):
         (gated_outputs,) = change.outputs
-        pairs = zip(change.whole, gated_outputs, strict=True)
-        for i, ((out, real), (changed, _)) in enumerate(pairs):
-            squares = np.square(out[real] - changed[real])
+        pairs = zip(change.full_outputs, gated_outputs, strict=True)
+        for i, ((out, real), (gated_out, _)) in enumerate(pairs):
+            squares = np.square(out[real] - gated_out[real])
             totals[change.block][change.variation, i] += squares.sum()
     counts = np.array([spread.count for spread in spreads])
-    return gated.by_block([total / counts / variances for total in totals])
+    return gated_model.by_block([total / counts / variances for total in totals])
 
 
 def sensitivity(
@@ -221,27 +221,27 @@ def sensitivity(
     Raises:
         InvalidArgument, InvalidModel, InvalidData: In the cases of ``leave_one_out``.
     """
-    gated = _Gated(model, blocks, context)
-    totals = [np.zeros((block.num_heads, gated.num_outputs)) for block in blocks]
-    texts = np.zeros(gated.num_outputs)
-    spreads = [_Spread() for _ in range(gated.num_outputs)]
-    chosen = _some(batches, most_rows)
-    wholes = [gated.run(batch) for batch in chosen]
-    for whole in wholes:
-        for i, (out, real) in enumerate(whole):
+    gated_model = _Gated(model, blocks, context)
+    totals = [np.zeros((block.num_heads, gated_model.num_outputs)) for block in blocks]
+    texts = np.zeros(gated_model.num_outputs)
+    spreads = [_Spread() for _ in range(gated_model.num_outputs)]
+    sample = _some(batches, most_rows)
+    full_outputs = [gated_model.run(batch) for batch in sample]
+    for batch_outputs in full_outputs:
+        for i, (out, real) in enumerate(batch_outputs):
             spreads[i].add(out[real])
             texts[i] += real.any(1).sum()
-    variances = _variances(spreads, gated.output_names)
+    variances = _variances(spreads, gated_model.output_names)
     progress = context.stage("measure sensitivity")
     steps = [STEP * np.eye(block.num_heads) for block in blocks]
-    varied = [[(1 + step, 1 - step) for step in by_head] for by_head in steps]
-    for change in gated.vary(chosen, wholes, varied, progress):
-        more, less = change.outputs
-        for i, ((up, real), (down, _)) in enumerate(zip(more, less, strict=True)):
+    variations = [[(1 + step, 1 - step) for step in by_head] for by_head in steps]
+    for change in gated_model.vary(sample, full_outputs, variations, progress):
+        upper, lower = change.outputs
+        for i, ((up, real), (down, _)) in enumerate(zip(upper, lower, strict=True)):
             squares = np.where(real, np.square((up - down) / (2 * STEP)).sum(-1), 0.0)
             norms = np.sqrt(squares.sum(1) / np.maximum(1, real.sum(1)))
             totals[change.block][change.variation, i] += norms.sum()
-    return gated.by_block([total / texts / np.sqrt(variances) for total in totals])
+    return gated_model.by_block([total / texts / np.sqrt(variances) for total in totals])
 
 
 Output = tuple["Float[np.ndarray, 'B S D']", "Bool[np.ndarray, 'B S']"]
@@ -254,13 +254,13 @@ class _Change(NamedTuple):
     Attributes:
         block: The index of the block.
         variation: The index of the variation.
-        whole: The outputs with all gates at 1.
+        full_outputs: The outputs with all gates at 1.
         outputs: The outputs with each gate of the variation.
     """
 
     block: int
     variation: int
-    whole: list[Output]
+    full_outputs: list[Output]
     outputs: list[list[Output]]
 
 
@@ -308,29 +308,31 @@ class _Gated:
     def vary(
         self,
         batches: Sequence[Batch],
-        wholes: Sequence[list[Output]],
+        full_outputs: Sequence[list[Output]],
         variations: Sequence[Sequence[Sequence[np.ndarray]]],
         progress: Callable[[int, int], None],
     ) -> Iterator[_Change]:
         """Yield the outputs for each batch, block and variation of its gates.
 
         Args:
-            wholes: The outputs of each batch with all gates at 1.
+            full_outputs: The outputs of each batch with all gates at 1.
             variations: By block, the variations, each of one or more gates (H,).
         """
         total = len(batches) * sum(map(len, variations))
-        done = 0
-        for batch, whole in zip(batches, wholes, strict=True):
+        count = 0
+        for batch, batch_outputs in zip(batches, full_outputs, strict=True):
             state = self.segments.start(batch | self.gates)
             for block, (name, ones) in enumerate(self.gates.items()):
                 for variation, gates in enumerate(variations[block]):
                     outputs: list[list[Output]] = []
                     for gate in gates:
-                        changed = state | {self.inputs[name]: gate.astype(ones.dtype)}
-                        outputs.append(self._outputs(self.segments.finish(block, changed), batch))
-                    yield _Change(block, variation, whole, outputs)
-                    done += 1
-                    progress(done, total)
+                        gated_state = state | {self.inputs[name]: gate.astype(ones.dtype)}
+                        outputs.append(
+                            self._outputs(self.segments.finish(block, gated_state), batch)
+                        )
+                    yield _Change(block, variation, batch_outputs, outputs)
+                    count += 1
+                    progress(count, total)
                 state = self.segments.run(block, state)
 
     def _outputs(self, arrays: Sequence[np.ndarray], batch: Batch) -> list[Output]:
@@ -398,18 +400,18 @@ def _emit_gate(
     if order is None:
         if _heads_apart(block):
             return make.op("Mul", [head_outputs, reshaped(gate, H, 1, 1)], "gated")
-        split = reshaped(head_outputs, 0, 0, H, -1)
-        gated = make.op("Mul", [split, reshaped(gate, H, 1)], "gated")
-        return make.op("Reshape", [gated, make.op("Shape", [head_outputs], "shape")], "merged")
+        heads_apart = reshaped(head_outputs, 0, 0, H, -1)
+        product = make.op("Mul", [heads_apart, reshaped(gate, H, 1)], "gated")
+        return make.op("Reshape", [product, make.op("Shape", [head_outputs], "shape")], "merged")
     # [B, H, S, V] or [B*H, S, V]
     ordered = make.op("Transpose", [head_outputs], "ordered", perm=order)
     shape = make.op("Shape", [ordered], "shape")
     last = make.constant(np.array([len(order) - 2, len(order) - 1], np.int64), "last")
     heads = make.constant(np.array([-1, H], np.int64), "heads")
     apart = make.op("Concat", [heads, make.op("Gather", [shape, last], "sizes")], "apart", axis=0)
-    split = make.op("Reshape", [ordered, apart], "split")
-    gated = make.op("Mul", [split, reshaped(gate, H, 1, 1)], "gated")
-    back = make.op("Reshape", [gated, shape], "joined")
+    heads_apart = make.op("Reshape", [ordered, apart], "split")
+    product = make.op("Mul", [heads_apart, reshaped(gate, H, 1, 1)], "gated")
+    back = make.op("Reshape", [product, shape], "joined")
     return make.op("Transpose", [back], "as_it_was", perm=np.argsort(order).tolist())
 
 

@@ -41,61 +41,61 @@ class LayerwiseRunner:
     ) -> None:
         self.model = model
         self.context = context
-        self._given = [state_of(model.graph.inputs, feed(batch)) for batch in batches]
+        self._inputs = [state_of(model.graph.inputs, feed(batch)) for batch in batches]
         values = [value for node in model.graph for value in node.outputs] if known else []
-        self._kept: list[dict[ir.Value, np.ndarray]] = [
+        self._cache: list[dict[ir.Value, np.ndarray]] = [
             state_of(values, arrays) for arrays in known or [{} for _ in batches]
         ]
 
     @property
     def known(self) -> list[dict[str, np.ndarray]]:
         """The cached values of each batch, by name."""
-        return [{v.name or "": array for v, array in kept.items()} for kept in self._kept]
+        return [{v.name or "": array for v, array in cache.items()} for cache in self._cache]
 
     def run_to(
-        self, wanted: Sequence[ir.Value], later: Collection[ir.Value] = ()
+        self, values: Sequence[ir.Value], later_values: Collection[ir.Value] = ()
     ) -> Iterator[list[np.ndarray]]:
-        """Run up to ``wanted`` and cache what ``later`` depends on.
+        """Run up to ``values`` and cache what ``later_values`` depend on.
 
         Yields the values of each batch, in order. Consume all batches before the next call.
 
         Raises:
             InvalidData: The model refuses a batch.
         """
-        return self._stretch(wanted, later)
+        return self._stretch(values, later_values)
 
-    def peek(self, wanted: Sequence[ir.Value]) -> Iterator[list[np.ndarray]]:
-        """Run up to ``wanted`` without changing the cache; nodes may still be edited."""
-        return self._stretch(wanted, None)
+    def peek(self, values: Sequence[ir.Value]) -> Iterator[list[np.ndarray]]:
+        """Run up to ``values`` without changing the cache; nodes may still be edited."""
+        return self._stretch(values, None)
 
     def _stretch(
-        self, wanted: Sequence[ir.Value], later: Collection[ir.Value] | None
+        self, values: Sequence[ir.Value], later_values: Collection[ir.Value] | None
     ) -> Iterator[list[np.ndarray]]:
-        """Yield the wanted values of each batch; ``later`` None leaves the cache unchanged."""
-        if not self._given:
+        """Yield these values for each batch; ``later_values`` None leaves the cache unchanged."""
+        if not self._inputs:
             return
-        computed = self._given[0].keys() | self._kept[0].keys()
+        inputs_and_cache = self._inputs[0].keys() | self._cache[0].keys()
         # All other values are equal for each batch and not cached.
-        varying = _dependents(self.model.graph, self.model.graph.inputs)
-        _, nodes = behind(self.model.graph, wanted, computed)
-        produced = {value for node in nodes for value in node.outputs} & varying
-        ahead = computed | set(wanted) | {value for value in produced if _is_tensor(value)}
-        keep: set[ir.Value] = set()
-        if later is not None:
-            keep = behind(self.model.graph, later, ahead)[0] & varying - self._given[0].keys()
-        outputs = [
-            value
-            for value in dict.fromkeys([*wanted, *sorted(keep, key=lambda value: value.name or "")])
-            if value not in computed
-        ]
+        batch_dependent = _dependents(self.model.graph, self.model.graph.inputs)
+        _, nodes = behind(self.model.graph, values, inputs_and_cache)
+        node_outputs = {value for node in nodes for value in node.outputs} & batch_dependent
+        tensors = {value for value in node_outputs if _is_tensor(value)}
+        available = inputs_and_cache | set(values) | tensors
+        next_cache: set[ir.Value] = set()
+        if later_values is not None:
+            sources = behind(self.model.graph, later_values, available)[0]
+            next_cache = sources & batch_dependent - self._inputs[0].keys()
+        by_name = sorted(next_cache, key=lambda value: value.name or "")
+        needed_values = dict.fromkeys([*values, *by_name])
+        outputs = [value for value in needed_values if value not in inputs_and_cache]
         observer: Observer | None = None
-        for index, batch in enumerate(self._given):
-            seen = batch | self._kept[index]
-            observer = observer or Observer(self.model, outputs, seen, self.context)
-            seen |= observer(seen)
-            if later is not None:
-                self._kept[index] = {value: owned(seen[value]) for value in keep}
-            yield [seen[value] for value in wanted]
+        for index, batch in enumerate(self._inputs):
+            state = batch | self._cache[index]
+            observer = observer or Observer(self.model, outputs, state, self.context)
+            state |= observer(state)
+            if later_values is not None:
+                self._cache[index] = {value: owned(state[value]) for value in next_cache}
+            yield [state[value] for value in values]
 
 
 class SegmentedModel:
@@ -141,10 +141,12 @@ class SegmentedModel:
         """The state at a cut, from that at the cut before; the first is at the inputs."""
         part = self._parts[index]
         if part is None:
-            wanted = [v for v in _values(self.model.graph) if v in self._cuts[index]]
-            part = self._parts[index] = Observer(self.model, wanted, state, self.context)
-        after = {v: a for v, a in state.items() if v in self._cuts[index] or v.is_graph_input()}
-        return after | part(state)
+            cut_values = [v for v in _values(self.model.graph) if v in self._cuts[index]]
+            part = self._parts[index] = Observer(self.model, cut_values, state, self.context)
+        next_state = {
+            v: a for v, a in state.items() if v in self._cuts[index] or v.is_graph_input()
+        }
+        return next_state | part(state)
 
 
 def _cuts(graph: ir.Graph, inputs: Sequence[ir.Value]) -> list[set[ir.Value]]:
@@ -154,10 +156,10 @@ def _cuts(graph: ir.Graph, inputs: Sequence[ir.Value]) -> list[set[ir.Value]]:
     """
     cuts = [set(graph.outputs)]
     dependent: set[ir.Value] = set()
-    varying = {value for value in _dependents(graph, graph.inputs) if _is_tensor(value)}
+    batch_dependent = {value for value in _dependents(graph, graph.inputs) if _is_tensor(value)}
     for value in reversed(inputs):
         dependent = _dependents(graph, {*dependent, value})
-        cuts.append(behind(graph, graph.outputs, varying - dependent)[0])
+        cuts.append(behind(graph, graph.outputs, batch_dependent - dependent)[0])
     return cuts[::-1]
 
 
@@ -179,8 +181,8 @@ def _is_tensor(value: ir.Value) -> bool:
     """Whether a value is neither a sequence nor optional."""
     node = value.producer()
     operator = "" if node is None else node.op_type
-    other = isinstance(value.type, ir.SequenceType | ir.OptionalType)
-    return not other and not ("Sequence" in operator or operator.startswith("Optional"))
+    has_other_type = isinstance(value.type, ir.SequenceType | ir.OptionalType)
+    return not has_other_type and not ("Sequence" in operator or operator.startswith("Optional"))
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:

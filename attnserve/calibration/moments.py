@@ -37,14 +37,14 @@ def collect_moments(
         InvalidData: The model refuses a batch, or its activations are not finite.
     """
     sums = {block.name: _BlockSums(block) for block in blocks}
-    values = [_observed(block) for block in blocks]
+    values = [_observed_values(block) for block in blocks]
     for batch, arrays in observe(model, values, batches, context, "collect moments"):
         for block, (x, y, probabilities, v) in zip(blocks, arrays, strict=True):
             sums[block.name].add(x, y, probabilities, v.transpose(block.v.axes), batch)
     return {name: block_sums.moments() for name, block_sums in sums.items()}
 
 
-def _observed(block: AttentionBlock) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+def _observed_values(block: AttentionBlock) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """x, y, the own probabilities and v of a block."""
     own = block.own_probabilities
     assert own is not None, f"{block.name}: its probabilities are not in the graph"
@@ -83,20 +83,20 @@ class _BlockSums:
         """
         B, S, _ = x.shape
         real = token_mask(batch, (B, S))
-        own = self.block.own_heads
-        p = probabilities.reshape(B, len(own), S, -1)
+        own_heads = self.block.own_heads
+        p = probabilities.reshape(B, len(own_heads), S, -1)
         p = np.where(real[:, None, :, None], p, 0)  # padded queries have no weight
-        exact = np.promote_types(v.dtype, np.float32)  # squares of half precision overflow
-        written = v.reshape(B, -1, *v.shape[-2:]) @ self.writes.astype(exact)  # B H T V
-        written = written[:, own]
+        dtype = np.promote_types(v.dtype, np.float32)  # squares of half precision overflow
+        contributions = v.reshape(B, -1, *v.shape[-2:]) @ self.writes.astype(dtype)  # B H T V
+        contributions = contributions[:, own_heads]
         x = x.astype(np.float64)
         self.queries += int(real.sum())
         self.x_sum = self.x_sum + x[real].sum(0)
         self.x_products = self.x_products + x[real].T @ x[real]
         for row in range(B):  # one sequence at a time: (H, S, T) in double precision
-            self._add_sequence(p[row].astype(np.float64), y[row].astype(float), written[row])
+            self._add_sequence(p[row].astype(np.float64), y[row].astype(float), contributions[row])
 
-    def _add_sequence(self, p: np.ndarray, y: np.ndarray, written: np.ndarray) -> None:
+    def _add_sequence(self, p: np.ndarray, y: np.ndarray, contributions: np.ndarray) -> None:
         """Add the variances of keys and of written values under p, for one sequence.
 
         The variance of the keys, sum_t p y y^T - ybar ybar^T, summed over heads and queries, is
@@ -112,8 +112,8 @@ class _BlockSums:
         rows = p.reshape(-1, p.shape[-1])  # H*S T
         spread = np.diag(rows.sum(0)) - rows.T @ rows  # T T
         self.y_spread = self.y_spread + y.T @ (spread @ y)
-        means = p @ written  # H S V
-        squares = (p @ (written**2)).sum(-1) - (means**2).sum(-1)  # H S
+        means = p @ contributions  # H S V
+        squares = (p @ (contributions**2)).sum(-1) - (means**2).sum(-1)  # H S
         self.head_spread = self.head_spread + squares.sum(1)
 
     def moments(self) -> TokenMoments:

@@ -77,7 +77,7 @@ MANY_TOKENS = 5000
 """Number of tokens from which ridges are compared on one fold only: ridges are a factor of ten
 apart, and the solutions take most of the time."""
 
-FIRST = 1e-1
+FIRST_RIDGE = 1e-1
 """The first ridge to try; the search goes to weaker or stronger ones while the error falls."""
 
 
@@ -109,20 +109,20 @@ class Site:
         name: The name of the block.
         tokens: Its input; None for a constant map.
         output: The value after its bias.
-        of: The block or the removed attention that the map belongs to.
-        beside: The residual that its output is added to; None if the target is the output itself.
+        owner: The block or the removed attention that the map belongs to.
+        residual: The residual that its output is added to; None if the target is the output itself.
     """
 
     name: str
     tokens: ir.Value | None
     output: ir.Value
-    of: AttentionBlock | Skipped | FeedForwardBlock
-    beside: ir.Value | None = None
+    owner: AttentionBlock | Skipped | FeedForwardBlock
+    residual: ir.Value | None = None
 
     @property
     def weight(self) -> Float[np.ndarray, "N D"]:
         """The current weight."""
-        match self.of:
+        match self.owner:
             case AttentionBlock(output=output):
                 assert output is not None
                 weight = output.matrix()
@@ -136,7 +136,7 @@ class Site:
     @property
     def bias(self) -> Float[np.ndarray, " D"]:
         """The current bias."""
-        match self.of:
+        match self.owner:
             case AttentionBlock(output=output):
                 assert output is not None
                 bias = np.broadcast_to(output.offset(), output.matrix().shape[1:])
@@ -151,24 +151,24 @@ class Site:
     def prior(self) -> Float[np.ndarray, "N D"]:
         """The weight that the fit is regularized towards: zero for a removed attention."""
         weight = self.weight
-        return np.zeros_like(weight) if isinstance(self.of, Skipped) else weight
+        return np.zeros_like(weight) if isinstance(self.owner, Skipped) else weight
 
     @property
     def sequence_first(self) -> bool:
         """Whether the output has the layout (S, B, D)."""
-        output = self.of.output if isinstance(self.of, AttentionBlock) else None
+        output = self.owner.output if isinstance(self.owner, AttentionBlock) else None
         return output is not None and output.sequence_first
 
     @property
-    def shared(self) -> object:
+    def weight_key(self) -> object:
         """A key that is equal for sites of one weight."""
-        match self.of:
+        match self.owner:
             case AttentionBlock(output=OutputProjection(weight=weight)):
                 return origin(weight)
             case FeedForwardBlock(second=second):
                 return origin(second.weight)
             case _:
-                return self.of
+                return self.owner
 
 
 def refit(
@@ -203,52 +203,58 @@ def refit(
     Raises:
         InvalidData: A model refuses a batch, or its activations are not finite.
     """
-    before = interface(model)
-    theirs: _Theirs | Targets = targets or _Theirs(original, names, batches, context)
-    chosen = [name for name in names if name in theirs.sequence_first]
+    original_interface = interface(model)
+    original_targets: _LayerwiseTargets | Targets = targets or _LayerwiseTargets(
+        original, names, batches, context
+    )
+    site_names = [name for name in names if name in original_targets.sequence_first]
     with Analyses.of(model) as analyses:
         pin_names(analyses.get(find_attention)[0])
         shapes = analyses.get(infer_shapes_small, batch=2, sequence=5)
-        found = find_sites(model, chosen)
-    groups = _groups(found, chosen)
-    mine = LayerwiseRunner(model, batches, feed=feed, known=known, context=context)
+        sites = find_sites(model, site_names)
+    groups = _names_by_weight(sites, site_names)
+    runner = LayerwiseRunner(model, batches, feed=feed, known=known, context=context)
     progress = context.stage("refit outputs")
-    done: dict[str, Refit] = {}
+    results: dict[str, Refit] = {}
     for index, group in enumerate(groups):
-        remaining = [name for each in groups[index:] for name in each]
-        if not all(_is_current(found[name]) for name in remaining):
-            found = find_sites(model, chosen)
-        for name in theirs.summed & set(remaining):
-            beside = residual_of(found[name].output)
-            if beside is None:
+        remaining_names = list(chain(*groups[index:]))
+        if not all(_is_current(sites[name]) for name in remaining_names):
+            sites = find_sites(model, site_names)
+        for name in original_targets.names_with_residual & set(remaining_names):
+            residual = residual_of(sites[name].output)
+            if residual is None:
                 raise CannotRewrite(
                     f"{name}: its residual addition is part of another operator",
                     "apply fuse_skip_norm after the passes that are not lossless",
                     code="refit.residual",
                 )
-            found[name] = replace(found[name], beside=beside[0])
-        ahead = [_read(found[name] for name in each) for each in groups[index:]]
-        wanted = ahead[0]
-        later = list(chain(*ahead[1:]))
+            sites[name] = replace(sites[name], residual=residual[0])
+        values_by_group = [
+            _values_of(sites[name] for name in group_names) for group_names in groups[index:]
+        ]
+        group_values = values_by_group[0]
+        later_values = list(chain(*values_by_group[1:]))
         if len(group) == 1:
-            read = mine.run_to(wanted, later)
+            activations = runner.run_to(group_values, later_values)
         else:  # the first fit would change the inputs of the others
-            for _ in mine.run_to(_read([found[group[0]]]), [*wanted, *later]):
+            first_values = _values_of([sites[group[0]]])
+            for _ in runner.run_to(first_values, [*group_values, *later_values]):
                 pass
-            read = mine.peek(wanted)
-        folds = _Folds([found[name] for name in group], theirs.sequence_first)
-        pairs = zip(batches, read, theirs.of(group), strict=True)
-        for step, (batch, arrays, made) in enumerate(pairs, start=1):
-            folds.add(batch, dict(zip(wanted, arrays, strict=True)), made)
+            activations = runner.peek(group_values)
+        folds = _Folds([sites[name] for name in group], original_targets.sequence_first)
+        triples = zip(batches, activations, original_targets.of(group), strict=True)
+        for step, (batch, arrays, group_targets) in enumerate(triples, start=1):
+            folds.add(batch, dict(zip(group_values, arrays, strict=True)), group_targets)
             progress(index * len(batches) + step, len(groups) * len(batches))
         is_shared = _is_read_elsewhere(folds.sites)
-        fitted = _fitted(model, folds.sites, folds.moments(), shapes, fit=fit and not is_shared)
-        done |= {name: replace(result, is_shared=is_shared) for name, result in fitted.items()}
+        group_results = _fit(model, folds.sites, folds.moments(), shapes, fit=fit and not is_shared)
+        for name, result in group_results.items():
+            results[name] = replace(result, is_shared=is_shared)
         with Analyses.of(model) as analyses:
             analyses.invalidate()
-    share_constants(model, since=before.initializers)
-    check_invariants(before, model, after="refit")
-    return done
+    share_constants(model, since=original_interface.initializers)
+    check_invariants(original_interface, model, after="refit")
+    return results
 
 
 def last_map_moments(
@@ -275,13 +281,14 @@ def last_map_moments(
     values = [[v for v in (site.tokens, site.output) if v is not None] for site in sites]
     runner = LayerwiseRunner(model, batches, context=context)
     for index, site in enumerate(sites):
-        total = _Sum()
+        sums = _Sum()
         runs = runner.run_to(values[index], list(chain(*values[index + 1 :])))
         for batch, arrays in zip(batches, runs, strict=True):
-            seen = dict(zip(values[index], arrays, strict=True))
-            tokens = _tokens(site, seen, seen[site.output], batch, site.sequence_first)
-            total.add(tokens.inputs, tokens.targets)
-        moments = total.moments()
+            activations = dict(zip(values[index], arrays, strict=True))
+            target = activations[site.output]
+            tokens = _tokens(site, activations, target, batch, site.sequence_first)
+            sums.add(tokens.inputs, tokens.targets)
+        moments = sums.moments()
         if not moments.count:
             raise no_token(site.name)
         yield site.name, moments
@@ -310,12 +317,12 @@ class Targets:
     Attributes:
         arrays: By name, one array per batch, padding included.
         sequence_first: By name, whether the layout is (S, B, D).
-        summed: Names whose arrays include the residual.
+        names_with_residual: Names whose arrays include the residual.
     """
 
     arrays: Mapping[str, Sequence[np.ndarray]]
     sequence_first: Mapping[str, bool]
-    summed: frozenset[str] = frozenset()
+    names_with_residual: frozenset[str] = frozenset()
 
     def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
         """The arrays of these layers in each batch."""
@@ -334,16 +341,16 @@ def collect_targets(
     Raises:
         InvalidData: The model refuses a batch.
     """
-    theirs = _Theirs(original, names, batches, context)
-    found = list(theirs.sequence_first)
-    arrays: dict[str, list[np.ndarray]] = {name: [] for name in found}
-    for made in theirs.of(found):
-        for name, array in zip(found, made, strict=True):
+    targets = _LayerwiseTargets(original, names, batches, context)
+    site_names = list(targets.sequence_first)
+    arrays: dict[str, list[np.ndarray]] = {name: [] for name in site_names}
+    for batch_arrays in targets.of(site_names):
+        for name, array in zip(site_names, batch_arrays, strict=True):
             arrays[name].append(owned(array))
-    return Targets(arrays, theirs.sequence_first, theirs.summed)
+    return Targets(arrays, targets.sequence_first, targets.names_with_residual)
 
 
-class _Theirs:
+class _LayerwiseTargets:
     """Targets that are computed layer by layer and not stored."""
 
     def __init__(
@@ -353,53 +360,57 @@ class _Theirs:
         batches: Sequence[Batch],
         context: RunContext,
     ) -> None:
-        found = find_sites(original, names)
-        sites = {name: found[name] for name in names if _is_target(found.get(name), original)}
-        uses = Counter(site.shared for site in sites.values())
+        candidates = find_sites(original, names)
+        sites = {n: candidates[n] for n in names if _is_target(candidates.get(n), original)}
+        uses = Counter(site.weight_key for site in sites.values())
         # Layers that share a weight have no residual target: later ones depend on the fit itself.
-        alone = {name: site for name, site in sites.items() if uses[site.shared] == 1}
-        pairs = {name: residual_of(site.output) for name, site in alone.items()}
+        unshared_sites = {name: site for name, site in sites.items() if uses[site.weight_key] == 1}
+        pairs = {name: residual_of(site.output) for name, site in unshared_sites.items()}
         sums = {name: pair[1] for name, pair in pairs.items() if pair is not None}
         self.outputs = {name: sums.get(name, site.output) for name, site in sites.items()}
         self.sequence_first = {name: site.sequence_first for name, site in sites.items()}
-        self.summed = frozenset(sums)
+        self.names_with_residual = frozenset(sums)
         self.model = LayerwiseRunner(original, batches, context=context)
 
     def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
         """Compute the arrays of these layers in each batch; each layer can be requested once."""
-        wanted = [self.outputs.pop(name) for name in names]
-        return self.model.run_to(wanted, list(self.outputs.values()))
+        values = [self.outputs.pop(name) for name in names]
+        return self.model.run_to(values, list(self.outputs.values()))
 
 
 def _is_target(site: Site | None, original: ir.Model) -> bool:
     """Whether the site is in the main graph and not already a removed attention."""
-    return site is not None and not isinstance(site.of, Skipped) and site.of.graph is original.graph
+    return (
+        site is not None
+        and not isinstance(site.owner, Skipped)
+        and site.owner.graph is original.graph
+    )
 
 
-def _read(sites: Iterable[Site]) -> list[ir.Value]:
+def _values_of(sites: Iterable[Site]) -> list[ir.Value]:
     """The inputs and residuals of the sites, each value once."""
-    values = (value for site in sites for value in (site.tokens, site.beside))
+    values = (value for site in sites for value in (site.tokens, site.residual))
     return list(dict.fromkeys(value for value in values if value is not None))
 
 
 def _is_current(site: Site) -> bool:
     """Whether the values of a site are still in its graph; other fits may replace them."""
-    values = [value for value in (site.tokens, site.output, site.beside) if value is not None]
+    values = [value for value in (site.tokens, site.output, site.residual) if value is not None]
     nodes = [node for value in values if (node := value.producer()) is not None]
     return all(node.graph is not None for node in nodes)
 
 
 def _is_read_elsewhere(sites: Sequence[Site]) -> bool:
     """Whether the weight of these sites is read by other nodes too."""
-    weight = sites[0].shared
+    weight = sites[0].weight_key
     return isinstance(weight, ir.Value) and len(set(readers(weight))) > len(sites)
 
 
-def _groups(sites: Mapping[str, Site], names: Sequence[str]) -> list[list[str]]:
+def _names_by_weight(sites: Mapping[str, Site], names: Sequence[str]) -> list[list[str]]:
     """Names in execution order, grouped by shared weight."""
     groups: dict[object, list[str]] = {}
     for name in sorted(names, key=list(sites).index):
-        groups.setdefault(sites[name].shared, []).append(name)
+        groups.setdefault(sites[name].weight_key, []).append(name)
     return list(groups.values())
 
 
@@ -408,13 +419,13 @@ def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
     with Analyses.of(model) as analyses:
         attention = analyses.get(find_attention)[0]
     blocks = [_of_block(b) for b in attention if b.output is not None and not b.is_quantized]
-    found = [*blocks, *map(_of_skipped, skipped(model))]
-    known = {site.name for site in found}
-    if not known.issuperset(names):
-        found += [_of_feed_forward(b) for b in find_feed_forward(model) if b.name not in known]
+    sites = [*blocks, *map(_of_skipped, skipped(model))]
+    site_names = {site.name for site in sites}
+    if not site_names.issuperset(names):
+        sites += [_of_feed_forward(b) for b in find_feed_forward(model) if b.name not in site_names]
     order = [value for node in model.graph.all_nodes() for value in node.outputs]
     place = {value: index for index, value in enumerate(order)}
-    return {site.name: site for site in sorted(found, key=lambda site: place[site.output])}
+    return {site.name: site for site in sorted(sites, key=lambda site: place[site.output])}
 
 
 def _of_block(block: AttentionBlock) -> Site:
@@ -447,23 +458,26 @@ class _Folds:
         self.texts = self.tokens = 0  # of earlier batches
 
     def add(
-        self, batch: Batch, seen: Mapping[ir.Value, np.ndarray], targets: Sequence[np.ndarray]
+        self,
+        batch: Batch,
+        activations: Mapping[ir.Value, np.ndarray],
+        targets: Sequence[np.ndarray],
     ) -> None:
         """Add one batch.
 
         Args:
-            seen: The inputs and residuals of the sites.
+            activations: The inputs and residuals of the sites.
             targets: One for each site.
         """
         for site, target in zip(self.sites, targets, strict=True):
-            tokens = _tokens(site, seen, target, batch, self.sequence_first[site.name])
+            tokens = _tokens(site, activations, target, batch, self.sequence_first[site.name])
             folds = (self.texts + tokens.texts) % FOLDS
             if self.tokens >= MANY_TOKENS:
                 folds = np.minimum(folds, 1)
             for fold in np.unique(folds).tolist():
-                inside = folds == fold
+                in_fold = folds == fold
                 self.sums.setdefault(fold, _Sum()).add(
-                    tokens.inputs[inside], tokens.targets[inside]
+                    tokens.inputs[in_fold], tokens.targets[in_fold]
                 )
             self.tokens += len(tokens.inputs)
         self.texts += row_count(batch)
@@ -489,7 +503,7 @@ class _Sum:
     """
 
     def __init__(self) -> None:
-        self.whole: FitMoments | None = None
+        self.sum: FitMoments | None = None
         self.pieces: list[tuple[np.ndarray, np.ndarray]] = []
 
     def add(self, inputs: np.ndarray, targets: np.ndarray) -> None:
@@ -500,10 +514,10 @@ class _Sum:
 
     def join(self, part: FitMoments) -> None:
         """Add moments of other rows."""
-        if self.whole is None:
-            self.whole = part
+        if self.sum is None:
+            self.sum = part
         else:
-            self.whole += part
+            self.sum += part
 
     def moments(self) -> FitMoments:
         """The moments of all rows so far; later rows change them."""
@@ -511,8 +525,8 @@ class _Sum:
             inputs, targets = (np.concatenate(rows) for rows in zip(*self.pieces, strict=True))
             self.pieces = []
             self.join(FitMoments.of(inputs, targets))
-        assert self.whole is not None
-        return self.whole
+        assert self.sum is not None
+        return self.sum
 
 
 class _Tokens(NamedTuple):
@@ -530,53 +544,60 @@ class _Tokens(NamedTuple):
 
 
 def _tokens(
-    site: Site, seen: Mapping[ir.Value, np.ndarray], target: np.ndarray, batch: Batch, turned: bool
+    site: Site,
+    activations: Mapping[ir.Value, np.ndarray],
+    target: np.ndarray,
+    batch: Batch,
+    is_sequence_first: bool,
 ) -> _Tokens:
     """The unmasked tokens of a site in a batch.
 
     Args:
-        seen: The input and the residual of the site.
+        activations: The input and the residual of the site.
         target: Its output in the original, with the residual if the site has one.
-        turned: Whether the target is (S, B, D).
+        is_sequence_first: Whether the target is (S, B, D).
 
     Raises:
         InvalidData: The activations are not finite.
     """
-    if site.beside is not None:
-        target = target - seen[site.beside]
-    texts = _text_of(target, batch, turned)
+    if site.residual is not None:
+        target = target - activations[site.residual]
+    texts = _text_of(target, batch, is_sequence_first)
     real = texts >= 0
     targets = target.reshape(-1, target.shape[-1])[real].astype(np.float64)
     if site.tokens is None:
         inputs = np.zeros((len(targets), 0))
     else:
-        inputs = seen[site.tokens].reshape(len(real), -1)[real].astype(np.float64)
+        inputs = activations[site.tokens].reshape(len(real), -1)[real].astype(np.float64)
     if not (np.isfinite(inputs).all() and np.isfinite(targets).all()):
         raise not_finite(site.name)
     return _Tokens(inputs, targets, texts[real])
 
 
-def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
+def _text_of(target: np.ndarray, batch: Batch, is_sequence_first: bool) -> np.ndarray:
     """The text number of each token of the target, -1 for padding.
 
-    The target is (B, S, D), (B*S, D), or (S, B, D) if ``turned``. Windows of an image are one text.
+    The target is (B, S, D), (B*S, D), or (S, B, D) if ``is_sequence_first``. Windows of an image
+    are one text.
     """
     rows = int(np.prod(target.shape[:-1]))
     if target.ndim == 2:
-        flat = flat_mask(batch, rows)
-        first, second = (1, rows) if flat is None else flat.shape
+        mask = flat_mask(batch, rows)
+        first, second = (1, rows) if mask is None else mask.shape
     else:
         first, second = target.shape[:2]
-        others = any(is_mask(n) and a.shape == (second, first) for n, a in batch.items())
-        turned = turned or (others and first != second)
-    sizes = (second, first) if turned else (first, second)
+        has_sequence_first_mask = any(
+            is_mask(n) and a.shape == (second, first) for n, a in batch.items()
+        )
+        is_sequence_first = is_sequence_first or (has_sequence_first_mask and first != second)
+    sizes = (second, first) if is_sequence_first else (first, second)
     text = np.arange(sizes[0]) * row_count(batch) // sizes[0]
     texts = np.where(token_mask(batch, sizes), text[:, None], -1)
-    texts = texts.T if turned else texts
+    texts = texts.T if is_sequence_first else texts
     return np.repeat(texts.reshape(-1), rows // texts.size)
 
 
-def _fitted(
+def _fit(
     model: ir.Model,
     sites: Sequence[Site],
     folds: Sequence[FitMoments],
@@ -593,40 +614,40 @@ def _fitted(
     Returns:
         The errors by name.
     """
-    whole = _total(folds)
-    site = sites[0]
-    varies = whole.variation > 1e-13 * whole.tt  # eps^2 of float32: less is rounding
-    scale = whole.variation if varies else whole.tt or 1.0
-    error = (whole.error(site.weight, site.bias) / scale) ** 0.5
-    ridge = _choose_ridge(folds, site) if fit else None
+    moments = _total(folds)
+    first_site = sites[0]
+    varies = moments.variation > 1e-13 * moments.tt  # eps^2 of float32: less is rounding
+    scale = moments.variation if varies else moments.tt or 1.0
+    error = (moments.error(first_site.weight, first_site.bias) / scale) ** 0.5
+    ridge = _choose_ridge(folds, first_site) if fit else None
     if ridge is None:
-        return {each.name: Refit(error, error, None) for each in sites}
-    weight, bias = NormalEquations(whole, site.prior).solve(ridge)
-    better = whole.error(weight, bias)
-    for each in sites:
-        install(each, weight, bias, shapes)
+        return {site.name: Refit(error, error, None) for site in sites}
+    weight, bias = NormalEquations(moments, first_site.prior).solve(ridge)
+    squared_error = moments.error(weight, bias)
+    for site in sites:
+        install(site, weight, bias, shapes)
     remove_unused(model)
-    return {each.name: Refit(error, (better / scale) ** 0.5, ridge) for each in sites}
+    return {site.name: Refit(error, (squared_error / scale) ** 0.5, ridge) for site in sites}
 
 
 def _choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
     """The ridge with the least cross-validation error; None if the current weights have less.
 
-    The search descends from ``FIRST``, and errors are measured on ``COLUMNS`` random projections of
-    the output. With a single text there is no held-out text: then only removed attention layers,
-    which have no weights yet, are fitted.
+    The search descends from ``FIRST_RIDGE``, and errors are measured on ``COLUMNS`` random
+    projections of the output. With a single text there is no held-out text: then only removed
+    attention layers, which have no weights yet, are fitted.
     """
     if len(folds) < 2:
-        return RIDGES[-2] if isinstance(site.of, Skipped) else None
+        return RIDGES[-2] if isinstance(site.owner, Skipped) else None
     columns = np.eye(size := site.prior.shape[1])
     if size > COLUMNS:  # E |x @ columns|^2 = |x|^2, and the columns of W are independent fits
         columns = np.random.default_rng(0).standard_normal((size, COLUMNS)) / COLUMNS**0.5
     folds = [fold.projected(columns) for fold in folds]
-    whole = _total(folds)
+    moments = _total(folds)
     prior = site.prior @ columns
-    if whole.count >= MANY_TOKENS:
+    if moments.count >= MANY_TOKENS:
         folds = folds[:1]
-    equations = [NormalEquations(whole - held, prior) for held in folds]
+    equations = [NormalEquations(moments - held_out, prior) for held_out in folds]
 
     @cache
     def error(place: int) -> float:
@@ -634,39 +655,42 @@ def _choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
         if not 0 <= place < len(RIDGES):
             return np.inf
         pairs = zip(folds, equations, strict=True)
-        return sum(held.error_above_zero_map(*rest.solve(RIDGES[place])) for held, rest in pairs)
+        return sum(
+            held_out.error_above_zero_map(*equation.solve(RIDGES[place]))
+            for held_out, equation in pairs
+        )
 
     best = -1
-    place = RIDGES.index(FIRST)
+    place = RIDGES.index(FIRST_RIDGE)
     while place != best:
         best = place
         place = min((best, best - 1, best + 1), key=error)
-    checked = _total(folds)
-    as_it_is = checked.error_above_zero_map(site.weight @ columns, site.bias @ columns)
-    return RIDGES[best] if error(best) < as_it_is else None
+    held_out_sum = _total(folds)
+    current_error = held_out_sum.error_above_zero_map(site.weight @ columns, site.bias @ columns)
+    return RIDGES[best] if error(best) < current_error else None
 
 
 def _total(folds: Sequence[FitMoments]) -> FitMoments:
     """The moments of all folds together."""
-    whole = folds[0]
+    total = folds[0]
     for fold in folds[1:]:
-        whole = whole + fold
-    return whole
+        total = total + fold
+    return total
 
 
 def install(site: Site, weight: np.ndarray, bias: np.ndarray, info: ShapeInfo) -> ir.Node | None:
     """Write the map tokens W + b into the graph and return its product node, if it has one."""
-    if isinstance(site.of, Skipped):
-        refill(site.of, AffineMap(None if site.tokens is None else weight, bias), info)
+    if isinstance(site.owner, Skipped):
+        refill(site.owner, AffineMap(None if site.tokens is None else weight, bias), info)
         return None
-    if isinstance(site.of, FeedForwardBlock):
-        make = Inserter(site.of.graph, site.of.product, f"{site.name}/refit")
-        product = emit_affine(make, site.of.hidden, weight, bias, site.of.output, info)
+    if isinstance(site.owner, FeedForwardBlock):
+        make = Inserter(site.owner.graph, site.owner.product, f"{site.name}/refit")
+        product = emit_affine(make, site.owner.hidden, weight, bias, site.owner.output, info)
         pin_name(product, site.name)
         return product
-    output = site.of.output
+    output = site.owner.output
     assert output is not None
-    make = Inserter(site.of.graph, output.nodes[-1], f"{site.name}/refit")
+    make = Inserter(site.owner.graph, output.nodes[-1], f"{site.name}/refit")
     tokens = output.input
     if len(info.shape(tokens) or ()) == 4:
         merged = make.constant(np.array([0, 0, -1], np.int64), "merged")

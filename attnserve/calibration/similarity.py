@@ -174,11 +174,15 @@ def similarities(
     share = max(1, MOST_QUERIES // max(1, sum(map(row_count, batches))))
     for index, blocks in enumerate(groups):
         sums = _PairSums(blocks)
-        later = list(chain(*values[index + 1 :]))
-        runs = runner.run_to(values[index], later)
+        later_values = list(chain(*values[index + 1 :]))
+        runs = runner.run_to(values[index], later_values)
         for batch, arrays in zip(batches, runs, strict=True):
-            each = iter(arrays)
-            sums.add([[*islice(each, len(probabilities_of(b)))] for b in blocks], batch, share)
+            remainder = iter(arrays)
+            sums.add(
+                [[*islice(remainder, len(probabilities_of(b)))] for b in blocks],
+                batch,
+                share,
+            )
         try:
             yield sums.similarity()
         except InvalidData:
@@ -208,27 +212,29 @@ class _PairSums:
             share: Maximum number of queries of each text.
         """
         groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        apart = [
+        by_head = [
             probabilities_by_head(block, arrays)  # B H S T
             for block, arrays in zip(self.blocks, probabilities, strict=True)
         ]
-        for index, (block, p) in enumerate(zip(self.blocks, apart, strict=True)):
+        for index, (block, p) in enumerate(zip(self.blocks, by_head, strict=True)):
             sequences, _, queries, keys = p.shape
             groups.setdefault((block.kind, (sequences, queries, keys)), []).append(index)
-        together = np.zeros_like(self.alike)
+        have_equal_keys = np.zeros_like(self.alike)
         for (_, (B, S, _)), members in groups.items():
             # Attention over windows of an image has several sequences per image.
-            most = max(1, share * row_count(batch) // max(1, B))
-            queries = _chosen(token_mask(batch, (B, S)), most)
-            together[np.ix_(members, members)] = True
+            max_queries = max(1, share * row_count(batch) // max(1, B))
+            queries = _chosen(token_mask(batch, (B, S)), max_queries)
+            have_equal_keys[np.ix_(members, members)] = True
             self.texts[members] += len(np.unique(queries.sequences))
             self.queries[members] += len(queries.sequences)
-            chosen = [apart[i][queries.sequences, :, queries.positions] for i in members]  # Q H T
-            rows = np.concatenate([_rows(p, queries.weights) for p in chosen])
+            samples = [
+                by_head[i][queries.sequences, :, queries.positions] for i in members
+            ]  # Q H T
+            rows = np.concatenate([_rows(p, queries.weights) for p in samples])
             at = np.flatnonzero(np.isin(self.layer_of, members))
-            self.uniform[at] += np.concatenate([_uniform(p, queries.weights) for p in chosen])
+            self.uniform[at] += np.concatenate([_uniform(p, queries.weights) for p in samples])
             self.common[np.ix_(at, at)] += _common(rows)
-        self.alike &= together
+        self.alike &= have_equal_keys
 
     def similarity(self) -> HeadSimilarity:
         """The similarity of all heads on all batches.
@@ -243,9 +249,9 @@ class _PairSums:
         if not np.isfinite(self.common).all():
             broken = self.layer_of[~np.isfinite(np.diag(self.common))]
             raise not_finite(names[broken[0]], "probabilities")
-        common = self.common / self.texts[self.layer_of][:, None]
-        mass = np.diag(common)  # 1, except for queries without any key
-        matrix = np.clip(1 - (mass[:, None] + mass) / 2 + common, 0.0, 1.0)
+        mean_products = self.common / self.texts[self.layer_of][:, None]
+        mass = np.diag(mean_products)  # 1, except for queries without any key
+        matrix = np.clip(1 - (mass[:, None] + mass) / 2 + mean_products, 0.0, 1.0)
         matrix[~self.alike[np.ix_(self.layer_of, self.layer_of)]] = np.nan
         heads = tuple(block.num_heads for block in self.blocks)
         uniform = np.clip((1 - mass) / 2 + self.uniform / self.texts[self.layer_of], 0.0, 1.0)

@@ -129,14 +129,14 @@ def captured_variance(
         product: Whether the scores are products of queries and keys; False under rotary positions.
     """
     H, D, K = queries.shape
-    most = min(D, keys.shape[1], H * K)
+    max_rank = min(D, keys.shape[1], H * K)
     query_gram = _gram(queries, None if moments is None else moments.query_covariance)
     key_gram = _gram(keys, None if moments is None else moments.key_covariance)
     query_grams = _heads(query_gram, H)
     key_grams = _heads(key_gram, H)
 
     def spectrum(layer: np.ndarray, heads: np.ndarray) -> Spectrum:
-        return Spectrum(_captured(layer, most), _captured(heads))
+        return Spectrum(_captured(layer, max_rank), _captured(heads))
 
     of_product: Spectrum | None = None
     if product:
@@ -167,10 +167,10 @@ def measure_ranks(
     """
     by_block: dict[str, list[_TextRanks]] = {block.name: [] for block in blocks}
     values = [_scores(block) for block in blocks]
-    chosen = evenly(batches, MOST_TEXTS)
-    for batch, arrays in observe(model, values, chosen, context, "measure ranks"):
+    sample = evenly(batches, MOST_TEXTS)
+    for batch, arrays in observe(model, values, sample, context, "measure ranks"):
         for block, (logits, *p) in zip(blocks, arrays, strict=True):
-            by_block[block.name] += _ranks(block, logits, p, batch, -(-MOST_TEXTS // len(chosen)))
+            by_block[block.name] += _ranks(block, logits, p, batch, -(-MOST_TEXTS // len(sample)))
     ranks: dict[str, ScoreRanks] = {}
     for block in blocks:
         texts = by_block[block.name][:MOST_TEXTS]
@@ -252,25 +252,25 @@ def _ranks(
     logits: np.ndarray,
     p: Sequence[np.ndarray],
     batch: Batch,
-    most: int,
+    max_texts: int,
 ) -> list[_TextRanks]:
-    """The ranks of at most ``most`` texts of one batch."""
+    """The ranks of at most ``max_texts`` texts of one batch."""
     scores = logits if block.logits_axes is None else logits.transpose(block.logits_axes)
     scores = scores.reshape(-1, block.q.num_heads, *scores.shape[-2:])  # B O S T
-    attended = probabilities_by_head(block, p)
-    B, _, S, T = attended.shape
+    probabilities = probabilities_by_head(block, p)
+    B, _, S, T = probabilities.shape
     query_mask = token_mask(batch, (B, S))
     key_mask = token_mask(batch, (B, T))
     real = [row for row in range(B) if query_mask[row].any() and key_mask[row].any()]
     ranks: list[_TextRanks] = []
-    for row in evenly(real, most):
+    for row in evenly(real, max_texts):
         queries = _first_tokens(query_mask[row])
         keys = _first_tokens(key_mask[row])
         ranks.append(
             _TextRanks(
                 min(queries.sum(), keys.sum()),
                 _matrix_rank(_selected(scores[row], queries, keys), block.name, centered=True),
-                _matrix_rank(_selected(attended[row], queries, keys), block.name),
+                _matrix_rank(_selected(probabilities[row], queries, keys), block.name),
             )
         )
     return ranks

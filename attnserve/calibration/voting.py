@@ -75,16 +75,16 @@ def voting_to_stay(
         InvalidData: The model refuses a batch, a block sees no real token, or its activations are
             not finite.
     """
-    wanted = {block.name: _groups(block, groups) for block in blocks}
+    num_groups = {block.name: _groups(block, groups) for block in blocks}
     grams: dict[str, list[np.ndarray]] = {block.name: [] for block in blocks}  # 3 H H a batch
     values = [_feature_maps(block) for block in blocks]
-    for batch, seen in observe(model, values, batches, context, "vote on heads"):
-        for block, maps in zip(blocks, seen, strict=True):
+    for batch, feature_maps in observe(model, values, batches, context, "vote on heads"):
+        for block, maps in zip(blocks, feature_maps, strict=True):
             products = _products(block, maps, batch)
             if products.any():  # otherwise the batch is all padding
                 grams[block.name].append(products)
     return {
-        block.name: _elect(block, grams[block.name], wanted[block.name], context.seed)
+        block.name: _elect(block, grams[block.name], num_groups[block.name], context.seed)
         for block in blocks
     }
 

@@ -256,7 +256,11 @@ def bench(
                 for child, row, decoding in zip(children, samples, decodings, strict=True)
             ]
     if run.provider == "cuda":
-        feeds = [(one.artifact.model, one.inputs[each]) for each in workloads for one in subjects]
+        feeds = [
+            (subject.artifact.model, subject.inputs[workload])
+            for workload in workloads
+            for subject in subjects
+        ]
         results = [
             replace(
                 result,

@@ -136,11 +136,12 @@ def require_finite_weights(model: ir.Model) -> None:
                 total = float(np.sum(array, dtype=np.float64))  # finite if all elements are
             if np.isfinite(total) or array.size == 1 or _is_mask(array):
                 continue
-            what, read = "NaN" if np.isnan(array).any() else "infinity", [*readers(value)]
-            if what == "infinity" and read and all(_takes_infinity(n, array) for n, _ in read):
+            number = "NaN" if np.isnan(array).any() else "infinity"
+            uses = [*readers(value)]
+            if number == "infinity" and uses and all(_takes_infinity(n, array) for n, _ in uses):
                 continue
             raise InvalidModel(
-                f"the weight {name!r} {tuple(array.shape)} contains {what}",
+                f"the weight {name!r} {tuple(array.shape)} contains {number}",
                 "export the model again from a valid checkpoint",
                 code="model.not_finite",
             )
@@ -176,7 +177,7 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     """
     with Analyses.of(model) as analyses:
         blocks, unmatched = analyses.get(find_attention)
-    failed = list(unmatched)
+    failures = list(unmatched)
     certified: list[Certified] = []
 
     @cache
@@ -200,10 +201,10 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     for block in blocks:
         result = certify(model, block, runs, seed=seed)
         if isinstance(result, Unmatched):
-            failed.append(result)
+            failures.append(result)
         else:
             certified.append(result)
-    return MatchReport(tuple(certified), tuple(failed))
+    return MatchReport(tuple(certified), tuple(failures))
 
 
 def certify(
@@ -223,19 +224,19 @@ def certify(
     reasons: list[str] = []
     for group, evaluate in runs:
         try:
-            worst = max(
+            max_error = max(
                 _compare(model, block, info, evaluate, np.random.default_rng(seed + index))
                 for index, info in enumerate(group())
             )
         except _UndecidedError as undecided:
             reasons.append(str(undecided))
             continue
-        if worst <= TOLERANCE:
-            return Certified(block, worst)
+        if max_error <= TOLERANCE:
+            return Certified(block, max_error)
         return Unmatched(
             block.product,
             f"read as attention {block.name!r}, but the graph computes something else "
-            f"(difference {worst:.1e}, at most {TOLERANCE:.0e} allowed)",
+            f"(difference {max_error:.1e}, at most {TOLERANCE:.0e} allowed)",
         )
     return Unmatched(
         block.product, f"read as attention {block.name!r}, not certified: {reasons[0]}"
@@ -260,27 +261,29 @@ def _compare(
     targets = [v for v in (block.probabilities, output) if v is not None and v not in values]
     try:
         _moderate(block, values, batch)
-        expected = attention_reference(block, values, batch)
+        reference = attention_reference(block, values, batch)
     except (ValueError, IndexError) as error:  # shapes of the match and the graph differ
         raise _UndecidedError(f"the reference cannot be computed: {error}") from error
-    worst = 0.0
+    max_error = 0.0
     results = _run(model, block, values, targets, info, evaluate)
     for target, array in zip(targets, results, strict=True):
         if target is block.probabilities:
-            want = expected.probabilities
+            want = reference.probabilities
         elif block.output is not None:
-            assert expected.output is not None
-            want = expected.output
+            assert reference.output is not None
+            want = reference.output
             want = want.swapaxes(0, 1) if block.output.sequence_first else want
         else:
-            want = _laid_out_like(expected.context, array, block)
+            want = _laid_out_like(reference.context, array, block)
         if array.size != want.size:
             raise _UndecidedError(f"{target.name!r} has {array.shape}, expected {want.shape}")
         difference = np.abs(array.reshape(want.shape).astype(np.float64) - want)
         if not np.isfinite(difference).all():
             return float("inf")
-        worst = max(worst, float(np.max(difference / np.maximum(1.0, np.abs(want)), initial=0.0)))
-    return worst
+        max_error = max(
+            max_error, float(np.max(difference / np.maximum(1.0, np.abs(want)), initial=0.0))
+        )
+    return max_error
 
 
 def _moderate(block: AttentionBlock, values: dict[ir.Value, np.ndarray], batch: int) -> None:
@@ -321,11 +324,11 @@ def _laid_out_like(context: np.ndarray, array: np.ndarray, block: AttentionBlock
     """The context (B, S, H*V) in the layout of the graph."""
     if block.context_axes is None and array.ndim == 3:
         return context  # output of a fused operator, with merged heads
-    split = np.moveaxis(context.reshape(*context.shape[:2], block.num_heads, -1), 2, 1)
+    heads = np.moveaxis(context.reshape(*context.shape[:2], block.num_heads, -1), 2, 1)
     if block.context_axes is None:
-        return split
-    ordered = split.reshape([array.shape[axis] for axis in block.context_axes])
-    return ordered.transpose(np.argsort(block.context_axes))
+        return heads
+    permuted = heads.reshape([array.shape[axis] for axis in block.context_axes])
+    return permuted.transpose(np.argsort(block.context_axes))
 
 
 def _random(
@@ -341,7 +344,7 @@ def _random(
     for step in block.steps:
         if value in (getattr(step, "value", None), getattr(step, "total", None)):
             return _random_mask(step, value, tensor, _keys(block, info), rng).astype(dtype)
-    if any(value is taken.value for taken in block.reused):
+    if any(value is reuse.value for reuse in block.reused):
         return softmax(rng.standard_normal(tensor.shape)).astype(dtype)
     for spread in (*block.q.factors, *block.k.factors, block.k.past):
         table = None if spread is None or spread.positions is not value else spread.value
@@ -363,15 +366,15 @@ def _random_mask(
         case _:
             pass
     by_key = isinstance(step, KeyMask) and step.queries  # shape (B, T)
-    seen = np.atleast_1d(rng.random((tensor.shape[0], keys) if by_key else tensor.shape) < 0.7)
-    seen[..., 0] = True
-    seen = seen if tensor.shape else seen[0]
+    pattern = np.atleast_1d(rng.random((tensor.shape[0], keys) if by_key else tensor.shape) < 0.7)
+    pattern[..., 0] = True
+    pattern = pattern if tensor.shape else pattern[0]
     if isinstance(step, Mask):
-        return seen == step.keep
+        return pattern == step.keep
     if isinstance(step, KeyMask):
-        return seen
+        return pattern
     low = -step.sign * MASKED if isinstance(step, PositionBias) else 0.0
-    return np.where(seen, rng.standard_normal(tensor.shape), low)
+    return np.where(pattern, rng.standard_normal(tensor.shape), low)
 
 
 def _keys(block: AttentionBlock, info: ShapeInfo) -> int:
@@ -398,29 +401,30 @@ def _run(
 
     Nodes of a subgraph (If) and values of outer graphs are extracted into one graph.
     """
-    cut = dict(values)
-    nodes, constants = _between(block, cut, targets, info)
+    arrays = dict(values)
+    nodes, constants = _between(block, arrays, targets, info)
     graph = ir.GraphView(
-        list(cut),
+        list(arrays),
         list(targets),
         nodes=nodes,
         initializers=constants,
         opset_imports=dict(model.opset_imports),
         name=block.name,
     ).clone()
-    for inner, (value, array) in zip(graph.inputs, cut.items(), strict=True):
-        inner.const_value = None
-        inner.type, inner.shape = ir.TensorType(info.known[value].dtype), ir.Shape(array.shape)
+    for graph_input, (value, array) in zip(graph.inputs, arrays.items(), strict=True):
+        graph_input.const_value = None
+        graph_input.type = ir.TensorType(info.known[value].dtype)
+        graph_input.shape = ir.Shape(array.shape)
     _in_single_precision(graph)
     try:
-        feeds = {value.name or "": array for value, array in cut.items()}
+        feeds = {value.name or "": array for value, array in arrays.items()}
         return evaluate(ir.Model(graph, ir_version=min(model.ir_version, IR_VERSION)), feeds)
     except MissingExtra:
         raise
     except Exception as error:  # onnxruntime has an exception class for each status
-        first = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        summary = (str(error).splitlines() or [type(error).__name__])[0][:300]
         is_own = isinstance(error, ValueError | InvalidModel)
-        raise _UndecidedError(first if is_own else f"{evaluate.__name__}: {first}") from error
+        raise _UndecidedError(summary if is_own else f"{evaluate.__name__}: {summary}") from error
 
 
 def onnx_runtime(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -448,10 +452,10 @@ def _between(
     cut_values = tuple(cut)
     nodes: dict[ir.Node, None] = {}
     constants: dict[ir.Value, None] = {}
-    pending: list[ir.Value | ir.Node] = list(reversed(targets))
+    stack: list[ir.Value | ir.Node] = list(reversed(targets))
     entered: set[ir.Value] = set()
-    while pending:
-        item = pending.pop()
+    while stack:
+        item = stack.pop()
         if isinstance(item, ir.Node):  # its inputs were visited
             nodes[item] = None
             continue
@@ -471,12 +475,12 @@ def _between(
         if node in nodes:
             continue
         if info.branch(node) is not None:
-            pending += [node, *_captured(node)]
+            stack += [node, *_captured(node)]
         elif any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
             raise _UndecidedError(f"it depends on {node.op_type} {node.name!r} with a subgraph")
         else:
-            pending.append(node)
-        pending += [parent for parent in node.inputs if parent is not None]
+            stack.append(node)
+        stack += [parent for parent in node.inputs if parent is not None]
     return list(nodes), list(constants)
 
 

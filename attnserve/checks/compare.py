@@ -13,9 +13,9 @@ from pydantic import Field
 
 from attnserve.checks.measures import not_finite_rows
 from attnserve.checks.quality import Quality, QualityMeter, describe_rows
-from attnserve.choices import Measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_progress
 from attnserve.data.datasets import load_inputs
+from attnserve.literals import Measure
 from attnserve.models.artifact import open_artifact
 from attnserve.models.cache_inputs import (
     empty_axes,
@@ -25,10 +25,10 @@ from attnserve.models.cache_inputs import (
     stripped_caches,
 )
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import FidelityRecord, OutputRecord, present
 from attnserve.models.masks import flat_mask, token_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
+from attnserve.models.recorded import FidelityRecord, OutputRecord, present
 from attnserve.models.rows import fixed_axes, row_count
 from attnserve.options import Run, with_keywords
 from attnserve.paths import StrPath, as_path
@@ -58,7 +58,7 @@ HELD_OUT_OF = "held out of "
 
 
 class OutputFidelity(OutputRecord, frozen=True):
-    """Errors of one output; its own record. Cosines are over the last axis, per token, no padding.
+    """Errors of one output, also in the record. Cosines are per token, over the last axis.
 
     Errors are infinite if a number of the new model alone is NaN or infinite, and its token has the
     cosine 0. Tokens with NaN in the original are left out.
@@ -101,7 +101,7 @@ class OutputFidelity(OutputRecord, frozen=True):
 
 
 class Fidelity(FidelityRecord, frozen=True):
-    """A comparison of a model with the original; its own record.
+    """A comparison of a model with the original, also in the record.
 
     Attributes:
         outputs: The errors of each output.
@@ -209,21 +209,21 @@ def compare(
     require_empty(batches, empty)
     source += ", empty caches" if empty else ""
     counterparts = {value.name: value for value in after.graph.outputs}
-    same = same_outputs(before)
+    duplicates = same_outputs(before)
     tallies = {
         index: Tally(by_token=counts_tokens(before, a))
         for index, a in enumerate(before.graph.outputs)
         if (b := counterparts.get(a.name)) is not None and not (empty and is_reshaped_cache(a, b))
-        if index not in same
+        if index not in duplicates
     }
     models = (before, after)
     if context.provider == "cpu" and any(map(is_bfloat16, models)):
         source += ", bfloat16 rounded in float32"
         models = tuple(map(on_cpu, models))
     for ran in _run_both(models, batches, empty, context):
-        new = dict(zip(counterparts, ran.after, strict=True))
+        new_arrays = dict(zip(counterparts, ran.after, strict=True))
         after_arrays = [
-            new.get(value.name, array)  # a removed cache is not compared
+            new_arrays.get(value.name, array)  # a removed cache is not compared
             for value, array in zip(before.graph.outputs, ran.before, strict=True)
         ]
         for index, tally in tallies.items():
@@ -233,7 +233,7 @@ def compare(
     _require_tokens(tallies.values())
     names = [value.name or "" for value in before.graph.outputs]
     results = [
-        tally.result(names[index], [names[i] for i, first in same.items() if first == index])
+        tally.result(names[index], [names[i] for i, first in duplicates.items() if first == index])
         for index, tally in tallies.items()
     ]
     scored = [result for result in results if not is_cache_name(result.name)] or results
@@ -253,26 +253,33 @@ def _require_same_signature(before: ir.Model, after: ir.Model) -> None:
         InvalidModel: Their names differ, or the type of an integer input.
     """
     stripped = stripped_caches(before, after)
-    for what, ours, theirs in (
+    for side, values_before, values_after in (
         ("inputs", before.graph.inputs, after.graph.inputs),
         ("outputs", before.graph.outputs, after.graph.outputs),
     ):
-        left, right = ([v.name for v in values] for values in (ours, theirs))
+        names_before, names_after = (
+            [v.name for v in values] for values in (values_before, values_after)
+        )
         if stripped:
-            left = [name for name in left if name in right or not is_cache_name(name or "")]
-        if left != right:
+            names_before = [
+                name
+                for name in names_before
+                if name in names_after or not is_cache_name(name or "")
+            ]
+        if names_before != names_after:
             raise InvalidModel(
-                f"the models have different {what}: {', '.join(map(str, left))} against "
-                f"{', '.join(map(str, right))}",
+                f"the models have different {side}: {', '.join(map(str, names_before))} against "
+                f"{', '.join(map(str, names_after))}",
                 "compare a model with the one it was made from",
                 code="compare.signature",
             )
-    for ours in before.graph.inputs:
-        theirs = next((value for value in after.graph.inputs if value.name == ours.name), ours)
-        if ours.dtype != theirs.dtype and ours.dtype and ours.dtype.is_integer():
+    for value in before.graph.inputs:
+        dtype = value.dtype
+        counterpart = next((v for v in after.graph.inputs if v.name == value.name), value)
+        if dtype != counterpart.dtype and dtype and dtype.is_integer():
             raise InvalidModel(
-                f"input {ours.name!r} is {ours.dtype.name} in the first model, and "
-                f"{theirs.dtype.name if theirs.dtype else 'unknown'} in the second",
+                f"input {value.name!r} is {dtype.name} in the first model, and "
+                f"{counterpart.dtype.name if counterpart.dtype else 'unknown'} in the second",
                 "convert one of them, so that both take the same inputs",
                 code="compare.signature",
             )
@@ -318,30 +325,31 @@ def _run_both(
     The models take turns, because a session needs as much memory as its model. The outputs of the
     first one are kept until they reach ``KEPT_SHARE`` of its size.
     """
-    progress, runs = context.stage("verify"), 0
+    progress = context.stage("verify")
+    runs = 0
     limit = max(KEPT_BYTES, int(KEPT_SHARE * weight_bytes(models[0])))
 
-    def run_each(model: ir.Model, some: Sequence[Batch]) -> Iterator[list[np.ndarray]]:
+    def run_each(model: ir.Model, chunk: Sequence[Batch]) -> Iterator[list[np.ndarray]]:
         nonlocal runs
         session = open_session(model, context, spinning=False)
-        for batch in some:
+        for batch in chunk:
             outputs = session.run(None, shaped_for(model, batch, empty))
             runs += 1
             progress(runs, len(models) * len(batches))
             yield outputs
 
-    done = 0
-    while done < len(batches):
-        kept: list[list[np.ndarray]] = []
+    start = 0
+    while start < len(batches):
+        outputs_before: list[list[np.ndarray]] = []
         size = 0
-        for outputs in run_each(models[0], batches[done:]):
-            kept.append([owned(array) for array in outputs])
+        for outputs in run_each(models[0], batches[start:]):
+            outputs_before.append([owned(array) for array in outputs])
             size += sum(array.nbytes for array in outputs)
             if size >= limit:
                 break
-        some = batches[done : done + len(kept)]
-        yield from map(_Ran, some, kept, run_each(models[1], some))
-        done += len(kept)
+        chunk = batches[start : start + len(outputs_before)]
+        yield from map(_Ran, chunk, outputs_before, run_each(models[1], chunk))
+        start += len(outputs_before)
 
 
 class Tally:
@@ -375,22 +383,22 @@ class Tally:
             )
         texts = row_count(batch) if batch else len(np.atleast_1d(original))
         of_text = max(len(np.atleast_1d(original)) // max(texts, 1), 1)  # if tokens are flattened
-        for rows, bad in zip(
+        for rows, positions in zip(
             (self.excluded, self.not_finite), not_finite_rows(original, new, batch), strict=True
         ):
-            rows += (self.rows + np.unique(bad // of_text)).tolist()
+            rows += (self.rows + np.unique(positions // of_text)).tolist()
         self.rows += texts
         a = np.atleast_2d(original.astype(np.float64))
         b = np.atleast_2d(new.astype(np.float64))
         mask = token_mask(batch, a.shape[:2]) if self.by_token else np.ones(a.shape[:2], bool)
-        if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:  # (B*T, D)
-            mask = np.broadcast_to(flat.reshape(-1, 1), a.shape)
+        if a.ndim == 2 and (row_mask := flat_mask(batch, len(a))) is not None:  # (B*T, D)
+            mask = np.broadcast_to(row_mask.reshape(-1, 1), a.shape)
         mask = mask.reshape(*mask.shape, *(1,) * (a.ndim - 2))
         a, b, real = (
             array.reshape(-1, a.shape[-1]) for array in (a, b, np.broadcast_to(mask, a.shape))
         )  # tokens D
-        some = real.any(axis=1) & ~(real & np.isnan(a)).any(axis=1)
-        a, b, real = (array[some] for array in (a, b, real))
+        usable_rows = real.any(axis=1) & ~(real & np.isnan(a)).any(axis=1)
+        a, b, real = (array[usable_rows] for array in (a, b, real))
         if not a.size:
             return
         with np.errstate(invalid="ignore", over="ignore"):
@@ -422,10 +430,10 @@ class Tally:
             (self.squares / self.reference) ** 0.5 if self.reference else float(self.squares > 0)
         )
         errors = [self.max, self.sum / count, relative]
-        most, mean, relative = [math.inf] * 3 if self.not_finite else errors
+        max_error, mean, relative = [math.inf] * 3 if self.not_finite else errors
         return OutputFidelity(
             name=name,
-            max_abs_error=most,
+            max_abs_error=max_error,
             mean_abs_error=mean,
             relative_error=relative,
             mean_cosine=self.cosines / tokens if self.tokens else 1.0,

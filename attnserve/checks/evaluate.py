@@ -11,8 +11,8 @@ from pathlib import Path
 
 from attnserve.checks.scores import Score
 from attnserve.checks.tasks import TASKS, OpenModel
-from attnserve.choices import Pooling, TaskName
 from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_progress
+from attnserve.literals import Pooling, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Run, with_keywords

@@ -126,7 +126,8 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
     """``inspect`` for a model in memory."""
     workload = with_fixed_sizes(model, Workload.of(batch, sequence))
     with Analyses.of(model) as analyses:
-        reading, gaps = analyses.get(read_attention, seed=seed), skipped(model)
+        reading = analyses.get(read_attention, seed=seed)
+        gaps = skipped(model)
         rewrites = {block.name: _applicable(block, analyses) for block in reading.blocks}
     info = infer_at(model, workload)
     total, uncounted = macs_at(info, model.graph)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from attnserve.choices import Measure, Pooling
 from attnserve.intervals import mean_interval, mean_lower_bound
+from attnserve.literals import Measure, Pooling
 from attnserve.models.embeddings import pool
 from attnserve.models.masks import flat_mask, token_mask, vector_mask
 from attnserve.runtime.interface import Batch
@@ -175,7 +175,9 @@ def not_finite_rows(
     if a.dtype.kind != "f" or a.shape != b.shape or not a.size:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     shape = a.shape if a.ndim > 1 else (len(a), 1)
-    real, x, y = vector_mask(shape, batch), a.reshape(shape), b.reshape(shape)
+    real = vector_mask(shape, batch)
+    x = a.reshape(shape)
+    y = b.reshape(shape)
     is_nan = np.isnan(x)
     wrong = ~is_nan & (np.isnan(y) | ((np.isinf(x) | np.isinf(y)) & (x != y)))
     original, new = (np.unique(np.nonzero(bad.any(-1) & real)[0]) for bad in (is_nan, wrong))
@@ -357,11 +359,12 @@ class LogitsMeter(Meter):
 
     def scores(self) -> Scores:
         counts, divergence, differs = (self.sums.column(i) for i in range(3))
-        kl, agreement = self._kl(), _ratio(differs, counts, unit=1.0)
-        also = {"kl_nats": float(divergence.sum() / counts.sum())}
+        kl = self._kl()
+        agreement = _ratio(differs, counts, unit=1.0)
+        extras = {"kl_nats": float(divergence.sum() / counts.sum())}
         tokens, before, after = self.next
         if tokens and before / tokens < self._constant_nats():
-            also |= {
+            extras |= {
                 "perplexity_original": float(np.exp(before / tokens)),
                 "perplexity": float(np.exp(min(after / tokens, MOST_NATS))),
             }
@@ -374,7 +377,7 @@ class LogitsMeter(Meter):
             also={},
         )
         if self.measure == "kl":
-            return replace(by_divergence, also={"top1": agreement.value, **also})
+            return replace(by_divergence, also={"top1": agreement.value, **extras})
         # The agreement of a short text is too coarse to limit: ``Quality.tail`` is that of KL.
         return Scores(
             measure="top1",
@@ -382,7 +385,7 @@ class LogitsMeter(Meter):
             influence=agreement.influence,
             single=agreement.of_texts(differs, counts),
             constant=float(self.winners.max() / self.winners.sum()),
-            also={"kl": kl.value, **also},
+            also={"kl": kl.value, **extras},
             second=by_divergence,
         )
 
@@ -395,20 +398,27 @@ def next_token_nats(
     Returns:
         None if no input holds token ids below C.
     """
-    found = [x for name, x in batch.items() if x.shape == logits.shape[:2] and x.dtype.kind == "i"
-             and not re.search("mask|type|position", name)]  # fmt: skip
+    candidates = [
+        array
+        for name, array in batch.items()
+        if array.shape == logits.shape[:2]
+        and array.dtype.kind == "i"
+        and not re.search("mask|type|position", name)
+    ]
     # A mask may have any name.
-    ids = next((x for x in found if not set(np.unique(x)) <= {0, 1}), next(iter(found), None))
+    ids = next(
+        (x for x in candidates if not set(np.unique(x)) <= {0, 1}), next(iter(candidates), None)
+    )
     width = logits.shape[-1]
     if ids is None or int(ids.max()) >= width or int(ids.min()) < 0:
         return None
     mask = token_mask(batch, ids.shape)
-    known = mask[:, 1:] & mask[:, :-1]  # B T-1
-    texts, _ = np.nonzero(known)
-    following = ids[:, 1:][known]
-    chosen = _log_softmax(logits[:, :-1][known])[np.arange(len(following)), following]
+    pairs = mask[:, 1:] & mask[:, :-1]  # B T-1
+    texts, _ = np.nonzero(pairs)
+    following = ids[:, 1:][pairs]
+    log_probabilities = _log_softmax(logits[:, :-1][pairs])[np.arange(len(following)), following]
     counts = np.bincount(texts, minlength=len(ids))
-    return -np.bincount(texts, chosen, len(ids)), counts
+    return -np.bincount(texts, log_probabilities, len(ids)), counts
 
 
 def log_of(probabilities: np.ndarray) -> np.ndarray:
@@ -501,17 +511,17 @@ def _pair_correlation(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) 
     for matrix in (x, y):
         rank = rankdata(np.round(matrix[upper], 9))
         rank = (rank - rank.mean()) / (rank.std() or 1.0)
-        full = np.zeros((n, n))
-        full[upper] = rank
-        ranks.append(full + full.T)
+        triangle = np.zeros((n, n))
+        triangle[upper] = rank
+        ranks.append(triangle + triangle.T)
     a, b = ranks
     pairs = len(upper[0])
     sums = [product.sum(1) for product in (a, b, a * a, b * b, a * b)]  # of each text
-    whole = _correlation(pairs, *(s.sum() / 2 for s in sums))
-    apart = _correlation(pairs - (n - 1), *(s.sum() / 2 - s for s in sums))
-    influence = n * whole - (n - 1) * apart
+    correlation = _correlation(pairs, *(s.sum() / 2 for s in sums))
+    correlations_without = _correlation(pairs - (n - 1), *(s.sum() / 2 - s for s in sums))
+    influence = n * correlation - (n - 1) * correlations_without
     single = _correlation(n - 1, *sums)
-    return _PairCorrelation(float(whole), influence - influence.mean() + whole, single)
+    return _PairCorrelation(float(correlation), influence - influence.mean() + correlation, single)
 
 
 def _correlation(count: Any, a: Any, b: Any, aa: Any, bb: Any, ab: Any) -> Any:
@@ -528,11 +538,11 @@ def _overlap(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) -> float:
     """The mean share of a text's nearest neighbors that stay; 10, or a fifth of few texts."""
     n = len(x)
     count = min(NEIGHBORS, max((n - 1) // 5, 1))
-    near: list[Bool[np.ndarray, "N N"]] = []
+    neighbors: list[Bool[np.ndarray, "N N"]] = []
     for matrix in (x, y):
         others = np.where(np.eye(n, dtype=bool), -np.inf, np.round(matrix, 9))
         chosen = np.zeros((n, n), bool)
         order = np.argsort(-others, axis=1, kind="stable")[:, :count]
         np.put_along_axis(chosen, order, True, axis=1)
-        near.append(chosen)
-    return float((near[0] & near[1]).sum() / (n * count))
+        neighbors.append(chosen)
+    return float((neighbors[0] & neighbors[1]).sum() / (n * count))

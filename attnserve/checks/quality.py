@@ -27,10 +27,9 @@ from attnserve.checks.measures import (
     new_meter,
     not_finite_rows,
 )
-from attnserve.choices import Measure, Pooling, SearchMeasure
 from attnserve.data.datasets import Dataset
+from attnserve.literals import Measure, Pooling, SearchMeasure, Split
 from attnserve.models.artifact import Artifact
-from attnserve.models.lineage import QualityRecord, present
 from attnserve.models.masks import token_mask
 from attnserve.models.output_kinds import (
     MIN_CLASSES,
@@ -41,13 +40,14 @@ from attnserve.models.output_kinds import (
     same_outputs,
     vocabulary_size,
 )
+from attnserve.models.recorded import QualityRecord, present
 from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 
 __all__ = [
-    "CHOICE",
     "ROUNDING",
+    "SELECTION_CONFIDENCE",
     "TAIL",
     "Quality",
     "QualityMeter",
@@ -56,7 +56,7 @@ __all__ = [
     "largest_loss",
 ]
 
-CHOICE = 0.8
+SELECTION_CONFIDENCE = 0.8
 """Confidence of the bounds that select a choice. The reported result is the verification on
 held-out data: a higher confidence would cost speed, a lower one would make more verifications
 fail."""
@@ -84,7 +84,7 @@ class Subject(NamedTuple):
 
 
 class Quality(QualityRecord, frozen=True):
-    """The measured quality of one output on held-out texts; its own record.
+    """The measured quality of one output on held-out texts, also in the record.
 
     Other measures of the same output are in ``also``.
 
@@ -97,7 +97,7 @@ class Quality(QualityRecord, frozen=True):
         p5: The 5th percentile of the measure of single texts.
         constant: The value of a constant predictor.
         rows: The number of texts.
-        split: The part of the data: "choose", "prove", "held out" (both), or "data" (all of it).
+        split: What it is measured on; see ``Split``.
         output: The name of the output.
         file: The file of the texts, if there are several.
         lengths: The lengths of the texts, if short and long texts are measured apart.
@@ -105,14 +105,14 @@ class Quality(QualityRecord, frozen=True):
         not_finite_rows: Rows, counted from 0 in the order in which they were compared, with NaN or
             infinity where the original has none.
         excluded_rows: Rows with NaN in the original's output, which are left out.
-        bound: ``lower`` with the confidence ``CHOICE``. This and the following fields are not
+        bound: ``lower`` with ``SELECTION_CONFIDENCE``. This and the following fields are not
             recorded.
         tail: The percentile that is limited instead of ``p5``: for "top1" the percentile of kl,
             because the agreement of a short text is coarse. None limits ``p5``.
         second: A second loss that is limited too: 1 - R^2 of the vectors for "similarity",
             because neighborhoods change before ranks of all pairs do, and 1 - kl for "top1",
             because one frequent token is easily predicted.
-        second_bound: The same with the confidence ``CHOICE``.
+        second_bound: The same with ``SELECTION_CONFIDENCE``.
         is_finite: Whether the new model is finite where the original is. If not, both losses are 1.
     """
 
@@ -124,7 +124,7 @@ class Quality(QualityRecord, frozen=True):
     p5: float = Field()
     constant: float = Field()
     rows: int = Field()
-    split: str = "data"
+    split: Split = "data"
     file: str = ""
     lengths: str = ""
     bound: float = Field(exclude=True)
@@ -149,7 +149,7 @@ class Quality(QualityRecord, frozen=True):
         Infinite if it is not a number.
 
         Args:
-            bounded: Take the bounds with the confidence ``CHOICE``, which choose a model; the
+            bounded: Take the bounds with ``SELECTION_CONFIDENCE``, which choose a model; the
                 measured values verify it.
         """
         if not self.is_finite:
@@ -233,7 +233,7 @@ class QualityMeter:
         artifact: Its artifact, for the pooling of embeddings.
         measure: Overrides the measure of each kind of output, where it applies.
         data: The data of the batches; files, and short and long texts, are measured separately.
-        split: See ``Quality``.
+        split: The part of the data.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class QualityMeter:
         *,
         measure: SearchMeasure = "auto",
         data: Dataset | None = None,
-        split: str = "data",
+        split: Split = "data",
     ) -> None:
         self.outputs = [value.name or "" for value in model.graph.outputs]
         self.measure: Measure = "auto" if measure == "score" else measure
@@ -251,7 +251,7 @@ class QualityMeter:
         self.dimensions = artifact.dimensions
         self.vocabulary, self.classes = vocabulary_size(model), len(artifact.labels)
         self.data = data
-        self.split = split
+        self.split: Split = split
         self._resized = resized_outputs(model)
         self._probabilities = probability_outputs(model)
         self._meters: dict[Subject, Meter] = {}
@@ -357,7 +357,7 @@ class QualityMeter:
         return new_meter(measure, self.pooling, dimensions=self.dimensions)
 
 
-def _quality(meter: Meter, split: str, output: str, given: dict[str, Any]) -> Quality:
+def _quality(meter: Meter, split: Split, output: str, given: dict[str, Any]) -> Quality:
     """The quality that a meter measured.
 
     Args:
@@ -376,10 +376,10 @@ def _quality(meter: Meter, split: str, output: str, given: dict[str, Any]) -> Qu
         rows=len(scores.influence),
         split=split,
         output=output,
-        bound=scores.bound(CHOICE),
+        bound=scores.bound(SELECTION_CONFIDENCE),
         tail=second.p5 if second and scores.measure == "top1" else None,
         second=0.0 if second is None else 1 - second.value,
-        second_bound=0.0 if second is None else 1 - second.bound(CHOICE),
+        second_bound=0.0 if second is None else 1 - second.bound(SELECTION_CONFIDENCE),
         is_finite=meter.is_finite,
         **further,
     )

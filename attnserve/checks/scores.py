@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from attnserve.checks.quality import CHOICE
-from attnserve.choices import TaskName
+from attnserve.checks.held_out import TASK_PARTS, HeldOut
+from attnserve.checks.quality import SELECTION_CONFIDENCE
 from attnserve.intervals import bootstrap, bootstrap_interval, ratio_lower_bound
-from attnserve.models.lineage import ShareRecord
+from attnserve.literals import TaskName
+from attnserve.models.recorded import ShareRecord
 from graph_passes.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -34,9 +35,6 @@ __all__ = [
 
 BLOCKS = 120
 """Number of blocks of rows in the comparison of two models."""
-
-PARTS = (0, 1, 0, 2)
-"""Part of each of four consecutive blocks: half of them to choose, two for verification."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +221,7 @@ Score = StsScore | ClassificationScore | RatioScore | PerplexityScore
 
 
 class Share(ShareRecord, frozen=True):
-    """The share of a score that is kept on some rows, with its standard error; its own record.
+    """The share of a score that is kept on some rows, with its standard error (recorded).
 
     The bootstrap draws the same rows for both models, so that common errors cancel. It draws
     ``BLOCKS`` blocks of consecutive rows (Kuensch 1989), because files are often sorted by source.
@@ -244,28 +242,28 @@ class Share(ShareRecord, frozen=True):
 
     def loss(self, *, bounded: bool) -> float:
         """The lost share, as ``Quality.loss``."""
-        return 1 - (self.bound(CHOICE) if bounded else self.value)
+        return 1 - (self.bound(SELECTION_CONFIDENCE) if bounded else self.value)
 
 
 def share_kept(
     before: Score,
     after: Score,
     *,
-    part: int | None = None,
+    part: HeldOut = HeldOut.ALL,
     seed: int = 0,
 ) -> Share:
     """The score of a rewritten model divided by the original's, on the same rows.
 
     Args:
-        part: Use the rows of one part only: 0 to choose, 1 or 2 for verification. All parts come
-            from the whole file; files of a few rows are not split.
+        part: The rows to use. Each part comes from the whole file; files of a few rows are not
+            split.
 
     Raises:
         CheckFailed: The score of the original is not positive.
     """
     blocks = np.array_split(np.arange(before.rows), min(BLOCKS, before.rows))
-    if part is not None and len(blocks) >= 2 * len(PARTS):
-        blocks = [b for i, b in enumerate(blocks) if PARTS[i % len(PARTS)] == min(part, max(PARTS))]
+    if part is not HeldOut.ALL and len(blocks) >= 2 * len(TASK_PARTS):
+        blocks = [b for i, b in enumerate(blocks) if TASK_PARTS[i % len(TASK_PARTS)] is part]
     rows = np.concatenate(blocks)
     reference = float(before.value_on(rows))
     if not reference > 0:

@@ -116,7 +116,9 @@ def read_texts(folder: Path, *names: str) -> dict[str, str]:
 def _beir_row(path: Path, line: int, text: str) -> tuple[str, str]:
     try:
         row: Any = json.loads(text)
-        key, body, title = row["_id"], row["text"], row.get("title") or ""
+        key = row["_id"]
+        body = row["text"]
+        title = row.get("title") or ""
         if not all(isinstance(one, str) for one in (key, body, title)):
             raise TypeError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -158,7 +160,7 @@ def read_judgments(
                 )
         value = read_number(path, line, relevance, "relevance")
         judgments.setdefault(query, {})[document] = value
-    judged = {query: one for query, one in judgments.items() if max(one.values()) > 0}
+    judged = {query: grades for query, grades in judgments.items() if max(grades.values()) > 0}
     if not judged:
         raise InvalidData(
             f"{path}: no document has a relevance above 0",

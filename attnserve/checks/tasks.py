@@ -26,11 +26,11 @@ from attnserve.checks.task_data import (
     read_texts,
     read_words,
 )
-from attnserve.choices import Pooling, TaskName
 from attnserve.context import RunContext
 from attnserve.data.array_files import read_arrays
 from attnserve.data.datasets import load_inputs, wanted_inputs
 from attnserve.data.text_files import read_table
+from attnserve.literals import Pooling, TaskName
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import embed_texts, output_name, run_texts
 from attnserve.models.onnx_files import load_model
@@ -164,16 +164,16 @@ def _classification(run: OpenModel, data: Path) -> ClassificationScore:
 
 def _image_classification(run: OpenModel, data: Path) -> ClassificationScore:
     inputs = wanted_inputs(load_model(run.artifact))
-    wanted = {name: one.dtype for name, one in inputs.items()}
-    rows = read_arrays(data, {**wanted, "label": np.dtype(np.int64)})
+    dtypes = {name: value.dtype for name, value in inputs.items()}
+    rows = read_arrays(data, {**dtypes, "label": np.dtype(np.int64)})
     labels = np.array([row["label"].item() for row in rows])  # N
     predictions = np.empty(len(rows), np.int64)
-    fixed, _ = fixed_axes(value.shape for value in run.session.get_inputs())
-    size = fixed or run.batch_size
+    fixed_rows, _ = fixed_axes(value.shape for value in run.session.get_inputs())
+    size = fixed_rows or run.batch_size
     for start in range(0, len(rows), size):
-        chosen = rows[start : start + size]
-        chosen = filled(chosen, size) if fixed else chosen
-        feed = {name: np.concatenate([row[name] for row in chosen]) for name in wanted}
+        chunk = rows[start : start + size]
+        chunk = filled(chunk, size) if fixed_rows else chunk
+        feed = {name: np.concatenate([row[name] for row in chunk]) for name in dtypes}
         try:
             (logits,) = run.session.run([run.output], feed)
         except RunFailed as error:
@@ -207,7 +207,7 @@ def _retrieval(run: OpenModel, data: Path) -> RatioScore:
         similarities = query_vectors[start : start + QUERIES_AT_ONCE] @ document_vectors.T
         order = np.argsort(-similarities, axis=1, kind="stable")[:, :RECALL]
         for ranking, relevance in zip(order, relevances[start:], strict=False):
-            ranked = np.array([relevance.get(keys[at], 0.0) for at in ranking])
+            ranked = np.array([relevance.get(keys[index], 0.0) for index in ranking])
             ndcg.append(_ndcg(ranked, list(relevance.values())))
             relevant = sum(value > 0 for value in relevance.values())
             recall.append(float((ranked > 0).sum() / relevant))
@@ -274,9 +274,9 @@ def _perplexity(run: OpenModel, data: Path) -> PerplexityScore:
     tokens: list[float] = []
     rows = sum(len(next(iter(batch.values()))) for batch in inputs.fit)
     for batch in inputs.fit:
-        for at in range(len(next(iter(batch.values())))):
+        for index in range(len(next(iter(batch.values())))):
             # Logits of a whole batch may need gigabytes.
-            row = {name: array[at : at + 1] for name, array in batch.items()}
+            row = {name: array[index : index + 1] for name, array in batch.items()}
             try:
                 (logits,) = run.session.run([run.output], row)
             except RunFailed as error:
@@ -307,28 +307,29 @@ def _perplexity(run: OpenModel, data: Path) -> PerplexityScore:
 def _token_classification(run: OpenModel, data: Path) -> RatioScore:
     sentences = read_words(data)
     names = {index: name for name, index in label_names(run.artifact).items()}
-    known = set(names.values())
+    known_labels = set(names.values())
     for sentence in sentences:
-        if unknown := sorted(set(sentence.labels) - known):
+        if unknown := sorted(set(sentence.labels) - known_labels):
             raise InvalidData(
                 f"{data}, sentence of line {sentence.line}: label {unknown[0]!r}: expected a name"
-                f" of the model's config.json ({', '.join(sorted(known)[:8]) or 'none'})",
+                f" of the model's config.json ({', '.join(sorted(known_labels)[:8]) or 'none'})",
                 "correct the row, or put the model's config.json into its folder",
                 code="evaluate.unknown_label",
             )
     encodings = [run.encoder.encode_words(sentence.words) for sentence in sentences]
     right, expected, predicted = np.zeros((3, len(sentences)))
     for indices, logits, mask in run.logits(
-        [one for one, _ in encodings], "batch, sequence, classes"
+        [encoding for encoding, _ in encodings], "batch, sequence, classes"
     ):
         for index, row, real in zip(indices, logits, mask, strict=True):
-            classes, places = row[real].argmax(axis=-1), encodings[index][1]
+            classes = row[real].argmax(axis=-1)
+            places = encodings[index][1]
             # Truncated words have no prediction.
             guess = ["O" if at is None else names.get(int(classes[at]), "O") for at in places]
             gold = _entities(sentences[index].labels)
-            ours = _entities(guess)
-            right[index], expected[index] = len(gold & ours), len(gold)
-            predicted[index] = len(ours)
+            entities = _entities(guess)
+            right[index], expected[index] = len(gold & entities), len(gold)
+            predicted[index] = len(entities)
     if not expected.sum():
         raise InvalidData(
             f"{data}: every word has the label O",

@@ -17,6 +17,7 @@ from typer.main import get_command
 import attnserve
 from attnserve.cli import checks, compress, deploy, reports
 from attnserve.cli.display import option_names, print_line, print_message, with_options
+from attnserve.options import without_prefixes
 
 if TYPE_CHECKING:
     from graph_passes.errors import AttnserveError
@@ -81,8 +82,7 @@ def _failed(error: Exception, arguments: Sequence[str]) -> int:
 
     if (usage := getattr(error, "format_message", None)) is not None:  # an error of Typer
         command = getattr(getattr(error, "ctx", None), "command_path", "attnserve")
-        # Without pydantic's own words.
-        message = usage().replace("Value error, ", "").replace("Input should be ", "expected ")
+        message = without_prefixes(usage())
         if message:
             _show(AttnserveError(message, f"see `{command} --help`"), arguments)
         return 2
@@ -91,8 +91,8 @@ def _failed(error: Exception, arguments: Sequence[str]) -> int:
     if isinstance(error, AttnserveError):
         _show(error, arguments)
     elif isinstance(error, OSError):  # for example a path that became unreadable
-        where = f"{error.filename}: " if error.filename else ""
-        _show(AttnserveError(f"{where}{error.strerror or error}", "check the path"), arguments)
+        prefix = f"{error.filename}: " if error.filename else ""
+        _show(AttnserveError(f"{prefix}{error.strerror or error}", "check the path"), arguments)
     else:
         _show(
             AttnserveError(

@@ -10,7 +10,6 @@ import typer
 from rich.markup import escape
 
 import attnserve
-from attnserve.choices import Pooling, TaskName
 from attnserve.cli import options as opt
 from attnserve.cli.command import add_command
 from attnserve.cli.display import (
@@ -25,6 +24,7 @@ from attnserve.cli.display import (
     set_log_level,
     shorten_names,
 )
+from attnserve.literals import Pooling, TaskName
 from attnserve.options import Run
 
 if TYPE_CHECKING:
@@ -87,21 +87,21 @@ def _show_blocks(title: str, blocks: Sequence[dict[str, Any]]) -> None:
     table = make_table(
         title, ("", "name", "form", "heads", ">scale", ">MMACs", ">error", "rewrites")
     )
-    refused: dict[str, dict[str, list[int]]] = {}
+    layers_by_reason: dict[str, dict[str, list[int]]] = {}
     for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
         rewrites = block["rewrites"]
         for rewrite, reason in rewrites.items():
             if reason is not True:
-                refused.setdefault(reason, {}).setdefault(rewrite, []).append(index)
+                layers_by_reason.setdefault(reason, {}).setdefault(rewrite, []).append(index)
         applicable = sum(reason is True for reason in rewrites.values())
-        grouped = block["num_kv_heads"] != block["num_heads"]
-        heads = f"{block['num_heads']}" + (f"/{block['num_kv_heads']}" if grouped else "")
-        reused = f", {block['reused_heads']} reused" if block["reused_heads"] else ""
+        has_groups = block["num_kv_heads"] != block["num_heads"]
+        heads = f"{block['num_heads']}" + (f"/{block['num_kv_heads']}" if has_groups else "")
+        reuse = f", {block['reused_heads']} reused" if block["reused_heads"] else ""
         table.add_row(
             str(index),
             name,
             block["form"] + (" cross" if block["kind"] == "cross" else ""),
-            "-" if block["form"] == "skip" else f"{heads} x {block['head_size']}{reused}",
+            "-" if block["form"] == "skip" else f"{heads} x {block['head_size']}{reuse}",
             "-" if block["form"] == "skip" else f"{block['scale']:.4g}",
             f"{block['macs'] / 1e6:.1f}",
             f"{block['max_abs_error']:.0e}",
@@ -110,9 +110,13 @@ def _show_blocks(title: str, blocks: Sequence[dict[str, Any]]) -> None:
     out.print(table)
     if legend:
         print_line(legend)
-    for reason, without in refused.items():
-        for layers in dict.fromkeys(tuple(layers) for layers in without.values()):
-            rewrites = [rewrite for rewrite, where in without.items() if tuple(where) == layers]
+    for reason, layers_by_rewrite in layers_by_reason.items():
+        for layers in dict.fromkeys(tuple(layers) for layers in layers_by_rewrite.values()):
+            rewrites = [
+                rewrite
+                for rewrite, indices in layers_by_rewrite.items()
+                if tuple(indices) == layers
+            ]
             print_line(f"no {' or '.join(rewrites)} for {format_ranges(layers)}: {reason}")
 
 
@@ -304,8 +308,8 @@ def bench(
             table.add_section()
             table.add_row(f"{result.batch} x {result.sequence}", style="bold")
         peak = "-" if result.peak_gpu_bytes is None else f"{result.peak_gpu_bytes / 2**20:.0f}"
-        more = (peak,) if run.provider == "cuda" else ()
-        table.add_row(names[index % len(models)], *_latency_cells(result), *more)
+        peak_cells = (peak,) if run.provider == "cuda" else ()
+        table.add_row(names[index % len(models)], *_latency_cells(result), *peak_cells)
     out.print(table)
     if any(result.decoding for result in report.results):
         out.print(_decoding_table(report.results, names))

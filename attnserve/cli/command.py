@@ -14,6 +14,7 @@ from typer.models import OptionInfo
 from attnserve.cli.display import with_options
 from attnserve.cli.options import limit_threads
 from attnserve.options import Options, OptionType, Run, is_group, option_type
+from attnserve.options.base import Switch
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -22,23 +23,18 @@ __all__ = ["add_command"]
 
 Function = Callable[..., None]
 
-CALLBACKS: Mapping[tuple[type[Options], str], Callable[[int], int]] = {
-    (Run, "threads"): limit_threads,
-}
-"""Called with the value of an option when it is read."""
-
 
 @dataclass(frozen=True)
 class _Field:
     """A field as a parameter of a command.
 
     Attributes:
-        choice: The value that its flag stands for; None for the field's own value.
+        switch: Its flag, if it sets the field to one value.
     """
 
     name: str
     parameter: Parameter
-    choice: str | None = None
+    switch: Switch | None = None
 
 
 def add_command(
@@ -69,28 +65,35 @@ def add_command(
                 parameters[parameter.name] = keyword
                 continue
             fields = [
-                each
+                option
                 for name, field in kind.model_fields.items()
                 if name not in left_out and kind.has_option(name)
-                for each in _fields(name, field, kind, parameter.default)
+                for option in _fields(name, field, kind, parameter.default)
             ]
             groups[parameter.name] = kind, fields
-            for each in fields:
-                is_required = each.parameter.name in required
-                parameters[each.parameter.name] = (
-                    each.parameter.replace(default=Parameter.empty)
+            for option in fields:
+                is_required = option.parameter.name in required
+                parameters[option.parameter.name] = (
+                    option.parameter.replace(default=Parameter.empty)
                     if is_required
-                    else each.parameter
+                    else option.parameter
                 )
 
         def run(**values: Any) -> None:
-            made = {name: _made(kind, fields, values) for name, (kind, fields) in groups.items()}
-            own = {name: values[name] for name in hints if name in values and name not in made}
-            function(**own, **made)
+            arguments = {
+                name: _group(kind, fields, values) for name, (kind, fields) in groups.items()
+            }
+            arguments |= {name: values[name] for name in hints if name in values.keys() - groups}
+            function(**arguments)
 
-        shown = sorted(parameters.values(), key=lambda parameter: _place(parameter, panels))
-        run.__signature__ = Signature(_rename_fields_in_help(shown))  # type: ignore[attr-defined]
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        ordered_parameters = sorted(
+            parameters.values(), key=lambda parameter: _place(parameter, panels)
+        )
+        run.__signature__ = Signature(  # type: ignore[attr-defined]
+            _rename_fields_in_help(ordered_parameters)
+        )
+        run.__name__ = function.__name__
+        run.__doc__ = function.__doc__
         app.command(**options)(run)
         return function
 
@@ -110,51 +113,47 @@ def _fields(
     kind: type[Options],
     defaults: Any,
 ) -> Iterator[_Field]:
-    """The options of a field: one, and one for each choice.
+    """The options of a field: one for each of its switches, and one for any value.
 
     Args:
         defaults: A group whose values are the defaults, if the command has its own.
     """
     about = option_type(field)
     panel = kind.panel if about.cli.panel is None else about.cli.panel
-    text = (field.description or "").partition("\n\n")[0]
-    if about.cli.choices is not None:
-        for flag, (value, each) in about.cli.choices.items():
-            option = typer.Option(flag, metavar="", help=each, rich_help_panel=panel or None)
-            own = flag.removeprefix("--").replace("-", "_")
-            yield _Field(name, _parameter(own, bool, option, False), value)
+    for switch in about.cli.switches:
         option = typer.Option(
-            metavar="NAME", help=about.cli.choice_help, rich_help_panel=panel or None
+            switch.flag, metavar="", help=switch.help, rich_help_panel=panel or None
         )
-        yield _Field(name, _parameter(name, str | None, option, None))
-        return
-    shown: Any = _shown_type(about)
+        parameter_name = switch.flag.removeprefix("--").replace("-", "_")
+        yield _Field(name, _parameter(parameter_name, bool, option, False), switch)
+    text = about.cli.help or (field.description or "").partition("\n\n")[0]
+    value_type: Any = _shown_type(about)
     if about.cli.is_argument:
         argument = typer.Argument(metavar=about.cli.metavar, help=text)
-        yield _Field(name, _parameter(name, shown, argument, ...))
+        yield _Field(name, _parameter(name, value_type, argument, ...))
         return
-    default = getattr(defaults, name, field.get_default())
-    is_left = kind.reads_environment or about.cli.is_text or get_origin(shown) is list
+    default = None if about.cli.switches else getattr(defaults, name, field.get_default())
+    is_left = kind.reads_environment or about.cli.is_text or get_origin(value_type) is list
     option = typer.Option(
         *_flags(name, about, None if is_left else default),
-        metavar="" if shown is bool else about.cli.metavar,
+        metavar="" if value_type is bool else about.cli.metavar,
         help=text + (_default_text(default) if is_left else ""),
         rich_help_panel=panel or None,
-        callback=CALLBACKS.get((kind, name)),
+        callback=limit_threads if (kind, name) == (Run, "threads") else None,
         **_bounds(about),
     )
     default = None if is_left else default
     if default is None:
-        shown |= None
-    yield _Field(name, _parameter(name, shown, option, default))
+        value_type |= None
+    yield _Field(name, _parameter(name, value_type, option, default))
 
 
 def _default_text(default: Any) -> str:
     """The default of an option as text; empty without a default."""
     if default is None or default == ():
         return ""
-    shown = ("on" if default else "off") if isinstance(default, bool) else default
-    return f" (default: {shown})"
+    value = ("on" if default else "off") if isinstance(default, bool) else default
+    return f" (default: {value})"
 
 
 def _parameter(name: str, kind: Any, option: Any, default: Any) -> Parameter:
@@ -184,41 +183,39 @@ def _shown_type(about: OptionType) -> Any:
 
 def _bounds(about: OptionType) -> dict[str, Any]:
     """The bounds of an integer, if Typer can check all of them; the type checks the others."""
-    given = {
+    limits = {
         name: getattr(bound, name)
         for bound in about.bounds
         for name in ("gt", "ge", "lt", "le")
         if getattr(bound, name, None) is not None
     }
     names = {"ge": "min", "le": "max"}
-    if about.kind is not int or about.cli.is_text or not given.keys() <= names.keys():
+    if about.kind is not int or about.cli.is_text or not limits.keys() <= names.keys():
         return {}
-    return {names[name]: value for name, value in given.items()}
+    return {names[name]: value for name, value in limits.items()}
 
 
-def _made(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) -> Any:
+def _group(kind: type[Options], fields: list[_Field], values: Mapping[str, Any]) -> Options:
     """Build the group from option values; missing options have the defaults."""
-    fields_given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     flags: dict[str, list[str]] = {}
-    with_choices = {field.name for field in fields if field.choice is not None}
     for field in fields:
         value = values[field.parameter.name]
-        if value is None or (field.choice is not None and not value):
+        if value is None or (field.switch is not None and not value):
             continue
-        fields_given[field.name] = value if field.choice is None else field.choice
-        if field.name in with_choices:
-            flag = "--" + field.parameter.name.replace("_", "-")
-            flags.setdefault(field.name, []).append(flag)
-    for name, several in flags.items():
-        if len(several) > 1:
+        arguments[field.name] = value if field.switch is None else field.switch.value
+        flag = "--" + field.parameter.name.replace("_", "-")
+        flags.setdefault(field.name, []).append(flag)
+    for name, exclusive in flags.items():
+        if len(exclusive) > 1:
             from graph_passes.errors import InvalidArgument
 
             raise InvalidArgument(
-                f"{' and '.join(several)} exclude each other",
+                f"{' and '.join(exclusive)} exclude each other",
                 "give one of them",
-                code=option_type(kind.model_fields[name]).cli.choice_conflict,
+                code=f"cli.{name}",
             )
-    return kind(**fields_given)
+    return kind(**arguments)
 
 
 def _rename_fields_in_help(parameters: list[Parameter]) -> list[Parameter]:

@@ -116,9 +116,9 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
         print_line(legend)
     before, after = report.before, report.after
     if report.plan.precision != "float32":
-        kept = len(report.plan.float_blocks)
-        rest = f", {kept} block{'s' * (kept > 1)} in float32" if kept else ""
-        print_line(f"weights in {report.plan.precision}{rest}")
+        count = len(report.plan.float_blocks)
+        suffix = f", {count} block{'s' * (count > 1)} in float32" if count else ""
+        print_line(f"weights in {report.plan.precision}{suffix}")
     print_line(f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M")
     if before.macs and after.macs:
         print_line(
@@ -207,12 +207,12 @@ def _show_plan(report: PlanReport) -> None:
             ("block", "kept", "form", ">original ms", ">ms", ">speed-up", ">loss"),
         )
         for decision, name in zip(report.layers, names, strict=True):
-            what = "heads" if decision.kind == "attention" else "neurons"
+            unit = "heads" if decision.kind == "attention" else "neurons"
             size = "" if decision.head_size is None else f" x {decision.head_size}"
             size += "" if decision.rank is None else f" of {decision.rank} shared"
             table.add_row(
                 name,
-                f"{decision.kept} of {decision.count} {what}{size}",
+                f"{decision.kept} of {decision.count} {unit}{size}",
                 decision.written + (", float32" if decision.in_float else ""),
                 f"{decision.ms_before:.3f}",
                 f"{decision.ms_after:.3f}",

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 import attnserve
-from attnserve.choices import Attention, Exporter
 from attnserve.cli import options as opt
 from attnserve.cli.command import add_command
 from attnserve.cli.display import log_level, print_json, print_line, set_log_level
+from attnserve.literals import Attention, Exporter
 from attnserve.options import Run
 from service.settings import RaySettings, Settings
 
@@ -135,7 +135,7 @@ def triton(
     from attnserve.exporters.triton_repository import write_repository
 
     set_log_level(show)
-    written = write_repository(
+    entry = write_repository(
         model,
         repository,
         name=name,
@@ -147,14 +147,10 @@ def triton(
         force=force,
     )
     if show.json_:
-        print_json(written.to_json())
+        print_json(entry.to_json())
         return
-    batches = (
-        f"batches of up to {written.max_batch_size}" if written.max_batch_size else "no batching"
-    )
-    print_line(
-        f"wrote {written.folder}: {batches}, {written.instances} instance(s), {written.provider}"
-    )
+    batches = f"batches of up to {entry.max_batch_size}" if entry.max_batch_size else "no batching"
+    print_line(f"wrote {entry.folder}: {batches}, {entry.instances} instance(s), {entry.provider}")
 
 
 @add_command(
@@ -178,13 +174,13 @@ def genai(
     from attnserve.exporters.genai_folder import write_genai_folder
 
     set_log_level(show)
-    written = write_genai_folder(model, folder, provider=run.provider, force=force)
+    result = write_genai_folder(model, folder, provider=run.provider, force=force)
     if show.json_:
-        print_json(written.to_json())
+        print_json(result.to_json())
         return
     print_line(
-        f"wrote {written.folder}: {written.layers} layers, up to {written.context_length} tokens,"
-        f" {written.provider}"
+        f"wrote {result.folder}: {result.layers} layers, up to {result.context_length} tokens,"
+        f" {result.provider}"
     )
 
 

@@ -110,11 +110,11 @@ def print_warnings(warnings: Sequence[str], show: Show) -> list[str]:
         for name, field in group.model_fields.items()
     }
     options |= {name: text for name, (_, text) in SPELLED.items()}
-    found = [with_options(warning, options) for warning in warnings]
+    messages = [with_options(warning, options) for warning in warnings]
     if not show.quiet:
-        for warning in found:
+        for warning in messages:
             print_message(f"warning: {warning}")
-    return found
+    return messages
 
 
 def print_line(text: str) -> None:
@@ -180,17 +180,21 @@ def shorten_names(names: Sequence[str], width: int) -> tuple[list[str], str]:
     if len(alike) < 2 or max(map(len, names)) <= width:
         return [escape(name) for name in names], ""
     rows = [parts[name] for name in alike]
-    shared = _common_length(rows)
-    tail = _common_length([row[shared:][::-1] for row in rows])
-    start = max(shared - 1, 0)  # the last shared part describes the parts that differ
+    prefix_length = _common_length(rows)
+    tail = _common_length([row[prefix_length:][::-1] for row in rows])
+    start = max(prefix_length - 1, 0)  # the last shared part describes the parts that differ
     prefix = ".." if start else ""
-    short = {
+    abbreviations = {
         name: prefix + "".join(row[start : len(row) - tail or None]).rstrip("./")
         for name, row in zip(alike, rows, strict=True)
     }
-    first = alike[0]
-    legend = "" if short[first] == first else f"{short[first]} is {first}, and so on"
-    return [escape(short.get(name, name)) for name in names], legend
+    example = alike[0]
+    legend = (
+        ""
+        if abbreviations[example] == example
+        else f"{abbreviations[example]} is {example}, and so on"
+    )
+    return [escape(abbreviations.get(name, name)) for name in names], legend
 
 
 def _common_length(rows: Sequence[Sequence[str]]) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnserve.choices import Measure
+from attnserve.literals import Measure
 from attnserve.options import Cli, Data, Options, Training, Write
 from attnserve.options.groups import OUTPUT
 from attnserve.runtime.machine import available_cores

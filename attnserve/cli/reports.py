@@ -122,7 +122,7 @@ def report(
     with progress_bars(show) as progress:
         reports = attnserve.report(models, output, seed=run.seed, force=force, progress=progress)
     if show.json_:
-        print_json({"reports": [each.to_json() for each in reports]})
+        print_json({"reports": [model_report.to_json() for model_report in reports]})
         return
-    for each in reports:
-        print_line(f"wrote {each.output}")
+    for model_report in reports:
+        print_line(f"wrote {model_report.output}")

@@ -91,13 +91,13 @@ def with_unequal_lengths(row: Batch, longest: int | None) -> Batch:
     size = masks[0].shape[1]
     if longest is not None and size >= longest:
         return row
-    padded = dict(row)
+    arrays = dict(row)
     for name in sources:
         array = row[name]
         if array.ndim in (2, 3) and array.shape[1] == size:
-            more = ((0, 0), (0, 1), *((0, 0),) * (array.ndim - 2))
-            padded[name] = np.pad(array, more, constant_values=padding_value(name, array))
-    return padded
+            widths = ((0, 0), (0, 1), *((0, 0),) * (array.ndim - 2))
+            arrays[name] = np.pad(array, widths, constant_values=padding_value(name, array))
+    return arrays
 
 
 def array_batches(rows: Sequence[Batch], *, size: int, fill: bool) -> list[Batch]:
@@ -109,6 +109,6 @@ def array_batches(rows: Sequence[Batch], *, size: int, fill: bool) -> list[Batch
     for group in groups.values():
         group = filled(group, size) if fill else group
         for start in range(0, len(group), size):
-            chosen = group[start : start + size]
-            batches.append({n: np.concatenate([row[n] for row in chosen]) for n in chosen[0]})
+            chunk = group[start : start + size]
+            batches.append({n: np.concatenate([row[n] for row in chunk]) for n in chunk[0]})
     return batches

@@ -83,7 +83,7 @@ class Dataset:
     Attributes:
         fit: Batches to fit: for statistics and weights.
         choose: Batches to choose, which a search may measure repeatedly.
-        prove: Parts to verify, which are measured once; the second one only if the first
+        verify: Parts to verify, which are measured once; the second one only if the first
             verification fails.
         length: Median of the lengths in tokens at which the model runs; rows of arrays keep their
             padding.
@@ -95,7 +95,7 @@ class Dataset:
 
     fit: Sequence[Batch]
     choose: Sequence[Batch]
-    prove: Sequence[Sequence[Batch]]
+    verify: Sequence[Sequence[Batch]]
     length: int
     source: Calibration
     lengths: Sequence[int] = ()
@@ -104,7 +104,7 @@ class Dataset:
     @property
     def held_out(self) -> list[Batch]:
         """All batches to verify: the held-out ones except those to choose."""
-        return [batch for part in self.prove for batch in part]
+        return [batch for part in self.verify for batch in part]
 
     def file_of(self, batch: Batch) -> Dataset:
         """The data of the file that a batch comes from."""
@@ -216,12 +216,12 @@ class _File:
     def dataset(self, name: str) -> Dataset:
         joined_rows = [[] if self.join is None else self.join(part) for part in self.parts]
         parts = [
-            [*(self.rows[i] for i in part), *more]
-            for part, more in zip(self.parts, joined_rows, strict=True)
+            [*(self.rows[i] for i in part), *rows_of_part]
+            for part, rows_of_part in zip(self.parts, joined_rows, strict=True)
         ]
-        more_lengths = [len(row) for more in joined_rows for row in more]
+        more_lengths = [len(row) for rows_of_part in joined_rows for row in rows_of_part]
         all_lengths = [*self.lengths, *more_lengths]
-        joined: dict[str, Any] = {"joined_rows": len(more_lengths), "joined_to": self.sequence}
+        counts: dict[str, Any] = {"joined_rows": len(more_lengths), "joined_to": self.sequence}
         source = Calibration(
             file=name,
             rows=len(self.rows),
@@ -232,13 +232,13 @@ class _File:
             held_out_rows=tuple(len(part) for part in parts[1:]),
             lengths=_percentiles(all_lengths),
             sha256=path_sha256(self.path, "*.npz"),
-            **(joined if more_lengths else {}),
+            **(counts if more_lengths else {}),
         )
         if self.is_split:
-            fit, choose, *prove = map(self.batches, parts)
+            fit, choose, *verify = map(self.batches, parts)
         else:
-            fit, choose, *prove = [self.batches(parts[0])] * len(parts)
-        return Dataset(fit, choose, prove, int(np.median(self.sizes)), source, all_lengths)
+            fit, choose, *verify = [self.batches(parts[0])] * len(parts)
+        return Dataset(fit, choose, verify, int(np.median(self.sizes)), source, all_lengths)
 
 
 def _read_file(
@@ -253,13 +253,13 @@ def _read_file(
 ) -> _File:
     if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path", code="data.missing")
-    wanted = wanted_inputs(model)
-    fixed, tokens = fixed_axes(value.shape for value in model.graph.inputs if value.shape)
-    size = fixed or BATCH_SIZE
+    inputs = wanted_inputs(model)
+    fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs if value.shape)
+    size = fixed_rows or BATCH_SIZE
     join: Callable[[Sequence[int]], list[Encoding]] | None = None
     rows: Sequence[Encoding | Batch]
     if path.is_dir() or path.suffix.lower() == ".npz":
-        arrays = read_arrays(path, {name: one.dtype for name, one in wanted.items()})
+        arrays = read_arrays(path, {name: value.dtype for name, value in inputs.items()})
         if tokens is None:
             arrays = [with_unequal_lengths(row, artifact.max_length) for row in arrays]
         rows = arrays
@@ -269,7 +269,7 @@ def _read_file(
             size if shape is None else int(token_mask(row, shape[:2]).sum())
             for row, shape, size in zip(arrays, shapes, sizes, strict=True)
         ]
-        make = partial(array_batches, size=size, fill=fixed is not None)
+        make = partial(array_batches, size=size, fill=fixed_rows is not None)
     else:
         encoder_path = tokenizer or artifact.tokenizer
         if encoder_path is None:
@@ -290,9 +290,11 @@ def _read_file(
             if longest >= JOINED * median:
                 shortest = 2 * median if isinstance(sequence, int) else max(2 * median, shortest)
                 join = partial(_joined, encoder, texts, lengths, shortest, longest)
-        if "attention_mask" not in wanted:
-            size = fixed or 1  # without a mask, rows cannot be padded
-        make = partial(_text_batches, encoder, inputs=wanted, size=size, fill=fixed is not None)
+        if "attention_mask" not in inputs:
+            size = fixed_rows or 1  # without a mask, rows cannot be padded
+        make = partial(
+            _text_batches, encoder, inputs=inputs, size=size, fill=fixed_rows is not None
+        )
     everything = range(len(rows))
     distinct = _distinct(rows) if split else everything
     parts = _split([lengths[i] for i in distinct]) if split else [everything] * 3
@@ -313,11 +315,11 @@ def _drop_held_out(files: Sequence[_File]) -> None:
         [[(index, _content(file.rows[index])) for index in part] for part in file.parts]
         for file in files
     ]
-    for file, own in zip(files, contents, strict=True):
-        others = [parts for parts in contents if parts is not own]
-        for level, part in enumerate(own):
-            later = {c for parts in others for rows in parts[level + 1 :] for _, c in rows}
-            file.parts[level] = [index for index, content in part if content not in later]
+    for file, file_contents in zip(files, contents, strict=True):
+        others = [parts for parts in contents if parts is not file_contents]
+        for level, part in enumerate(file_contents):
+            later_contents = {c for parts in others for rows in parts[level + 1 :] for _, c in rows}
+            file.parts[level] = [index for index, content in part if content not in later_contents]
 
 
 def _apply_weights(files: Sequence[_File], weights: Sequence[float]) -> None:
@@ -346,26 +348,28 @@ def _combined(
     lengths = [length for dataset in datasets for length in dataset.lengths]
     checksums = "".join(source.sha256 for source in sources)
     counts = ("rows", "distinct_rows", "tokens", "fit_rows", "fit_tokens")
-    more: dict[str, Any] = {name: sum(getattr(one, name) for one in sources) for name in counts}
-    if joined := [source for source in sources if source.joined_rows]:
-        more["joined_rows"] = sum(source.joined_rows for source in joined)
-        more["joined_to"] = joined[0].joined_to
+    fields: dict[str, Any] = {
+        name: sum(getattr(source, name) for source in sources) for name in counts
+    }
+    if joined_sources := [source for source in sources if source.joined_rows]:
+        fields["joined_rows"] = sum(source.joined_rows for source in joined_sources)
+        fields["joined_to"] = joined_sources[0].joined_to
     if weights:
-        more["weights"] = tuple(weights)
+        fields["weights"] = tuple(weights)
     source = Calibration(
         file=", ".join(source.file for source in sources),
         held_out_rows=tuple(np.sum([source.held_out_rows for source in sources], 0).tolist()),
         lengths=_percentiles(lengths),
         sha256=hashlib.sha256(f"{checksums} {list(map(float, weights))}".encode()).hexdigest(),
         files=tuple(sources),
-        **more,
+        **fields,
     )
     return Dataset(
         fit=[batch for dataset in datasets for batch in dataset.fit],
         choose=[batch for dataset in datasets for batch in dataset.choose],
-        prove=[
+        verify=[
             [batch for part in parts for batch in part]
-            for parts in zip(*(dataset.prove for dataset in datasets), strict=True)
+            for parts in zip(*(dataset.verify for dataset in datasets), strict=True)
         ],
         length=int(np.median([size for file in files for size in file.sizes])),
         source=source,
@@ -384,25 +388,25 @@ def _joined(
     lengths: Sequence[int],
     shortest: float,
     longest: int,
-    chosen: Sequence[int],
+    indices: Sequence[int],
 ) -> list[Encoding]:
     """Rows of several texts each, with lengths spread evenly by their logarithm over a range.
 
     Each text is part of at most one row. A text that is long enough alone is left out, because its
     row exists already.
     """
-    random = np.random.default_rng(len(chosen))
+    random = np.random.default_rng(len(indices))
     special = encoder.special_tokens  # each row has them once
     groups: list[list[str]] = []
     remaining_tokens = 0.0
-    for index in map(int, random.permutation(np.asarray(chosen, int))):
+    for index in map(int, random.permutation(np.asarray(indices, int))):
         if remaining_tokens <= 0:
             groups.append([])
             remaining_tokens = shortest * (longest / shortest) ** random.random() - special
         groups[-1].append(texts[index])
         remaining_tokens -= lengths[index] - special
-    joined = [" ".join(group) for group in groups if len(group) > 1]
-    return encoder.encode(joined, max_length=longest) if joined else []
+    joined_texts = [" ".join(group) for group in groups if len(group) > 1]
+    return encoder.encode(joined_texts, max_length=longest) if joined_texts else []
 
 
 def content_digest(data: Dataset) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnserve.data.datasets import Dataset
-from attnserve.models.lineage import Calibration, RewriteRecord, TokenIds
+from attnserve.models.lineage import Calibration, LineageEntry, TokenIds
 from attnserve.models.masks import token_mask
 from attnserve.runtime.interface import Batch
 
@@ -52,7 +52,7 @@ class CalibrationRange:
     most_unseen: float = MOST_UNSEEN
 
     @classmethod
-    def read(cls, lineage: Sequence[RewriteRecord]) -> CalibrationRange | None:
+    def read(cls, lineage: Sequence[LineageEntry]) -> CalibrationRange | None:
         """The range in the last calibration of a lineage; None if it is missing or damaged."""
         records = [entry.calibration for entry in lineage if entry.calibration is not None]
         if not records or not records[-1].lengths:

@@ -99,7 +99,7 @@ def write_genai_folder(
         InvalidOutput: ``folder`` exists, is that of the model, or cannot be written.
     """
     artifact = open_artifact(model)
-    sources = [one for one in (artifact.folder, artifact.shared) if one is not None]
+    sources = [path for path in (artifact.folder, artifact.shared) if path is not None]
     for source in sources:
         check_output(folder, source=source, force=force)
     graph = load_model(artifact)
@@ -127,9 +127,9 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
     """
     inputs = wanted_inputs(graph)
     caches = [name for name, one in inputs.items() if one.cache is not None]
-    if other := [name for name in inputs if name not in TOKENS and name not in caches]:
+    if extra_inputs := [name for name in inputs if name not in TOKENS and name not in caches]:
         raise InvalidModel(
-            f"{artifact.model}: onnxruntime-genai does not fill the input {other[0]!r}",
+            f"{artifact.model}: onnxruntime-genai does not fill the input {extra_inputs[0]!r}",
             f"export a decoder whose inputs are {', '.join(TOKENS)} and caches",
             code="genai.input",
         )
@@ -160,7 +160,7 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
             )
     tokens = _Tokens.read(artifact, logits.shape[-1])
     cache = inputs[past.keys % 0].cache or (0, 0)
-    known = {
+    facts = {
         "hidden_size": artifact.config.get("hidden_size"),
         "num_attention_heads": artifact.config.get("num_attention_heads"),
         "num_key_value_heads": cache[0],
@@ -178,7 +178,7 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
                     "provider_options": [{"cuda": {}}] if provider == "cuda" else []
                 },
                 "num_hidden_layers": past.layers,
-                **{key: value for key, value in known.items() if value},
+                **{key: value for key, value in facts.items() if value},
                 "inputs": {
                     **{name: name for name in TOKENS if name in inputs},
                     "past_key_names": past.keys,
@@ -208,13 +208,15 @@ def _caches(artifact: Artifact, names: Iterable[str]) -> _Caches:
     names = list(names)
     sizes: dict[str, dict[str, set[int]]] = {"key": {}, "value": {}}
     for name in names:
-        kinds = re.findall("key|value", name.lower())
+        words = re.findall("key|value", name.lower())
         number = re.search(r"\d+", name)
-        if kinds and number:
+        if words and number:
             template = name.replace("%", "%%").replace(number[0], "%d", 1)
-            sizes[kinds[-1]].setdefault(template, set()).add(int(number[0]))
+            sizes[words[-1]].setdefault(template, set()).add(int(number[0]))
     layers = set(range(len(names) // 2))
-    if not layers or any([*one.values()] != [layers] for one in sizes.values()):
+    if not layers or any(
+        [*layers_by_template.values()] != [layers] for layers_by_template in sizes.values()
+    ):
         raise InvalidModel(
             f"{artifact.model}: expected a cache of keys and one of values for each layer, found "
             + (", ".join(names[:4]) or "none"),
@@ -257,24 +259,24 @@ class _Tokens:
         generation = generation if isinstance(generation, dict) else {}
         text: Any = artifact.config.get("text_config")  # of models for text and images
         sources = (text if isinstance(text, dict) else {}, artifact.config, generation)
-        stated: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for source in sources:  # null and lists of nothing state nothing
-            stated |= {key: value for key, value in source.items() if _states(value)}
-        lengths = [stated[key] for key in POSITIONS if stated.get(key) is not None]
+            values |= {key: value for key, value in source.items() if _states(value)}
+        lengths = [values[key] for key in POSITIONS if values.get(key) is not None]
         length = lengths[0] if lengths else artifact.max_length
-        end: Any = stated.get("eos_token_id")
+        end: Any = values.get("eos_token_id")
         if isinstance(end, list):
-            end = [one for one in end if one is not None]
+            end = [token for token in end if token is not None]
         ends: list[Any] = end if isinstance(end, list) else [end]
-        vocabulary = width if isinstance(width, int) else stated.get("vocab_size")
+        vocabulary = width if isinstance(width, int) else values.get("vocab_size")
         if not ends or not all(map(_is_count, ends)):
             raise _unstated(artifact, "eos_token_id")
         if not _is_count(length) or not length:
             raise _unstated(artifact, "max_position_embeddings")
         if not _is_count(vocabulary) or not vocabulary:
             raise _unstated(artifact, "vocab_size")
-        pad = stated.get("pad_token_id")
-        begin = stated.get("bos_token_id")
+        pad = values.get("pad_token_id")
+        begin = values.get("bos_token_id")
         ids = {"eos_token_id": end, "pad_token_id": pad if _is_count(pad) else ends[0]}
         if _is_count(begin):
             ids["bos_token_id"] = begin

@@ -114,12 +114,12 @@ def scorer(torch: Any, network: Any, score: LogitScore) -> tuple[Any, Any]:
     ids = torch.arange(8)[None] % network.config.vocab_size
     with torch.no_grad():
         logits = network(input_ids=ids).logits[:, -1]
-        expected = logits[:, score.true_token_id]
+        score_logits = logits[:, score.true_token_id]
         if score.false_token_id is not None:
-            expected = expected - logits[:, score.false_token_id]
+            score_logits = score_logits - logits[:, score.false_token_id]
         hidden = base(input_ids=ids).last_hidden_state
         own_scores = head(hidden, torch.ones_like(ids))[:, 0]
-    if float((own_scores - expected).abs().max()) > LINEAR * float(logits.abs().max()):
+    if float((own_scores - score_logits).abs().max()) > LINEAR * float(logits.abs().max()):
         raise InvalidModel(
             f"the score of {network.config.model_type} is not linear in its hidden states",
             "export it with the task text-generation",
@@ -203,8 +203,8 @@ def _pooling(torch: Any, modes: Sequence[str]) -> Any:
         elif mode in ("cls", "lasttoken"):  # the first or the last token that is real
             places = torch.arange(mask.shape[1]) + 1
             order = places if mode == "lasttoken" else -places + mask.shape[1] + 1
-            found = mask * order  # B S
-            weights = (found == found.max(dim=1, keepdim=True).values).to(hidden.dtype)
+            positions = mask * order  # B S
+            weights = (positions == positions.max(dim=1, keepdim=True).values).to(hidden.dtype)
         count = weights.sum(1, keepdim=True)
         if mode == "mean_sqrt_len_tokens":
             count = torch.sqrt(count)

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.choices import Activation, Attention, Exporter, Pooling
 from attnserve.exporters.heads import (
     embedding_head,
     first_line,
@@ -33,6 +32,7 @@ from attnserve.exporters.heads import (
     scorer,
     token_score,
 )
+from attnserve.literals import Activation, Attention, Exporter, Pooling
 from attnserve.models.artifact import COMPANIONS
 from attnserve.models.folder_settings import EmbeddingSettings, FolderSettings, read_settings
 from attnserve.models.onnx_files import load_model, save_model
@@ -198,7 +198,7 @@ def export(
         MissingExtra: torch or transformers is not installed.
         CheckFailed: ONNX Runtime and PyTorch disagree; nothing is written.
     """
-    started = time.perf_counter()
+    start = time.perf_counter()
     name = task or "feature-extraction"
     opset = DEFAULT_OPSET.get(exporter, 0) if opset is None else opset
     seed = Run(seed=seed).seed
@@ -217,23 +217,23 @@ def export(
         lower_case(tokenizer.backend_tokenizer)
     limit = _position_limit(network)
     if name == "feature-extraction":
-        made = _embeddings(torch, settings, network, dimensions, source)
+        module = _embeddings(torch, settings, network, dimensions, source)
     elif is_scoring:
-        made = _pair_scores(torch, settings, network, tokenizer)
+        module = _pair_scores(torch, settings, network, tokenizer)
     else:
-        made = _logits(settings, network, name, model)
+        module = _logits(settings, network, name, model)
     max_length = _max_length(settings, tokenizer, limit)
     limit = limit and max(limit, max_length or 0)
-    inputs = _input_names(made.network, tokenizer)
-    wrapper = _wrapper(torch, inputs, made)
+    inputs = _input_names(module.network, tokenizer)
+    wrapper = _wrapper(torch, inputs, module)
     example, *feeds = (
-        _example(made.network, tokenizer, inputs, batch, min(sequence, limit or sequence), seed)
+        _example(module.network, tokenizer, inputs, batch, min(sequence, limit or sequence), seed)
         for batch, sequence in (EXAMPLE, *CHECKED)
     )
     with staged(folder) as stage, tempfile.TemporaryDirectory(dir=stage) as temporary:
         scratch = Path(temporary)
         try:
-            graph = _trace(torch, wrapper, example, made.kind, exporter, opset, limit, scratch)
+            graph = _trace(torch, wrapper, example, module.kind, exporter, opset, limit, scratch)
         except Exception as error:
             raise InvalidModel(
                 f"{model}: the {exporter} exporter failed at opset {opset}: {first_line(error)}",
@@ -243,7 +243,7 @@ def export(
         save_model(graph, stage / "model.onnx")
         _copy_companions(tokenizer, source, stage, scratch)
         absolute, relative = _compare(
-            torch, wrapper, stage / "model.onnx", feeds, made.kind.per_token
+            torch, wrapper, stage / "model.onnx", feeds, module.kind.per_token
         )
         report = ExportReport(
             path=folder / "model.onnx",
@@ -252,14 +252,14 @@ def export(
             opset=opset,
             attention=attention,
             inputs=inputs,
-            outputs=made.kind.outputs,
-            embedding=made.embedding,
-            activation=made.activation,
-            template=made.template,
+            outputs=module.kind.outputs,
+            embedding=module.embedding,
+            activation=module.activation,
+            template=module.template,
             max_length=max_length,
             max_abs_error=absolute,
             relative_error=relative,
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - start,
         )
         write_record(stage, _record(report, settings, model))
     return report
@@ -363,14 +363,14 @@ def _check_options(
     Raises:
         InvalidArgument: One is invalid.
     """
-    for option, value, allowed in (
+    for option, value, values in (
         ("task", task, TASKS),
         ("exporter", exporter, OPSETS),
         ("attention", attention, ("sdpa", "eager")),
     ):
-        if value not in allowed:
+        if value not in values:
             raise InvalidArgument(
-                f"`{option}` is {value!r}: expected one of {', '.join(allowed)}",
+                f"`{option}` is {value!r}: expected one of {', '.join(values)}",
                 "choose one of them",
                 code="export.choice",
             )
@@ -425,10 +425,12 @@ def _find(model: str) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    small = ["*.json", "*.txt", "*.model", "*.jinja"]
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
     elsewhere = ["onnx/*", "openvino/*"]  # the same weights in other formats
     try:
-        snapshot = Path(snapshot_download(model, allow_patterns=small, ignore_patterns=elsewhere))
+        snapshot = Path(
+            snapshot_download(model, allow_patterns=patterns, ignore_patterns=elsewhere)
+        )
         for weights in ("*.safetensors", "pytorch_model*.bin"):
             if not any(snapshot.glob("*.safetensors")):
                 snapshot_download(model, allow_patterns=weights, ignore_patterns=elsewhere)
@@ -652,12 +654,12 @@ def _compare(
     absolute = relative = 0.0
     for feed in feeds:
         with torch.no_grad(), _quiet():
-            expected = wrapper(*(torch.from_numpy(value) for value in feed.values()))
+            torch_outputs = wrapper(*(torch.from_numpy(value) for value in feed.values()))
         real: Any = slice(None)
         if per_token and "attention_mask" in feed:
             real = feed["attention_mask"] != 0
         try:
-            computed = session.run(None, feed)
+            onnx_outputs = session.run(None, feed)
         except RunFailed as error:
             raise CheckFailed(
                 f"ONNX Runtime fails on the exported graph at shape"
@@ -665,7 +667,7 @@ def _compare(
                 "nothing was written: try the other `exporter` or another `opset`",
                 code="export.does_not_run",
             ) from error
-        for expected_output, computed_output in zip(expected, computed, strict=True):
+        for expected_output, computed_output in zip(torch_outputs, onnx_outputs, strict=True):
             reference = expected_output.numpy()[real]
             with np.errstate(invalid="ignore"):
                 difference = float(np.abs(computed_output[real] - reference).max())

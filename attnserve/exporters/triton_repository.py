@@ -158,7 +158,7 @@ def write_repository(
         )
     default = DEFAULT_MAX_BATCH if examined.not_batched is None else 0
     rows = default if max_batch is None else max_batch
-    written = TritonModel(
+    entry = TritonModel(
         folder=folder,
         name=called,
         max_batch_size=rows,
@@ -169,8 +169,8 @@ def write_repository(
         inputs=tuple(_without_batch(value, rows) for value in examined.inputs),
         outputs=tuple(_without_batch(value, rows) for value in examined.outputs),
     )
-    _write(written, artifact, examined.warm_up, force=force)
-    return written
+    _write(entry, artifact, examined.warm_up, force=force)
+    return entry
 
 
 @dataclass(frozen=True)
@@ -338,11 +338,12 @@ def _check_place(folder: Path, artifact: Artifact, *, force: bool) -> None:
             "choose another `name`, or set `force`",
             code="output.exists",
         )
-    expected = {"config.pbtxt", VERSION, "warmup"}
-    other = sorted(path.name for path in folder.iterdir() if path.name not in expected)
-    if other or not (folder / "config.pbtxt").is_file():
+    names = {"config.pbtxt", VERSION, "warmup"}
+    stray_files = sorted(path.name for path in folder.iterdir() if path.name not in names)
+    if stray_files or not (folder / "config.pbtxt").is_file():
+        content = stray_files[0] if stray_files else "no config.pbtxt"
         raise InvalidOutput(
-            f"{folder}: holds {other[0] if other else 'no config.pbtxt'}, so it is not a model that"
+            f"{folder}: holds {content}, so it is not a model that"
             " attnserve wrote, and `force` would delete it",
             "choose another `name`, or remove the folder",
             code="output.foreign",
@@ -350,7 +351,7 @@ def _check_place(folder: Path, artifact: Artifact, *, force: bool) -> None:
 
 
 def _write(
-    written: TritonModel,
+    entry: TritonModel,
     artifact: Artifact,
     warm_up: Mapping[str, np.ndarray],
     *,
@@ -361,24 +362,24 @@ def _write(
     Raises:
         InvalidOutput: It cannot be written.
     """
-    folder = written.folder
+    folder = entry.folder
     repository = folder.parent
     stage: Path | None = None
     new_folders = [path for path in (repository, *repository.parents) if not path.exists()]
     try:
         repository.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(prefix=".attnserve-", dir=repository))
-        new = stage / "new"
-        (new / VERSION).mkdir(parents=True)
-        _copy_model(artifact, new / VERSION)
-        (new / "warmup").mkdir()
-        for index, value in enumerate(written.inputs):
+        new_folder = stage / "new"
+        (new_folder / VERSION).mkdir(parents=True)
+        _copy_model(artifact, new_folder / VERSION)
+        (new_folder / "warmup").mkdir()
+        for index, value in enumerate(entry.inputs):
             content = np.ascontiguousarray(warm_up[value.name]).tobytes()
-            (new / "warmup" / f"input_{index}").write_bytes(content)
-        (new / "config.pbtxt").write_text(_config(written, warm_up), encoding="ascii")
+            (new_folder / "warmup" / f"input_{index}").write_bytes(content)
+        (new_folder / "config.pbtxt").write_text(_config(entry, warm_up), encoding="ascii")
         if folder.exists():  # empty, or `force` is set
             folder.rename(stage / "old")
-        new.rename(folder)
+        new_folder.rename(folder)
     except OSError as error:
         raise InvalidOutput(
             f"{folder}: writing failed: {error.strerror or error}",
@@ -423,33 +424,33 @@ def _copy_model(artifact: Artifact, folder: Path) -> None:
         write_record(folder, record)
 
 
-def _config(written: TritonModel, feeds: Mapping[str, np.ndarray]) -> str:
+def _config(entry: TritonModel, feeds: Mapping[str, np.ndarray]) -> str:
     """The content of config.pbtxt, in protobuf's text format.
 
     Args:
         feeds: The values of a warm-up request.
     """
-    kind = "KIND_GPU" if written.provider == "cuda" else "KIND_CPU"
+    kind = "KIND_GPU" if entry.provider == "cuda" else "KIND_CPU"
     lines = [
-        f"name: {_quote(written.name)}",
+        f"name: {_quote(entry.name)}",
         'backend: "onnxruntime"',
-        f"max_batch_size: {written.max_batch_size}",
-        *(f"input {{ {_describe(value)} }}" for value in written.inputs),
-        *(f"output {{ {_describe(value)} }}" for value in written.outputs),
-        f"instance_group {{ count: {written.instances} kind: {kind} }}",
+        f"max_batch_size: {entry.max_batch_size}",
+        *(f"input {{ {_describe(value)} }}" for value in entry.inputs),
+        *(f"output {{ {_describe(value)} }}" for value in entry.outputs),
+        f"instance_group {{ count: {entry.instances} kind: {kind} }}",
     ]
-    if written.max_batch_size:
+    if entry.max_batch_size:
         lines.append(
-            f"dynamic_batching {{ max_queue_delay_microseconds: {written.max_delay_us}"
+            f"dynamic_batching {{ max_queue_delay_microseconds: {entry.max_delay_us}"
             f" default_queue_policy {{ max_queue_size: {MAX_QUEUE} }} }}"
         )
-    if written.threads:
-        value = f'value {{ string_value: "{written.threads}" }}'
+    if entry.threads:
+        value = f'value {{ string_value: "{entry.threads}" }}'
         lines.append(f'parameters {{ key: "intra_op_thread_count" {value} }}')
-    for rows in dict.fromkeys((1, written.max_batch_size or 1)):
+    for rows in dict.fromkeys((1, entry.max_batch_size or 1)):
         lines.append(f'model_warmup {{ name: "rows_{rows}" batch_size: {rows}')
-        for index, value in enumerate(written.inputs):
-            shape = feeds[value.name].shape[1 if written.max_batch_size else 0 :]
+        for index, value in enumerate(entry.inputs):
+            shape = feeds[value.name].shape[1 if entry.max_batch_size else 0 :]
             lines.append(
                 f"  inputs {{ key: {_quote(value.name)} value {{ data_type: {value.datatype}"
                 f' dims: {list(shape) or [1]} input_data_file: "input_{index}" }} }}'

@@ -15,10 +15,10 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, cast
 
-from attnserve.choices import Activation, Pooling, Similarity
+from attnserve.literals import Activation, Pooling, Similarity
 from attnserve.models.folder_settings import parse_settings, read_settings
 from attnserve.models.json_files import read_json
-from attnserve.models.lineage import RewriteRecord
+from attnserve.models.lineage import LineageEntry
 from attnserve.models.record import RECORD, Record, parse_record, read_record
 from attnserve.models.settings_files import TransformersConfig
 from attnserve.paths import StrPath, belongs_to
@@ -175,7 +175,7 @@ class Artifact:
         return self.record.max_length
 
     @property
-    def lineage(self) -> tuple[RewriteRecord, ...]:
+    def lineage(self) -> tuple[LineageEntry, ...]:
         """The rewrites of the model, oldest first."""
         return self.record.lineage
 
@@ -247,9 +247,9 @@ def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
         InvalidModel: ``path`` does not exist, or is a folder without exactly one model.
     """
     model = model_file(path)
-    above = model.parent.parent
-    if shared is None and model.parent.name == HUB_FOLDER and _has_configuration(above):
-        shared = above
+    hub_root = model.parent.parent
+    if shared is None and model.parent.name == HUB_FOLDER and _has_configuration(hub_root):
+        shared = hub_root
     record = read_record(model)
     if not record.stated and shared is not None and (shared / RECORD).is_file():
         shared_record = parse_record(shared / RECORD)
@@ -318,8 +318,8 @@ def companions_to_copy(artifact: Artifact) -> dict[str, Path]:
         path = artifact.companion(name)
         if path is None:
             continue
-        shared = None if artifact.shared is None else artifact.shared.resolve()
-        is_shared = shared is not None and path.resolve().is_relative_to(shared)
+        shared_folder = None if artifact.shared is None else artifact.shared.resolve()
+        is_shared = shared_folder is not None and path.resolve().is_relative_to(shared_folder)
         if not is_shared and not belongs_to(path, artifact.model):
             raise InvalidModel(
                 f"{path} is a link to {path.resolve()}, outside of the model's folder",

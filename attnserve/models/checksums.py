@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnserve.models.artifact import Artifact
-from attnserve.models.lineage import RewriteRecord, Source
+from attnserve.models.lineage import LineageEntry, Source
 from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.record import RECORD
 from graph_passes.errors import InvalidModel
@@ -33,7 +33,7 @@ def check_checksums(artifact: Artifact) -> None:
         InvalidModel: A file is missing, or its checksum differs.
     """
     record = artifact.model.with_name(RECORD)
-    for name, expected in artifact.record.files.items():
+    for name, digest in artifact.record.files.items():
         path = artifact.folder / name
         if Path(name).name != name:
             raise InvalidModel(
@@ -48,9 +48,9 @@ def check_checksums(artifact: Artifact) -> None:
                 code="artifact.file_missing",
             )
         checksum = sha256(path)
-        if checksum != expected.lower():
+        if checksum != digest.lower():
             raise InvalidModel(
-                f"{path}: the sha256 is {checksum[:12]}.., but {record.name} has {expected[:12]}..",
+                f"{path}: the sha256 is {checksum[:12]}.., but {record.name} has {digest[:12]}..",
                 "copy the artifact again, or export or optimize it again",
                 code="artifact.checksum",
             )
@@ -110,14 +110,14 @@ def source_entry(artifact: Artifact, model: ir.Model) -> Source:
     )
 
 
-def last_rewrite_of(original: Artifact, lineage: Sequence[RewriteRecord]) -> int | None:
+def last_rewrite_of(original: Artifact, lineage: Sequence[LineageEntry]) -> int | None:
     """Index of the last rewrite that names this model as its source.
 
     0 if no rewrite names a source; None if all name other models. The model is identified by its
     weights, because it may be stored in another way since (for example with external data), or by
     the file in records of earlier versions.
     """
-    sources = [one.source for one in lineage]
+    sources = [entry.source for entry in lineage]
     if not any(source.sha256 for source in sources):
         return 0
     checksum = sha256(original.model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnserve.choices import Pooling
+from attnserve.literals import Pooling
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import Encoding, TextEncoder, model_inputs
 from attnserve.runtime.interface import RunFailed, Session
@@ -64,15 +64,15 @@ def run_texts(
     """
     inputs = model_inputs(session)
     output = output_name(session, output)
-    done = 0
+    count = 0
     rows, _ = fixed_axes(value.shape for value in session.get_inputs())
     if "attention_mask" not in inputs and len({*map(len, encodings)}) > 1:
         batch_size = 1  # without a mask, texts cannot be padded
     for indices, feed in encoder.batches(encodings, rows or batch_size, inputs):
         mask = encoder.mask([encodings[i] for i in indices])
-        missing = 0 if rows is None else rows - len(indices)
-        if missing:
-            feed = {name: np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
+        padding = 0 if rows is None else rows - len(indices)
+        if padding:
+            feed = {name: np.concatenate([array, np.repeat(array[-1:], padding, axis=0)])
                     for name, array in feed.items()}  # fmt: skip
         try:
             (value,) = session.run([output], feed)
@@ -83,12 +83,12 @@ def run_texts(
                 "reduce `max_length` to the number of positions of the model, or `batch_size`",
                 code="text.batch_refused",
             ) from error
-        if missing and rows:
+        if padding and rows:
             value = value[: len(value) // rows * len(indices)]
         yield indices, value, mask
-        done += len(indices)
+        count += len(indices)
         if progress is not None:
-            progress(done, len(encodings))
+            progress(count, len(encodings))
 
 
 def output_name(session: Session, name: str | None, *, scores: bool = False) -> str:
@@ -144,7 +144,8 @@ def pool(
             code="text.pooling",
         )
     vectors = hidden.astype(np.float32, copy=False)  # float16 sums overflow
-    rows, real = np.arange(len(vectors)), mask != 0
+    rows = np.arange(len(vectors))
+    real = mask != 0
     if hidden.ndim == 3 and pooling == "cls":
         vectors = vectors[rows, real.argmax(axis=1)]  # B D
     elif hidden.ndim == 3 and pooling == "last":
@@ -208,9 +209,9 @@ def embed_texts(
     for indices, hidden, mask in runs:
         pooled = pool(hidden, mask, pooling, normalize, dimensions)  # B D
         if not np.isfinite(pooled).all():
-            bad = indices[np.flatnonzero(~np.isfinite(pooled).all(axis=1))[0]]
+            index = indices[np.flatnonzero(~np.isfinite(pooled).all(axis=1))[0]]
             raise CheckFailed(
-                f"the model returns NaN or infinity for text {bad}",
+                f"the model returns NaN or infinity for text {index}",
                 "check its weights; half precision may overflow",
                 code="text.not_finite",
             )

@@ -171,7 +171,8 @@ def _shape(value: ir.Value, batch: int, sequence: int, axes: Mapping[str, int]) 
             code="inputs.no_shape",
         )
     # Fixed axes of images and hidden states are not tokens; those of vectors are unknown.
-    rank, holds_tokens = len(value.shape), _dtype(value).kind in "iub"
+    rank = len(value.shape)
+    holds_tokens = _dtype(value).kind in "iub"
     lengths = input_shape(value, axes)
     shape: list[int] = []
     for axis, size in enumerate(value.shape):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from attnserve.choices import Activation, Pooling, Similarity
+from attnserve.literals import Activation, Pooling, Similarity
 from attnserve.models.json_files import read_json
 from attnserve.models.record import Record
 from attnserve.models.settings_files import (
@@ -163,9 +163,9 @@ class FolderSettings:
             InvalidModel: A module is not supported, or the pooling leaves out prompts.
         """
         self._check_encoder()
-        steps = tuple(one for one in self.modules if one.kind in EMBEDDING_MODULES)
-        last = self.model.is_for("ForCausalLM") and self.model.is_causal is not False
-        pooling: Pooling = "last" if last else "mean"
+        steps = tuple(module for module in self.modules if module.kind in EMBEDDING_MODULES)
+        is_decoder = self.model.is_for("ForCausalLM") and self.model.is_causal is not False
+        pooling: Pooling = "last" if is_decoder else "mean"
         normalize = bool(steps) and _normalizes(steps[-1])
         head: tuple[Module, ...] = ()
         if steps:
@@ -196,17 +196,17 @@ class FolderSettings:
             InvalidModel: Another activation is stated.
         """
         nested = self.model.sentence_transformers
-        stated = (
+        activation = (
             self.library.activation_fn
             or (nested and nested.activation_fn)
             or self.model.sbert_ce_default_activation_function  # sentence-transformers before 4
         )
         problem = PROBLEMS.get(self.model.problem_type) if of_problem else None
-        if stated is None:
+        if activation is None:
             return problem
-        if (name := torch_name(stated)) not in SCORES:
+        if (name := torch_name(activation)) not in SCORES:
             raise InvalidModel(
-                f"{self.folder}: activation_fn is {stated}: expected one of"
+                f"{self.folder}: activation_fn is {activation}: expected one of"
                 f" {', '.join(SCORES)} of torch.nn",
                 "remove it from config.json and config_sentence_transformers.json to serve the"
                 " sigmoid of the logit",
@@ -228,22 +228,22 @@ class FolderSettings:
     def _stated(self) -> dict[str, Any]:
         """The fields of ``record``."""
         length = self.transformer.max_length
-        stated = self.stated_of_text() | ({} if length is None else {"max_length": length})
-        kinds = {one.kind for one in self.modules} - {"Dropout"}
+        values = self.stated_of_text() | ({} if length is None else {"max_length": length})
+        kinds = {module.kind for module in self.modules} - {"Dropout"}
         if kinds == {"LogitScore"}:
-            return stated
+            return values
         embedding = self.embedding
         if kinds:
             output = {"output": "sentence_embedding"} if embedding.head else {}
-            return {**embedding.to_json(), **output, **stated}
+            return {**embedding.to_json(), **output, **values}
         if embedding.pooling != "mean":
-            stated["pooling"] = embedding.pooling
+            values["pooling"] = embedding.pooling
         activation = self.activation(self.model.classes)
         scores = {
             "prompts": self.prompts, "default_prompt": self.default_prompt,
             "activation": activation,
         }  # fmt: skip
-        return stated | {key: value for key, value in scores.items() if value}
+        return values | {key: value for key, value in scores.items() if value}
 
     def stated_of_text(self) -> dict[str, Any]:
         """The fields of a record that concern the text."""
@@ -268,10 +268,10 @@ class FolderSettings:
                 "remove the file to use the network without it",
                 code="settings.model_type",
             )
-        for one in self.modules:
-            self._check_module(one)
-        steps = [one for one in self.modules if one.kind in EMBEDDING_MODULES]
-        if steps and not any(one.kind == "Pooling" for one in steps):
+        for module in self.modules:
+            self._check_module(module)
+        steps = [module for module in self.modules if module.kind in EMBEDDING_MODULES]
+        if steps and not any(module.kind == "Pooling" for module in steps):
             raise InvalidModel(
                 f"{listed}: no module Pooling: expected one, which makes one vector of a text",
                 "add it, or remove modules.json to use the encoder with mean pooling",
@@ -302,27 +302,27 @@ class FolderSettings:
 
     def _check_output(self) -> None:
         """Check that the network gives the hidden states of plain texts."""
-        asked = self.transformer
-        modality = asked.modality_config
+        transformer = self.transformer
+        modality = transformer.modality_config
         text = modality.get("text") if modality else None
-        found: dict[str, tuple[Any, Any]] = {
-            "transformer_task": (asked.transformer_task, "feature-extraction"),
-            "module_output_name": (asked.module_output_name, "token_embeddings"),
+        entries: dict[str, tuple[Any, Any]] = {
+            "transformer_task": (transformer.transformer_task, "feature-extraction"),
+            "module_output_name": (transformer.module_output_name, "token_embeddings"),
         }
         if modality is not None:
             names = text and text.method_output_name
-            found["modality_config"] = (sorted({*modality} & {"text", "message"}), ["text"])
-            found["method"] = (text and text.method, "forward")
-            found["method_output_name"] = (
+            entries["modality_config"] = (sorted({*modality} & {"text", "message"}), ["text"])
+            entries["method"] = (text and text.method, "forward")
+            entries["method_output_name"] = (
                 names[0] if isinstance(names, list) and len(names) == 1 else names,
                 "last_hidden_state",
             )
-        for key, (value, expected) in found.items():
-            if value not in (None, expected):
+        for key, (value, expected_value) in entries.items():
+            if value not in (None, expected_value):
                 raise _malformed(
                     self.folder / self.encoder / TRANSFORMER_FILES[0],
                     key,
-                    f"expected {expected} for embeddings of texts, found {value}",
+                    f"expected {expected_value} for embeddings of texts, found {value}",
                 )
 
 

@@ -1,87 +1,40 @@
-"""The rewrites of a model as attnserve.json and plan.json record them.
+"""The rewrites of a model as attnserve.json records them: what ``optimize`` and ``recover`` write.
 
-``optimize`` and ``recover`` write one entry each. Older versions recorded fewer fields, so most may
-be missing. Fields that this version does not know are kept: a newer one may have written them.
-
-A measured value is its own record: ``Quality``, ``Share``, ``Fidelity``, ``Proof`` and
-``ServedSpeed`` extend the class here whose name ends in ``Record`` by what is required when it is
-measured and by what is not written. A field of a record holds such a value as it is, and writes the
-fields of its declared class. The reports of commands (``OptimizeReport``, ``RecoverReport``,
-``PlanReport``) have what they write as ``record``.
+They write one entry each. The reports of commands (``OptimizeReport``, ``RecoverReport``) have what
+they write as ``record``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    field_serializer,
+from pydantic import FiniteFloat
+
+from attnserve.models.recorded import (
+    FidelityRecord,
+    Measured,
+    QualityRecord,
+    Recorded,
+    ServedSpeedRecord,
+    Whole,
 )
-
+from attnserve.models.search_record import SearchRecord
 from attnserve.runtime.interleaved_timer import Speedup
 
 __all__ = [
     "SIZES",
-    "Asked",
     "BeforeRecovery",
     "Calibration",
-    "FidelityRecord",
     "FormReport",
-    "Measured",
+    "LineageEntry",
     "MixingChoice",
     "ModelCost",
-    "OutputRecord",
-    "ProofRecord",
-    "QualityRecord",
-    "Recorded",
-    "Recovered",
-    "RewriteRecord",
-    "Round",
-    "SearchRecord",
-    "ServedSpeedRecord",
-    "ShapeLatency",
-    "ShareRecord",
     "Source",
     "StepRecord",
     "TokenIds",
     "TrainingRecord",
-    "Whole",
-    "present",
 ]
-
-
-class Recorded(BaseModel, frozen=True):
-    """Base class of record parts whose JSON contains only the given fields."""
-
-    model_config = ConfigDict(extra="allow")
-
-    def to_json(self, *left_out: str) -> dict[str, Any]:
-        """The fields as JSON values, without the named ones."""
-        return self.model_dump(mode="json", exclude_unset=True, exclude=set(left_out))
-
-    @property
-    def stated(self) -> dict[str, Any]:
-        """The values that were given, by field."""
-        return {name: getattr(self, name) for name in self.model_fields_set}
-
-
-def present(**values: Any) -> dict[str, Any]:
-    """The values that are neither None nor empty: fields that are written only with a value."""
-    return {name: value for name, value in values.items() if value}
-
-
-class Whole(Recorded, frozen=True):
-    """Base class of record parts whose JSON contains all fields; null without a value."""
-
-    def model_post_init(self, context: Any) -> None:
-        self.__pydantic_fields_set__.update(type(self).model_fields)
 
 
 class Source(Recorded, frozen=True):
@@ -183,129 +136,6 @@ class StepRecord(Whole, frozen=True):
         return [name for name in SIZES if getattr(self, name) is not None]
 
 
-class QualityRecord(Recorded, frozen=True):
-    """The recorded part of ``checks.quality.Quality``: the quality of one output.
-
-    Other measures of the same output are further fields, by their names.
-    """
-
-    measure: str
-    value: FiniteFloat | None = None
-    lower: FiniteFloat | None = None
-    ci95: tuple[FiniteFloat, FiniteFloat] | None = None
-    p5: FiniteFloat | None = None
-    constant: FiniteFloat | None = None
-    rows: int | None = None
-    split: str | None = None
-    output: str = ""
-    file: str | None = None
-    lengths: str | None = None
-    same_outputs: tuple[str, ...] = ()
-    not_finite_rows: tuple[int, ...] = ()
-    excluded_rows: tuple[int, ...] = ()
-
-
-class Measured(Recorded, frozen=True):
-    """Base class of records with the qualities of a model.
-
-    Attributes:
-        quality: The lowest of them; None if none was measured.
-        qualities: All of them, by output, file and lengths of texts, the lowest first. They are
-            written only if there are several.
-    """
-
-    quality: QualityRecord | None = None
-    qualities: tuple[QualityRecord, ...] = ()
-
-    def model_post_init(self, context: Any) -> None:
-        qualities = self.qualities or ((self.quality,) if self.quality else ())
-        if qualities:
-            vars(self).update(quality=self.quality or qualities[0], qualities=qualities)
-            self.__pydantic_fields_set__.add("quality")
-        if len(qualities) < 2:
-            self.__pydantic_fields_set__.discard("qualities")
-
-
-class ShareRecord(Recorded, frozen=True):
-    """The recorded part of ``checks.scores.Share``: the kept share of a task's score."""
-
-    value: FiniteFloat
-    standard_error: FiniteFloat | None = None
-    rows: int | None = None
-
-
-class OutputRecord(Recorded, frozen=True):
-    """The record of ``checks.compare.OutputFidelity``: the errors of one output.
-
-    An infinite error is null in JSON.
-    """
-
-    name: str = ""
-    max_abs_error: float | None = None
-    mean_abs_error: float | None = None
-    relative_error: float | None = None
-    mean_cosine: float | None = None
-    min_cosine: float | None = None
-    not_finite_rows: tuple[int, ...] = ()
-    excluded_rows: tuple[int, ...] = ()
-    same_outputs: tuple[str, ...] = ()
-
-    @field_serializer("max_abs_error", "mean_abs_error", "relative_error")
-    def _finite_or_null(self, error: float | None) -> float | None:
-        return None if error is None or math.isinf(error) else error
-
-
-class FidelityRecord(Measured, frozen=True):
-    """The record of ``checks.compare.Fidelity``: a comparison with the original.
-
-    Attributes:
-        share: The kept share of a task's score, in plans.
-    """
-
-    outputs: tuple[OutputRecord, ...] = ()
-    mean_cosine: FiniteFloat | None = None
-    min_cosine: FiniteFloat | None = None
-    data: str | None = None
-    share: ShareRecord | None = None
-
-
-class ShapeLatency(Whole, frozen=True):
-    """Latencies in milliseconds of the new model and the original at one shape, and their ratio.
-
-    They are medians of interleaved runs.
-    """
-
-    batch: int
-    sequence: int
-    original_ms: FiniteFloat
-    ms: FiniteFloat
-    speedup: FiniteFloat
-
-
-class ServedSpeedRecord(Recorded, frozen=True):
-    """The recorded part of ``planning.served_speed.ServedSpeed``: the speed-ups as served.
-
-    Attributes:
-        shapes: (batch, length) of each run; ratios are geometric means over them.
-        phase: The phase of the runs, see ``Workload``.
-        fusion: Speed-up of the fused original over the exported one.
-        precision: Speed-up of the fused original in another precision over float32; None in
-            float32.
-        removal: Speed-up of the rewritten model over the fused original in its precision; None if
-            nothing was removed or approximated.
-        served: Speed-up of the rewritten model over the fused original in float32.
-        served_by_shape: The value of ``served`` at each shape.
-    """
-
-    shapes: tuple[tuple[int, int], ...] = ()
-    phase: str = "sequence"
-    fusion: Speedup | None = None
-    precision: Speedup | None = None
-    removal: Speedup | None = None
-    served: Speedup | None = None
-    served_by_shape: tuple[FiniteFloat, ...] = ()
-
-
 class FormReport(Whole, frozen=True):
     """A form of shared dimensions that was built and timed; see ``planning.mixing_choice``.
 
@@ -331,102 +161,6 @@ class MixingChoice(Whole, frozen=True):
     forms: tuple[FormReport, ...]
 
 
-def _present_name(measure: object) -> object:
-    """Current name of a measure; 0.1 wrote "mean output cosine" or "share of the X score"."""
-    if isinstance(measure, str) and " " in measure:
-        return "score" if measure.endswith(" score") else "cosine"
-    return measure
-
-
-class Asked(Recorded, frozen=True):
-    """The request of a search; see ``options.Goal``."""
-
-    keep: float | None = None
-    target_speedup: float | None = None
-    measure: Annotated[str, BeforeValidator(_present_name)] = "auto"
-    task: str | None = None
-    eval_data: str | None = None
-    eval_data_sha256: str | None = None
-    allow: tuple[str, ...] = ()
-    precision: str = "float32"
-    batch: int = 1
-    sequences: tuple[int, ...] = ()
-    phase: str = "sequence"
-    provider: str = "cpu"
-    runtime: str = "onnxruntime"
-    threads: int = 0
-    seed: Annotated[int, Field(strict=True, ge=0)] = 0
-    recover: float | None = None
-
-
-class ProofRecord(Measured, frozen=True):
-    """The recorded part of ``planning.search.report.Proof``: a verification on held-out data.
-
-    Attributes:
-        loss: The largest of the losses that the goal limits; see ``Quality.loss``.
-        share: The kept share of the task's score, if the goal has a task.
-    """
-
-    loss: FiniteFloat
-    share: ShareRecord | None = None
-
-
-class Round(Whole, frozen=True):
-    """One choice that was built and trained.
-
-    Attributes:
-        predicted_speedup, predicted_loss: As in ``Point``.
-        built_loss, loss: The measured loss on the data to choose, before and after the training.
-        steps, seconds: Steps and time of the training.
-        keeps: Whether the loss is within the goal.
-    """
-
-    predicted_speedup: float
-    predicted_loss: float
-    built_loss: float
-    loss: float
-    steps: int
-    seconds: float
-    keeps: bool
-
-
-class Recovered(Whole, frozen=True):
-    """The training rounds of a search.
-
-    Attributes:
-        gain: Whether a trained model is returned.
-        verdict: One line for people.
-        torch: The version of PyTorch.
-    """
-
-    rounds: tuple[Round, ...]
-    gain: bool
-    verdict: str
-    torch: str
-
-
-class SearchRecord(Measured, frozen=True):
-    """The part of plan.json that is recorded with an optimized model; see ``PlanRecord``.
-
-    Attributes:
-        fidelity, quality, qualities: The result of the verification of the returned choice.
-        choose: The same quality on the data to choose.
-        proofs: All verifications of choices, in order; all but the last missed the goal.
-        speedup: The geometric mean over the requested lengths.
-    """
-
-    asked: Asked = Asked()
-    verdict: str | None = None
-    gain: bool = False
-    fidelity: FidelityRecord | None = None
-    choose: QualityRecord | None = None
-    proofs: tuple[ProofRecord, ...] = ()
-    speedup: FiniteFloat | None = None
-    speeds: tuple[ShapeLatency, ...] = ()
-    machine: str | None = None
-    recovered: Recovered | None = None
-
-
 class TrainingRecord(Recorded, frozen=True):
     """The course of a training; see ``recovery.training.Course``.
 
@@ -449,7 +183,7 @@ class BeforeRecovery(Measured, frozen=True):
     fidelity: FidelityRecord | None = None
 
 
-class RewriteRecord(Measured, frozen=True):
+class LineageEntry(Measured, frozen=True):
     """One entry of the lineage.
 
     Attributes:

@@ -14,20 +14,20 @@ from pathlib import Path
 
 from attnserve.models.artifact import is_hub_folder, open_artifact
 
-__all__ = ["Place", "find_models"]
+__all__ = ["ModelLocation", "find_models"]
 
 VERSION = re.compile(r"[1-9]\d{0,17}|0")
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelLocation:
     """Location of a version; ``shared`` is the folder above the versions of a model."""
 
     path: Path
     shared: Path | None = None
 
 
-def find_models(path: Path, *, must_exist: bool = False) -> dict[str, dict[str, Place]]:
+def find_models(path: Path, *, must_exist: bool = False) -> dict[str, dict[str, ModelLocation]]:
     """The models at ``path``, by name and version. Stray files beside models are ignored.
 
     Raises:
@@ -40,28 +40,28 @@ def find_models(path: Path, *, must_exist: bool = False) -> dict[str, dict[str, 
     is_hub = is_hub_folder(path) and models.keys() <= {"onnx"}
     is_artifact = not path.is_dir() or (path / "model.onnx").is_file() or is_hub
     if is_artifact or (not models and any(path.glob("*.onnx"))):
-        return {open_artifact(path).name: {"1": Place(path)}}
+        return {open_artifact(path).name: {"1": ModelLocation(path)}}
     return models
 
 
-def _models(path: Path) -> Iterator[tuple[str, dict[str, Place]]]:
+def _models(path: Path) -> Iterator[tuple[str, dict[str, ModelLocation]]]:
     """(name, versions) of each model in a folder.
 
     Other folders are ignored, also those that this user may not read: the root of a volume has a
     ``lost+found``.
     """
     for folder in sorted(path.iterdir()):
-        versions: dict[str, Place] = {}
+        versions: dict[str, ModelLocation] = {}
         with suppress(PermissionError):
             if not folder.is_dir() or folder.name.startswith(".") or not _is_text(folder.name):
                 continue
             versions = {
-                child.name: Place(child, folder)
+                child.name: ModelLocation(child, folder)
                 for child in folder.iterdir()
                 if VERSION.fullmatch(child.name) and (child / "model.onnx").is_file()
             }
             if not versions and ((folder / "model.onnx").is_file() or is_hub_folder(folder)):
-                versions = {"1": Place(folder)}
+                versions = {"1": ModelLocation(folder)}
         if versions:
             yield folder.name, versions
 

@@ -78,10 +78,10 @@ def validated(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
         _check_tensor(path, tensor)
     if proto.functions:
         proto = _inlined(path, proto)
-    for each in (*proto.opset_import, *_nodes(proto.graph)):
-        if each.domain == "ai.onnx":  # the long name of the default domain
-            each.domain = ""
-    opsets = {each.domain: each.version for each in proto.opset_import}
+    for entry in (*proto.opset_import, *_nodes(proto.graph)):
+        if entry.domain == "ai.onnx":  # the long name of the default domain
+            entry.domain = ""
+    opsets = {entry.domain: entry.version for entry in proto.opset_import}
     for node in _nodes(proto.graph):
         _check_node(path, node, opsets.get("", 1))
     return proto
@@ -107,13 +107,14 @@ def _check_node(path: Path, node: onnx.NodeProto, opset: int) -> None:
     faults = [
         f"the attribute {name!r} is missing"
         for name, attribute in schema.attributes.items()
-        if attribute.required and all(each.name != name for each in node.attribute)
+        if attribute.required
+        and all(node_attribute.name != name for node_attribute in node.attribute)
     ]
-    for each in node.attribute:
-        declared = schema.attributes.get(each.name)
+    for node_attribute in node.attribute:
+        declared = schema.attributes.get(node_attribute.name)
         # The stubs of onnx do not declare the number of an AttrType.
-        if declared is not None and each.type != declared.type.value:  # pyright: ignore[reportAttributeAccessIssue]
-            faults.append(f"the attribute {each.name!r} has type {each.type}")
+        if declared is not None and node_attribute.type != declared.type.value:  # pyright: ignore[reportAttributeAccessIssue]
+            faults.append(f"the attribute {node_attribute.name!r} has type {node_attribute.type}")
     if not schema.min_input <= len(node.input) <= schema.max_input:
         faults.append(f"it has {len(node.input)} inputs")
     faults += [
@@ -179,7 +180,7 @@ def _inlined(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
         count = size = 0
         for node in nodes:
             key = (node.domain, node.op_type, node.overload)
-            added = (1, node.ByteSize())
+            node_size = (1, node.ByteSize())
             if key in functions:
                 if key not in sizes:
                     if key in open_calls or len(open_calls) >= MAX_NESTED_FUNCTIONS:
@@ -187,12 +188,12 @@ def _inlined(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
                     open_calls.append(key)
                     sizes[key] = inlined_size(functions[key].node)
                     open_calls.pop()
-                added = sizes[key]
-            inner = [a.g for a in node.attribute if a.HasField("g")]
-            inner += [graph for a in node.attribute for graph in a.graphs]
-            bodies = [inlined_size(graph.node) for graph in inner]
-            count += added[0] + sum(body[0] for body in bodies)
-            size += added[1] + sum(body[1] for body in bodies)
+                node_size = sizes[key]
+            subgraphs = [a.g for a in node.attribute if a.HasField("g")]
+            subgraphs += [graph for a in node.attribute for graph in a.graphs]
+            bodies = [inlined_size(graph.node) for graph in subgraphs]
+            count += node_size[0] + sum(body[0] for body in bodies)
+            size += node_size[1] + sum(body[1] for body in bodies)
         return count, size
 
     count, size = inlined_size(proto.graph.node)
@@ -206,50 +207,50 @@ def _inlined(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
 
 def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
     """Refuse a weight whose data does not match its shape and type."""
-    where = f"{path}: the weight {tensor.name!r}"
+    subject = f"{path}: the weight {tensor.name!r}"
     try:
         bits = ir.DataType(tensor.data_type).bitwidth
     except (TypeError, ValueError):  # strings have no bit width; other values are invalid
         if tensor.data_type == onnx.TensorProto.STRING:
-            _check_typed(where, tensor, 8)
+            _check_typed(subject, tensor, 8)
             return
         raise InvalidModel(
-            f"{where} has no known data type", "export it again", code="artifact.weight_type"
+            f"{subject} has no known data type", "export it again", code="artifact.weight_type"
         ) from None
     if min(tensor.dims, default=0) < 0:
         raise InvalidModel(
-            f"{where} has a negative size {list(tensor.dims)}",
+            f"{subject} has a negative size {list(tensor.dims)}",
             "export it again",
             code="artifact.weight_shape",
         )
-    expected = math.ceil(math.prod(tensor.dims) * bits / 8)
+    size = math.ceil(math.prod(tensor.dims) * bits / 8)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        _check_external(path, tensor, expected)
+        _check_external(path, tensor, size)
         return
     length = len(tensor.raw_data) if tensor.HasField("raw_data") else None
     if length is None and any(len(getattr(tensor, name)) for name in TYPED_FIELDS):
-        _check_typed(where, tensor, bits)
+        _check_typed(subject, tensor, bits)
         return
-    if (length or 0) != expected:
+    if (length or 0) != size:
         raise InvalidModel(
-            f"{where} of shape {list(tensor.dims)} has {length or 0} bytes, expected {expected}",
+            f"{subject} of shape {list(tensor.dims)} has {length or 0} bytes, expected {size}",
             "the file is damaged: download or export it again",
             code="artifact.weight_size",
         )
 
 
-def _check_typed(where: str, tensor: onnx.TensorProto, bits: int) -> None:
+def _check_typed(subject: str, tensor: onnx.TensorProto, bits: int) -> None:
     """Refuse elements in the field of another type, or in another number than the shape has."""
     field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
     size = math.prod(tensor.dims)
     # Two entries are one complex number; one entry is 8 bits of smaller types.
-    expected = 2 * size if tensor.data_type in COMPLEX else math.ceil(size * min(bits, 8) / 8)
+    expected_count = 2 * size if tensor.data_type in COMPLEX else math.ceil(size * min(bits, 8) / 8)
     counts = {name: len(getattr(tensor, name)) for name in (*TYPED_FIELDS, "string_data")}
-    if counts[field] != expected or sum(counts.values()) != expected:
-        present = ", ".join(f"{count} in {name}" for name, count in counts.items() if count)
+    if counts[field] != expected_count or sum(counts.values()) != expected_count:
+        contents = ", ".join(f"{count} in {name}" for name, count in counts.items() if count)
         raise InvalidModel(
-            f"{where} of shape {list(tensor.dims)} has {present or 'no'} elements,"
-            f" expected {expected} in {field}",
+            f"{subject} of shape {list(tensor.dims)} has {contents or 'no'} elements,"
+            f" expected {expected_count} in {field}",
             "the file is damaged: download or export it again",
             code="artifact.weight_size",
         )
@@ -279,49 +280,49 @@ def external_locations(proto: onnx.ModelProto) -> list[str]:
     return list(dict.fromkeys(entry.value for entry in entries if entry.key == "location"))
 
 
-def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None:
+def _check_external(path: Path, tensor: onnx.TensorProto, size: int) -> None:
     """Refuse external data outside the model's folder, or with a wrong size."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
-    where = f"{path}: external data of {tensor.name!r}"
+    subject = f"{path}: external data of {tensor.name!r}"
     data = external_file(path, location)
     if data is None:
         raise InvalidModel(
-            f"{where} is at {location!r}: expected a file inside the model's folder",
+            f"{subject} is at {location!r}: expected a file inside the model's folder",
             "do not use this file: a model must not read files outside its folder",
             code="artifact.external_outside",
         )
     if not data.is_file():
         raise InvalidModel(
-            f"{where} is missing: {location}",
+            f"{subject} is missing: {location}",
             f"put {location} into the model's folder",
             code="artifact.external_missing",
         )
     if data.stat().st_nlink > 1:  # onnx_ir refuses it
         raise InvalidModel(
-            f"{where} is in {location}, which has several hard links and may be a file from "
+            f"{subject} is in {location}, which has several hard links and may be a file from "
             "outside of the model's folder",
             f"replace {location} by a copy of it",
             code="artifact.external_hard_link",
         )
     try:
         offset = int(entries.get("offset", "0"))
-        length = int(entries.get("length", expected))
+        length = int(entries.get("length", size))
     except ValueError as error:
         raise InvalidModel(
-            f"{where} has an invalid offset or length",
+            f"{subject} has an invalid offset or length",
             "export it again",
             code="artifact.external_offset",
         ) from error
-    if offset < 0 or length != expected:
+    if offset < 0 or length != size:
         raise InvalidModel(
-            f"{where} has offset {offset} and {length} bytes, expected {expected} bytes",
+            f"{subject} has offset {offset} and {length} bytes, expected {size} bytes",
             "the model and its data file do not match: copy both again",
             code="artifact.external_offset",
         )
     if offset + length > data.stat().st_size:
         raise InvalidModel(
-            f"{where} ends at byte {offset + length}, but {location} has {data.stat().st_size}",
+            f"{subject} ends at byte {offset + length}, but {location} has {data.stat().st_size}",
             "the data file is truncated: copy it again",
             code="artifact.external_truncated",
         )
@@ -343,7 +344,7 @@ def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
             yield from (a.t for a in attributes if a.HasField("t"))
             yield from (tensor for a in attributes for tensor in a.tensors)
             graphs += [a.g for a in attributes if a.HasField("g")]
-            graphs += [inner for a in attributes for inner in a.graphs]
+            graphs += [subgraph for a in attributes for subgraph in a.graphs]
             sparse = [a.sparse_tensor for a in attributes if a.HasField("sparse_tensor")]
             sparse += [tensor for a in attributes for tensor in a.sparse_tensors]
         for tensor in sparse:

@@ -20,8 +20,8 @@ def raise_opset(model: ir.Model, opset: int) -> None:
     Raises:
         CannotRewrite: A converter does not support an operator; ``model`` is unchanged.
     """
-    before = model.opset_imports.get("", 0)
-    if before >= opset:
+    old_opset = model.opset_imports.get("", 0)
+    if old_opset >= opset:
         return
     # Imported on first use: onnxscript takes a second to import.
     from onnxscript.version_converter import convert_version
@@ -32,9 +32,9 @@ def raise_opset(model: ir.Model, opset: int) -> None:
         with _without_warnings("onnxscript.version_converter"):
             convert_version(raised, opset, fallback=True)
     except Exception as error:  # the libraries raise exceptions of many types
-        raise _refused(before, opset) from error
+        raise _refused(old_opset, opset) from error
     if raised.opset_imports.get("", 0) < opset:
-        raise _refused(before, opset)
+        raise _refused(old_opset, opset)
     model.graph = raised.graph
     model.functions.clear()  # they were inlined
     model.functions.update(raised.functions)

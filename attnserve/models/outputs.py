@@ -20,7 +20,7 @@ from attnserve.models.artifact import (
     copy_companions,
 )
 from attnserve.models.checksums import sha256
-from attnserve.models.lineage import RewriteRecord
+from attnserve.models.lineage import LineageEntry
 from attnserve.models.onnx_files import data_file, save_model
 from attnserve.models.record import (
     RECORD,
@@ -66,8 +66,10 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
     is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
     target = output if is_file else output / "model.onnx"
     # A model above the folder onnx would hide the one in it.
-    above = [artifact.shared] if artifact.shared and artifact.folder.name == HUB_FOLDER else []
-    if any(_same(target.parent, folder) for folder in above):
+    hub_folders = (
+        [artifact.shared] if artifact.shared and artifact.folder.name == HUB_FOLDER else []
+    )
+    if any(_same(target.parent, folder) for folder in hub_folders):
         raise _is_the_input(target.parent)
     if not is_file and _same(output, artifact.folder):
         raise _is_the_input(output)
@@ -78,10 +80,12 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
     check_output(target, force=force)
     check_output(data_file(target), force=force)
     if not _same(target.parent, artifact.folder):
-        for name, ours in companions_to_copy(artifact).items():
-            theirs = target.parent / name
-            if not (theirs.is_file() and ours.read_bytes() == theirs.read_bytes()):
-                check_output(theirs, force=force)
+        for name, companion in companions_to_copy(artifact).items():
+            existing_file = target.parent / name
+            if not (
+                existing_file.is_file() and companion.read_bytes() == existing_file.read_bytes()
+            ):
+                check_output(existing_file, force=force)
     record = target.with_name(RECORD)
     # A folder with model.onnx and a record is one artifact; a second model must not be added.
     is_artifact = artifact.model.name == "model.onnx" and _same(target.parent, artifact.folder)
@@ -251,7 +255,7 @@ def _flush(path: Path) -> None:
 
 
 def write_rewritten(
-    target: Path, model: ir.Model, source: Artifact, entry: RewriteRecord, *, external: bool
+    target: Path, model: ir.Model, source: Artifact, entry: LineageEntry, *, external: bool
 ) -> None:
     """Write a model that was made from ``source``, its record and companion files, atomically.
 

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import AfterValidator, Field, FiniteFloat, StrictBool, StrictStr, ValidationError
 
-from attnserve.choices import Activation, Padding, Pooling, Side, Similarity
+from attnserve.literals import Activation, Padding, Pooling, Side, Similarity
 from attnserve.models.json_files import first_problem
-from attnserve.models.lineage import Recorded, RewriteRecord
+from attnserve.models.lineage import LineageEntry
+from attnserve.models.recorded import Recorded
 from graph_passes.errors import InvalidModel
 
 __all__ = ["RECORD", "Record", "merged_record", "parse_record", "read_record", "write_record"]
@@ -34,7 +35,7 @@ def _require_places(template: str) -> str:
 
 
 Count = Annotated[int, Field(strict=True, gt=0)]
-Place = Annotated[int, Field(strict=True, ge=0)]
+Index = Annotated[int, Field(strict=True, ge=0)]
 Template = Annotated[StrictStr, AfterValidator(_require_places)]
 
 
@@ -77,7 +78,7 @@ class Record(Recorded, frozen=True):
     activation: Activation | None = None
     template: Template | None = None
     max_length: Count | None = None
-    first_position: Place | None = None
+    first_position: Index | None = None
     id2label: dict[str, Any] | list[Any] | None = None
     task: StrictStr | None = None
     exporter: StrictStr | None = None
@@ -88,7 +89,7 @@ class Record(Recorded, frozen=True):
     source: StrictStr | None = None
     format: int = 1
     files: Mapping[str, StrictStr] = {}
-    lineage: tuple[RewriteRecord, ...] = ()
+    lineage: tuple[LineageEntry, ...] = ()
     others: Mapping[str, Record] = {}
 
     @classmethod
@@ -111,8 +112,8 @@ class Record(Recorded, frozen=True):
             return cls.model_validate(content)
         except (TypeError, ValidationError) as error:
             is_invalid = isinstance(error, ValidationError)
-            what = first_problem(error) if is_invalid else str(error)
-            raise InvalidModel(f"{path}: {what}", fix, code="artifact.record") from error
+            problem = first_problem(error) if is_invalid else str(error)
+            raise InvalidModel(f"{path}: {problem}", fix, code="artifact.record") from error
 
     def over(self, base: Self) -> Self:
         """Return ``base`` updated with the fields that are given here."""

@@ -84,7 +84,7 @@ def with_fixed_sizes(model: ir.Model, workload: Workload) -> Workload:
     """
     inputs = [v for v in model.graph.inputs if v.shape is not None and v.name not in
               model.graph.initializers]  # fmt: skip
-    free = {min(position, 1) for position in named_axes(model.graph).values()}
+    axes = {min(position, 1) for position in named_axes(model.graph).values()}
     rows, _ = fixed_axes(value.shape for value in inputs if value.shape)
     lengths = (
         value.shape[1]
@@ -93,8 +93,8 @@ def with_fixed_sizes(model: ir.Model, workload: Workload) -> Workload:
     )
     tokens = next((length for length in lengths if isinstance(length, int)), None)
     return Workload.of(
-        workload.batch if 0 in free else rows or workload.batch,
-        workload.length if 1 in free else tokens or workload.length,
+        workload.batch if 0 in axes else rows or workload.batch,
+        workload.length if 1 in axes else tokens or workload.length,
         workload.phase,
     )
 

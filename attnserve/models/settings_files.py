@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from attnserve.choices import Side
+from attnserve.literals import Side
 
 __all__ = [
     "FILES",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer, normalizers
 
-from attnserve.choices import Padding, Side
+from attnserve.literals import Padding, Side
 from attnserve.models.artifact import Artifact
 from attnserve.models.folder_settings import parse_settings
 from attnserve.models.settings_files import TokenizerConfig, TransformersConfig
@@ -168,7 +168,8 @@ class TextEncoder:
         if length is None:
             return self
         encoder = copy(self)
-        encoder.length, encoder.max_length = length, min(self.max_length or length, length)
+        encoder.length = length
+        encoder.max_length = min(self.max_length or length, length)
         encoder._check_length(encoder.max_length)
         return encoder
 
@@ -205,15 +206,17 @@ class TextEncoder:
         limit = max_length or self.max_length
         with _errors_as(*FAILS_ON_TEXT):
             try:
-                fresh = iter(self._encode_batch([x for x in texts if not isinstance(x, Encoding)]))
+                new_encodings = iter(
+                    self._encode_batch([x for x in texts if not isinstance(x, Encoding)])
+                )
             except TypeError as error:
                 raise InvalidData(
                     "a text cannot be tokenized: expected a list of Unicode strings",
                     "remove lone surrogates and values that are not strings",
                     code="text.not_unicode",
                 ) from error
-        raws = [text if isinstance(text, Encoding) else next(fresh) for text in texts]
-        encodings = [Encoding(raw.ids, raw.type_ids) for raw in raws]
+        raws = [text if isinstance(text, Encoding) else next(new_encodings) for text in texts]
+        encodings = [Encoding(text.ids, text.type_ids) for text in raws]
         for index, encoding in enumerate(encodings):
             if not encoding:
                 raise InvalidData(
@@ -227,8 +230,8 @@ class TextEncoder:
                         code="text.too_long",
                     )
                 spans = self._spans(texts[index])
-                kept = _kept(raws[index], limit, self.truncation_side, spans)
-                encodings[index] = _select(raws[index], kept)
+                positions = _kept(raws[index], limit, self.truncation_side, spans)
+                encodings[index] = _select(raws[index], positions)
         return encodings
 
     def _encode_batch(self, texts: Sequence[Text]) -> list[Any]:
@@ -283,7 +286,7 @@ class TextEncoder:
             InvalidData: An input of the model is unknown, or the texts differ in length and the
                 model has no attention_mask.
         """
-        caches = {name: one.cache for name, one in inputs.items() if one.cache is not None}
+        caches = {name: value.cache for name, value in inputs.items() if value.cache is not None}
         if unknown := sorted(inputs.keys() - set(FILLED) - caches.keys()):
             raise InvalidData(
                 f"unknown model input {unknown[0]!r}: a tokenizer provides {', '.join(FILLED)}",
@@ -306,7 +309,7 @@ class TextEncoder:
             filled[name][mask] = np.concatenate(rows)
         filled["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0) + self.first_position
         filled |= {name: np.zeros((len(mask), *shape)) for name, shape in caches.items()}
-        return {name: filled[name].astype(one.dtype) for name, one in inputs.items()}
+        return {name: filled[name].astype(value.dtype) for name, value in inputs.items()}
 
     def mask(self, encodings: Sequence[Encoding]) -> Bool[np.ndarray, "B S"]:
         """The real tokens of a batch."""
@@ -383,24 +386,24 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
         "copy it again; convert a vocab.txt or .model file first",
         "text.not_tokenizer",
     ):
-        own = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        file_tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     config = parse_settings(file.with_name("tokenizer_config.json"), TokenizerConfig)
     settings, record = artifact.settings, artifact.record
     limits = [artifact.max_length, settings.table_size]
     if artifact.max_length is None:
-        stated = config.model_max_length
-        is_bounded = isinstance(stated, int) and 0 < stated <= UNBOUNDED
-        limits = [stated if is_bounded else None, settings.positions]
+        stated_length = config.model_max_length
+        is_bounded = isinstance(stated_length, int) and 0 < stated_length <= UNBOUNDED
+        limits = [stated_length if is_bounded else None, settings.positions]
     with _errors_as(
         InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
     ):
-        side = (own.truncation or {}).get("direction", "right")
-        _configure(own, config, settings)
+        side = (file_tokenizer.truncation or {}).get("direction", "right")
+        _configure(file_tokenizer, config, settings)
         if record.lower_case:
-            lower_case(own)
+            lower_case(file_tokenizer)
         return TextEncoder(
-            own,
-            pad_id=_pad_id(own, config),
+            file_tokenizer,
+            pad_id=_pad_id(file_tokenizer, config),
             max_length=min((limit for limit in limits if limit), default=None),
             padding=record.padding or "right",
             template=record.template,
@@ -472,7 +475,7 @@ class _Template:
 
 
 def _kept(
-    raw: Any, limit: int, side: Side, spans: Sequence[tuple[int, int]] | None = None
+    encoding: Any, limit: int, side: Side, spans: Sequence[tuple[int, int]] | None = None
 ) -> list[int]:
     """The tokens that remain after an encoding of ``tokenizers`` is truncated to ``limit``.
 
@@ -483,11 +486,12 @@ def _kept(
     The library's own truncation is a state of the tokenizer, which requests with other limits
     share, and it keeps the rest of both texts of a pair in all combinations.
     """
-    count, right = len(raw), side == "right"
-    if isinstance(raw, Encoding):
+    count = len(encoding)
+    right = side == "right"
+    if isinstance(encoding, Encoding):
         return list(range(limit) if right else range(count - limit, count))
     if spans is not None:
-        offsets: list[tuple[int, int]] = raw.offsets  # each access makes a new list
+        offsets: list[tuple[int, int]] = encoding.offsets  # each access makes a new list
         order = range(count)[::-1] if right else range(count)
         droppable = [
             index
@@ -497,30 +501,32 @@ def _kept(
         ]
         gone = set(droppable[: max(count - limit, 0)])
         return [index for index in range(count) if index not in gone]
-    sequences: list[int | None] = raw.sequence_ids
+    sequences: list[int | None] = encoding.sequence_ids
     counts = [sequences.count(0), sequences.count(1)]
-    sizes, room, short = counts, max(limit - sequences.count(None), 0), min(counts)
+    sizes = counts
+    room = max(limit - sequences.count(None), 0)
+    short_size = min(counts)
     if sum(counts) > room:
-        long = max(room - short, (room + 1) // 2)
-        short = room - long
-        sizes = [short, long] if counts[0] <= counts[1] else [long, short]
+        long_size = max(room - short_size, (room + 1) // 2)
+        short_size = room - long_size
+        sizes = [short_size, long_size] if counts[0] <= counts[1] else [long_size, short_size]
     firsts = [0 if right else n - size for n, size in zip(counts, sizes, strict=True)]
-    kept: list[int] = []
-    seen = [0, 0]
+    positions: list[int] = []
+    counts_seen = [0, 0]
     for index, sequence in enumerate(sequences):
         if sequence is None:
-            kept.append(index)
+            positions.append(index)
             continue
-        place = seen[sequence] - firsts[sequence]
-        seen[sequence] += 1
+        place = counts_seen[sequence] - firsts[sequence]
+        counts_seen[sequence] += 1
         if 0 <= place < sizes[sequence]:
-            kept.append(index)
-    return kept
+            positions.append(index)
+    return positions
 
 
-def _select(raw: Any, kept: Sequence[int]) -> Encoding:
-    ids, type_ids = raw.ids, raw.type_ids  # each access makes a new list
-    return Encoding([ids[i] for i in kept], [type_ids[i] for i in kept])
+def _select(encoding: Any, positions: Sequence[int]) -> Encoding:
+    ids, type_ids = encoding.ids, encoding.type_ids  # each access makes a new list
+    return Encoding([ids[i] for i in positions], [type_ids[i] for i in positions])
 
 
 def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: TransformersConfig) -> None:

@@ -29,7 +29,7 @@ Rotation = tuple[Tensor, Tensor]
 i + P/2; dimensions from P on stay (arXiv 2104.09864, in the layout of transformers)."""
 
 
-MASKED = -5000.0
+MASK_THRESHOLD = -5000.0
 """Additive masks hide tokens with values below this; some masks contain -10000."""
 
 
@@ -139,18 +139,22 @@ class PassedOn:
             InvalidArgument: There are none: the layer was not called before, or the backward pass
                 needs those of an earlier call.
         """
-        found = self._probabilities
+        probabilities = self._probabilities
         if _is_repeated():
-            first = self._tokens[reader] if self._tokens else None
-            if found is None or first is None or not torch.equal(first, tokens):
+            first_tokens = self._tokens[reader] if self._tokens else None
+            if (
+                probabilities is None
+                or first_tokens is None
+                or not torch.equal(first_tokens, tokens)
+            ):
                 raise InvalidArgument(
                     "gradient checkpointing needs probabilities of an earlier call, which are gone",
                     "turn it off; or use use_reentrant=False and one call of the model in each"
                     " backward pass",
                     code="nn.checkpointing",
                 )
-            return found
-        if found is None:
+            return probabilities
+        if probabilities is None:
             raise InvalidArgument(
                 "the layer whose probabilities are reused was not called before",
                 "call the layers in order, all of them in each call of the model",
@@ -158,11 +162,11 @@ class PassedOn:
             )
         if torch.is_grad_enabled():
             self._tokens[reader] = tokens.detach()
-            return found
+            return probabilities
         self._unread -= 1
         if self._unread == 0:
             self._probabilities = None
-        return found
+        return probabilities
 
 
 class _NotFused:
@@ -382,7 +386,7 @@ class AttentionLayer(nn.Module):
         """Check that tokens (batch first) and masks fit each other.
 
         Raises:
-            InvalidArgument: They do not.
+            InvalidArgument: Their shapes differ, or are not (B, S, D).
         """
         if query.ndim != 3 or query.shape[2] != self.embed_dim or key.ndim != 3:
             raise InvalidArgument(
@@ -463,12 +467,12 @@ class FixedHeadAttention(AttentionLayer):
         value_head_size: int | None = None,
         scale: float | None = None,
         bias: bool = True,
-        **others: Any,
+        **options: Any,
     ) -> None:
         check_size("head_size", head_size)
         super().__init__(
             embed_dim, num_heads, value_head_size=value_head_size or head_size,
-            scale=head_size**-0.5 if scale is None else scale, bias=bias, **others,
+            scale=head_size**-0.5 if scale is None else scale, bias=bias, **options,
         )  # fmt: skip
         self.head_size = head_size
         self.rotary = False
@@ -507,26 +511,26 @@ class FixedHeadAttention(AttentionLayer):
             )
         k, v = (K, V) if head_size is None else (size, size)
         options = {**layer.options, "value_head_size": v, **options}
-        made = cls(layer.sizes[0], layer.num_heads, k, **options).to(layer.query)
+        wide_layer = cls(layer.sizes[0], layer.num_heads, k, **options).to(layer.query)
         with torch.no_grad():
-            for linear, weight, bias, new in (
-                (made.q_proj, layer.query, layer.query_bias, 0.0),
-                (made.k_proj, layer.key, layer.key_bias, 1.0),
-                (made.v_proj, layer.value, layer.value_bias, 1.0),
+            for linear, weight, bias, factor in (
+                (wide_layer.q_proj, layer.query, layer.query_bias, 0.0),
+                (wide_layer.k_proj, layer.key, layer.key_bias, 1.0),
+                (wide_layer.v_proj, layer.value, layer.value_bias, 1.0),
             ):
                 columns = linear.weight.T.unflatten(1, (layer.num_heads, -1))  # D H K
-                columns[:, :, weight.shape[2] :] *= new
+                columns[:, :, weight.shape[2] :] *= factor
                 columns[:, :, : weight.shape[2]] = weight.transpose(0, 1)
                 if has_bias:
                     linear.bias.zero_()
                     linear.bias.unflatten(0, (layer.num_heads, -1))[:, : bias.shape[1]] = bias
-            rows = made.out_proj.weight.T.unflatten(0, (layer.num_heads, -1))  # H V D
+            rows = wide_layer.out_proj.weight.T.unflatten(0, (layer.num_heads, -1))  # H V D
             rows[:, V:] = 0.0
             rows[:, :V] = layer.output
             if has_bias:
-                made.out_proj.bias.copy_(layer.output_bias)
-        made.rotary = layer.rotary
-        return made
+                wide_layer.out_proj.bias.copy_(layer.output_bias)
+        wide_layer.rotary = layer.rotary
+        return wide_layer
 
     def trained(self) -> TrainedAttention:
         """The weights, as a copy."""
@@ -572,7 +576,7 @@ def check_size(name: str, size: int) -> None:
     """Check that a size is positive.
 
     Raises:
-        InvalidArgument: It is not.
+        InvalidArgument: The size is below 1.
     """
     if size < 1:
         raise InvalidArgument(
@@ -667,7 +671,7 @@ def _real_tokens(
     if mask is None:
         queries, keys = (probabilities.new_ones(B, n, dtype=torch.bool) for n in (S, T))
         return queries, keys
-    allowed = ~mask if mask.dtype == torch.bool else mask > MASKED
+    allowed = ~mask if mask.dtype == torch.bool else mask > MASK_THRESHOLD
     allowed = allowed[(None,) * (4 - allowed.ndim)]
     keys = allowed.expand(B, -1, -1, T).flatten(1, 2).any(1)
     return (keys if is_self else keys.new_ones(B, S)), keys

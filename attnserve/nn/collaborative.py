@@ -71,13 +71,13 @@ class CollaborativeAttention(AttentionLayer):
         value_head_size: int | None = None,
         scale: float | None = None,
         bias: bool = True,
-        **others: Any,
+        **options: Any,
     ) -> None:
         check_size("rank", rank)
         check_size("num_heads", num_heads)
         super().__init__(
             embed_dim, num_heads, value_head_size=value_size(embed_dim, num_heads, value_head_size),
-            scale=(rank / num_heads) ** -0.5 if scale is None else scale, bias=bias, **others,
+            scale=(rank / num_heads) ** -0.5 if scale is None else scale, bias=bias, **options,
         )  # fmt: skip
         self.rank = rank
         self.q_proj = input_projection(embed_dim, rank, bias=False)
@@ -152,17 +152,17 @@ class CollaborativeAttention(AttentionLayer):
             sparse: Learn the entries of M that are not zero only.
         """
         support = torch.from_numpy(factors.mixing != 0) if sparse else None
-        made = cls(
+        collaborative_layer = cls(
             layer.sizes[0], layer.num_heads, factors.rank, support=support, **layer.options
         ).to(layer.query)
-        made.take_values(layer)
+        collaborative_layer.take_values(layer)
         with torch.no_grad():
-            made.q_proj.weight.copy_(torch.from_numpy(factors.query.T))
-            made.k_proj.weight.copy_(torch.from_numpy(factors.key.T))
-            made.mixing.copy_(torch.from_numpy(factors.mixing))
-            if made.content is not None:
-                made.content.weight.copy_(torch.from_numpy(factors.content))
-        return made
+            collaborative_layer.q_proj.weight.copy_(torch.from_numpy(factors.query.T))
+            collaborative_layer.k_proj.weight.copy_(torch.from_numpy(factors.key.T))
+            collaborative_layer.mixing.copy_(torch.from_numpy(factors.mixing))
+            if collaborative_layer.content is not None:
+                collaborative_layer.content.weight.copy_(torch.from_numpy(factors.content))
+        return collaborative_layer
 
     def _take_sizes(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Take R and the support of weights that are about to be loaded.
@@ -220,14 +220,14 @@ def _columns(support: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     Raises:
         InvalidArgument: The support has another shape, or a head reads nothing.
     """
-    found = ""
+    fault = ""
     if tuple(support.shape) != shape:
-        found = f"shape {tuple(support.shape)}"
+        fault = f"shape {tuple(support.shape)}"
     elif not support.any(1).all():
-        found = "an empty row"
-    if found:
+        fault = "an empty row"
+    if fault:
         raise InvalidArgument(
-            f"`support` has {found}: expected {shape} without empty rows",
+            f"`support` has {fault}: expected {shape} without empty rows",
             "let each head read at least one dimension",
             code="nn.support",
         )

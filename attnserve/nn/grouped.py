@@ -64,9 +64,9 @@ class GroupedHeadAttention(FixedHeadAttention):
         tau: tuple[float, float, float] = (1.0, 0.0, 0.0),
         objective: Literal["metric", "categorical"] = "metric",
         seed: int = 0,
-        **others: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(embed_dim, num_heads, head_size, **others)
+        super().__init__(embed_dim, num_heads, head_size, **options)
         if objective not in ("metric", "categorical"):
             raise InvalidArgument(
                 f"`objective` is {objective!r}: expected metric or categorical",
@@ -109,26 +109,26 @@ class GroupedHeadAttention(FixedHeadAttention):
 
     def _loss(self, maps: list[Tensor]) -> Tensor:
         """Equation 4 of value, attention and output maps, (H, N) each."""
-        seen = np.stack([_gram(part) for part in maps])
-        self._seen = seen if self._seen is None else self._seen + seen
+        grams = np.stack([_gram(part) for part in maps])
+        self._seen = grams if self._seen is None else self._seen + grams
         if self.groups[0] < 0:
             self.reassign()
         alike = self._similarity(maps)  # H C
-        own = nn.functional.one_hot(self.groups, self.num_groups).bool()
+        in_group = nn.functional.one_hot(self.groups, self.num_groups).bool()
         if self.classifier is None:
-            loss = -self.alpha * alike[own].mean()
-            return loss + self.beta * alike[~own].mean() if self.num_groups > 1 else loss
+            loss = -self.alpha * alike[in_group].mean()
+            return loss + self.beta * alike[~in_group].mean() if self.num_groups > 1 else loss
         logits = nn.functional.linear(
             alike, self.classifier.weight.to(alike), self.classifier.bias.to(alike)
         )
-        loss = -self.alpha * logits.log_softmax(1)[own].mean()
+        loss = -self.alpha * logits.log_softmax(1)[in_group].mean()
         if self.num_groups == 1:
             return loss
         # log(1 - p_j) from the other logits, which does not cancel for p_j near 1.
         itself = torch.eye(self.num_groups, dtype=torch.bool, device=logits.device)
-        others = logits[:, None].masked_fill(itself, -torch.inf)  # H C C
-        rest = others.logsumexp(2) - logits.logsumexp(1, keepdim=True)
-        return loss - self.beta * rest[~own].mean()
+        other_logits = logits[:, None].masked_fill(itself, -torch.inf)  # H C C
+        log_complement = other_logits.logsumexp(2) - logits.logsumexp(1, keepdim=True)
+        return loss - self.beta * log_complement[~in_group].mean()
 
     def reassign(self) -> int:
         """Group the heads by the batches since the last call; returns the number that moved.
@@ -142,11 +142,11 @@ class GroupedHeadAttention(FixedHeadAttention):
             (tau * cosines(gram) for tau, gram in zip(self.tau, self._seen, strict=True)),
             np.zeros((self.num_heads, self.num_heads)),
         )
-        found = torch.from_numpy(group_heads(likeness, self.num_groups, self.seed))
-        moved = int((found != self.groups.cpu()).sum())
-        self.groups.copy_(found)
+        new_groups = torch.from_numpy(group_heads(likeness, self.num_groups, self.seed))
+        num_moved = int((new_groups != self.groups.cpu()).sum())
+        self.groups.copy_(new_groups)
         self._seen = None
-        return moved
+        return num_moved
 
     def pruned(self, mask: Iterable[int]) -> FixedHeadAttention:
         """A standard layer of the heads whose mask is 1, with the scale of this one.
@@ -161,16 +161,18 @@ class GroupedHeadAttention(FixedHeadAttention):
                 "keep at least one head",
                 code="nn.mask",
             )
-        kept = torch.tensor(bits, dtype=torch.bool, device=self.groups.device)
-        made = FixedHeadAttention.from_trained(self.trained().of_heads(kept)).train(self.training)
-        for name, weight in made.named_parameters():  # frozen weights stay frozen
+        head_mask = torch.tensor(bits, dtype=torch.bool, device=self.groups.device)
+        pruned_layer = FixedHeadAttention.from_trained(self.trained().of_heads(head_mask)).train(
+            self.training
+        )
+        for name, weight in pruned_layer.named_parameters():  # frozen weights stay frozen
             weight.requires_grad_(self.get_parameter(name).requires_grad)
-        return made
+        return pruned_layer
 
     def _similarity(self, maps: list[Tensor]) -> Tensor:
         """phi, the similarity of each head to each group, (H, C)."""
-        own = nn.functional.one_hot(self.groups, self.num_groups)
-        share = own.T / own.sum(0)[:, None]  # C H
+        in_group = nn.functional.one_hot(self.groups, self.num_groups)
+        share = in_group.T / in_group.sum(0)[:, None]  # C H
         phi = [
             tau * nn.functional.normalize(part, dim=1)
             @ nn.functional.normalize(share.to(part) @ part.detach(), dim=1).T
@@ -202,7 +204,7 @@ def voting_to_stay(
         InvalidArgument: The model has no grouped layer, or there are no batches with real tokens.
     """
     layers = _grouped(model)
-    training = [each for each in model.modules() if each.training]
+    training_modules = [module for module in model.modules() if module.training]
     grams: dict[str, list[np.ndarray]] = {name: [] for name, _ in layers}
     model.eval()
     try:
@@ -215,8 +217,8 @@ def voting_to_stay(
                     if layer.groups[0] < 0:
                         layer.reassign()
     finally:
-        for each in training:
-            each.training = True
+        for module in training_modules:
+            module.training = True
     if not all(grams.values()):
         raise InvalidArgument(
             "`batches` has no real token",
@@ -241,7 +243,9 @@ def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
             code="nn.votes",
         )
     layers = [(name, layer) for name, layer in layers if name in votes]
-    sources = {id(each.source) for each in model.modules() if isinstance(each, ReuseAttention)}
+    sources = {
+        id(module.source) for module in model.modules() if isinstance(module, ReuseAttention)
+    }
     for name, layer in layers:
         if not name or id(layer.passed_on) in sources:
             raise InvalidArgument(
@@ -249,11 +253,11 @@ def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
                 "remove heads before the wiring" if name else "call `pruned` of the layer",
                 code="nn.keep_pillars",
             )
-    fewer = {id(layer): layer.pruned(votes[name].mask.tolist()) for name, layer in layers}
-    places = [(name, each) for name, each in model.named_modules(remove_duplicate=False)]
-    for name, each in places:
-        if id(each) in fewer:  # a layer may be at several places
-            model.set_submodule(name, fewer[id(each)])
+    pruned_layers = {id(layer): layer.pruned(votes[name].mask.tolist()) for name, layer in layers}
+    places = [(name, module) for name, module in model.named_modules(remove_duplicate=False)]
+    for name, module in places:
+        if id(module) in pruned_layers:  # a layer may be at several places
+            model.set_submodule(name, pruned_layers[id(module)])
 
 
 def _grouped(model: nn.Module) -> list[tuple[str, GroupedHeadAttention]]:
@@ -262,15 +266,15 @@ def _grouped(model: nn.Module) -> list[tuple[str, GroupedHeadAttention]]:
     Raises:
         InvalidArgument: There is none.
     """
-    found = [(name, each) for name, each in model.named_modules()
-             if isinstance(each, GroupedHeadAttention)]  # fmt: skip
-    if not found:
+    layers = [(name, module) for name, module in model.named_modules()
+             if isinstance(module, GroupedHeadAttention)]  # fmt: skip
+    if not layers:
         raise InvalidArgument(
             "`model` has no GroupedHeadAttention",
             "create its layers with GroupedHeadAttention, or use `swap`",
             code="nn.no_groups",
         )
-    return found
+    return layers
 
 
 def _maps(maps: FeatureMaps) -> list[Tensor]:

@@ -66,7 +66,7 @@ _CLASSES = {
 }  # fmt: skip
 """Attention classes of transformers, by name."""
 
-SUPPORTED = "BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral and Qwen2"
+SUPPORTED_MODELS = "BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral and Qwen2"
 
 
 class HuggingFaceAttention(nn.Module):
@@ -133,14 +133,14 @@ class HuggingFaceAttention(nn.Module):
                 "call it with use_cache=False",
                 code="nn.cache",
             )
-        other = encoder_hidden_states if key_value_states is None else key_value_states
-        tokens = other if self.is_cross and other is not None else hidden_states
+        cross_states = encoder_hidden_states if key_value_states is None else key_value_states
+        tokens = cross_states if self.is_cross and cross_states is not None else hidden_states
         mask = attention_mask
-        causal = self.is_causal
+        use_causal_mask = self.is_causal
         if is_causal is not None:
             is_sdpa = getattr(self.config, "_attn_implementation", "") == "sdpa"
-            causal = is_causal if is_sdpa else causal and is_causal
-        if mask is None and causal and not self.is_cross:
+            use_causal_mask = is_causal if is_sdpa else use_causal_mask and is_causal
+        if mask is None and use_causal_mask and not self.is_cross:
             S = hidden_states.shape[1]
             mask = torch.ones(S, S, dtype=torch.bool, device=hidden_states.device).triu(1)
         elif mask is not None and mask.dtype == torch.bool:
@@ -190,7 +190,7 @@ def swap(
             stacks.setdefault(re.sub(r"\d+", "#", name), []).append(name)
     if not stacks:
         raise InvalidArgument(
-            f"`model` is {type(model).__name__}: expected {SUPPORTED}",
+            f"`model` is {type(model).__name__}: expected {SUPPORTED_MODELS}",
             "pass one of these models as a whole, or build one with the layers of attnserve.nn",
             code="nn.unsupported_model",
         )
@@ -202,7 +202,7 @@ def swap(
             "load it with attn_implementation='sdpa'",
             code="nn.attention_implementation",
         )
-    made: dict[str, AttentionLayer] = {}
+    new_layers: dict[str, AttentionLayer] = {}
     for names in stacks.values():
         layers = list(convert([_read(model, name) for name in names]))
         if len(layers) != len(names):
@@ -213,11 +213,11 @@ def swap(
             )
         for name, layer in zip(names, layers, strict=True):
             _check(model, name, layer)
-            made[name] = layer
-        _check_windows(model, {name: made[name] for name in names})
-    for name, layer in made.items():
+            new_layers[name] = layer
+        _check_windows(model, {name: new_layers[name] for name in names})
+    for name, layer in new_layers.items():
         _install(model, name, layer.train(model.training))
-    return list(made)
+    return list(new_layers)
 
 
 def _named(model: nn.Module, name: str) -> tuple[Any, _Names]:
@@ -234,7 +234,9 @@ def _read(model: nn.Module, name: str) -> TrainedAttention:
     """
     module, names = _named(model, name)
     linears = _linears(model, name)
-    if not all(type(each) is nn.Linear and each.weight.is_floating_point() for each in linears):
+    if not all(
+        type(linear) is nn.Linear and linear.weight.is_floating_point() for linear in linears
+    ):
         raise InvalidArgument(
             f"`{name}`: expected projections that are torch.nn.Linear, as in transformers 5",
             "merge adapters and dequantize first, or update transformers",
@@ -279,19 +281,19 @@ def _check_windows(model: nn.Module, layers: Mapping[str, AttentionLayer]) -> No
         if not isinstance(layer, ReuseAttention) or id(layer.source) not in names:
             continue
         source = names[id(layer.source)]
-        old: list[Any] = [model.get_submodule(each) for each in (name, source)]
-        mine, other = (getattr(module, "sliding_window", None) for module in old)
-        groups = [re.findall(r"albert_layer_groups\.\d+", each) for each in (name, source)]
+        modules: list[Any] = [model.get_submodule(path) for path in (name, source)]
+        window, source_window = (getattr(module, "sliding_window", None) for module in modules)
+        groups = [re.findall(r"albert_layer_groups\.\d+", path) for path in (name, source)]
         if groups[0] != groups[1]:
             raise InvalidArgument(
                 f"{name} reuses probabilities of {source}, which is called several times before it",
                 "reuse within a group of layers",
                 code="nn.reuse_group",
             )
-        if mine != other:
+        if window != source_window:
             raise InvalidArgument(
                 f"{name} reuses probabilities of {source}, which has another mask: the sliding"
-                f" windows are {mine} and {other} tokens",
+                f" windows are {window} and {source_window} tokens",
                 "choose layers with the same window, for example by another configuration",
                 code="nn.reuse_window",
             )

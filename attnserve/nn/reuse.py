@@ -45,28 +45,28 @@ class ReuseAttention(AttentionLayer):
         value_head_size: int | None = None,
         scale: float | None = None,
         bias: bool = True,
-        **others: Any,
+        **options: Any,
     ) -> None:
-        most = min(num_heads, source.num_heads)
-        if not 1 <= reused_heads <= most:
+        max_heads = min(num_heads, source.num_heads)
+        if not 1 <= reused_heads <= max_heads:
             raise InvalidArgument(
-                f"`reused_heads` is {reused_heads}: expected 1 to {most}",
+                f"`reused_heads` is {reused_heads}: expected 1 to {max_heads}",
                 "reuse at most all heads of the layer before",
                 code="nn.reused_heads",
             )
         super().__init__(
             embed_dim, num_heads, value_head_size=value_head_size or head_size,
-            scale=head_size**-0.5 if scale is None else scale, bias=bias, **others,
+            scale=head_size**-0.5 if scale is None else scale, bias=bias, **options,
         )  # fmt: skip
         self.reused_heads = reused_heads
         self.reused_parts = _first_heads(source.part_heads, reused_heads)
         self.source = source.passed_on  # not the layer: it would become a part of this one
         self._place = self.source.add_reader()
-        own = num_heads - reused_heads
+        num_own_heads = num_heads - reused_heads
         self.own: FixedHeadAttention | None = None
-        if own:
+        if num_own_heads:
             self.own = FixedHeadAttention(
-                embed_dim, own, head_size, value_head_size=1, scale=self.scale, bias=bias,
+                embed_dim, num_own_heads, head_size, value_head_size=1, scale=self.scale, bias=bias,
                 kdim=self.kdim,
             )  # fmt: skip
             # Only its queries and keys are used.
@@ -77,16 +77,16 @@ class ReuseAttention(AttentionLayer):
         cls, layer: TrainedAttention, *, reused_heads: int, source: AttentionLayer
     ) -> ReuseAttention:
         """The layer without queries and keys of its last ``reused_heads`` heads."""
-        made = cls(
+        reuse_layer = cls(
             layer.sizes[0], layer.num_heads, layer.head_size, reused_heads=reused_heads,
             source=source, **layer.options,
         ).to(layer.query)  # fmt: skip
-        made.take_values(layer)
-        if made.own is not None:
-            own = FixedHeadAttention.from_trained(layer.of_heads(slice(made.own.num_heads)))
-            made.own.q_proj = own.q_proj
-            made.own.k_proj = own.k_proj
-        return made
+        reuse_layer.take_values(layer)
+        if reuse_layer.own is not None:
+            own = FixedHeadAttention.from_trained(layer.of_heads(slice(reuse_layer.own.num_heads)))
+            reuse_layer.own.q_proj = own.q_proj
+            reuse_layer.own.k_proj = own.k_proj
+        return reuse_layer
 
     @property
     def part_heads(self) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ def reuse_transformer(
             code="nn.reuse",
         ) from None
     try:
-        chosen = reused_layers(reuse, len(layers))
+        reusing_indices = reused_layers(reuse, len(layers))
     except InvalidArgument as error:
         if not skips:
             raise
@@ -188,18 +188,18 @@ def reuse_transformer(
             "skip fewer layers",
             code=error.code,
         ) from error
-    made: list[AttentionLayer] = []
+    new_layers: list[AttentionLayer] = []
     source: AttentionLayer | None = None
     for index, layer in enumerate(layers):
-        if index in chosen and skips:
-            made.append(
+        if index in reusing_indices and skips:
+            new_layers.append(
                 SkipAttention(layer.sizes[0], layer.num_heads, batch_first=layer.batch_first)
             )
             continue
-        if index in chosen and source is not None:
+        if index in reusing_indices and source is not None:
             heads = layer.num_heads if reuse.heads is None else reuse.heads
             source = ReuseAttention.from_trained(layer, reused_heads=heads, source=source)
         else:
             source = exact(layer)
-        made.append(source)
-    return made
+        new_layers.append(source)
+    return new_layers

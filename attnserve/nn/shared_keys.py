@@ -57,14 +57,14 @@ class SharedKeyAttention(AttentionLayer):
         value_head_size: int | None = None,
         scale: float | None = None,
         bias: bool = True,
-        **others: Any,
+        **options: Any,
     ) -> None:
         rank = 2 * len(planes)
         check_size("planes", rank)
         check_size("num_heads", num_heads)
         super().__init__(
             embed_dim, num_heads, value_head_size=value_size(embed_dim, num_heads, value_head_size),
-            scale=rank**-0.5 if scale is None else scale, bias=bias, **others,
+            scale=rank**-0.5 if scale is None else scale, bias=bias, **options,
         )  # fmt: skip
         self.rank = rank
         self.q_proj = input_projection(embed_dim, num_heads * rank, bias=bias)
@@ -85,22 +85,22 @@ class SharedKeyAttention(AttentionLayer):
             InvalidArgument: ``rank`` is out of range.
         """
         key = _complex(layer.key, layer.key_bias)
-        _, first, groups = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        _, index, groups = np.unique(key, axis=0, return_index=True, return_inverse=True)
         query = _complex(layer.query, layer.query_bias)
-        heads = RotaryHeads(query, key[first], groups.reshape(-1), is_self=True)
+        heads = RotaryHeads(query, key[index], groups.reshape(-1), is_self=True)
         factors = shared_keys(heads, rank, moments)
         query = _real(factors.query)  # H D+1 R
         key = _real(factors.key)[0]  # E+1 R
         planes = torch.from_numpy(factors.planes[0])
-        made = cls(layer.sizes[0], layer.num_heads, planes, **layer.options).to(layer.query)
-        made.take_values(layer)
+        shared_layer = cls(layer.sizes[0], layer.num_heads, planes, **layer.options).to(layer.query)
+        shared_layer.take_values(layer)
         with torch.no_grad():
-            made.q_proj.weight.copy_(query[:, :-1].transpose(1, 2).flatten(0, 1))
-            made.k_proj.weight.copy_(key[:-1].T)
+            shared_layer.q_proj.weight.copy_(query[:, :-1].transpose(1, 2).flatten(0, 1))
+            shared_layer.k_proj.weight.copy_(key[:-1].T)
             if layer.has_bias:
-                made.q_proj.bias.copy_(query[:, -1].flatten())
-                made.k_proj.bias.copy_(key[-1])
-        return made
+                shared_layer.q_proj.bias.copy_(query[:, -1].flatten())
+                shared_layer.k_proj.bias.copy_(key[-1])
+        return shared_layer
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E)."""

@@ -15,6 +15,7 @@ from attnserve.options.base import (
     option_name,
     option_type,
     with_keywords,
+    without_prefixes,
 )
 from attnserve.options.fields import Allowed, Lengths, Ranks
 from attnserve.options.groups import (
@@ -52,4 +53,5 @@ __all__ = [
     "option_name",
     "option_type",
     "with_keywords",
+    "without_prefixes",
 ]

@@ -18,6 +18,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NamedTuple,
     NoReturn,
     ParamSpec,
     Protocol,
@@ -37,11 +38,13 @@ __all__ = [
     "Cli",
     "OptionType",
     "Options",
+    "Switch",
     "expected_values",
     "is_group",
     "option_name",
     "option_type",
     "with_keywords",
+    "without_prefixes",
 ]
 
 P = ParamSpec("P")
@@ -62,6 +65,14 @@ class WithKeywords(Protocol[P, Result]):
     def __call__(self, *args: Any, **values: Any) -> Result: ...
 
 
+class Switch(NamedTuple):
+    """A flag without a value, which sets a field to ``value``."""
+
+    flag: str
+    value: str
+    help: str
+
+
 @dataclass(frozen=True)
 class Cli:
     """Presentation of a field on the command line.
@@ -70,10 +81,8 @@ class Cli:
         metavar: The name of the value.
         panel: The panel of the help; "" for the first one.
         flags: The names, if they are not made from that of the field.
-        choices: Flags without a value, each with the value of the field that it stands for, and its
-            help.
-        choice_help: With ``choices``, the help of the option that takes a value by its name.
-        choice_conflict: With ``choices``, the code of the error if several flags are given.
+        switches: Flags for single values, before the option that takes any value.
+        help: The help of the option, if it is not the docstring of the field.
         is_text: Whether the field parses the text of the option.
         is_argument: Whether the value is a positional argument.
     """
@@ -81,9 +90,8 @@ class Cli:
     metavar: str | None = None
     panel: str | None = None
     flags: tuple[str, ...] = ()
-    choices: Mapping[str, tuple[str, str]] | None = None
-    choice_help: str = ""
-    choice_conflict: str = ""
+    switches: tuple[Switch, ...] = ()
+    help: str | None = None
     is_text: bool = False
     is_argument: bool = False
 
@@ -124,11 +132,11 @@ class Options(BaseModel):
 
     if not TYPE_CHECKING:  # type checkers see pydantic's constructor, with the fields
 
-        def __init__(self, **given: Any) -> None:
+        def __init__(self, **values: Any) -> None:
             try:
-                super().__init__(**given)
+                super().__init__(**values)
             except ValidationError as error:
-                self.refuse(error, given)
+                self.refuse(error, values)
 
     @classmethod
     def has_option(cls, name: str) -> bool:
@@ -136,16 +144,16 @@ class Options(BaseModel):
         return name in cls.model_fields
 
     @classmethod
-    def refuse(cls, error: ValidationError, given: Mapping[str, Any]) -> NoReturn:
+    def refuse(cls, error: ValidationError, values: Mapping[str, Any]) -> NoReturn:
         """Raise the first error of a validation, with the name of the field and its bounds.
 
         Args:
-            given: All values by name, for subclasses that name where a value comes from.
+            values: All given values by name, for subclasses that name where a value comes from.
         """
         from graph_passes.errors import InvalidArgument
 
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else "options"
+        problem = error.errors(include_url=False)[0]
+        name = str(problem["loc"][0]) if problem["loc"] else "options"
         field = cls.model_fields.get(name)
         if field is None:
             raise InvalidArgument(
@@ -154,10 +162,10 @@ class Options(BaseModel):
                 code=f"{cls.area}.unknown",
             ) from error
         example = option_type(field).example
-        value = first["input"]
-        shown = reprlib.repr(value) if isinstance(value, str) else value
+        value = problem["input"]
+        value_text = reprlib.repr(value) if isinstance(value, str) else value
         raise InvalidArgument(
-            f"`{name}` is {shown}: expected {expected_values(field, first['msg'])}",
+            f"`{name}` is {value_text}: expected {expected_values(field, problem['msg'])}",
             "give another value" if example is None else f"for example `{name}` {example}",
             code=f"{cls.area}.range",
         ) from error
@@ -191,9 +199,9 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
             match field, text:
                 case (
                     ast.AnnAssign(target=ast.Name(name)),
-                    ast.Expr(value=ast.Constant(value=str(about))),
+                    ast.Expr(value=ast.Constant(value=str(docstring))),
                 ):
-                    fields[name] = cleandoc(about)
+                    fields[name] = cleandoc(docstring)
                 case _:
                     pass
     return docstrings
@@ -205,22 +213,22 @@ def option_type(field: FieldInfo) -> OptionType:
     parts: list[Any] = [field]
     while True:
         if get_origin(kind) is Annotated:
-            kind, *inner = get_args(kind)
-            parts = [*inner, *parts]
+            kind, *annotations = get_args(kind)
+            parts = [*annotations, *parts]
         elif get_origin(kind) in (Union, UnionType):
-            members = [one for one in get_args(kind) if one is not NoneType]
+            members = [member for member in get_args(kind) if member is not NoneType]
             kind = members[0] if len(members) == 1 else str  # several are read from their text
         else:
             break
     metadata: list[Any] = []
-    for one in parts:
-        metadata += one.metadata if isinstance(one, FieldInfo) else [one]
-    shown = [one for one in metadata if isinstance(one, Cli)]
-    examples = [one.examples for one in parts if isinstance(one, FieldInfo) and one.examples]
+    for part in parts:
+        metadata += part.metadata if isinstance(part, FieldInfo) else [part]
+    presentations = [item for item in metadata if isinstance(item, Cli)]
+    examples = [part.examples for part in parts if isinstance(part, FieldInfo) and part.examples]
     return OptionType(
         kind,
-        tuple(one for one in metadata if not isinstance(one, Cli | BeforeValidator)),
-        shown[-1] if shown else Cli(),
+        tuple(item for item in metadata if not isinstance(item, Cli | BeforeValidator)),
+        presentations[-1] if presentations else Cli(),
         examples[-1][0] if examples else None,
     )
 
@@ -245,47 +253,50 @@ def with_keywords(function: Callable[P, Result]) -> WithKeywords[P, Result]:
 
     @wraps(function)
     def call(*args: Any, **values: Any) -> Result:
-        made: dict[str, Options] = {}
-        used: set[str] = set()
+        arguments: dict[str, Options] = {}
+        keywords: set[str] = set()
         for name, kind in groups.items():
-            own = {field: values[field] for field in kind.model_fields if field in values}
-            is_given, given = name in values, values.pop(name, parameters[name].default)
-            _check_group(name, kind, given, own if is_given else {})
-            used |= own.keys()
-            stated = {field: getattr(given, field) for field in given.model_fields_set}
-            made[name] = kind(**{**stated, **own}) if own else given
-        others = {name: value for name, value in values.items() if name not in used}
-        return function(*args, **others, **made)
+            fields = {field: values[field] for field in kind.model_fields if field in values}
+            is_given = name in values
+            group = values.pop(name, parameters[name].default)
+            _check_group(name, kind, group, fields if is_given else {})
+            keywords |= fields.keys()
+            group_fields = {field: getattr(group, field) for field in group.model_fields_set}
+            arguments[name] = kind(**{**group_fields, **fields}) if fields else group
+        values = {name: value for name, value in values.items() if name not in keywords}
+        return function(*args, **values, **arguments)
 
-    flat = {
-        field: Parameter(field, Parameter.KEYWORD_ONLY, default=about.get_default())
+    field_parameters = {
+        name: Parameter(name, Parameter.KEYWORD_ONLY, default=field.get_default())
         for kind in groups.values()
-        for field, about in kind.model_fields.items()
-        if field not in parameters
+        for name, field in kind.model_fields.items()
+        if name not in parameters
     }
-    call.__signature__ = Signature([*parameters.values(), *flat.values()])  # type: ignore[attr-defined]
+    call.__signature__ = Signature(  # type: ignore[attr-defined]
+        [*parameters.values(), *field_parameters.values()]
+    )
     return call
 
 
-def _check_group(name: str, kind: type[Options], given: object, own: Collection[str]) -> None:
+def _check_group(name: str, kind: type[Options], group: object, fields: Collection[str]) -> None:
     """Check the value of a parameter that is a group of options.
 
     Args:
-        own: Names of the group's fields that were given as keywords.
+        fields: Names of the group's fields that were given as keywords.
 
     Raises:
         InvalidArgument: The value has another type, or states a field that is a keyword too.
     """
     from graph_passes.errors import InvalidArgument
 
-    if not isinstance(given, kind):
+    if not isinstance(group, kind):
         raise InvalidArgument(
-            f"`{name}` is a {type(given).__name__}: expected {kind.__name__}",
+            f"`{name}` is a {type(group).__name__}: expected {kind.__name__}",
             f"for example {name}={kind.__name__}({next(iter(kind.model_fields))}=...)",
             code="options.group",
         )
-    for field in own:
-        if field in given.model_fields_set:
+    for field in fields:
+        if field in group.model_fields_set:
             raise InvalidArgument(
                 f"`{field}` is given twice: as a keyword, and in `{name}`",
                 "leave one of them out",
@@ -298,6 +309,14 @@ def is_group(hint: Any) -> TypeGuard[type[Options]]:
     return isinstance(hint, type) and issubclass(hint, Options)
 
 
+VALUE_ERROR = "Value error, "
+
+
+def without_prefixes(message: str) -> str:
+    """Strip the prefixes of pydantic from a message, or from a text that contains it."""
+    return message.replace(VALUE_ERROR, "").replace("Input should be ", "expected ")
+
+
 BOUNDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
 
 
@@ -307,21 +326,22 @@ def expected_values(field: FieldInfo, message: str) -> str:
     Args:
         message: The message of the failed validation, for fields without choices and bounds.
     """
-    if message.startswith("Value error, "):  # raised by the field's reader
-        return message.removeprefix("Value error, ").removeprefix("expected ")
-    about = option_type(field)
-    members = get_args(about.kind)
-    if get_origin(about.kind) is tuple and members and get_origin(members[0]) is Literal:
+    text = without_prefixes(message).removeprefix("expected ")
+    if message.startswith(VALUE_ERROR):  # raised by the field's reader
+        return text
+    option = option_type(field)
+    members = get_args(option.kind)
+    if get_origin(option.kind) is tuple and members and get_origin(members[0]) is Literal:
         members = get_args(members[0])
-    choices = [one for one in members if isinstance(one, str)]
-    if choices:
-        return ", ".join(choices)
+    names = [member for member in members if isinstance(member, str)]
+    if names:
+        return ", ".join(names)
     limits = [
         f"{words} {getattr(bound, name):g}"
         for name, words in BOUNDS.items()
-        for bound in about.bounds
+        for bound in option.bounds
         if getattr(bound, name, None) is not None
     ]
-    if limits and about.kind in (int, float):
-        return f"{'an integer' if about.kind is int else 'a number'}, {' and '.join(limits)}"
-    return message.removeprefix("Input should be ")
+    if limits and option.kind in (int, float):
+        return f"{'an integer' if option.kind is int else 'a number'}, {' and '.join(limits)}"
+    return text

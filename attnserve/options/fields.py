@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, NoReturn, cast
 
 from pydantic import BeforeValidator, Field
 
-from attnserve.choices import Precision
-from attnserve.options.base import Cli
+from attnserve.literals import Precision
+from attnserve.options.base import Cli, Switch
 from attnserve.paths import as_paths
 
 # Panels of the help; ``groups`` has the others.
@@ -117,7 +117,7 @@ Names = Annotated[
     Field(examples=["0,2"]),
     Cli(metavar="LAYERS", is_text=True),
 ]
-Share = Annotated[float, Field(gt=0, lt=1, examples=[0.25]), Cli(metavar="SHARE")]
+RemovedShare = Annotated[float, Field(gt=0, lt=1, examples=[0.25]), Cli(metavar="SHARE")]
 Minutes = Annotated[float, Field(gt=0, allow_inf_nan=False, examples=["20m, 90s or 1h"])]
 File = Annotated[Path, BeforeValidator(read_path), Cli(metavar="FILE")]
 Files = Annotated[
@@ -126,21 +126,23 @@ Files = Annotated[
 Converted = Annotated[
     Precision,
     Cli(
+        metavar="NAME",
         panel=PRECISION,
-        choices={
-            "--fp16": ("float16", "Convert to float16."),
-            "--bf16": ("bfloat16", "Convert to bfloat16 (GPU only)."),
-            "--int8": ("int8", "Quantize to int8 with 7-bit weights (every CPU)."),
-            "--int8-full": (
+        switches=(
+            Switch("--fp16", "float16", "Convert to float16."),
+            Switch("--bf16", "bfloat16", "Convert to bfloat16 (GPU only)."),
+            Switch("--int8", "int8", "Quantize to int8 with 7-bit weights (every CPU)."),
+            Switch(
+                "--int8-full",
                 "int8-full",
                 "Quantize to int8 with 8-bit weights (CPUs with VNNI, AMX or ARM dot products).",
             ),
-            "--int4": (
+            Switch(
+                "--int4",
                 "int4",
                 "Quantize weights to 4 bits (decoders that run one token at a time).",
             ),
-        },
-        choice_help="Convert to a precision by its name, also of another package.",
-        choice_conflict="cli.precision",
+        ),
+        help="Convert to a precision by its name, also of another package.",
     ),
 ]

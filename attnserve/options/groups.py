@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Self, get_args
+from typing import Annotated, Any, ClassVar, NoReturn, Self, get_args
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, model_validator
 
-from attnserve.choices import (
+from attnserve.context import Device, Progress, Provider, RunContext, ignore_progress
+from attnserve.literals import (
     Alignment,
     Importance,
     LearnedTask,
@@ -18,7 +19,6 @@ from attnserve.choices import (
     SearchMeasure,
     TaskName,
 )
-from attnserve.context import Device, Progress, Provider, RunContext, ignore_progress
 from attnserve.options.base import Cli, Options
 from attnserve.options.fields import (
     CALIBRATION,
@@ -32,7 +32,7 @@ from attnserve.options.fields import (
     Minutes,
     Names,
     Ranks,
-    Share,
+    RemovedShare,
     fail,
     read_lengths,
     read_minutes,
@@ -72,6 +72,8 @@ class Rewrites(Options):
 
     panel = REWRITES
     area = "request"
+    MODIFIERS: ClassVar = ("mixing", "collab_cache", "align", "importance", "layers", "refit")
+    """Fields that only say how the others rewrite."""
 
     collab_dk: Annotated[
         Ranks | None,
@@ -100,7 +102,7 @@ class Rewrites(Options):
     align: Alignment = "similarity"
     """Heads whose probabilities `reuse` takes: the most similar ones, or those with the same
     index."""
-    prune: Share | None = None
+    prune: RemovedShare | None = None
     """Share of the heads to remove, least important first."""
     importance: Importance = "energy"
     """Head-importance criterion: output energy not recoverable from other heads (energy),
@@ -109,7 +111,7 @@ class Rewrites(Options):
     """Heads to keep (1) and to remove (0), as .json: {"layer": [1, 0, ...]}."""
     skip: Names = ()
     """Layers whose attention is replaced by an affine map, or by a constant (LAYER:constant)."""
-    ffn: Share | None = None
+    ffn: RemovedShare | None = None
     """Share of the feed-forward neurons to remove."""
     strip_cache: bool = False
     """Remove a decoder's KV cache from the inputs and outputs, for models that only take whole
@@ -122,16 +124,12 @@ class Rewrites(Options):
     @property
     def are_given(self) -> bool:
         """Whether any rewrite is requested."""
-        rewrites = (
-            self.collab_dk,
-            self.head_dk,
-            self.reuse,
-            self.prune,
-            self.prune_heads,
-            self.ffn,
-        )
-        is_any = any(value is not None for value in rewrites)
-        return is_any or bool(self.skip) or self.strip_cache
+        return any(self.changed(*self.MODIFIERS))
+
+    @classmethod
+    def requests(cls) -> list[str]:
+        """The names of the fields that request a rewrite."""
+        return [name for name in cls.model_fields if name not in cls.MODIFIERS]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -143,7 +141,7 @@ class Rewrites(Options):
                 "request.conflict",
             )
         is_collaborative = self.collab_dk is not None or self.head_dk is not None
-        for option, is_given, is_used, needed in (
+        for option, is_given, is_used, requirement in (
             (f"`mixing` {self.mixing}", self.mixing != "auto", is_collaborative, "collab_dk"),
             ("`collab_cache`", self.collab_cache, is_collaborative, "collab_dk"),
             ("`importance`", self.importance != "energy", self.prune is not None, "prune"),
@@ -151,8 +149,8 @@ class Rewrites(Options):
         ):
             if is_given and not is_used:
                 fail(
-                    f"{option} has no effect without `{needed}`",
-                    f"give `{needed}`, or leave it out",
+                    f"{option} has no effect without `{requirement}`",
+                    f"give `{requirement}`, or leave it out",
                     "request.conflict",
                 )
         if self.prune is not None and self.prune_heads is not None:
@@ -161,8 +159,12 @@ class Rewrites(Options):
                 "give one of them",
                 "request.conflict",
             )
-        others = (self.collab_dk, self.head_dk, self.reuse, self.prune)
-        if self.ffn is not None and self.layers is not None and all(o is None for o in others):
+        attention_rewrites = (self.collab_dk, self.head_dk, self.reuse, self.prune)
+        if (
+            self.ffn is not None
+            and self.layers is not None
+            and all(o is None for o in attention_rewrites)
+        ):
             fail(
                 "`layers` names attention blocks, and `ffn` removes neurons of any layer",
                 "leave `layers` out",
@@ -222,7 +224,7 @@ class Goal(Options):
         """Check that a search is requested.
 
         Raises:
-            InvalidArgument: It is not.
+            InvalidArgument: No goal is given.
         """
         if not self.is_given:
             self._fail_without_goal()
@@ -304,7 +306,7 @@ class Data(Options):
         """Check that calibration data is given.
 
         Raises:
-            InvalidArgument: It is not.
+            InvalidArgument: No calibration data is given.
         """
         if not self.calib:
             fail(
@@ -326,11 +328,11 @@ def check_files(
         InvalidArgument: A file is given twice, or the weights do not fit the files.
     """
     resolved = [path.resolve() for path in paths]
-    if twice := next(
+    if duplicate := next(
         (str(p) for p, f in zip(paths, resolved, strict=True) if resolved.count(f) > 1), ""
     ):
         fail(
-            f"`{name}` names {twice} more than once",
+            f"`{name}` names {duplicate} more than once",
             "give each file once" + ("; `calib_weights` sets its share" * (name == "calib")),
             "data.repeated",
         )

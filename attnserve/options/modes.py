@@ -26,11 +26,11 @@ def check_mode(
         )
     if not goal.is_given and plan is None:
         if not rewrites.are_given and target.precision == "float32":
+            requests = ", ".join(f"`{name}`" for name in Rewrites.requests())
             fail(
                 "no rewrite is requested",
-                "give `keep` or `target_speedup` to have rewrites chosen, or `collab_dk`, "
-                "`head_dk`, `reuse`, `prune`, `prune_heads`, `skip`, `ffn`, `strip_cache` or "
-                "`precision`",
+                "give `keep` or `target_speedup` to have rewrites chosen, or "
+                f"{requests} or `precision`",
                 "request.empty",
             )
         return

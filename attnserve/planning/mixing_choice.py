@@ -27,6 +27,7 @@ from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
+from graph_passes.passes.base import FittedPass
 from graph_passes.passes.collaborate import Collaborate
 
 __all__ = ["FormComparison", "MixingChoice", "choose_mixing"]
@@ -92,8 +93,10 @@ class FormComparison:
         model = self.job.original.clone()
         with Analyses.of(model) as analyses:
             for rewrite in plan.passes:
-                rewrite.require_applicable(analyses)
-                rewrite.unfitted(analyses)(model)
+                if isinstance(rewrite, FittedPass):
+                    rewrite.require_applicable(analyses)
+                    rewrite = rewrite.unfitted(analyses)
+                rewrite(model)
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:
@@ -202,7 +205,10 @@ def choose_mixing(
 
 
 def _fastest(forms: Mapping[str, FormReport]) -> FormReport:
-    """Select the fastest form, preferably slower at no shape; of equals, the smaller error."""
+    """The fastest form; of those that are about as fast, the one with the smallest error.
+
+    Forms that are slower than the original at some shape are taken only if all are.
+    """
     steady = [report for report in forms.values() if is_steady(report)]
     able = steady or list(forms.values())
     most = max(report.speedup.value for report in able)

@@ -26,7 +26,7 @@ from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
 from attnserve.planning.optimize_report import OptimizeReport
 from attnserve.planning.optimize_warnings import warnings_of
-from attnserve.planning.plans.apply import apply_plan, apply_steps, prepare
+from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import SavedPlan
 from attnserve.planning.plans.rewriting import ApplyReport
@@ -42,7 +42,6 @@ from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CheckFailed
-from graph_passes.passes.base import targets_of
 from graph_passes.passes.collaborate import Collaborate
 
 __all__ = ["OptimizeReport", "optimize"]
@@ -103,7 +102,9 @@ def optimize(
         joined = None if goal.measure == "score" else target.sequence
         measure = goal.measure
     else:
-        measure, target, joined = saved.measure(goal.measure), saved.target(target), saved.lengths
+        measure = saved.measure(goal.measure)
+        target = saved.target(target)
+        joined = saved.lengths
         context = saved.context(context)
     job = Job.read(
         artifact, original, data, target, measure=measure, joined=joined, context=context
@@ -146,7 +147,7 @@ def _output_file(
 
 
 @dataclass(frozen=True, eq=False)
-class _Rewritten:
+class _Outcome:
     """A rewritten model, and the plan whose steps made it.
 
     Attributes:
@@ -172,32 +173,32 @@ class _Rewritten:
         return self.state.applied
 
 
-def _searched(job: Job, goal: Goal) -> _Rewritten:
+def _searched(job: Job, goal: Goal) -> _Outcome:
     """The model of a search."""
     require_attention(job.report)  # errors come before the search, which takes long
     result = search(goal, job)
-    return _Rewritten(result.report.plan, result.state, search=result.report)
+    return _Outcome(result.report.plan, result.state, search=result.report)
 
 
-def _replayed(job: Job, saved: SavedPlan) -> _Rewritten:
+def _replayed(job: Job, saved: SavedPlan) -> _Outcome:
     """The model of a plan.json, applied to the same model and data as in its search."""
     assert job.data is not None
     plan = saved.plan_for(job.artifact, job.data)
     as_searched = replace(job, context=replace(job.context, threads=0))
     _require_empty_caches(job, plan)
-    state = State(as_searched, job.original.clone(), key=saved.key)
-    return _Rewritten(plan, apply_plan(plan, state))
+    state = apply_plan(plan, as_searched, job.original.clone(), key=saved.key)
+    return _Outcome(plan, state)
 
 
-def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
+def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Outcome:
     """The model with the requested rewrites, in the fastest form if the request leaves it open."""
     planned = plan_request(rewrites, job)
 
-    def build(plan: Plan) -> _Rewritten:
+    def build(plan: Plan) -> _Outcome:
         """The rewritten model before its conversion."""
         _require_empty_caches(job, plan)
-        state = prepare(plan, State(job, job.original.clone(), rewrites.refit))
-        return _Rewritten(plan, apply_steps(plan.without_conversion, state))
+        state = start(plan, job, job.original.clone(), fit=rewrites.refit)
+        return _Outcome(plan, apply_steps(plan.float_steps, state))
 
     if planned.forms:
         rewritten, form = choose_mixing(planned.forms, build, FormComparison(timer))
@@ -205,11 +206,10 @@ def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Rewritten:
         rewritten = replace(rewritten, warnings=warnings, mixing=form)
     else:
         rewritten = build(planned.plan)
-    plan, state = rewritten.plan, rewritten.state
-    apply_steps(plan.conversion, state)
+    state = apply_steps(rewritten.plan.conversion, rewritten.state)
     return replace(
         rewritten,
-        plan=plan.with_passes(state.passes),
+        plan=replace(rewritten.plan, passes=tuple(state.passes), fuse=False),
         warnings=(*planned.warnings, *rewritten.warnings),
     )
 
@@ -221,8 +221,7 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
         InvalidData: A row has such a cache that is not empty.
     """
     if job.data is not None:
-        changing = [rewrite for rewrite in plan.passes if rewrite.changes_caches]
-        names = {name for rewrite in changing for name in targets_of(rewrite)}
+        names = plan.targets(Collaborate)
         pasts = [block.k.past for block in job.report.blocks if block.name in names]
         caches = [past.value.name or "" for past in pasts if past is not None]
         require_empty([*job.data.fit, *job.data.held_out], caches)
@@ -231,15 +230,17 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
 # ---- result -------------------------------------------------------------------------------------
 
 
-def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> OptimizeReport:
+def _report(job: Job, rewritten: _Outcome, timer: ServedTimer, file: Path) -> OptimizeReport:
     """Time the converted model, and compare it with the original."""
-    original, search_report, plan = job.original, rewritten.search, rewritten.plan
+    original = job.original
+    search_report = rewritten.search
+    plan = rewritten.plan
     converted = rewritten.state.result
     if search_report is not None and search_report.served_speed is not None:
         speed = search_report.served_speed
     else:
         speed = timer.measure(rewritten.model, converted, plan)
-    compared = partial(compare, original, converted, context=job.context)
+    compare_on = partial(compare, original, converted, context=job.context)
     if search_report is not None and search_report.gain:
         fidelity = search_report.fidelity  # the verification
     elif job.data is not None:
@@ -247,18 +248,24 @@ def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> 
     else:
         empty = empty_axes(original, converted)
         batches = random_batches(original, job.context.seed, empty=empty)
-        fidelity = compared(batches, "random inputs", meter=job.meter(split="random"))
-    also = tuple(
-        compared(other.fit, name, meter=job.meter(data=other)) for name, other in job.others
+        fidelity = compare_on(batches, "random inputs", meter=job.meter(split="random"))
+    other_fidelities = tuple(
+        compare_on(other.fit, name, meter=job.meter(data=other)) for name, other in job.others
     )
     costs = model_cost(original), model_cost(rewritten.model)
     before, after = (_cost(cost, model, job.counted) for cost, model in
                      zip(costs, (original, rewritten.model), strict=True))  # fmt: skip
     after = after.model_copy(update={"bytes": parameter_bytes(converted)})
-    old, new = (cost.macs for cost in costs)
-    even = break_even(old, new) if old and new else None
+    macs_before, macs_after = (cost.macs for cost in costs)
+    break_even_length = break_even(macs_before, macs_after) if macs_before and macs_after else None
     warnings = warnings_of(
-        job, plan, rewritten.applied, search_report, (before, after), even, (fidelity, *also)
+        job,
+        plan,
+        rewritten.applied,
+        search_report,
+        (before, after),
+        break_even_length,
+        (fidelity, *other_fidelities),
     )
     return OptimizeReport(
         output=file,
@@ -266,13 +273,13 @@ def _report(job: Job, rewritten: _Rewritten, timer: ServedTimer, file: Path) -> 
         after=after,
         steps=rewritten.applied.steps,
         fidelity=fidelity,
-        break_even_sequence=even,
+        break_even_sequence=break_even_length,
         batch=job.counted.batch,
         sequence=job.counted.length,
         warnings=(*rewritten.warnings, *warnings),
         plan=plan,
         search=search_report,
-        also_proved=also,
+        also_proved=other_fidelities,
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),
         speed=speed,
@@ -286,7 +293,8 @@ def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
     Raises:
         CheckFailed: It is below the bound.
     """
-    cosine, data = report.fidelity.mean_cosine, report.fidelity.data
+    cosine = report.fidelity.mean_cosine
+    data = report.fidelity.data
     if min_cosine is None or cosine >= min_cosine:
         return
     less = "raise `collab_dk`" if report.plan.find(Collaborate) else "rewrite fewer layers"

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnserve.checks.compare import Fidelity
-from attnserve.models.lineage import ModelCost, RewriteRecord, StepRecord, present
+from attnserve.models.lineage import LineageEntry, ModelCost, StepRecord
 from attnserve.models.quantized import Int8Activations
+from attnserve.models.recorded import present
 from attnserve.planning.mixing_choice import MixingChoice
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.report import PlanReport
@@ -51,7 +52,7 @@ class OptimizeReport:
         return self.record.to_json("rewrite")
 
     @property
-    def record(self) -> RewriteRecord:
+    def record(self) -> LineageEntry:
         """The entry of the lineage; ``_write`` adds the inputs."""
         search = self.search
         kinds = [step.rewrite for step in self.steps]
@@ -68,7 +69,7 @@ class OptimizeReport:
         if search is not None:
             planned = search.record  # written as a ``SearchRecord``: without the plan
             optional |= {"search": planned, "choose": planned.choose}
-        return RewriteRecord(
+        return LineageEntry(
             rewrite="+".join(dict.fromkeys(kinds)) or "none",
             before=self.before,
             after=self.after,

@@ -34,7 +34,7 @@ def warnings_of(
     applied: ApplyReport,
     search: PlanReport | None,
     costs: tuple[ModelCost, ModelCost],
-    even: int | None,
+    break_even: int | None,
     fidelities: Sequence[Fidelity],
 ) -> tuple[str, ...]:
     """The warnings about a rewritten model, the most important first.
@@ -43,7 +43,8 @@ def warnings_of(
         applied: The steps of the plan.
         search: The report of the search, if there was one.
         costs: Costs of the original and of the rewritten model.
-        even: The length from which the rewritten model needs more MACs; None if there is none.
+        break_even: The length from which the rewritten model needs more MACs; None if there is
+            none.
         fidelities: The comparison with the original, and those on other data.
     """
     return (
@@ -51,7 +52,7 @@ def warnings_of(
         *_training_warnings(search),
         *_shared_warnings(applied),
         *_size_warnings(*costs),
-        *_cost_warnings(even, job.counted.length, job.artifact.max_length),
+        *_cost_warnings(break_even, job.counted.length, job.artifact.max_length),
         *_data_warnings(job, plan, applied),
         *_cache_warnings(job.report.blocks, applied.steps),
         *_fidelity_warnings(fidelities[0], plan),
@@ -87,20 +88,20 @@ def _size_warnings(before: ModelCost, after: ModelCost) -> list[str]:
     return [f"this model is larger than the original: {', '.join(grown)}"] if grown else []
 
 
-def _cost_warnings(even: int | None, sequence: int, longest: int | None) -> list[str]:
+def _cost_warnings(break_even: int | None, sequence: int, longest: int | None) -> list[str]:
     """Warnings about lengths at which the model costs more than the original."""
-    if even is None:
+    if break_even is None:
         return []
-    if even <= 1:
+    if break_even <= 1:
         return ["this model needs more MACs than the original at every length"]
-    if sequence >= even:
+    if sequence >= break_even:
         return [
             f"at {sequence} tokens this model needs more MACs than the original: "
-            f"it needs fewer only below {even} tokens"
+            f"it needs fewer only below {break_even} tokens"
         ]
-    if longest is None or even <= longest:
+    if longest is None or break_even <= longest:
         return [
-            f"from {even} tokens on this model needs more MACs than the original "
+            f"from {break_even} tokens on this model needs more MACs than the original "
             f"(fewer at the {sequence} counted here)"
         ]
     return []
@@ -108,23 +109,24 @@ def _cost_warnings(even: int | None, sequence: int, longest: int | None) -> list
 
 def _data_warnings(job: Job, plan: Plan, applied: ApplyReport) -> list[str]:
     """Warnings about calibration data that is missing, short or scarce."""
-    data, longest = job.data, job.longest
+    data = job.data
+    longest = job.longest
     if applied.is_exact:
         return []
     if data is None:
-        return ["not calibrated: calibration data cuts the error several times"]
+        return ["not calibrated: with calibration data the error is usually several times smaller"]
     warnings: list[str] = []
-    usual = float(np.median(data.lengths)) if data.lengths else longest
+    median_length = float(np.median(data.lengths)) if data.lengths else longest
     if data.source.joined_rows:
         warnings.append(
             f"the calibration texts are much shorter than {longest} tokens: "
             f"{data.source.joined_rows} rows of several texts were added; texts of the length "
             "to be served are better"
         )
-    elif JOINED * usual <= longest:
+    elif JOINED * median_length <= longest:
         warnings.append(
-            f"calibrated and verified on {usual:.0f} tokens (median), for {longest}: longer "
-            "inputs may lose more; calibrate on inputs of the length to be served"
+            f"calibrated and verified on {median_length:.0f} tokens (median), for {longest}: "
+            "longer inputs may lose more; calibrate on inputs of the length to be served"
         )
     widths = [block.input_size for block in job.report.blocks if block.name in plan.lossy_blocks]
     widths += [sum(mask) for mask in plan.targets(PruneNeurons).values()]

@@ -83,7 +83,8 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     original = load_model(artifact, in_place=True)
-    joined = None if goal.measure == "score" else target.sequence  # the same order as in optimize
+    # With `measure` score, the lengths are those of the task's data, as in ``optimize``.
+    joined = None if goal.measure == "score" else target.sequence
     job = Job.read(
         artifact, original, data, target, measure=goal.measure, joined=joined,
         context=run.context(progress),

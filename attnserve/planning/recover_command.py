@@ -10,12 +10,12 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from attnserve.choices import LearnedTask
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.datasets import Dataset, content_digest, load_inputs
 from attnserve.data.text_files import read_sentences
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
+from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.onnx_files import data_file, load_model
@@ -23,10 +23,10 @@ from attnserve.models.outputs import check_output, check_target
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.options import Run, Target, Training, check_files, with_keywords
 from attnserve.paths import StrPath, as_path, as_paths
-from attnserve.planning.plans.apply import apply_steps, prepare
+from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import TRAININGS, Train
+from attnserve.planning.plans.steps import TRAININGS
 from attnserve.recovery.labels import LabeledRow, LabelReport, Labels, read_labeled
 from attnserve.recovery.module import trainable_weights
 from attnserve.recovery.recovery import check_input
@@ -93,7 +93,8 @@ def recover(
     if not files:
         raise InvalidArgument("`data` is empty", "give a file of texts", code="recovery.no_data")
     check_files(files, name="data")
-    artifact, original_artifact = open_artifact(model), open_artifact(teacher)
+    artifact = open_artifact(model)
+    original_artifact = open_artifact(teacher)
     _require_teacher(artifact, original_artifact)
     rewritten = _model_to_train(artifact, training, run)
     original = load_model(original_artifact)
@@ -109,10 +110,11 @@ def recover(
         context=context,
     )  # fmt: skip
     key = _checkpoint_key(job, artifact, original_artifact, training, run)
-    state = State(job, rewritten, key=key, labels=labels)
     step = replace(TRAININGS["distill"], minutes=training.minutes, measure=training.measure)
+    plan = Plan(trainings=(step,), precision=job.target.precision)
+    state = start(plan, job, rewritten, key=key, labels=labels)
     with torch_threads(run.threads):
-        report, result = _recovered(state, step, file)
+        report, result = _recovered(plan, state, file)
     write_recovered(
         artifact, rewritten, original_artifact, job, result, report,
         external=bool(external_files(rewritten)),
@@ -190,32 +192,34 @@ def _checkpoint_key(
     )
 
 
-def _recovered(state: State, step: Train, file: Path) -> tuple[RecoverReport, ir.Model]:
-    """Apply the plan of one training, and verify its result beside the model without it.
+def _recovered(plan: Plan, state: State, file: Path) -> tuple[RecoverReport, ir.Model]:
+    """Apply a plan of one training, and verify its result beside the model without it.
 
     Returns:
         The report, and the model to write.
     """
-    job, labels, rewritten = state.job, state.labels, state.model
+    job = state.job
+    labels = state.labels
     check_input(job)
     teacher_score = None
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
-    plan = Plan.from_passes((), job.target.precision, trainings=(step,))
-    plain = apply_steps(plan.conversion, State(job, rewritten)).result
-    before = after = verify_training(job, plain, labels)  # errors come before the training
-    trained = apply_steps(plan.steps, prepare(plan, state)).result
+    plain_model = apply_steps(plan.conversion, start(plan, job, state.model)).result
+    before = after = verify_training(job, plain_model, labels)  # errors come before the training
+    trained_model = apply_steps(plan.steps, state).result
     course = state.training
     assert isinstance(course, Course)
-    result, gain, warnings = plain, False, list[str]()
+    result_model = plain_model
+    gain = False
+    warnings: list[str] = []
     if course.is_better:
         try:
-            verified = verify_training(job, trained, labels)
+            verification = verify_training(job, trained_model, labels)
         except CheckFailed as error:
             warnings.append(f"the trained model: {error.what}")
         else:
-            gain = verified.is_better_than(before)
-            result, after = (trained, verified) if gain else (plain, before)
+            gain = verification.is_better_than(before)
+            result_model, after = (trained_model, verification) if gain else (plain_model, before)
     if not gain:
         warnings.append("no gain: use more text similar to the served text, or more minutes")
     if course.stopped == "not finite":
@@ -231,12 +235,12 @@ def _recovered(state: State, step: Train, file: Path) -> tuple[RecoverReport, ir
         after=after.fidelity,
         gain=gain,
         training=course,
-        int8_weight_bits=int8_weight_bits(result),
-        int8_activations=int8_activations(result),
+        int8_weight_bits=int8_weight_bits(result_model),
+        int8_activations=int8_activations(result_model),
         scores=scores,
         warnings=tuple(warnings),
     )
-    return report, result
+    return report, result_model
 
 
 def _read_texts(tables: Mapping[Path, Sequence[LabeledRow]], path: Path) -> list[str]:

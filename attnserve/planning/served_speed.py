@@ -20,13 +20,13 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import Field
 
-from attnserve.choices import Precision
 from attnserve.context import Device, RunContext
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
+from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import ServedSpeedRecord
 from attnserve.models.onnx_files import save_model
+from attnserve.models.recorded import ServedSpeedRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
@@ -60,7 +60,7 @@ MOST_BYTES = 64_000_000
 class ServedSpeed(ServedSpeedRecord, frozen=True):
     """The speed-ups of a model in the form that serving runs, each over the form before it.
 
-    It is its own record, which describes the fields.
+    ``ServedSpeedRecord`` describes the fields that are recorded.
 
     Attributes:
         device: Device of the runs; not recorded.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from attnserve.models.quantized import quantized_node
 from attnserve.precision.int8 import Rounding, roundings
 from attnserve.precision.products import WeightKey
@@ -92,13 +92,13 @@ def convert(
     scheme = SCHEMES[precision]
     _check(model, scheme)
     with _conversion(precision):
-        copy, kept = _prepared(model, scheme, float_blocks)
+        copy, float_nodes = _prepare_copy(model, scheme, float_blocks)
         activations = Activations(copy, calibration)
-        converted = scheme.write(
-            Conversion(copy, activations, kept, to_nearest=to_nearest, rounding=rounding)
+        result = scheme.write(
+            Conversion(copy, activations, float_nodes, to_nearest=to_nearest, rounding=rounding)
         )
-        _finish(model, converted, scheme, is_whole=not float_blocks)
-    return converted
+        _finish(model, result, scheme, is_whole=not float_blocks)
+    return result
 
 
 def roundings_of(
@@ -117,9 +117,11 @@ def roundings_of(
     assert scheme.bits is not None
     _check(model, scheme)
     with _conversion(precision):
-        copy, kept = _prepared(model, scheme, float_blocks)
+        copy, float_nodes = _prepare_copy(model, scheme, float_blocks)
         activations = Activations(copy, calibration)
-        return roundings(copy, scheme.bits, activations.ranges, activations.moments, keep=kept)
+        return roundings(
+            copy, scheme.bits, activations.ranges, activations.moments, keep=float_nodes
+        )
 
 
 def convert_alone(
@@ -142,12 +144,12 @@ def convert_alone(
     activations: Activations | None = None
     for names in parts:
         with _conversion(precision):
-            copy, chosen = _prepared(model, scheme, names)
+            copy, part_nodes = _prepare_copy(model, scheme, names)
             activations = activations or Activations(copy, calibration)
-            others = [node for node in copy.graph.all_nodes() if node not in chosen]
-            converted = scheme.write(Conversion(copy, activations, others, tables=False))
-            _finish(model, converted, scheme, is_whole=False)
-        yield converted
+            float_nodes = [node for node in copy.graph.all_nodes() if node not in part_nodes]
+            result = scheme.write(Conversion(copy, activations, float_nodes, tables=False))
+            _finish(model, result, scheme, is_whole=False)
+        yield result
 
 
 @contextmanager
@@ -186,7 +188,7 @@ def _check(model: ir.Model, scheme: Scheme) -> None:
     RUNTIMES["onnxruntime"].version()  # is installed
 
 
-def _prepared(
+def _prepare_copy(
     model: ir.Model, scheme: Scheme, blocks: Collection[str]
 ) -> tuple[ir.Model, set[ir.Node]]:
     """A copy as the tools need it, and its nodes of these blocks.
@@ -199,7 +201,7 @@ def _prepared(
         CannotRewrite: The opset is too old.
     """
     copy = model.clone()
-    chosen = nodes_of_blocks(copy, blocks)
+    block_nodes = nodes_of_blocks(copy, blocks)
     map_external_data(copy)
     computed = [value for value in copy.graph.outputs if value.producer() is not None]
     not_computed = [value for value in copy.graph.outputs if value.producer() is None]
@@ -221,15 +223,15 @@ def _prepared(
             "export it again with a newer opset, or convert to float16",
             code="precision.opset",
         )
-    return copy, chosen
+    return copy, block_nodes
 
 
-def _finish(model: ir.Model, made: ir.Model, scheme: Scheme, *, is_whole: bool) -> None:
+def _finish(model: ir.Model, result: ir.Model, scheme: Scheme, *, is_whole: bool) -> None:
     """Restore what the tools overwrite, and check that the result is converted and runs.
 
     Args:
         model: The model before the conversion.
-        made: The result.
+        result: The converted model.
         is_whole: Whether all blocks were to be converted.
 
     Raises:
@@ -237,26 +239,26 @@ def _finish(model: ir.Model, made: ir.Model, scheme: Scheme, *, is_whole: bool) 
         InvalidModel: ONNX Runtime refuses the result.
     """
     precision = scheme.name
-    common.NameFixPass()(made)  # names in subgraphs must differ from those of outer graphs
-    _restore_outputs(model, made)
-    _restore(model, made, precision)
-    if is_whole and scheme.stored and not _is_converted(model, made, scheme.stored):
+    common.NameFixPass()(result)  # names in subgraphs must differ from those of outer graphs
+    _restore_outputs(model, result)
+    _restore(model, result, precision)
+    if is_whole and scheme.stored and not _is_converted(model, result, scheme.stored):
         raise CannotRewrite(
-            f"{precision}: the weights are still {precision_of(made)}: the model has no "
+            f"{precision}: the weights are still {precision_of(result)}: the model has no "
             "weight matrix that can be converted"
             + (" (those of Gemm stay in float32)" if precision == "int4" else "")
             + ", or they are graph inputs",
             FLOAT32,
             code="precision.unchanged",
         )
-    _load(made)
+    _load(result)
 
 
-def _is_converted(before: ir.Model, made: ir.Model, stored: str) -> bool:
+def _is_converted(model: ir.Model, result: ir.Model, data_type: str) -> bool:
     """Whether weights have the new type; in a model that was quantized partly, any weights."""
-    if quantized_node(before) is not None:
-        return _sizes(made)[stored] > _sizes(before)[stored]
-    return stored in precision_of(made)
+    if quantized_node(model) is not None:
+        return _sizes(result)[data_type] > _sizes(model)[data_type]
+    return data_type in precision_of(result)
 
 
 def nodes_of_blocks(model: ir.Model, blocks: Collection[str]) -> set[ir.Node]:
@@ -402,16 +404,16 @@ def _check_source(model: ir.Model, scheme: Scheme) -> None:
     Raises:
         InvalidArgument: There are none, or they have another type.
     """
-    stored = precision_of(model)
-    quantized = quantized_node(model)
-    floats = [name for name in stored.split("+") if "float" in name]
+    data_type = precision_of(model)
+    product = quantized_node(model)
+    floats = [name for name in data_type.split("+") if "float" in name]
     why = ""
-    if quantized is None and stored != "float32":
-        why = f"expected a float32 model, but its weights are {stored}"
-    elif quantized is not None and floats not in ([], ["float32"]):
+    if product is None and data_type != "float32":
+        why = f"expected a float32 model, but its weights are {data_type}"
+    elif product is not None and floats not in ([], ["float32"]):
         why = f"expected float32 weights beside the quantized ones, but they are {floats[0]}"
-    elif quantized is not None and not scheme.has_weights(model):
-        where = f"{quantized.op_type} {quantized.name or 'without a name'}"
+    elif product is not None and not scheme.has_weights(model):
+        where = f"{product.op_type} {product.name or 'without a name'}"
         why = f"nothing is left to convert, because its products are quantized, as {where} is"
     if why:
         raise InvalidArgument(
@@ -419,42 +421,44 @@ def _check_source(model: ir.Model, scheme: Scheme) -> None:
         )
 
 
-def _restore_outputs(before: ir.Model, after: ir.Model) -> None:
+def _restore_outputs(model: ir.Model, result: ir.Model) -> None:
     """Restore the outputs that are inputs, initializers, or other outputs once more."""
-    computed = {value.name: value for value in (*after.graph.inputs, *after.graph.outputs)}
+    values = {value.name: value for value in (*result.graph.inputs, *result.graph.outputs)}
     outputs: list[ir.Value] = []
-    for value in before.graph.outputs:
-        computed_value = computed.get(value.name)
+    for value in model.graph.outputs:
+        computed_value = values.get(value.name)
         if computed_value is None and value.const_value is not None:
             computed_value = ir.Value(
                 name=value.name, shape=value.shape, type=value.type, const_value=value.const_value
             )
-            after.graph.register_initializer(computed_value)
-            computed[value.name] = computed_value
+            result.graph.register_initializer(computed_value)
+            values[value.name] = computed_value
         if computed_value is not None:
             outputs.append(computed_value)
-    after.graph.outputs[:] = outputs
-    map_external_data(after)
+    result.graph.outputs[:] = outputs
+    map_external_data(result)
 
 
-def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:
+def _restore(model: ir.Model, result: ir.Model, precision: Precision) -> None:
     """Restore shapes of inputs and outputs and the metadata, which the tools overwrite."""
-    for ours, theirs in (
-        (before.graph.inputs, after.graph.inputs),
-        (before.graph.outputs, after.graph.outputs),
+    for values, new_values in (
+        (model.graph.inputs, result.graph.inputs),
+        (model.graph.outputs, result.graph.outputs),
     ):
         # Extracted parts may have outputs without a declared type.
-        old = [(v.name, v.dtype or w.dtype) for v, w in zip(ours, theirs, strict=False)]
-        new = [(v.name, v.dtype) for v in theirs]
-        if old != new or len(ours) != len(theirs):
+        signature = [(v.name, v.dtype or w.dtype) for v, w in zip(values, new_values, strict=False)]
+        new_signature = [(v.name, v.dtype) for v in new_values]
+        if signature != new_signature or len(values) != len(new_values):
             raise CannotRewrite(
-                f"{precision}: ONNX Runtime's tool changes inputs or outputs: {old} to {new}",
+                f"{precision}: ONNX Runtime's tool changes inputs or outputs: {signature} to "
+                f"{new_signature}",
                 FLOAT32,
                 code="precision.signature",
             )
-        for value, other in zip(ours, theirs, strict=True):
-            other.shape = value.shape.copy() if value.shape is not None else None
-    after.producer_name, after.producer_version = before.producer_name, before.producer_version
-    after.metadata_props.clear()
-    after.metadata_props.update(before.metadata_props)
-    after.graph.name = before.graph.name
+        for value, new_value in zip(values, new_values, strict=True):
+            new_value.shape = value.shape.copy() if value.shape is not None else None
+    result.producer_name = model.producer_name
+    result.producer_version = model.producer_version
+    result.metadata_props.clear()
+    result.metadata_props.update(model.metadata_props)
+    result.graph.name = model.graph.name

@@ -52,26 +52,26 @@ def to_float16(model: ir.Model) -> ir.Model:
 
     set_missing_types(model)  # the tool converts only values that are typed float32
     containers = {node.name or "" for node in model.graph.all_nodes() if _is_container(node)}
-    exact = sorted(_positions(model) | _around_quantized(model) | containers)
+    float32_names = sorted(_positions(model) | _around_quantized(model) | containers)
     proto = ir.to_proto(model)
     constants = {tensor.name for tensor in proto.graph.initializer}
-    others = [value for value in proto.graph.value_info if value.name not in constants]
+    value_infos = [value for value in proto.graph.value_info if value.name not in constants]
     del proto.graph.value_info[:]  # else the tool casts constants that stay float32
-    proto.graph.value_info.extend(others)
+    proto.graph.value_info.extend(value_infos)
     _refuse_sequences(model)
     proto = convert_float_to_float16(
         proto,
         keep_io_types=True,
         disable_shape_infer=True,
         max_finite_val=LARGEST,
-        node_block_list=exact,
+        node_block_list=float32_names,
     )
     _drop_repeats(proto)
-    converted = ir.from_proto(proto)
-    converted.graph.sort()  # the tool appends casts at the end
-    _join_casts(converted)
-    part_transposes(converted)
-    return converted
+    result = ir.from_proto(proto)
+    result.graph.sort()  # the tool appends casts at the end
+    _join_casts(result)
+    part_transposes(result)
+    return result
 
 
 def _positions(model: ir.Model) -> set[str]:
@@ -93,8 +93,8 @@ def _positions(model: ir.Model) -> set[str]:
                 if node is not None and node not in positions and _is_float(node):
                     positions.add(node)
                     pending.append(node)
-        read = [value for node in positions for value in node.inputs if value is not None]
-        tensors = [value.const_value for value in read if value.is_initializer()]
+        inputs = [value for node in positions for value in node.inputs if value is not None]
+        tensors = [value.const_value for value in inputs if value.is_initializer()]
         shapes = [tensor.shape.numpy() for tensor in tensors if tensor is not None]
         if not any(sum(length > 1 for length in shape) > 1 for shape in shapes):
             names |= {node.name or "" for node in positions}
@@ -105,7 +105,7 @@ def _refuse_sequences(model: ir.Model) -> None:
     """Check that no input or output is a sequence of float32 tensors.
 
     Raises:
-        CannotRewrite: One is.
+        CannotRewrite: There is such an input or output.
     """
     for value in (*model.graph.inputs, *model.graph.outputs):
         if isinstance(value.type, ir.SequenceType) and value.dtype == ir.DataType.FLOAT:
@@ -165,21 +165,23 @@ def _around_quantized(model: ir.Model) -> set[str]:
     Those are the quantized nodes, the products of dequantized values, which ONNX Runtime runs in
     integers, and the nodes between an integer product and its scale: its sums exceed float16.
     """
-    kept = {node for node in model.graph.all_nodes() if is_quantized(node)}
-    pending = [output for node in kept for output in node.outputs if _is_unscaled(output)]
-    kept |= {
+    nodes = {node for node in model.graph.all_nodes() if is_quantized(node)}
+    pending = [output for node in nodes for output in node.outputs if _is_unscaled(output)]
+    nodes |= {
         n for n in model.graph.all_nodes() if n.op_type in FACTORS and _multiplies_quantized(n)
     }
     while pending:
         for user, _ in pending.pop().uses():
-            if user in kept or user.op_type not in SCALES:
+            if user in nodes or user.op_type not in SCALES:
                 continue
-            kept.add(user)
+            nodes.add(user)
             sources = [value.producer() for value in user.inputs if value is not None]
-            if user.op_type == "Mul" and any(one and one.op_type == "Cast" for one in sources):
+            if user.op_type == "Mul" and any(
+                source and source.op_type == "Cast" for source in sources
+            ):
                 continue  # scaled
             pending += user.outputs
-    return {node.name or "" for node in kept}
+    return {node.name or "" for node in nodes}
 
 
 def _multiplies_quantized(node: ir.Node) -> bool:
@@ -187,7 +189,9 @@ def _multiplies_quantized(node: ir.Node) -> bool:
     factors = node.inputs[:2]
     producers = [None if value is None else value.producer() for value in factors]
     is_weight = [is_constant(value) and is_dequantized(value) for value in factors]
-    return any(is_weight) or all(one and one.op_type == "DequantizeLinear" for one in producers)
+    return any(is_weight) or all(
+        producer and producer.op_type == "DequantizeLinear" for producer in producers
+    )
 
 
 def _is_unscaled(value: ir.Value) -> bool:

@@ -61,9 +61,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEVELS",
+    "ActivationGroup",
     "ByteTable",
     "Grid",
-    "Group",
     "Rounding",
     "byte_table",
     "large_tables",
@@ -202,7 +202,7 @@ class Grid:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class ActivationGroup:
     """Products that share one activation in one graph.
 
     Attributes:
@@ -222,7 +222,7 @@ def product_groups(
     smooth: bool = True,
     rounding: Mapping[WeightKey, Rounding] | None = None,
     required: bool = True,
-) -> list[Group]:
+) -> list[ActivationGroup]:
     """The products that ``quantize`` converts, with the grids of their activations.
 
     Args:
@@ -236,45 +236,49 @@ def product_groups(
     Raises:
         CannotRewrite: There are no products to quantize.
     """
-    found = filter(None, map(product_of, model.graph.all_nodes()))
-    able = [each for each in found if each.x.name in ranges or not each.is_attention]
-    if required and not able:
+    candidates = [
+        product
+        for product in map(product_of, model.graph.all_nodes())
+        if product and (product.x.name in ranges or not product.is_attention)
+    ]
+    if required and not candidates:
         raise CannotRewrite(
             "int8: the model has no MatMul, Gemm or (with calibration data) com.microsoft "
             "Attention with constant float32 weights that can be quantized",
             "keep the float32 model",
             code="precision.no_weights",
         )
-    products = [each for each in able if each.node not in keep]
-    inputs = _activations_of(products)
-    groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Product]] = {}
-    for product in products:
-        groups.setdefault((product.x, product.node.graph), []).append(product)
-    kernel_groups: list[Group] = []
-    for (x, _), group in groups.items():
+    converted_products = [product for product in candidates if product.node not in keep]
+    activations = _activations_of(converted_products)
+    products_by_activation: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Product]] = {}
+    for product in converted_products:
+        key = (product.x, product.node.graph)
+        products_by_activation.setdefault(key, []).append(product)
+    groups: list[ActivationGroup] = []
+    for (x, _), products in products_by_activation.items():
         range_ = ranges.get(x.name or "")
         if range_ is None:
-            kernel_groups.append(Group(group, None))
+            groups.append(ActivationGroup(products, None))
             continue
-        known = (rounding or {}).get(group[0].weight_key)
+        precomputed = (rounding or {}).get(products[0].weight_key)
         # Shared weights would need a copy for each activation.
-        is_shared = any(len(inputs[product.key]) > 1 for product in group)
+        is_shared = any(len(activations[product.key]) > 1 for product in products)
         divisors = None
-        if known is not None:
-            divisors = known.divisors
+        if precomputed is not None:
+            divisors = precomputed.divisors
         elif smooth and not is_shared:
-            divisors = _divisors(group, range_, bits)
-        kernel_groups.append(Group(group, _grid(range_, divisors)))
-    return kernel_groups
+            divisors = _divisors(products, range_, bits)
+        groups.append(ActivationGroup(products, _grid(range_, divisors)))
+    return groups
 
 
 def _divisors(
-    group: Sequence[Product], range_: Range, bits: Bits
+    products: Sequence[Product], range_: Range, bits: Bits
 ) -> Float[np.ndarray, " D"] | None:
     """Smoothing divisors of the activation of these products; None if they gain too little."""
-    weights = np.concatenate([product.matrix() for product in group], axis=1)
-    least = 1.0 if _folds(group[0].x, group) else 1 + COST / weights.shape[1]
-    return smoothing(range_, weights, bits, least)
+    weights = np.concatenate([product.matrix() for product in products], axis=1)
+    min_gain = 1.0 if _is_foldable(products[0].x, products) else 1 + COST / weights.shape[1]
+    return smoothing(range_, weights, bits, min_gain)
 
 
 def _grid(range_: Range, divisors: Float[np.ndarray, " D"] | None) -> Grid:
@@ -299,7 +303,7 @@ class _Writer:
         self,
         model: ir.Model,
         bits: Bits,
-        groups: Sequence[Group],
+        groups: Sequence[ActivationGroup],
         *,
         correct: bool,
         moments: InputMoments | None,
@@ -311,42 +315,43 @@ class _Writer:
         self.correct = correct
         self.moments = moments
         self.rounding = rounding or {}
-        self.inputs = _activations_of([p for group in groups for p in group.products])
+        self.activations = _activations_of([p for group in groups for p in group.products])
         self.weights: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
 
-    def write_static(self, group: Sequence[Product], grid: Grid) -> None:
+    def write_static(self, products: Sequence[Product], grid: Grid) -> None:
         """Write products of a static activation.
 
         Args:
-            group: The products of one activation.
+            products: The products of one activation.
             grid: The bytes of the activation.
         """
-        make = _inserter(group[0])
-        source = _source(group)
+        make = _inserter(products[0])
+        source = _source(products)
         divisors = grid.divisors
-        if divisors is not None and not _fold_into_normalization(source, group, divisors):
+        if divisors is not None and not _fold_into_normalization(source, products, divisors):
             factors = make.constant((1 / divisors).astype(np.float32), "factors")
             source = make.op("Mul", [source, factors], "smooth", dtype=ir.DataType.FLOAT)
         scale = make.constant(grid.step, "scale")
         zero_point = make.constant(grid.zero_point, "zero_point")
         operands = [source, scale, zero_point]
-        quantized = make.op("QuantizeLinear", operands, "q", dtype=ir.DataType.UINT8)
-        rounder = self._rounder(group[0].x, grid.scaled, float(grid.step))
-        for product in group:
+        activation_bytes = make.op("QuantizeLinear", operands, "q", dtype=ir.DataType.UINT8)
+        rounder = self._rounder(products[0].x, grid.scaled, float(grid.step))
+        for product in products:
             make = _inserter(product)
             weight, weight_scale = self._weight(product, divisors, rounder)
             shift = np.zeros(constant_shape(weight_scale))
             if product.bias is not None:
                 shift += constant_array(product.bias).reshape(-1)
             if self.correct:
-                rounded = constant_array(weight) * constant_array(weight_scale).astype(np.float64)
-                shift += grid.mean @ product.matrix() - (grid.mean / grid.scaled) @ rounded
+                scales = constant_array(weight_scale).astype(np.float64)
+                matrix = constant_array(weight) * scales
+                shift += grid.mean @ product.matrix() - (grid.mean / grid.scaled) @ matrix
             bias = make.constant(shift.astype(np.float32), "bias")
             if product.is_attention:
                 node = product.node
                 mask = node.inputs[3] if len(node.inputs) > 3 else None
-                inputs = [quantized, weight, bias, scale, weight_scale, mask, zero_point]
+                inputs = [activation_bytes, weight, bias, scale, weight_scale, mask, zero_point]
                 output = make.op("QAttention", inputs, "attention", domain=MICROSOFT)
                 attributes = {n: a for n, a in node.attributes.items() if n != "qkv_hidden_sizes"}
                 producer = output.producer()  # equal sizes are the default
@@ -354,35 +359,35 @@ class _Writer:
                 producer.attributes.update(attributes)
                 replace_uses(product.result, output)
                 continue
-            inputs = [quantized, weight, scale, weight_scale, zero_point, None, bias]
+            inputs = [activation_bytes, weight, scale, weight_scale, zero_point, None, bias]
             output = make.op("MatMulIntegerToFloat", inputs, "product", domain=MICROSOFT)
             self._replace(product, make, output)
 
-    def write_per_row(self, group: Sequence[Product]) -> None:
+    def write_per_row(self, products: Sequence[Product]) -> None:
         """Write products of an activation with a scale per row: the largest absolute value / 127.
 
         Args:
-            group: The products of one activation.
+            products: The products of one activation.
         """
-        make = _inserter(group[0])
-        source = _source(group)
+        make = _inserter(products[0])
+        source = _source(products)
         axes = np.array([-1])
         absolute = make.op("Abs", [source], "absolute")
         if self.opset < 18:
             largest = make.op("ReduceMax", [absolute], "largest", axes=axes.tolist())
         else:
             largest = make.op("ReduceMax", [absolute, make.integers(axes, "axes")], "largest")
-        least = make.constant(np.array(np.finfo(np.float32).tiny), "least", ir.DataType.FLOAT)
-        peak = make.op("Max", [largest, least], "peak", dtype=ir.DataType.FLOAT)
+        tiny = make.constant(np.array(np.finfo(np.float32).tiny), "least", ir.DataType.FLOAT)
+        peak = make.op("Max", [largest, tiny], "peak", dtype=ir.DataType.FLOAT)
         unit = make.op("Div", [source, peak], "unit", dtype=ir.DataType.FLOAT)
         scale = make.constant(np.array(1 / 127, np.float32), "scale")
         zero_point = make.constant(np.array(128, np.uint8), "zero_point")
         operands = [unit, scale, zero_point]
-        quantized = make.op("QuantizeLinear", operands, "q", dtype=ir.DataType.UINT8)
-        for product in group:
+        activation_bytes = make.op("QuantizeLinear", operands, "q", dtype=ir.DataType.UINT8)
+        for product in products:
             make = _inserter(product)
             weight, weight_scale = self._weight(product, None, None)
-            inputs = [quantized, weight, scale, weight_scale, zero_point]
+            inputs = [activation_bytes, weight, scale, weight_scale, zero_point]
             output = make.op("MatMulIntegerToFloat", inputs, "product", domain=MICROSOFT)
             output = make.op("Mul", [output, peak], "scaled")
             if product.bias is not None:
@@ -395,18 +400,18 @@ class _Writer:
         table = node.inputs[0]
         assert table is not None
         if table not in self.tables:
-            converted = byte_table(constant_array(table))
+            arrays = byte_table(constant_array(table))
             self.tables[table] = (
-                make.constant(converted.bytes, "table"),
-                make.constant(converted.step, "scale"),
-                make.constant(converted.zero_point, "zero_point"),
+                make.constant(arrays.bytes, "table"),
+                make.constant(arrays.step, "scale"),
+                make.constant(arrays.zero_point, "zero_point"),
             )
-        quantized, scale, zero_point = self.tables[table]
+        table_bytes, scale, zero_point = self.tables[table]
         assert isinstance(node.graph, ir.Graph)
         make = Inserter(node.graph, node, f"{node.name}/int8")
         axis = node.attributes.get_int("axis", 0)
         rows = make.op(
-            "Gather", [quantized, node.inputs[1]], "rows", dtype=ir.DataType.UINT8, axis=axis
+            "Gather", [table_bytes, node.inputs[1]], "rows", dtype=ir.DataType.UINT8, axis=axis
         )
         floats = make.op("DequantizeLinear", [rows, scale, zero_point], "float")
         replace_uses(node.outputs[0], floats)
@@ -454,7 +459,7 @@ class _Writer:
         rounding = self.rounding.get(product.weight_key)
         if rounding is not None:
             return quantized_arrays(matrix + rounding.offset, self.bits, scales=rounding.scales)
-        is_shared = len(self.inputs[product.key]) > 1
+        is_shared = len(self.activations[product.key]) > 1
         return quantized_arrays(matrix, self.bits, None if is_shared else rounder)
 
 
@@ -466,9 +471,9 @@ def _divided(
     return matrix if divisors is None else matrix * divisors[:, None]
 
 
-def _source(group: Sequence[Product]) -> ir.Value:
+def _source(products: Sequence[Product]) -> ir.Value:
     """The activation, or the quantized product that replaced it."""
-    source = group[0].node.inputs[0]
+    source = products[0].node.inputs[0]
     assert source is not None
     return source
 
@@ -495,24 +500,24 @@ def quantized_arrays(
     Raises:
         CannotRewrite: Weights are not finite.
     """
-    least, largest = LEVELS[bits]
+    min_level, max_level = LEVELS[bits]
     if not np.isfinite(matrix).all():
         raise CannotRewrite(
             "int8: the weights are not finite", "check the model", code="precision.failed"
         )
     if scales is None:
-        peaks = np.maximum(matrix.max(axis=0) / largest, matrix.min(axis=0) / least)
+        peaks = np.maximum(matrix.max(axis=0) / max_level, matrix.min(axis=0) / min_level)
         scales = np.asarray(peaks, np.float32)
         scales[scales < np.finfo(np.float32).tiny] = 1  # columns of zeros
     if rounder is None:
-        bytes_ = np.clip(np.round(matrix / scales), least, largest)
+        bytes_ = np.clip(np.round(matrix / scales), min_level, max_level)
     else:
-        bytes_ = rounder.round(matrix, scales, least, largest)
+        bytes_ = rounder.round(matrix, scales, min_level, max_level)
     return bytes_.astype(np.int8), scales
 
 
 def smoothing(
-    range_: Range, weights: Float[np.ndarray, "D N"], bits: Bits, least: float
+    range_: Range, weights: Float[np.ndarray, "D N"], bits: Bits, min_gain: float
 ) -> Float[np.ndarray, " D"] | None:
     """Compute smoothing divisors of an activation; None if they reduce the error too little.
 
@@ -521,7 +526,7 @@ def smoothing(
     d^2 / 12.
 
     Args:
-        least: Minimum factor by which the squared error must decrease.
+        min_gain: Minimum factor by which the squared error must decrease.
     """
     peaks = np.maximum(np.abs(range_.low), np.abs(range_.high))
     typical = float(np.median(peaks))
@@ -541,7 +546,7 @@ def smoothing(
 
     candidates = [np.maximum(peaks / limit, 1) for limit in np.geomspace(typical, largest, 9)]
     best = min(candidates, key=squared_error)
-    if squared_error(best) * least >= squared_error(np.ones(len(peaks))):
+    if squared_error(best) * min_gain >= squared_error(np.ones(len(peaks))):
         return None
     return best
 
@@ -556,23 +561,23 @@ def _byte_step(low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
     return step, np.array(np.clip(np.round(-low / float(step)), 0, 255), np.uint8)
 
 
-def _folds(x: ir.Value, group: Sequence[Product]) -> bool:
+def _is_foldable(x: ir.Value, products: Sequence[Product]) -> bool:
     """Whether x is a normalization that only these products read, with constant parameters."""
     node = x.producer()
     places = None if node is None else NORMALIZATIONS.get((node.domain, node.op_type))
     if node is None or places is None or x is not node.outputs[0] or x.is_graph_output():
         return False
-    if {user for user, _ in x.uses()} != {product.node for product in group}:
+    if {user for user, _ in x.uses()} != {product.node for product in products}:
         return False
-    read = [node.inputs[place] for place in places if place < len(node.inputs)]
-    return read[0] is not None and all(v is None or is_constant(v) for v in read)
+    parameters = [node.inputs[place] for place in places if place < len(node.inputs)]
+    return parameters[0] is not None and all(v is None or is_constant(v) for v in parameters)
 
 
 def _fold_into_normalization(
-    x: ir.Value, group: Sequence[Product], divisors: Float[np.ndarray, " D"]
+    x: ir.Value, products: Sequence[Product], divisors: Float[np.ndarray, " D"]
 ) -> bool:
-    """Divide the parameters of the normalization before, if ``_folds``; return whether it does."""
-    if not _folds(x, group):
+    """Divide the parameters of the normalization before, if it is foldable, and return whether."""
+    if not _is_foldable(x, products):
         return False
     node = x.producer()
     assert node is not None and isinstance(node.graph, ir.Graph)
@@ -596,8 +601,8 @@ class ByteTable(NamedTuple):
 def byte_table(table: Float[np.ndarray, "V D"]) -> ByteTable:
     """Quantize a table to unsigned bytes with one scale."""
     step, zero_point = _byte_step(table.min(), table.max())
-    rounded = np.clip(np.round(table / step) + zero_point, 0, 255).astype(np.uint8)
-    return ByteTable(rounded, step, zero_point)
+    bytes_ = np.clip(np.round(table / step) + zero_point, 0, 255).astype(np.uint8)
+    return ByteTable(bytes_, step, zero_point)
 
 
 def large_tables(model: ir.Model) -> list[ir.Node]:
@@ -606,11 +611,11 @@ def large_tables(model: ir.Model) -> list[ir.Node]:
     Tables of less than a twentieth of the weight bytes save little, and may need to be exact
     (rotary angles, relative positions).
     """
-    least = weight_bytes(model) / 20
-    return [node for node in model.graph.all_nodes() if _is_table(node, least)]
+    min_bytes = weight_bytes(model) / 20
+    return [node for node in model.graph.all_nodes() if _is_table(node, min_bytes)]
 
 
-def _is_table(node: ir.Node, least: float) -> bool:
+def _is_table(node: ir.Node, min_bytes: float) -> bool:
     """Whether a Gather reads a table of at least this many bytes, which no product reads.
 
     A table with infinities, of biases, has no scale.
@@ -624,7 +629,7 @@ def _is_table(node: ir.Node, least: float) -> bool:
     is_matrix = tensor.dtype == ir.DataType.FLOAT and len(tensor.shape) == 2
     return (
         is_matrix
-        and tensor.nbytes >= least
+        and tensor.nbytes >= min_bytes
         and all(user.op_type == "Gather" for user, _ in value.uses())
         and bool(np.isfinite(tensor.numpy()).all())
     )

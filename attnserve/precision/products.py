@@ -128,7 +128,7 @@ def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range
     values = list(_activations(model))
     sums: dict[ir.Value, _InputSums] = {value: _InputSums() for value in values}
     few = batches[:: -(-len(batches) // 64) or 1]
-    for tokens in _observed(model, values, few):
+    for tokens in _observe_tokens(model, values, few):
         for value, array in tokens.items():
             sums[value].add(array)
     if not batches:
@@ -172,17 +172,17 @@ class InputMoments:
     def _collect(self, values: Sequence[ir.Value]) -> None:
         """Compute the moments of the first of these values, up to ``MOMENT_BYTES``."""
         fits = np.cumsum([4 * self._widths[value] ** 2 for value in values]) <= MOMENT_BYTES
-        chosen = values[: max(int(fits.sum()), 1)]
+        first_values = values[: max(int(fits.sum()), 1)]
         self._known.clear()
-        squares: dict[ir.Value, Any] = dict.fromkeys(chosen, 0.0)
-        sums: dict[ir.Value, Any] = dict.fromkeys(chosen, 0.0)
-        count = dict.fromkeys(chosen, 0)
-        for tokens in _observed(self._model, chosen, self._batches):
+        squares: dict[ir.Value, Any] = dict.fromkeys(first_values, 0.0)
+        sums: dict[ir.Value, Any] = dict.fromkeys(first_values, 0.0)
+        count = dict.fromkeys(first_values, 0)
+        for tokens in _observe_tokens(self._model, first_values, self._batches):
             for value, array in tokens.items():
                 squares[value] += array.T @ array
                 sums[value] += array.sum(axis=0, dtype=np.float64)
                 count[value] += len(array)
-        for value in chosen:
+        for value in first_values:
             name = value.name or ""
             if not count[value]:
                 raise no_token(name)
@@ -202,7 +202,7 @@ def _activations(model: ir.Model) -> dict[ir.Value, int]:
     }
 
 
-def _observed(
+def _observe_tokens(
     model: ir.Model, values: Sequence[ir.Value], batches: Sequence[Batch]
 ) -> Iterator[dict[ir.Value, Float[np.ndarray, "M D"]]]:
     """Yield the tokens of activations in each batch, without padding."""
@@ -276,9 +276,9 @@ def product_of(node: ir.Node) -> Product | None:
             has_addend = addend is not None and bias is None
         case _:
             bias = node.inputs[2] if len(node.inputs) > 2 else None
-            others = any(value is not None for value in node.inputs[4:])  # cache, attention_bias
+            extras = [v for v in node.inputs[4:] if v is not None]  # cache, attention_bias
             sizes = node.attributes.get_ints("qkv_hidden_sizes", ())
-            if not is_constant(bias) or others or len(set(sizes)) > 1 or len(node.outputs) > 1:
+            if not is_constant(bias) or extras or len(set(sizes)) > 1 or len(node.outputs) > 1:
                 return None
     return Product(node, x, weight, bias, has_addend, result)
 

@@ -67,21 +67,21 @@ class Rounder:
         nearest = np.clip(np.round(matrix / steps), low, high)
         if self.root is None:
             return nearest
-        left = matrix[self.order]
+        ordered_rows = matrix[self.order]
         widths = steps[self.order]
-        moved = np.empty_like(nearest)
-        for start in range(0, len(left), ROWS):
-            stop = min(start + ROWS, len(left))
-            errors = np.empty((stop - start, left.shape[1]))
+        result = np.empty_like(nearest)
+        for start in range(0, len(ordered_rows), ROWS):
+            stop = min(start + ROWS, len(ordered_rows))
+            errors = np.empty((stop - start, ordered_rows.shape[1]))
             for row in range(start, stop):
-                done = row - start
-                wanted = left[row] - self.root[start:row, row] @ errors[:done]
-                rounded = np.clip(np.round(wanted / widths[row]), low, high)
-                errors[done] = (wanted - rounded * widths[row]) / self.root[row, row]
-                moved[self.order[row]] = rounded
-            left[stop:] -= self.root[start:stop, stop:].T @ errors
-        is_better = self._losses(matrix - moved * steps) < self._losses(matrix - nearest * steps)
-        return np.where(is_better, moved, nearest)
+                index = row - start
+                target = ordered_rows[row] - self.root[start:row, row] @ errors[:index]
+                levels = np.clip(np.round(target / widths[row]), low, high)
+                errors[index] = (target - levels * widths[row]) / self.root[row, row]
+                result[self.order[row]] = levels
+            ordered_rows[stop:] -= self.root[start:stop, stop:].T @ errors
+        is_better = self._losses(matrix - result * steps) < self._losses(matrix - nearest * steps)
+        return np.where(is_better, result, nearest)
 
     def _losses(self, error: Float[np.ndarray, "D N"]) -> Float[np.ndarray, " N"]:
         """The squared error of each column on the activations."""

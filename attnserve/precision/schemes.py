@@ -86,7 +86,7 @@ class Conversion:
         return None if self.to_nearest or self.rounding else self.calibration.moments
 
 
-def _never() -> Refusal | None:
+def _no_refusal() -> Refusal | None:
     """A precision that every machine computes correctly."""
     return None
 
@@ -123,7 +123,7 @@ class Scheme:
     bits: Bits | None = None
     runs_on_cpu: bool = True
     oldest_opset: int = 1
-    refusal: Callable[[], Refusal | None] = _never
+    refusal: Callable[[], Refusal | None] = _no_refusal
     instead: str = "choose another precision"
 
     @property
@@ -157,8 +157,8 @@ def _is_product_or_convolution(node: ir.Node) -> bool:
     return constant_type(weight) == ir.DataType.FLOAT
 
 
-def _needs_dot_product() -> Refusal | None:
-    """Why 8-bit weights are refused on this CPU; None if its kernels are exact."""
+def _dot_product_refusal() -> Refusal | None:
+    """Why this CPU cannot compute with 8-bit weights; None if it can."""
     if has_int8_dot_product():
         return None
     return Refusal(
@@ -198,7 +198,7 @@ SCHEMES = Registry[Scheme](
     ),
     INT8,
     replace(
-        INT8, name="int8-full", write=partial(_to_int8, 8), bits=8, refusal=_needs_dot_product,
+        INT8, name="int8-full", write=partial(_to_int8, 8), bits=8, refusal=_dot_product_refusal,
         instead="use int8, whose 7-bit weights are exact on every CPU",
     ),
     Scheme("int4", _to_int4, _is_matmul, stored="int4", keeps_blocks=True, for_tokens=True),

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attnserve.checks.measures import LEAST_PROBABILITY
 from attnserve.checks.quality import Quality
-from attnserve.choices import Pooling
 from attnserve.context import RunContext
+from attnserve.literals import Pooling
 from attnserve.models.masks import vector_mask
 from attnserve.models.output_kinds import is_cache_name
 from attnserve.runtime.interface import Batch, owned
@@ -136,7 +136,8 @@ class Answers:
     """
 
     def __init__(self, teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]) -> None:
-        self._teacher, self._names = teacher, names
+        self._teacher = teacher
+        self._names = names
         self._known: dict[int, list[np.ndarray]] = {}
         self._bytes = 0
 
@@ -208,31 +209,32 @@ class Objective:
         students: Sequence[str] | None = None,
     ) -> None:
         self.pooling: Pooling = pooling
-        self.dimensions, self.resized = dimensions, frozenset(resized)
+        self.dimensions = dimensions
+        self.resized = frozenset(resized)
         self.probabilities = frozenset(probabilities)
         students = list(outputs if students is None else students)
         self.places = {i: students.index(n) for i, n in enumerate(outputs) if n in students}
         self.places |= {len(outputs) + pair: len(students) + pair for pair in range(pairs)}
         axes = [array.ndim for array in teacher(examples[0])]
-        measured = {quality.output: quality.measure for quality in qualities}
-        wanted: list[tuple[int, Kind, float]] = []
+        measures = {quality.output: quality.measure for quality in qualities}
+        parts: list[tuple[int, Kind, float]] = []
         for index, name in enumerate(outputs):
-            measure = measured.get(name)
+            measure = measures.get(name)
             if measure is None or index not in self.places:
                 continue
             if measure in ("kl", "top1"):
-                wanted.append((index, "logits", SERVED_WEIGHT))
+                parts.append((index, "logits", SERVED_WEIGHT))
                 continue
             is_tokens = axes[index] > 2
             if measure != "similarity" or is_tokens:
-                wanted.append((index, "vectors", LAST_WEIGHT))
+                parts.append((index, "vectors", LAST_WEIGHT))
             if measure == "similarity":
-                wanted.append((index, "pooled", SERVED_WEIGHT))
+                parts.append((index, "pooled", SERVED_WEIGHT))
         for index in range(len(outputs), len(outputs) + pairs):
-            wanted.append((index, "vectors", HIDDEN_WEIGHT))
-        units = self._units([(index, kind) for index, kind, _ in wanted], examples, teacher)
+            parts.append((index, "vectors", HIDDEN_WEIGHT))
+        units = self._units([(index, kind) for index, kind, _ in parts], examples, teacher)
         self.terms = [
-            _Term(*each, unit) for each, unit in zip(wanted, units, strict=True) if unit > 0
+            _Term(*each, unit) for each, unit in zip(parts, units, strict=True) if unit > 0
         ]
         if not self.terms:
             raise InvalidData(

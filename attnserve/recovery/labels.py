@@ -23,9 +23,9 @@ from torch import Tensor
 
 from attnserve.checks.scores import ClassificationScore, Score, StsScore
 from attnserve.checks.task_data import label_names, read_label, read_number
-from attnserve.choices import LearnedTask, Pooling
 from attnserve.data.datasets import Dataset, wanted_inputs
 from attnserve.data.text_files import read_table
+from attnserve.literals import LearnedTask, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import default_output
 from attnserve.models.tokenizer import Encoding, load_encoder
@@ -175,13 +175,16 @@ class Labels:
                 "correct it in attnserve.json",
                 code="recovery.output",
             )
-        wanted, encoder = wanted_inputs(teacher), load_encoder(artifact, tokenizer)
-        made = encoder.encode([text for row in rows for text in row.texts])
+        input_names = wanted_inputs(teacher)
+        encoder = load_encoder(artifact, tokenizer)
+        all_encodings = encoder.encode([text for row in rows for text in row.texts])
         count = len(rows[0].texts)
-        encodings = [made[start : start + count] for start in range(0, len(made), count)]
+        encodings = [
+            all_encodings[start : start + count] for start in range(0, len(all_encodings), count)
+        ]
 
-        def inputs(some: Sequence[Encoding]) -> Batch:
-            return encoder.batch_inputs(some, wanted)
+        def inputs(row_encodings: Sequence[Encoding]) -> Batch:
+            return encoder.batch_inputs(row_encodings, input_names)
 
         held_out = _contents(data.choose), _contents(data.held_out)
         levels = [_level(row, inputs, held_out) for row in encodings]
@@ -190,13 +193,13 @@ class Labels:
         self._check_rows(parts, labels)
         self.largest = labels.max()
         self.counts = RowCounts(*map(len, parts))
-        self.fit, self.choose, self.prove = (
+        self.fit, self.choose, self.verify = (
             [_batch([encodings[i] for i in places], labels[places], inputs)
              for places in _grouped(part, encodings)]
             for part in parts
         )  # fmt: skip
-        shares = np.unique(labels[parts[0]], return_counts=True)[1] / len(parts[0])
-        self.unit = 1.0 if task == "sts" else float(-(shares * np.log(shares)).sum())
+        class_shares = np.unique(labels[parts[0]], return_counts=True)[1] / len(parts[0])
+        self.unit = 1.0 if task == "sts" else float(-(class_shares * np.log(class_shares)).sum())
 
     def step(self, number: int, seed: int) -> Labeled:
         """The batch of a training step; each epoch has its own random order."""
@@ -255,9 +258,9 @@ class Labels:
         """The cosines of pairs (N), or the logits of texts (N, classes)."""
         is_sts = self.task == "sts"
         if output.ndim not in ((2, 3) if is_sts else (2,)) or output.shape[-1] < 2:
-            wanted = "embeddings" if is_sts else "logits [batch, classes]"
+            expectation = "embeddings" if is_sts else "logits [batch, classes]"
             raise InvalidArgument(
-                f"`task` is {self.task}, which takes {wanted}: the model returns "
+                f"`task` is {self.task}, which takes {expectation}: the model returns "
                 f"{list(output.shape)}",
                 "give the task of this model, or leave it out",
                 code="recovery.task_output",

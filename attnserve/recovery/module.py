@@ -94,12 +94,12 @@ class GraphModule(torch.nn.Module):
             torch.nn.Parameter(weight.to(self.device)) for weight in weights
         )
         self._trained = [model.graph.initializers[name] for name in self.names]
-        trained = set(self.names)
+        trained_names = set(self.names)
         read = {*self.outputs, *(value for step in steps for value in step.inputs)}
         self._constants: dict[ir.Value, Tensor] = {
             value: self._placed(tensor_of(_tensor(value)))
             for name, value in model.graph.initializers.items()
-            if name not in trained and value in read
+            if name not in trained_names and value in read
         }
         self._steps = self._planned(steps)
 
@@ -159,23 +159,23 @@ class GraphModule(torch.nn.Module):
     def _planned(self, steps: Sequence[_Step]) -> list[_Step]:
         """Compute values that depend only on constants, and plan the remaining nodes."""
         remaining: list[_Step] = []
-        known = self._constants
+        constants = self._constants
         with torch.no_grad():
             for step in steps:
-                if all(value is None or value in known for value in step.inputs):
-                    self._run(step, known)
+                if all(value is None or value in constants for value in step.inputs):
+                    self._run(step, constants)
                 else:
                     remaining.append(step)
         last: dict[ir.Value, int] = {}
         for index, step in enumerate(remaining):
             last |= {value: index for value in (*step.inputs, *step.outputs) if value is not None}
-        kept = {*self.outputs, *known, *self._trained}
+        permanent_values = {*self.outputs, *constants, *self._trained}
         dropped: dict[int, list[ir.Value]] = {}
         for value, index in last.items():
-            if value not in kept:
+            if value not in permanent_values:
                 dropped.setdefault(index, []).append(value)
         read = {value for step in remaining for value in step.inputs} | set(self.outputs)
-        self._constants = {value: tensor for value, tensor in known.items() if value in read}
+        self._constants = {value: tensor for value, tensor in constants.items() if value in read}
         return [
             replace(step, dropped=tuple(dropped.get(i, ()))) for i, step in enumerate(remaining)
         ]
@@ -223,16 +223,16 @@ def _steps(model: ir.Model, outputs: Sequence[ir.Value]) -> list[_Step]:
     Raises:
         InvalidModel: An operator is not supported.
     """
-    needed: set[ir.Node] = set()
+    nodes: set[ir.Node] = set()
     pending = [value.producer() for value in outputs]
     while pending:
         node = pending.pop()
-        if node is not None and node not in needed:
-            needed.add(node)
+        if node is not None and node not in nodes:
+            nodes.add(node)
             pending += [value.producer() for value in node.inputs if value is not None]
     steps: list[_Step] = []
     for node in model.graph:
-        if node not in needed:
+        if node not in nodes:
             continue
         function = OPERATORS.get((node.domain, node.op_type))
         if function is None:

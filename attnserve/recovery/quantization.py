@@ -80,9 +80,11 @@ class _FakeProduct:
         rounding: Rounding | None,
     ) -> None:
         self._function = OPERATORS[product.node.domain, product.node.op_type]
-        self._is_transposed, self._is_attention = product.key[1], product.is_attention
+        self._is_transposed = product.key[1]
+        self._is_attention = product.is_attention
         self._least, self._largest = LEVELS[bits]
-        self._step, self._zero_point = float(grid.step), int(grid.zero_point)
+        self._step = float(grid.step)
+        self._zero_point = int(grid.zero_point)
         scaled = torch.from_numpy(grid.scaled.astype(np.float32))
         self._divisors = scaled.to(device)  # D
         mean = torch.from_numpy((grid.mean / grid.scaled).astype(np.float32))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
 from attnserve.checks.quality import QualityMeter, largest_loss
-from attnserve.choices import Measure, Precision
 from attnserve.data.datasets import HELD_OUT, thinned
 from attnserve.job import Job
+from attnserve.literals import Measure, Precision, Split
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.masks import token_mask
 from attnserve.models.output_kinds import is_cache_name, probability_outputs, resized_outputs
@@ -63,7 +63,8 @@ def check_input(job: Job) -> str:
         InvalidData: A file has too few rows to fit, to choose and to verify.
         InvalidArgument: PyTorch has no CUDA device.
     """
-    data, provider = job.data, job.context.provider
+    data = job.data
+    provider = job.context.provider
     assert data is not None
     sources = (one.source for one in data.files or [data])
     smallest = min(sources, key=lambda source: source.distinct_rows)
@@ -134,13 +135,19 @@ class Recovery:
         labels: Labels | None = None,
     ) -> None:
         device = check_input(job)
-        original, data, texts = job.original, job.data, job.artifact
+        original = job.original
+        data = job.data
+        texts = job.artifact
         assert data is not None
-        self.rewritten, self.original, self.data = rewritten, original, data
-        self.texts, self.context = texts, job.context
+        self.rewritten = rewritten
+        self.original = original
+        self.data = data
+        self.texts = texts
+        self.context = job.context
         self.precision: Precision = precision
         self.bits: Bits | None = SCHEMES[precision].bits
-        self.float_blocks, self.labels = float_blocks, labels
+        self.float_blocks = float_blocks
+        self.labels = labels
         self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
         self.empty = empty_axes(original, rewritten)
         self.calibration = [self._feed(batch) for batch in data.fit]
@@ -167,7 +174,8 @@ class Recovery:
             seconds: The time limit.
             checkpoint: Where the state is saved, and from which an interrupted training continues.
         """
-        data, context = self.data, self.context
+        data = self.data
+        context = self.context
         teacher = Teacher(self.original, self.states, context)
         inputs = (*self.original.graph.inputs, *self.rewritten.graph.inputs)
         rows, tokens = fixed_axes(value.shape for value in inputs if value.shape)
@@ -268,22 +276,26 @@ class Recovery:
         few = thinned(self.calibration, MOMENT_TOKENS)
         try:
             self._quantize(few)  # ranges of activations follow the weights
-            served = self._served(self.trained, few)
+            model = self._served(self.trained, few)
         except (CannotRewrite, InvalidData):  # weights or activations are not finite
             return math.inf
-        session = open_session(served, self.context, spinning=False)
+        session = open_session(model, self.context, spinning=False)
         meter = self.new_meter(split="choose")
         for index, batch in enumerate(self.data.choose):
-            theirs = expected(index, batch)
-            ours = _by_name(served, session.run(None, self._feed(batch)))
-            pairs = zip(self.original.graph.outputs, theirs, strict=True)
-            meter.add(theirs, [ours.get(value.name or "", array) for value, array in pairs], batch)
-        labeled = 0.0
+            targets = expected(index, batch)
+            outputs_by_name = _by_name(model, session.run(None, self._feed(batch)))
+            pairs = zip(self.original.graph.outputs, targets, strict=True)
+            meter.add(
+                targets,
+                [outputs_by_name.get(value.name or "", array) for value, array in pairs],
+                batch,
+            )
+        labeled_loss = 0.0
         if self.labels is not None:
             feeds = map(self._feed, (one.batch for one in self.labels.choose))
-            outputs = self.labels.outputs(served, self.labels.choose, feeds, session)
-            labeled = self.labels.held_out_loss(outputs)
-        return largest_loss(meter.results(), bounded=True) + labeled
+            outputs = self.labels.outputs(model, self.labels.choose, feeds, session)
+            labeled_loss = self.labels.held_out_loss(outputs)
+        return largest_loss(meter.results(), bounded=True) + labeled_loss
 
     def _labeled_loss(self, labels: Labels, step: int) -> Tensor:
         """The loss of labeled rows in a training step."""
@@ -292,7 +304,7 @@ class Recovery:
         outputs = self.module(self._feed(labeled.batch))
         return labels.loss(outputs[names.index(labels.output)], labeled)
 
-    def _compare(self, model: ir.Model, batches: Sequence[Batch], split: str) -> Fidelity:
+    def _compare(self, model: ir.Model, batches: Sequence[Batch], split: Split) -> Fidelity:
         source = HELD_OUT_OF + self.data.source.file
         return compare(
             self.original, model, batches, source, meter=self.new_meter(split=split),
@@ -303,10 +315,14 @@ class Recovery:
         self, pairs: Sequence[tuple[ir.Value, ir.Value]], graph: ir.Model, batch: Batch
     ) -> list[tuple[ir.Value, ir.Value]]:
         """The pairs of states whose arrays have the same shape."""
-        theirs, ours = zip(*pairs, strict=True) if pairs else ((), ())
-        left = Teacher(self.original, theirs, self.context)(batch)
-        right = Teacher(graph, ours, self.context)(self._feed(batch))
-        shapes = zip(left[len(left) - len(pairs) :], right[len(right) - len(pairs) :], strict=True)
+        original_states, graph_states = zip(*pairs, strict=True) if pairs else ((), ())
+        original_arrays = Teacher(self.original, original_states, self.context)(batch)
+        graph_arrays = Teacher(graph, graph_states, self.context)(self._feed(batch))
+        shapes = zip(
+            original_arrays[len(original_arrays) - len(pairs) :],
+            graph_arrays[len(graph_arrays) - len(pairs) :],
+            strict=True,
+        )
         return [pair for pair, (a, b) in zip(pairs, shapes, strict=True) if a.shape == b.shape]
 
     def _check_module(self) -> None:
@@ -324,14 +340,14 @@ class Recovery:
             expected = session.run(None, feed)
             # Convolutions in TF32, the default, would differ by more than the limit.
             with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
-                found = self.module(feed)
-            for value, a, tensor in zip(graph.outputs, expected, found, strict=False):
+                outputs = self.module(feed)
+            for value, a, tensor in zip(graph.outputs, expected, outputs, strict=False):
                 b = tensor.cpu().numpy()
                 if is_cache_name(value.name or ""):
                     continue
                 if a.ndim > 2 and a.shape == b.shape:
-                    real = token_mask(batch, a.shape[:2])
-                    a, b = a[real], b[real]
+                    mask = token_mask(batch, a.shape[:2])
+                    a, b = a[mask], b[mask]
                 error = _relative_error(a, b)
                 if not error <= limit:  # NaN too
                     raise CheckFailed(

@@ -14,9 +14,10 @@ from attnserve.data.token_statistics import calibration_of
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
-from attnserve.models.lineage import BeforeRecovery, RewriteRecord, present
+from attnserve.models.lineage import BeforeRecovery, LineageEntry
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
+from attnserve.models.recorded import present
 from attnserve.recovery.labels import LabelReport
 from attnserve.recovery.training import Course
 from attnserve.versions import versions
@@ -74,9 +75,9 @@ class RecoverReport:
         return self.record.to_json("rewrite")
 
     @property
-    def record(self) -> RewriteRecord:
+    def record(self) -> LineageEntry:
         """The entry of the lineage; ``write_recovered`` adds the inputs."""
-        return RewriteRecord(
+        return LineageEntry(
             rewrite="recover" if self.int8_weight_bits is None else "recover+int8",
             fidelity=self.after.cosines,
             qualities=self.after.qualities,
@@ -114,12 +115,12 @@ def write_recovered(
         external: Whether the weights are in a file of their own.
     """
     last = artifact.lineage[-1].stated if artifact.lineage else {}
-    kept = {name: last[name] for name in KEPT if name in last}
+    fields = {name: last[name] for name in KEPT if name in last}
     if report.int8_weight_bits is not None:
-        if "plan" in kept:
-            kept["plan"] = {**kept["plan"], "precision": "int8"}
-        if "after" in kept:
-            kept["after"] = kept["after"].model_copy(update={"bytes": parameter_bytes(model)})
+        if "plan" in fields:
+            fields["plan"] = {**fields["plan"], "precision": "int8"}
+        if "after" in fields:
+            fields["after"] = fields["after"].model_copy(update={"bytes": parameter_bytes(model)})
     inputs = {
         # The quality is measured against the teacher, not against the rewritten model.
         "source": source_entry(teacher, job.original),
@@ -128,5 +129,5 @@ def write_recovered(
         "seed": job.context.seed,
         "versions": {**versions(), "torch": torch.__version__},
     }
-    entry = report.record.model_copy(update={**inputs, **kept})
+    entry = report.record.model_copy(update={**inputs, **fields})
     write_rewritten(report.output, model, artifact, entry, external=external)

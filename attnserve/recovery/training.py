@@ -214,8 +214,11 @@ class _TrainingRun:
         checkpoint: Checkpoint,
         context: RunContext,
     ) -> None:
-        self.module, self.lesson = module, lesson
-        self.budget, self.checkpoint, self.context = budget, checkpoint, context
+        self.module = module
+        self.lesson = lesson
+        self.budget = budget
+        self.checkpoint = checkpoint
+        self.context = context
         self.weights = list(module.weights)
         self.average = [weight.detach().clone() for weight in self.weights]
         self.best = [weight.detach().clone() for weight in self.weights]
@@ -237,7 +240,8 @@ class _TrainingRun:
             course.loss = course.first_loss = self.lesson.measure(self.average)
         interval = min(MEASURED_EVERY_S, self.budget / MEASUREMENTS)
         progress = self.context.stage("train (s)")
-        measured, losses = time.monotonic(), list[float]()
+        last_measured = time.monotonic()
+        losses: list[float] = []
         while (elapsed := time.monotonic() - start) < self.budget:
             with memory_errors():
                 loss = self._step(elapsed / self.budget)
@@ -250,14 +254,14 @@ class _TrainingRun:
                 break
             losses.append(loss)
             progress(min(int(elapsed), int(self.budget)), math.ceil(self.budget))
-            if time.monotonic() - measured < interval:
+            if time.monotonic() - last_measured < interval:
                 continue
             began = time.monotonic()
             self._measure(began - start, losses)
             if self._is_too_fast():
                 self._restart()
-            measured, losses = time.monotonic(), []
-            interval = max(interval, 5 * (measured - began))  # at most a sixth of the time
+            last_measured, losses = time.monotonic(), []
+            interval = max(interval, 5 * (last_measured - began))  # at most a sixth of the time
             if is_stuck([loss for _, _, loss in course.history], began - start, self.budget):
                 course.stopped = "no gain"
                 break
@@ -275,8 +279,8 @@ class _TrainingRun:
         total = 0.0
         for batch, target in zip(batches, targets, strict=True):
             with self._precision():
-                found = self.module(self.lesson.feed(batch))
-            loss = self.lesson.objective(found, target, batch) / len(batches)
+                outputs = self.module(self.lesson.feed(batch))
+            loss = self.lesson.objective(outputs, target, batch) / len(batches)
             total += float(loss.detach())
             if not math.isfinite(total):
                 return total
@@ -300,16 +304,16 @@ class _TrainingRun:
         if step < WARM_UP and not self.course.restarts:  # the mean over the first steps
             rate = self.course.learning_rate
             self.course.learning_rate += (rate_for(gainable) - rate) / (step + 1)
-        done = step - self.course.since[0]  # steps since the last beginning
-        warmth = min((done + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
+        steps_since_start = step - self.course.since[0]  # steps since the last beginning
+        warmth = min((steps_since_start + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = self.course.learning_rate * warmth
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.course.steps += 1
         self.course.tokens += sum(map(count_tokens, batches))
-        kept = min(AVERAGE, (1 + done) / (10 + done))
-        get_ema_multi_avg_fn(kept)(self.average, self.weights, done)
+        decay = min(AVERAGE, (1 + steps_since_start) / (10 + steps_since_start))
+        get_ema_multi_avg_fn(decay)(self.average, self.weights, steps_since_start)
         return total
 
     def _precision(self) -> AbstractContextManager[Any]:

@@ -15,11 +15,11 @@ from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.recovery.labels import Labeled, Labels
 from attnserve.runtime.session import open_session
 
-__all__ = ["Verified", "labeled_outputs", "verify_training"]
+__all__ = ["VerifiedTraining", "labeled_outputs", "verify_training"]
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedTraining:
     """A model on held-out rows.
 
     Attributes:
@@ -34,7 +34,7 @@ class Verified:
     def loss(self) -> float:
         return largest_loss(self.fidelity.qualities, bounded=False) + self.labeled_loss
 
-    def is_better_than(self, other: Verified) -> bool:
+    def is_better_than(self, other: VerifiedTraining) -> bool:
         """Whether the loss is smaller, and the score no lower.
 
         Without a score, no output, file or length class may be below its confidence interval.
@@ -46,7 +46,7 @@ class Verified:
         return kept and self.loss < other.loss
 
 
-def verify_training(job: Job, model: ir.Model, labels: Labels | None = None) -> Verified:
+def verify_training(job: Job, model: ir.Model, labels: Labels | None = None) -> VerifiedTraining:
     """Compare a model with the original on held-out rows, and score it on labeled ones.
 
     Raises:
@@ -55,17 +55,17 @@ def verify_training(job: Job, model: ir.Model, labels: Labels | None = None) -> 
     """
     data = job.data
     assert data is not None
-    proved = replace(job, context=job.context.labeled("held out"))
-    fidelity = proved.compare_held_out(model, data.held_out)
+    on_held_out = replace(job, context=job.context.labeled("held out"))
+    fidelity = on_held_out.compare_held_out(model, data.held_out)
     if labels is None:
-        return Verified(fidelity)
+        return VerifiedTraining(fidelity)
     outputs = labeled_outputs(job, model, labels)
-    return Verified(fidelity, labels.held_out_loss(outputs), labels.score(outputs))
+    return VerifiedTraining(fidelity, labels.held_out_loss(outputs), labels.score(outputs))
 
 
 def labeled_outputs(job: Job, model: ir.Model, labels: Labels) -> list[tuple[Labeled, np.ndarray]]:
     """The output of the task on the labeled rows to verify."""
     empty = empty_axes(job.original, model)
     session = open_session(model, job.context, spinning=False)
-    feeds = (shaped_for(model, one.batch, empty) for one in labels.prove)
-    return labels.outputs(model, labels.prove, feeds, session)
+    feeds = (shaped_for(model, one.batch, empty) for one in labels.verify)
+    return labels.outputs(model, labels.verify, feeds, session)

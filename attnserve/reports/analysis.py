@@ -36,7 +36,7 @@ from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidModel, Refusal
 from graph_passes.passes.collaborate import sharing_refusal
-from graph_passes.passes.conditions import refuse_quantized_weights
+from graph_passes.passes.conditions import quantized_refusal
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 
 if TYPE_CHECKING:
@@ -173,7 +173,8 @@ class Analysis:
         return [self._summary(row) for row in range(len(self.layers))]
 
     def _summary(self, row: int) -> LayerSummary:
-        layer, match = self.layers[row], self.earlier(row)
+        layer = self.layers[row]
+        match = self.earlier(row)
         variance = layer.calibrated or layer.weights
         sides = () if variance is None else (variance.query, variance.key)
         weakest = int(layer.energy.argmin())
@@ -251,9 +252,9 @@ def analyze_graph(
     scored = [block for block in blocks if block.logits is not None and block.q.num_heads]
     ranks = measure_ranks(model, scored, data.fit, context=context)
     energy = head_energy(model, blocks, data.fit, context=context)
-    wanted = {block.name: groups or -(-block.num_heads // 2) for block in blocks}
-    votes = voting_to_stay(model, blocks, data.fit, groups=wanted, context=context)
-    without = leave_one_out(model, blocks, data.fit, context=context)
+    head_counts = {block.name: groups or -(-block.num_heads // 2) for block in blocks}
+    votes = voting_to_stay(model, blocks, data.fit, groups=head_counts, context=context)
+    losses = leave_one_out(model, blocks, data.fit, context=context)
     gates = sensitivity(model, blocks, data.fit, context=context)
 
     layers: list[LayerAnalysis] = []
@@ -272,7 +273,7 @@ def analyze_graph(
                 calibrated=calibrated,
                 ranks=ranks.get(name),
                 energy=energy[name],
-                leave_one_out=without[name],
+                leave_one_out=losses[name],
                 sensitivity=gates[name],
                 votes=votes[name],
                 notes=notes,
@@ -325,7 +326,7 @@ def _unobservable(block: AttentionBlock, model: ir.Model, fused: Refusal | None)
         return "the graph has no probabilities of shape (batch, heads, queries, keys)"
     if block.v.output is None:
         return "the graph has no value tensor"
-    if (refusal := refuse_quantized_weights(block)) is not None:
+    if (refusal := quantized_refusal(block)) is not None:
         return refusal.reason
     return ""
 

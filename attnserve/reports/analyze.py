@@ -166,15 +166,19 @@ def _dimension_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
     ranked = [rows[x.index] for x in analysis.layers if x.calibrated and rows[x.index].rank]
     if not ranked:
         return
-    full = [row.num_heads * row.head_size for row in ranked]
-    sizes = [min(_up(row.rank or 0), size) for row, size in zip(ranked, full, strict=True)]
-    least, most = (pick(ranked, key=lambda row: row.rank or 0) for pick in (min, max))
+    full_ranks = [row.num_heads * row.head_size for row in ranked]
+    sizes = [min(_up(row.rank or 0), size) for row, size in zip(ranked, full_ranks, strict=True)]
+    min_row, max_row = (pick(ranked, key=lambda row: row.rank or 0) for pick in (min, max))
     text = (
-        f"Layer {least.index} needs {least.rank} of {least.full_rank} query and key dimensions for "
-        "99 % of the variance on this text"
+        f"Layer {min_row.index} needs {min_row.rank} of {min_row.full_rank} query and key "
+        "dimensions for 99 % of the variance on this text"
     )
-    text += f"; layer {most.index} needs the most, {most.rank}." if most.rank != least.rank else "."
-    if sizes == full:
+    text += (
+        f"; layer {max_row.index} needs the most, {max_row.rank}."
+        if max_row.rank != min_row.rank
+        else "."
+    )
+    if sizes == full_ranks:
         yield Finding(f"{text} Shared query and key dimensions would save little.")
         return
     parameters = {
@@ -194,9 +198,10 @@ def _similarity_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
     similar = [pair for pair in pairs if pair[2] >= SIMILAR]
     alike = [pair for pair in similar if pair[2] >= uniform[pair[0]] + MARGIN]
     row, source, similarity = max(alike or pairs, key=lambda pair: pair[2])
-    layer, other = analysis.layers[row].index, analysis.layers[source].index
+    layer, source_layer = analysis.layers[row].index, analysis.layers[source].index
     text = (
-        f"Layers {other} and {layer} have the most similar attention ({similarity:.2f} of 1; "
+        f"Layers {source_layer} and {layer} have the most similar attention "
+        f"({similarity:.2f} of 1; "
         f"uniform attention: {uniform[row]:.2f})."
     )
     if similar and not alike:

@@ -7,28 +7,28 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.models.lineage import RewriteRecord
+from attnserve.models.lineage import LineageEntry
 from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg
 from attnserve.reports.plots import Figure
 
 __all__ = ["figures"]
 
 
-def figures(rewrite: RewriteRecord) -> list[Figure]:
+def figures(rewrite: LineageEntry) -> list[Figure]:
     """The plots that the recorded values of one rewrite allow."""
     plots = (_steps(rewrite), _latency(rewrite), _recovery(rewrite))
     return [figure for figure in plots if figure is not None]
 
 
-def _steps(rewrite: RewriteRecord) -> Figure | None:
+def _steps(rewrite: LineageEntry) -> Figure | None:
     """Error of each step and the cost after it."""
     steps = [step for step in rewrite.steps if step.relative_error is not None]
     if len(steps) < 2:
         return None
-    before = rewrite.before and rewrite.before.macs
+    macs_before = rewrite.before and rewrite.before.macs
     cost = [step.macs_after for step in steps]
-    costs = [count for count in cost if count is not None] if before else []
-    has_cost = before is not None and len(costs) == len(steps)
+    costs = [count for count in cost if count is not None] if macs_before else []
+    has_cost = macs_before is not None and len(costs) == len(steps)
 
     def draw(figure: Any) -> None:
         panels = figure.subplots(2 if has_cost else 1, 1, sharex=True, squeeze=False)[:, 0]
@@ -36,8 +36,8 @@ def _steps(rewrite: RewriteRecord) -> Figure | None:
         panels[0].bar(places, [step.relative_error for step in steps], color=FIRST, width=0.7)
         panels[0].set_ylabel("relative error")
         if has_cost:
-            assert before is not None
-            panels[1].bar(places, 100 * np.array(costs) / before, color=SECOND, width=0.7)
+            assert macs_before is not None
+            panels[1].bar(places, 100 * np.array(costs) / macs_before, color=SECOND, width=0.7)
             panels[1].axhline(100, color=MUTED, linewidth=0.8, linestyle="--")
             panels[1].set_ylabel("MACs, % of before")
         starts, names = _groups([step.rewrite for step in steps])
@@ -62,14 +62,15 @@ def _steps(rewrite: RewriteRecord) -> Figure | None:
 
 def _groups(names: list[str]) -> tuple[list[int], list[str]]:
     """The first index of each run of equal names (and the end), and the name of each run."""
-    starts, labels = [0], list[str]()
+    starts = [0]
+    labels = list[str]()
     for name, run in groupby(names):
         starts.append(starts[-1] + len(list(run)))
         labels.append(name)
     return starts, labels
 
 
-def _latency(rewrite: RewriteRecord) -> Figure | None:
+def _latency(rewrite: LineageEntry) -> Figure | None:
     """Latency of the original and of the new model at each measured shape."""
     speeds = rewrite.search.speeds if rewrite.search else ()
     if not speeds:
@@ -78,18 +79,19 @@ def _latency(rewrite: RewriteRecord) -> Figure | None:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         places = np.arange(len(speeds))
-        old, new = [each.original_ms for each in speeds], [each.ms for each in speeds]
-        axes.bar(places - 0.2, old, 0.38, color=MUTED, label="original")
-        axes.bar(places + 0.2, new, 0.38, color=FIRST, label="new")
-        for place, each in zip(places, speeds, strict=True):
+        original_ms = [speed.original_ms for speed in speeds]
+        new_ms = [speed.ms for speed in speeds]
+        axes.bar(places - 0.2, original_ms, 0.38, color=MUTED, label="original")
+        axes.bar(places + 0.2, new_ms, 0.38, color=FIRST, label="new")
+        for place, speed in zip(places, speeds, strict=True):
             axes.annotate(
-                f"{each.speedup:.2f}x", (place + 0.2, each.ms), (0, 3),
+                f"{speed.speedup:.2f}x", (place + 0.2, speed.ms), (0, 3),
                 textcoords="offset points", ha="center", color=INK, fontsize=8,
             )  # fmt: skip
-        axes.set_xticks(places, [f"{each.batch} x {each.sequence}" for each in speeds])
+        axes.set_xticks(places, [f"{speed.batch} x {speed.sequence}" for speed in speeds])
         axes.set(xlabel="batch x tokens", ylabel="median latency in ms")
         axes.grid(axis="y", color=GRID)
-        axes.set_ylim(0, 1.12 * max(*old, *new))
+        axes.set_ylim(0, 1.12 * max(*original_ms, *new_ms))
         axes.legend(loc="upper left")
 
     return Figure(
@@ -101,7 +103,7 @@ def _latency(rewrite: RewriteRecord) -> Figure | None:
     )
 
 
-def _recovery(rewrite: RewriteRecord) -> Figure | None:
+def _recovery(rewrite: LineageEntry) -> Figure | None:
     """Losses of the training against time."""
     history = rewrite.training.history if rewrite.training else ()
     rows = [(s, a, b) for s, a, b in history if a and b and a > 0 and b > 0]

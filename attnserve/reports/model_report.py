@@ -17,7 +17,7 @@ from attnserve.checks.inspect import Inspection, inspect_graph
 from attnserve.context import Progress, ignore_progress
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import sha256
-from attnserve.models.lineage import SIZES, RewriteRecord
+from attnserve.models.lineage import SIZES, LineageEntry
 from attnserve.models.model_folder import find_models
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_folder, check_output, staged
@@ -53,7 +53,7 @@ class ModelReport:
     artifact: Artifact
     output: Path
     inspection: Inspection
-    rewrites: tuple[RewriteRecord, ...]
+    rewrites: tuple[LineageEntry, ...]
     size: int
 
     def to_json(self) -> dict[str, Any]:
@@ -89,16 +89,17 @@ def report(
         MissingExtra: jinja2, matplotlib or ONNX Runtime is not installed.
     """
     require_extra("jinja2", "matplotlib")
-    progress, seed = progress or ignore_progress, Run(seed=seed).seed
-    places = list(_places(Path(models), as_path(output)))
-    for place in places:
-        check_output(place.page, force=force)
+    progress = progress or ignore_progress
+    seed = Run(seed=seed).seed
+    reported_models = list(_reported_models(Path(models), as_path(output)))
+    for model in reported_models:
+        check_output(model.page, force=force)
     reports: list[ModelReport] = []
     contents: dict[Path, str] = {}
-    for done, place in enumerate(places):
-        progress("reports", done, len(places))
-        reports.append(_read(place, seed))
-        contents[place.page] = render(reports[-1])
+    for number, model in enumerate(reported_models):
+        progress("reports", number, len(reported_models))
+        reports.append(_read(model, seed))
+        contents[model.page] = render(reports[-1])
     folders: defaultdict[Path, list[Path]] = defaultdict(list)
     for page in contents:
         folders[page.parent].append(page)
@@ -106,11 +107,11 @@ def report(
         with staged(folder) as stage:
             for page in pages:
                 (stage / page.name).write_text(contents[page], encoding="utf-8")
-    progress("reports", len(places), len(places))
+    progress("reports", len(reported_models), len(reported_models))
     return reports
 
 
-class _Place(NamedTuple):
+class _ReportedModel(NamedTuple):
     """A model, by its name and version as in the service, and the page to write."""
 
     name: str
@@ -119,7 +120,7 @@ class _Place(NamedTuple):
     page: Path
 
 
-def _places(path: Path, output: Path | None) -> Iterator[_Place]:
+def _reported_models(path: Path, output: Path | None) -> Iterator[_ReportedModel]:
     """Find the models at a path.
 
     Args:
@@ -140,31 +141,31 @@ def _places(path: Path, output: Path | None) -> Iterator[_Place]:
             code="artifact.model_count",
         )
     for name, versions in models.items():
-        for version, place in versions.items():
-            artifact = open_artifact(place.path, place.shared)
-            own = "" if artifact.model.stem == "model" else f"{artifact.model.stem}-"
-            page = artifact.folder / f"{own}report.html"
+        for version, location in versions.items():
+            artifact = open_artifact(location.path, location.shared)
+            prefix = "" if artifact.model.stem == "model" else f"{artifact.model.stem}-"
+            page = artifact.folder / f"{prefix}report.html"
             if output is not None:
                 page = output / (f"{name}-{version}.html" if len(versions) > 1 else f"{name}.html")
-            yield _Place(name, version, artifact, page)
+            yield _ReportedModel(name, version, artifact, page)
 
 
-def _read(place: _Place, seed: int) -> ModelReport:
+def _read(model: _ReportedModel, seed: int) -> ModelReport:
     """The report of one model, whose attention blocks are matched and certified now."""
-    artifact = place.artifact
+    artifact = model.artifact
     rewrites = artifact.lineage
     graph = load_model(artifact.model, in_place=True)
     files = {artifact.model, *external_files(graph)}
-    last = rewrites[-1] if rewrites else None
+    last_rewrite = rewrites[-1] if rewrites else None
     return ModelReport(
-        name=place.name,
-        version=place.version,
+        name=model.name,
+        version=model.version,
         artifact=artifact,
-        output=place.page,
+        output=model.page,
         inspection=inspect_graph(
             graph,
-            batch=(last and last.batch) or 1,
-            sequence=(last and last.sequence) or SEQUENCE,
+            batch=(last_rewrite and last_rewrite.batch) or 1,
+            sequence=(last_rewrite and last_rewrite.sequence) or SEQUENCE,
             seed=seed,
         ),
         rewrites=rewrites,

@@ -56,18 +56,18 @@ class Figure:
 
 def layer_similarity(analysis: Analysis) -> Figure | None:
     """Figure 2 of arXiv 2110.06821, with the mean over heads instead of the best head."""
-    best = analysis.similarity.best()
-    count = len(best)
-    below = np.where(np.tri(count, k=-1, dtype=bool), best, np.nan)[1:, :-1]
-    if np.isnan(below).all():
+    similarity = analysis.similarity.best()
+    count = len(similarity)
+    triangle = np.where(np.tri(count, k=-1, dtype=bool), similarity, np.nan)[1:, :-1]
+    if np.isnan(triangle).all():
         return None
-    low, top = span(below)
+    low, top = span(triangle)
     labels = [str(layer.index) for layer in analysis.layers]
     size = min(6.4, 1.6 + 0.55 * count)
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        heatmap(axes, below, labels[1:], labels[:-1], low, top, numbers=count <= MOST_NUMBERS)
+        heatmap(axes, triangle, labels[1:], labels[:-1], low, top, numbers=count <= MOST_NUMBERS)
         axes.set(xlabel="earlier layer", ylabel="layer")
         scale_beside(axes, low, top, "similarity")
 
@@ -96,7 +96,8 @@ def head_similarity(analysis: Analysis) -> Figure | None:
         for end in ends[1:-1]:
             axes.axhline(end - 0.5, color=MUTED, linewidth=0.5)
             axes.axvline(end - 0.5, color=MUTED, linewidth=0.5)
-        middles, labels = (ends[:-1] + ends[1:] - 1) / 2, [str(x.index) for x in analysis.layers]
+        middles = (ends[:-1] + ends[1:] - 1) / 2
+        labels = [str(x.index) for x in analysis.layers]
         axes.set_xticks(middles, labels)
         axes.set_yticks(middles, labels)
         axes.tick_params(length=0)
@@ -119,8 +120,8 @@ def sequential_similarity(analysis: Analysis) -> Figure | None:
     rows = [layer for layer in analysis.layers if layer.name in ranks]
     if not rows:
         return None
-    most = max(len(ranks[layer.name]) for layer in rows)
-    table = np.full((len(rows), most), np.nan)
+    width = max(len(ranks[layer.name]) for layer in rows)
+    table = np.full((len(rows), width), np.nan)
     for row, layer in enumerate(rows):
         table[row, : len(ranks[layer.name])] = ranks[layer.name]
 
@@ -132,7 +133,7 @@ def sequential_similarity(analysis: Analysis) -> Figure | None:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         x = np.arange(len(rows))
-        for rank in range(most):
+        for rank in range(width):
             axes.plot(x, table[:, rank], "-o", color=FIRST, linewidth=1, markersize=3.5, alpha=0.35)
         named = (("most similar head", np.nanmax, FIRST), ("median", np.nanmedian, SECOND))
         for label, of, color in (*named, ("least similar head", np.nanmin, THIRD)):
@@ -212,8 +213,8 @@ def layer_ranks(analysis: Analysis) -> Figure | None:
                 )  # fmt: skip
         for row, layer in enumerate(rows):
             assert layer.weights is not None
-            full = len(layer.weights.query.layer)
-            axes.hlines(full, row - 0.4, row + 0.4, color=MUTED, linewidth=1)
+            full_rank = len(layer.weights.query.layer)
+            axes.hlines(full_rank, row - 0.4, row + 0.4, color=MUTED, linewidth=1)
         axes.set_xticks(x, [str(layer.index) for layer in rows])
         axes.set(xlabel="layer", ylabel="directions for 99 %")
         axes.set_ylim(bottom=0)
@@ -237,29 +238,31 @@ def bottleneck(analysis: Analysis) -> Figure | None:
     rows = [layer for layer in analysis.layers if layer.ranks is not None]
 
     def draw(figure: Any) -> None:
-        left, *others = np.atleast_1d(figure.subplots(1, 3 if rows else 1))
+        length_axes, *rank_axes = np.atleast_1d(figure.subplots(1, 3 if rows else 1))
         longest = max(int(analysis.lengths.max()), *sizes)
         bins = np.arange(0, longest + 2 + longest // 40, max(1, longest // 40))
-        left.hist(analysis.lengths, bins=bins, color=FIRST, alpha=0.75)
+        length_axes.hist(analysis.lengths, bins=bins, color=FIRST, alpha=0.75)
         for size in sizes:
-            left.axvline(size, color=THIRD, linewidth=1.4)
-            left.annotate(
+            length_axes.axvline(size, color=THIRD, linewidth=1.4)
+            length_axes.annotate(
                 f"K = {size}", (size, 1), (4, 0), xycoords=("data", "axes fraction"),
                 textcoords="offset points", va="top", color=THIRD,
             )  # fmt: skip
-        left.set(title="Text length", xlabel="tokens, n", ylabel="texts")
-        left.locator_params(axis="y", integer=True)
+        length_axes.set(title="Text length", xlabel="tokens, n", ylabel="texts")
+        length_axes.locator_params(axis="y", integer=True)
         titles = ("Rank of the scores", "Rank of the probabilities")
-        for axes, title, which in zip(others, titles, ("scores", "probabilities"), strict=False):
+        for axes, title, attribute in zip(
+            rank_axes, titles, ("scores", "probabilities"), strict=False
+        ):
             for row, layer in enumerate(rows):
                 ranks = layer.ranks
                 assert ranks is not None
                 shade = 0.25 + 0.65 * row / max(1, len(rows) - 1)
-                y = np.median(getattr(ranks, which), axis=1)
+                y = np.median(getattr(ranks, attribute), axis=1)
                 axes.plot(ranks.sizes, y, "o", color=FIRST, alpha=shade, markersize=3.2, mew=0)
             top = max(int(layer.ranks.sizes.max()) for layer in rows if layer.ranks is not None)
             axes.plot((0, top), (0, top), color=MUTED, linewidth=0.8)
-            if which == "scores":
+            if attribute == "scores":
                 axes.hlines(sizes, 0, top, color=THIRD, linewidth=1.4)
             axes.set(title=title, xlabel="tokens, n", ylabel="rank, median head")
             axes.set(xlim=(0, top * 1.04), ylim=(0, top * 1.06))

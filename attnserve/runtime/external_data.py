@@ -89,9 +89,9 @@ def map_external_data(model: ir.Model) -> None:
 @contextmanager
 def without_content(model: ir.Model, names: Collection[str]) -> Generator[None]:
     """Remove the content of these initializers inside the context, for serialization."""
-    removed = {name: model.graph.initializers[name].const_value for name in names}
+    tensors = {name: model.graph.initializers[name].const_value for name in names}
     try:
-        for name, tensor in removed.items():
+        for name, tensor in tensors.items():
             assert tensor is not None
             model.graph.initializers[name].const_value = ir.ExternalTensor(
                 "memory",
@@ -105,7 +105,7 @@ def without_content(model: ir.Model, names: Collection[str]) -> Generator[None]:
             )
         yield
     finally:
-        for name, tensor in removed.items():
+        for name, tensor in tensors.items():
             model.graph.initializers[name].const_value = tensor
 
 

@@ -58,9 +58,9 @@ class InterleavedTimer:
         round_seconds = 0.0
         for sample in samplers:
             sample(1)  # allocates memory and selects kernels
-            once = min(sample(1), sample(1))
-            repeats.append(max(1, math.ceil(self.sample_seconds / once)))
-            round_seconds += repeats[-1] * once
+            call_seconds = min(sample(1), sample(1))
+            repeats.append(max(1, math.ceil(self.sample_seconds / call_seconds)))
+            round_seconds += repeats[-1] * call_seconds
         count = rounds or self.rounds_within(seconds, round_seconds)
         times = np.empty((len(samplers), count))
         order = range(len(samplers))

@@ -10,7 +10,13 @@ import numpy as np
 
 from attnserve.runtime.cuda import DEVICE
 from attnserve.runtime.interface import Feed
-from attnserve.runtime.onnx_runtime import OnnxSession, Place, placed, require_runtime, run_errors
+from attnserve.runtime.onnx_runtime import (
+    BufferDevice,
+    OnnxSession,
+    placed,
+    require_runtime,
+    run_errors,
+)
 
 __all__ = ["InputBuffers", "run_bound", "run_options", "shrink_arena"]
 
@@ -22,8 +28,8 @@ class InputBuffers:
         most: Maximum number of cached shapes; the least recently used one is removed first.
     """
 
-    def __init__(self, place: Place, most: int = 8) -> None:
-        self._place: Place = place
+    def __init__(self, device: BufferDevice, most: int = 8) -> None:
+        self._device: BufferDevice = device
         self._most = most
         self._cache: OrderedDict[Any, dict[str, Any]] = OrderedDict()
 
@@ -33,7 +39,7 @@ class InputBuffers:
         key = tuple((name, array.shape, array.dtype.str) for name, array in feed.items())
         buffers = self._cache.get(key)
         if buffers is None:
-            buffers = {name: placed(array, self._place) for name, array in feed.items()}
+            buffers = {name: placed(array, self._device) for name, array in feed.items()}
             self._cache[key] = buffers
             if len(self._cache) > self._most:
                 self._cache.popitem(last=False)

@@ -167,10 +167,10 @@ class Worker:
     def _request(self, request: Any, timeout_s: float | None) -> Any:
         """Send a request and return its result; see ``call`` for the errors."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        late = threading.Event()
+        timeout = threading.Event()
 
         def stop() -> None:
-            late.set()
+            timeout.set()
             self.process.kill()
 
         timer = None if timeout_s is None else threading.Timer(timeout_s, stop)
@@ -185,7 +185,7 @@ class Worker:
             if timer is not None:
                 timer.cancel()
         answer = _json_object(line)
-        if late.is_set() and not answer:
+        if timeout.is_set() and not answer:
             raise WorkerCrashed(
                 f"the child process did not finish within {timeout_s:g} s",
                 "allow more time",
@@ -195,10 +195,10 @@ class Worker:
         if not answer:
             status = self._exit_status()
             self._reader.join(EXIT_S)
-            what = f"the child process ended with {describe_exit(status)}"
+            message = f"the child process ended with {describe_exit(status)}"
             if output := bytes(self._output).decode(errors="replace").strip():
-                what += f": {output}"
-            raise WorkerCrashed(what, status=status)
+                message += f": {output}"
+            raise WorkerCrashed(message, status=status)
         if "error" in answer:
             raise error_from_json(answer["error"], WorkerCrashed)
         return answer["result"]
@@ -287,8 +287,8 @@ def limit_process(memory_bytes: int = 0, cpu_s: int = 0, nice: int = 0) -> None:
         for kind, limit in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
             _, hard = resource.getrlimit(kind)
             if limit:
-                most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-                resource.setrlimit(kind, (most, most))
+                maximum = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+                resource.setrlimit(kind, (maximum, maximum))
 
 
 def search_path() -> list[str]:
@@ -311,14 +311,16 @@ def allowed_environment(*prefixes: str) -> dict[str, str]:
     Args:
         prefixes: Beginnings of further variable names to pass on.
     """
-    kept = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if name in INHERITED or name.startswith((*INHERITED_PREFIXES, *prefixes))
     }
     paths = {name: _absolute(os.environ.get(name, "")) for name in SEARCH_PATHS}
     paths["PYTHONPATH"] = [INSTALLATION, *paths["PYTHONPATH"]]
-    return kept | {name: os.pathsep.join(found) for name, found in paths.items() if found}
+    return environment | {
+        name: os.pathsep.join(folders) for name, folders in paths.items() if folders
+    }
 
 
 def _absolute(paths: str) -> list[str]:
@@ -360,7 +362,7 @@ def serve(parent: int) -> None:
     # Libraries print to stdout, which carries the answers: redirect it to stderr.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    held: Any = None
+    instance: Any = None
     while True:
         try:
             request = pickle.load(requests)
@@ -371,11 +373,11 @@ def serve(parent: int) -> None:
                 prepare, factory, arguments = request
                 if prepare is not None:
                     prepare()
-                held = factory(*arguments)
+                instance = factory(*arguments)
                 result = None
             else:
                 method, arguments = request
-                result = getattr(held, method)(*arguments)
+                result = getattr(instance, method)(*arguments)
             answer = json.dumps({"result": result})
         except AttnserveError as error:
             answer = json.dumps({"error": error_to_json(error)})
@@ -396,11 +398,11 @@ def _interrupts_blocked() -> Generator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _end_with(parent: int) -> None:

@@ -11,9 +11,9 @@ from attnserve.context import CPU, DEFAULT_CONTEXT, Device, RunContext
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
 
-__all__ = ["Observer", "State", "behind", "extract", "observe", "reads", "state_of"]
+__all__ = ["Arrays", "Observer", "behind", "extract", "observe", "reads", "state_of"]
 
-State = Mapping[ir.Value, np.ndarray]
+Arrays = Mapping[ir.Value, np.ndarray]
 """Arrays of values of a graph."""
 
 
@@ -24,31 +24,31 @@ class Observer:
 
     Args:
         model: It is not changed, and may be changed afterwards.
-        wanted: The values to compute.
+        outputs: The values to compute.
         known: An example of each known value, for example the first state.
         device: Where the nodes run.
     """
 
     def __init__(
-        self, model: ir.Model, wanted: Sequence[ir.Value], known: State, device: Device = CPU
+        self, model: ir.Model, outputs: Sequence[ir.Value], known: Arrays, device: Device = CPU
     ) -> None:
-        self._wanted = [value for value in dict.fromkeys(wanted) if value not in known]
+        self._outputs = [value for value in dict.fromkeys(outputs) if value not in known]
         self._names: dict[ir.Value, str] = {}
-        if self._wanted:
-            part, self._names = extract(model, known, self._wanted)
+        if self._outputs:
+            part, self._names = extract(model, known, self._outputs)
             self._session = open_session(part, device, spinning=False)
 
-    def __call__(self, state: State) -> dict[ir.Value, np.ndarray]:
-        """Compute the wanted values that are not known; arrays may be session memory (``owned``).
+    def __call__(self, state: Arrays) -> dict[ir.Value, np.ndarray]:
+        """Compute the values that are not known; arrays may be session memory (``owned``).
 
         Raises:
             InvalidData: The model refuses the state.
         """
-        if not self._wanted:
+        if not self._outputs:
             return {}
         feed = {name: state[value] for value, name in self._names.items() if value in state}
         arrays = self._session.run(None, feed)
-        return dict(zip(self._wanted, arrays, strict=True))
+        return dict(zip(self._outputs, arrays, strict=True))
 
 
 def observe(
@@ -67,15 +67,15 @@ def observe(
     Raises:
         InvalidData: The model refuses a batch.
     """
-    wanted = [value for group in values for value in group]
+    outputs = [value for group in values for value in group]
     observer: Observer | None = None
-    for done, batch in enumerate(batches if wanted else (), start=1):
+    for number, batch in enumerate(batches if outputs else (), start=1):
         state = state_of(model.graph.inputs, batch)
-        observer = observer or Observer(model, wanted, state, context)
+        observer = observer or Observer(model, outputs, state, context)
         state |= observer(state)
         yield batch, [[state[value] for value in group] for group in values]
         if stage:
-            context.progress(stage, done, len(batches))
+            context.progress(stage, number, len(batches))
 
 
 def state_of(
@@ -86,7 +86,7 @@ def state_of(
 
 
 def extract(
-    model: ir.Model, known: State, wanted: Sequence[ir.Value]
+    model: ir.Model, known: Arrays, outputs: Sequence[ir.Value]
 ) -> tuple[ir.Model, dict[ir.Value, str]]:
     """Extract the computation of values from known ones as a model, with the names of its inputs.
 
@@ -95,34 +95,35 @@ def extract(
     """
     weights = model.graph.initializers  # old graphs list them among the inputs
     inputs = [value for value in model.graph.inputs if value.name not in weights]
-    given = dict.fromkeys([*inputs, *known])
-    needed, nodes = behind(model.graph, wanted, given)
-    needed -= {value for node in nodes for value in node.outputs}  # computed with another output
-    start = [value for value in given if value in needed]
-    graph = ir.convenience.extract(model.graph, start, wanted)
-    for value, inner in zip(start, graph.inputs, strict=True):
+    sources = dict.fromkeys([*inputs, *known])
+    origins, nodes = behind(model.graph, outputs, sources)
+    # Some are computed with another output.
+    origins -= {value for node in nodes for value in node.outputs}
+    start = [value for value in sources if value in origins]
+    graph = ir.convenience.extract(model.graph, start, outputs)
+    for value, graph_input in zip(start, graph.inputs, strict=True):
         if not value.is_graph_input():  # its declared type may be missing
             array = known[value]
-            inner.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
-            inner.shape = ir.Shape([None] * array.ndim)
-            inner.const_value = None
+            graph_input.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            graph_input.shape = ir.Shape([None] * array.ndim)
+            graph_input.const_value = None
     functions = [function.clone() for function in model.functions.values()]
     part = ir.Model(graph, ir_version=model.ir_version, functions=functions)
     names = zip(start, graph.inputs, strict=True)
-    return part, {value: inner.name or "" for value, inner in names}
+    return part, {value: graph_input.name or "" for value, graph_input in names}
 
 
 def behind(
-    graph: ir.Graph, wanted: Collection[ir.Value], known: Collection[ir.Value]
+    graph: ir.Graph, outputs: Collection[ir.Value], known: Collection[ir.Value]
 ) -> tuple[set[ir.Value], list[ir.Node]]:
     """The known values that values depend on, and the nodes in between, last first."""
-    found = set(wanted)
+    values_read = set(outputs)
     nodes: list[ir.Node] = []
     for node in reversed(graph):
-        if any(value in found and value not in known for value in node.outputs):
+        if any(value in values_read and value not in known for value in node.outputs):
             nodes.append(node)
-            found.update(reads(node))
-    return found & set(known), nodes
+            values_read.update(reads(node))
+    return values_read & set(known), nodes
 
 
 def reads(node: ir.Node) -> Iterator[ir.Value]:
@@ -135,7 +136,7 @@ def reads(node: ir.Node) -> Iterator[ir.Value]:
         elif attribute.type == ir.AttributeType.GRAPHS:
             graphs = attribute.as_graphs()
         for graph in graphs:
-            own = {value for inner in graph for value in inner.outputs} | set(graph.inputs)
-            own |= set(graph.initializers.values())
-            yield from (v for inner in graph for v in reads(inner) if v not in own)
-            yield from (value for value in graph.outputs if value not in own)
+            local_values = {value for child in graph for value in child.outputs} | set(graph.inputs)
+            local_values |= set(graph.initializers.values())
+            yield from (v for child in graph for v in reads(child) if v not in local_values)
+            yield from (value for value in graph.outputs if value not in local_values)

@@ -50,14 +50,14 @@ def read_in_place(path: Path) -> onnx.ModelProto:
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         model = onnx.ModelProto.FromString(_without(data, 0, len(data), GRAPH))
-        for outer in fields(data, 0, len(data)):
-            if outer.number != GRAPH:
+        for model_field in fields(data, 0, len(data)):
+            if model_field.number != GRAPH:
                 continue
-            rest = _without(data, outer.content, outer.end, INITIALIZER)
+            rest = _without(data, model_field.content, model_field.end, INITIALIZER)
             graph = onnx.GraphProto.FromString(rest)
-            for inner in fields(data, outer.content, outer.end):
-                if inner.number == INITIALIZER:
-                    graph.initializer.append(_initializer(data, inner, path))
+            for graph_field in fields(data, model_field.content, model_field.end):
+                if graph_field.number == INITIALIZER:
+                    graph.initializer.append(_initializer(data, graph_field, path))
             model.graph.MergeFrom(graph)
     return model
 
@@ -85,32 +85,32 @@ def _without(data: mmap.mmap, first: int, end: int, number: int) -> bytes:
     return b"".join(data[field.start : field.end] for field in kept)
 
 
-def fields(data: mmap.mmap | bytes, at: int = 0, end: int | None = None) -> Iterator[Field]:
-    """Yield the fields of the message from ``at`` to ``end`` (default: the end of the data).
+def fields(data: mmap.mmap | bytes, position: int = 0, end: int | None = None) -> Iterator[Field]:
+    """Yield the fields of the message from ``position`` to ``end`` (default: the end of the data).
 
     Raises:
         ValueError: The data is no message, or truncated.
     """
     end = len(data) if end is None else end
-    while at < end:
-        start = at
-        key, at = _varint(data, at, end)
-        first = at
+    while position < end:
+        start = position
+        key, position = _varint(data, position, end)
+        content = position
         match key & 7:
             case 0:
-                _, at = _varint(data, at, end)
+                _, position = _varint(data, position, end)
             case 1:
-                at += 8
+                position += 8
             case 2:
-                length, first = _varint(data, at, end)
-                at = first + length
+                length, content = _varint(data, position, end)
+                position = content + length
             case 5:
-                at += 4
+                position += 4
             case wire:
                 raise ValueError(f"unknown wire type {wire} at byte {start}")
-        if at > end:
+        if position > end:
             raise ValueError(f"the field at byte {start} ends after its message")
-        yield Field(key >> 3, start, first, at)
+        yield Field(key >> 3, start, content, position)
 
 
 def _varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:

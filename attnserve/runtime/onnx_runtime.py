@@ -43,16 +43,16 @@ from graph_passes.errors import (
 )
 
 __all__ = [
+    "BufferDevice",
     "OnnxRuntime",
     "OnnxSession",
-    "Place",
     "placed",
     "require_runtime",
     "run_errors",
     "stoppable",
 ]
 
-Place = Literal["cpu", "cuda"]
+BufferDevice = Literal["cpu", "cuda"]
 """The device of buffers; "cpu" is for tests without a GPU."""
 
 
@@ -161,14 +161,14 @@ class OnnxSession:
         return run_on_cpu
 
     def binding(
-        self, inputs: Mapping[str, Any], place: Place, names: Sequence[str] | None = None
+        self, inputs: Mapping[str, Any], device: BufferDevice, names: Sequence[str] | None = None
     ) -> Any:
-        """Bind inputs and outputs (None: all); outputs are allocated on the device ``place``."""
+        """Bind inputs and outputs (None: all); outputs are allocated on ``device``."""
         binding = self.native.io_binding()
         for name, value in inputs.items():
             binding.bind_ortvalue_input(name, value)
         for name in names or [value.name for value in self.get_outputs()]:
-            binding.bind_output(name, place, DEVICE)
+            binding.bind_output(name, device, DEVICE)
         return binding
 
     def end_profiling(self) -> Path:
@@ -176,9 +176,9 @@ class OnnxSession:
         return Path(self.native.end_profiling())
 
 
-def placed(array: np.ndarray, place: Place) -> Any:
+def placed(array: np.ndarray, device: BufferDevice) -> Any:
     """Copy an array to the device."""
-    return require_runtime().OrtValue.ortvalue_from_numpy(array, place, DEVICE)
+    return require_runtime().OrtValue.ortvalue_from_numpy(array, device, DEVICE)
 
 
 def stoppable(options: Any) -> Any:
@@ -214,37 +214,39 @@ def _kind(error: Exception) -> Literal["inputs", "memory", "device"]:
     return "inputs"
 
 
-def _open(source: Path | ir.Model, device: Device, wanted: SessionOptions) -> OnnxSession:
+def _open(source: Path | ir.Model, device: Device, session_options: SessionOptions) -> OnnxSession:
     """See ``Runtime.open``."""
     ort = require_runtime()
-    options = _session_options(ort, device, wanted)
-    providers = _providers(ort, device.provider, wanted.cuda)
+    options = _session_options(ort, device, session_options)
+    providers = _providers(ort, device.provider, session_options.cuda)
     if isinstance(source, ir.Model):
         return _open_in_memory(ort, source, device, options, providers)
     patched = safe_graph(source)
     if patched is not None:
         return _open_in_memory(ort, patched, device, options, providers)
-    content = [np.fromfile(source.parent / location, np.uint8) for location in wanted.copied]
+    content = [
+        np.fromfile(source.parent / location, np.uint8) for location in session_options.copied
+    ]
     if content:
         options.add_external_initializers_from_files_in_memory(
-            list(wanted.copied), content, [array.size for array in content]
+            list(session_options.copied), content, [array.size for array in content]
         )
     return OnnxSession(_start(ort, str(source), source.name, options, providers))
 
 
-def _session_options(ort: Any, device: Device, wanted: SessionOptions) -> Any:
+def _session_options(ort: Any, device: Device, session_options: SessionOptions) -> Any:
     """``onnxruntime.SessionOptions``, without external data."""
     options = ort.SessionOptions()
     options.log_severity_level = FATAL  # errors are raised as exceptions
     options.intra_op_num_threads = device.threads or _quota()
-    if not wanted.spinning:
+    if not session_options.spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if not wanted.optimize:
+    if not session_options.optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.disable_prepacking", "1")
-    if wanted.profile is not None:
+    if session_options.profile is not None:
         options.enable_profiling = True
-        options.profile_file_prefix = str(wanted.profile)
+        options.profile_file_prefix = str(session_options.profile)
     return options
 
 
@@ -259,18 +261,18 @@ def _open_in_memory(
     if folder is None and external_files(source):
         source = source.clone()
         map_external_data(source)
-    shared = _shared_weights(source) if device.provider == "cpu" else {}
+    weights = _shared_weights(source) if device.provider == "cpu" else {}
     if weight_bytes(source) >= 2**24:  # of a large model
         return_freed_memory()
         release_mapped_pages(source)
-    if _serialized_bytes(source, shared) < PROTOBUF_LIMIT_BYTES:
+    if _serialized_bytes(source, weights) < PROTOBUF_LIMIT_BYTES:
         if folder is not None:
             options.add_session_config_entry(EXTERNAL_FOLDER, str(folder))
-        with without_content(source, shared):
+        with without_content(source, weights):
             content = ir.to_proto(source).SerializeToString()
-        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in shared.values()]
+        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
         if values:
-            options.add_external_initializers(list(shared), values)
+            options.add_external_initializers(list(weights), values)
         return OnnxSession(_start(ort, content, name, options, providers), values)
     with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as temporary:
         path = Path(temporary) / "model.onnx"

@@ -29,30 +29,30 @@ Part = bytes | Content
 def write_model(model: ir.Model, path: Path) -> None:
     """Write ``model`` with its weights to ``path``; at most 2 GiB, the limit of protobuf."""
     initializers = model.graph.initializers
-    large: dict[str, Content] = {
+    contents: dict[str, Content] = {
         name: value.const_value
         for name, value in initializers.items()
         if isinstance(value.const_value, ir.Tensor | ir.PackedTensor)
         and value.const_value.nbytes >= LARGE
     }
-    with without_content(model, large):
+    with without_content(model, contents):
         proto = ir.to_proto(model)
     tensors = list(proto.graph.initializer)
     del proto.graph.initializer[:]
-    messages = [_tensor(tensor, large.get(tensor.name)) for tensor in tensors]
+    messages = [_tensor(tensor, contents.get(tensor.name)) for tensor in tensors]
     graph = _with_fields(proto.graph.SerializeToString(), INITIALIZER, messages)
     proto.ClearField("graph")
-    new = path.with_name(f".{path.name}.new")  # the weights may be mapped from ``path``
+    temporary_file = path.with_name(f".{path.name}.new")  # the weights may be mapped from ``path``
     try:
-        with new.open("wb") as file:
+        with temporary_file.open("wb") as file:
             for part in _with_fields(proto.SerializeToString(), GRAPH, [graph]):
                 if isinstance(part, bytes):
                     file.write(part)
                 else:
                     part.tofile(file)
-        new.replace(path)
+        temporary_file.replace(path)
     except BaseException:
-        new.unlink(missing_ok=True)
+        temporary_file.unlink(missing_ok=True)
         raise
 
 
@@ -67,8 +67,8 @@ def _tensor(proto: onnx.TensorProto, content: Content | None) -> list[Part]:
 
 def _with_fields(message: bytes, number: int, contents: list[list[Part]]) -> list[Part]:
     """Insert fields with a length, bytes or messages, in front of those with larger numbers."""
-    later = (field.start for field in fields(message) if field.number > number)
-    at = next(later, len(message))
+    starts = (field.start for field in fields(message) if field.number > number)
+    at = next(starts, len(message))
     parts: list[Part] = [message[:at]]
     for content in contents:
         size = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in content)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,16 +85,16 @@ def cut_out(
     """
     inputs = _frontiers(model, cuts, feeds[0])
     fed = list(dict.fromkeys(value for values in inputs for value in values))
-    computed = [value for value in fed if not value.is_graph_input()]
-    seen: list[dict[ir.Value, np.ndarray]] = []
+    computed_values = [value for value in fed if not value.is_graph_input()]
+    states: list[dict[ir.Value, np.ndarray]] = []
     observer: Observer | None = None
     for feed in feeds:
         state = state_of(model.graph.inputs, feed)
-        observer = observer or Observer(model, computed, state, device)
-        seen.append(state | observer(state))
+        observer = observer or Observer(model, computed_values, state, device)
+        states.append(state | observer(state))
     sizes = [_sizes(feed) for feed in feeds]
     return [
-        _part(model, cut, values, seen, sizes) for cut, values in zip(cuts, inputs, strict=True)
+        _part(model, cut, values, states, sizes) for cut, values in zip(cuts, inputs, strict=True)
     ]
 
 
@@ -102,47 +102,45 @@ def _part(
     model: ir.Model,
     cut: Cut,
     inputs: Sequence[ir.Value],
-    seen: Sequence[Mapping[ir.Value, np.ndarray]],
+    states: Sequence[Mapping[ir.Value, np.ndarray]],
     sizes: Sequence[tuple[int, int]],
 ) -> Part:
     """Extract one part.
 
     Args:
         inputs: The inputs of the part, its sources first.
-        seen: The arrays of the inputs at each shape.
+        states: The arrays of the inputs at each shape.
         sizes: Batch and length at each shape.
     """
-    part, names = extract(model, {value: seen[0][value] for value in inputs}, [cut.output])
-    for value, inner in zip(names, part.graph.inputs, strict=True):
-        shapes = [arrays[value].shape for arrays in seen]
-        inner.type = ir.TensorType(ir.DataType.from_numpy(seen[0][value].dtype))
-        inner.shape = ir.Shape([_dim(i, along, sizes) for i, along in _along(shapes)])
-    return Part(part, tuple({name: arrays[v] for v, name in names.items()} for arrays in seen))
+    part, names = extract(model, {value: states[0][value] for value in inputs}, [cut.output])
+    for value, graph_input in zip(names, part.graph.inputs, strict=True):
+        shapes = [arrays[value].shape for arrays in states]
+        graph_input.type = ir.TensorType(ir.DataType.from_numpy(states[0][value].dtype))
+        graph_input.shape = ir.Shape(
+            [_dim(i, axis_sizes, sizes) for i, axis_sizes in enumerate(zip(*shapes, strict=True))]
+        )
+    return Part(part, tuple({name: arrays[v] for v, name in names.items()} for arrays in states))
 
 
-def _along(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each axis and its sizes over the shapes."""
-    return enumerate(zip(*shapes, strict=True))
-
-
-def _dim(axis: int, along: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> int | str:
+def _dim(axis: int, axis_sizes: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> int | str:
     """The size of an axis, or a name if it differs between shapes.
 
     Args:
+        axis_sizes: The size of the axis at each shape.
         sizes: Batch and length at each shape.
     """
-    if len(set(along)) == 1:
-        return along[0]
+    if len(set(axis_sizes)) == 1:
+        return axis_sizes[0]
     batches, lengths = zip(*sizes, strict=True)
-    if along == batches and (axis == 0 or batches != lengths):
+    if axis_sizes == batches and (axis == 0 or batches != lengths):
         return "batch"
-    if along == lengths:
+    if axis_sizes == lengths:
         return "sequence"
-    if along == tuple(batch * length for batch, length in sizes):  # flattened tokens
+    if axis_sizes == tuple(batch * length for batch, length in sizes):  # flattened tokens
         batch = str(batches[0]) if len(set(batches)) == 1 else "batch"
         length = str(lengths[0]) if len(set(lengths)) == 1 else "sequence"
         return f"{batch}*{length}"
-    return "axis_" + "_".join(map(str, along))
+    return "axis_" + "_".join(map(str, axis_sizes))
 
 
 def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[ir.Value]]:
@@ -182,11 +180,11 @@ def _frontier(
         varying: The values that depend on the inputs of the model.
         dependent: The values that depend on the content of the sources.
     """
-    found = dict.fromkeys(source for source in cut.sources if source in varying)
-    seen = {cut.output, *cut.sources}
-    waiting = [cut.output]
-    while waiting:
-        value = waiting.pop()
+    inputs = dict.fromkeys(source for source in cut.sources if source in varying)
+    visited = {cut.output, *cut.sources}
+    stack = [cut.output]
+    while stack:
+        value = stack.pop()
         node = value.producer()
         tensor = info.known.get(value)
         dtype = value.dtype if tensor is None else tensor.dtype
@@ -195,13 +193,13 @@ def _frontier(
             counts = counts or tensor.constant.size <= 1
         if node is None or (value in varying and not (value in dependent or counts)):
             if value in varying:
-                found[value] = None
+                inputs[value] = None
             continue
-        for each in reads(node):
-            if each not in seen:
-                seen.add(each)
-                waiting.append(each)
-    return list(found)
+        for operand in reads(node):
+            if operand not in visited:
+                visited.add(operand)
+                stack.append(operand)
+    return list(inputs)
 
 
 def _sizes(feed: Batch) -> tuple[int, int]:
@@ -228,7 +226,7 @@ def _structure(graph: ir.Graph, number: dict[ir.Value, int]) -> Hashable:
         return number.setdefault(value, len(number))
 
     rows: list[Hashable] = []
-    for node in _in_order(graph):
+    for node in _nodes_in_order(graph):
         attributes = tuple(sorted((n, _attribute(a, number)) for n, a in node.attributes.items()))
         inputs = tuple(place(value) for value in node.inputs)
         outputs = tuple(place(value) for value in node.outputs)
@@ -242,19 +240,19 @@ def _content(tensor: ir.TensorProtocol) -> Any:
     return tensor.numpy().tolist() if int(np.prod(tensor.shape.numpy())) <= most else None
 
 
-def _in_order(graph: ir.Graph) -> list[ir.Node]:
+def _nodes_in_order(graph: ir.Graph) -> list[ir.Node]:
     """The nodes that the outputs depend on, in a topological order independent of the listing."""
     order: dict[ir.Node, None] = {}
-    pending = [origin(value).producer() for value in reversed(graph.outputs)]
-    while pending:
-        node = pending[-1]
+    stack = [origin(value).producer() for value in reversed(graph.outputs)]
+    while stack:
+        node = stack[-1]
         if node is None or node in order or node.graph is not graph:
-            pending.pop()
+            stack.pop()
             continue
         makers = [origin(value).producer() for value in reads(node)]
-        missing = [m for m in makers if m is not None and m.graph is graph and m not in order]
-        pending += reversed(missing)
-        if not missing:
+        producers = [m for m in makers if m is not None and m.graph is graph and m not in order]
+        stack += reversed(producers)
+        if not producers:
             order[node] = None
     return list(order)
 
@@ -312,24 +310,24 @@ class LatencyTable:
         their times are scaled to its cached time.
         """
         names = list(parts)
-        first = names[0]
+        reference = names[0]
         keys = {name: [part.key(i) for i in range(len(part.feeds))] for name, part in parts.items()}
-        missing = [n for n in names if any(key not in self.times_ms for key in keys[n])]
-        if missing:
-            others = [name for name in missing if name != first]
+        unmeasured = [n for n in names if any(key not in self.times_ms for key in keys[n])]
+        if unmeasured:
+            candidates = [name for name in unmeasured if name != reference]
             step = MOST_OPEN - 1
             chunks = [
-                [first, *others[start : start + step]]
-                for start in range(0, max(len(others), 1), step)
+                [reference, *candidates[start : start + step]]
+                for start in range(0, max(len(candidates), 1), step)
             ]
-            shapes = len(parts[first].feeds)
+            shapes = len(parts[reference].feeds)
             seconds = GROUP_SECONDS / shapes / sum(map(len, chunks))
-            for done, chunk in enumerate(chunks):
+            for number, chunk in enumerate(chunks):
                 times = self._time({name: parts[name] for name in chunk}, seconds * len(chunk))
                 for index, samples in enumerate(times):
                     self._note([keys[name][index] for name in chunk], samples)
                 if progress is not None:
-                    progress(done + 1, len(chunks))
+                    progress(number + 1, len(chunks))
             self._save()
         return {name: tuple(self.times_ms[key] for key in keys[name]) for name in names}
 

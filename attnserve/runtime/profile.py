@@ -119,9 +119,9 @@ def _profile(path: Path, events: list[dict[str, Any]], begin: float, end: float)
     Raises:
         InvalidData: There are no operators in it.
     """
-    inside = [event for event in events if begin <= event["ts"] <= end]
-    nodes = [event for event in inside if event.get("cat") == "Node"]
-    kernels = [event for event in inside if event.get("cat") == "Kernel"]
+    run_events = [event for event in events if begin <= event["ts"] <= end]
+    nodes = [event for event in run_events if event.get("cat") == "Node"]
+    kernels = [event for event in run_events if event.get("cat") == "Kernel"]
     spent: Counter[str] = Counter()
     for event in kernels or nodes:
         spent[event["args"].get("op_name") or event["name"]] += event["dur"]

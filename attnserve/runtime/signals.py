@@ -21,14 +21,14 @@ def signals_delayed() -> Generator[None]:
         yield
         return
     came: list[int] = []
-    before: dict[int, Any] = {
+    handlers: dict[int, Any] = {
         number: signal.signal(number, lambda number, frame: came.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         for number in came:
             signal.raise_signal(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from attnserve.choices import Activation
+from attnserve.literals import Activation
 from graph_passes.errors import InvalidData
 
 __all__ = ["logits_of", "scores_of"]

@@ -19,7 +19,7 @@ from attnserve.context import CPU, Device
 from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
 from attnserve.runtime.interface import Feed, Session
 from attnserve.runtime.io_binding import InputBuffers, run_bound, run_options
-from attnserve.runtime.onnx_runtime import OnnxSession, Place, stoppable
+from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, stoppable
 from attnserve.runtime.session import open_session
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import CudaRunner, GraphRunner
@@ -85,9 +85,9 @@ def open_runner(
             log.warning("running without CUDA graphs: %s", refused.what)
             return _with_io_binding(session)
         runners = [
-            GraphRunner(one, Buckets(options.cuda_graphs, longest=longest))
-            for one in sessions
-            if isinstance(one, OnnxSession)
+            GraphRunner(onnx_session, Buckets(options.cuda_graphs, longest=longest))
+            for onnx_session in sessions
+            if isinstance(onnx_session, OnnxSession)
         ]
         return RunnerPool(runners) if len(runners) > 1 else [*runners, *sessions][0]
     return _with_io_binding(open_one(cuda=cuda))
@@ -105,9 +105,9 @@ class IoBindingRunner(CudaRunner):
     allocated or an input is empty, the session copies the inputs itself.
     """
 
-    def __init__(self, session: OnnxSession, place: Place = "cuda") -> None:
+    def __init__(self, session: OnnxSession, device: BufferDevice = "cuda") -> None:
         super().__init__(session)
-        self._place: Place = place
+        self._device: BufferDevice = device
         self._policy = ArenaShrinkPolicy()
         # Last in, first out: buffers that are not used recently may be of an earlier peak.
         self._free: list[InputBuffers] = []
@@ -121,9 +121,9 @@ class IoBindingRunner(CudaRunner):
         try:
             buffers = self._free.pop()
         except IndexError:
-            buffers = InputBuffers(self._place)
+            buffers = InputBuffers(self._device)
         try:
-            binding = self.session.binding(buffers.filled(feed), self._place, names)
+            binding = self.session.binding(buffers.filled(feed), self._device, names)
         except Exception as error:  # no memory, or a type without buffers
             if not self._warned:
                 log.warning("run without GPU input buffers: %s", str(error).partition("\n")[0])

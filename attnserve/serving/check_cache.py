@@ -85,7 +85,8 @@ class CheckCache:
         The data file beside it is named after it. ``keep`` stores what was written, and the end of
         the context deletes the rest.
         """
-        file, folder = self.file(content), None
+        file = self.file(content)
+        folder = None
         with suppress(OSError):  # the disk is full
             if file is not None:
                 folder = Path(tempfile.mkdtemp(prefix=f"{file.stem}.", dir=file.parent))

@@ -49,13 +49,13 @@ def load_checked(
     Raises:
         InvalidModel: It cannot be loaded, or changed during loading.
     """
-    before = _file_states(artifact)
+    file_states = _file_states(artifact)
     check_checksums(artifact)
     checked = check(artifact)
     if is_served(checked):
         return None
     model = _open(artifact, checked, open_model)
-    if _file_states(artifact) != before or not checked.external_is_current:
+    if _file_states(artifact) != file_states or not checked.external_is_current:
         model.close()
         raise InvalidModel(f"{artifact.model}: changed while it was being loaded", "load it again")
     return CheckedModel(checked.identity, model, checked.fusion)

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from attnserve.choices import Measure
 from attnserve.context import Device
+from attnserve.literals import Measure
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_checksums
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
@@ -47,7 +47,8 @@ class RowSampler:
     """
 
     def __init__(self, rate: float, samplers: int = 1) -> None:
-        self._rate, self._first_rows = rate, math.ceil(FIRST_ROWS / samplers)
+        self._rate = rate
+        self._first_rows = math.ceil(FIRST_ROWS / samplers)
         self._size = self._at = self._chosen = 0
 
     def is_next(self) -> bool:
@@ -56,7 +57,8 @@ class RowSampler:
             is_first = self._first_rows > 0
             self._first_rows -= 1
             self._size = round(1 / (max(self._rate, FIRST_RATE) if is_first else self._rate))
-            self._at, self._chosen = 0, random.randrange(self._size)
+            self._at = 0
+            self._chosen = random.randrange(self._size)
         self._at += 1
         return self._at - 1 == self._chosen
 
@@ -141,7 +143,11 @@ class ComparisonProcess:
             )  # fmt: skip
         except WorkerCrashed as error:
             raise InvalidModel(f"{artifact.model}: {error.what}", "check the original") from error
-        errors = [error for one in self._served() if (error := self._watch(self._child, one))]
+        errors = [
+            error
+            for served_model in self._served()
+            if (error := self._watch(self._child, served_model))
+        ]
         if errors and not any(self._is_compared.values()):
             self._end_child(self._restart_at)
             raise errors[0]
@@ -161,9 +167,14 @@ class ComparisonProcess:
         Raises:
             AttnserveError: The comparison or the start of the child failed.
         """
-        wanted = (*row.key, row.content)
+        identity = (*row.key, row.content)
         served = next(
-            (one for one in self._served() if (one.name, one.version, one.content) == wanted), None
+            (
+                served_model
+                for served_model in self._served()
+                if (served_model.name, served_model.version, served_model.content) == identity
+            ),
+            None,
         )
         if served is None:
             return None
@@ -197,7 +208,8 @@ class ComparisonProcess:
 
     def _watch(self, child: Worker, served: ServedModel) -> AttnserveError | None:
         """Register a model in the child; the error contains the reason if it cannot be compared."""
-        model, error = served.model, None
+        model = served.model
+        error = None
         try:
             child.call(
                 "watch", str((served.name, served.version)), model.artifact, model.signature,

@@ -11,7 +11,7 @@ import numpy as np
 
 from attnserve.runtime.interface import Feed, Session, ValueInfo
 from attnserve.runtime.io_binding import run_bound, run_options
-from attnserve.runtime.onnx_runtime import OnnxSession, Place, placed
+from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, placed
 from attnserve.serving.buckets import Bucket, Buckets
 
 __all__ = ["GraphRunner", "Layout"]
@@ -41,10 +41,11 @@ class Layout:
         outputs = {value.name: tuple(value.shape) for value in session.get_outputs()}
         rows = {axes[0] if axes else None for axes in inputs.values()}
         tokens = {axis for axes in inputs.values() for axis in axes[1:2] if type(axis) is not int}
-        rest = {axis for axes in inputs.values() for axis in axes[2:]}
-        if len(rows) != 1 or len(tokens) > 1 or not all(type(axis) is int for axis in rest):
+        feature_axes = {axis for axes in inputs.values() for axis in axes[2:]}
+        if len(rows) != 1 or len(tokens) > 1 or not all(type(axis) is int for axis in feature_axes):
             return None
-        first, second = rows.pop(), tokens.pop() if tokens else ""
+        first = rows.pop()
+        second = tokens.pop() if tokens else ""
         if first is None or not isinstance(second, str) or first == second:  # an axis has no name
             return None
         return cls(first, second, inputs, outputs)
@@ -111,14 +112,16 @@ class GraphRunner(CudaRunner):
     Args:
         session: A session with ``Cuda.graphs``.
         buckets: Selects the shapes to capture.
-        place: Device of the buffers.
+        device: Device of the buffers.
     """
 
-    def __init__(self, session: OnnxSession, buckets: Buckets, *, place: Place = "cuda") -> None:
+    def __init__(
+        self, session: OnnxSession, buckets: Buckets, *, device: BufferDevice = "cuda"
+    ) -> None:
         super().__init__(session)
         self.buckets = buckets
         self._layout = Layout.of(session)
-        self._place: Place = place
+        self._device: BufferDevice = device
         self._names = [value.name for value in session.get_outputs()]
         self._may_capture = self._rows = self._tokens = False
         self._buffers: dict[Bucket, _Buffers] = {}
@@ -129,7 +132,8 @@ class GraphRunner(CudaRunner):
         """Declare that padding a batch with rows or tokens does not change its results."""
         if self._layout is None:
             return
-        self._may_capture, can_slice = True, self._layout.can_slice
+        self._may_capture = True
+        can_slice = self._layout.can_slice
         self._rows = rows and can_slice and isinstance(self._layout.rows, str)
         self._tokens = tokens and can_slice
 
@@ -149,7 +153,7 @@ class GraphRunner(CudaRunner):
         """The buffers of a bucket; None if the model cannot run its shape."""
         if bucket not in self._buffers:
             try:
-                buffers = _Buffers(self.session, layout, bucket, feed, self._place)
+                buffers = _Buffers(self.session, layout, bucket, feed, self._device)
             except Exception:  # no memory, or too long: the run may still succeed without padding
                 self.buckets.refuse(bucket)
                 return None
@@ -162,20 +166,20 @@ class _Buffers:
     """The input and output buffers of the captured graph of one bucket."""
 
     def __init__(
-        self, session: OnnxSession, layout: Layout, bucket: Bucket, feed: Feed, place: Place
+        self, session: OnnxSession, layout: Layout, bucket: Bucket, feed: Feed, device: BufferDevice
     ) -> None:
         self._session, self._layout = session, layout
-        self._copies = place == "cuda"
+        self._copies = device == "cuda"
         self._host: dict[str, np.ndarray] = {}
         for name, array in feed.items():
             rows, tokens = layout.padded(name, bucket)
-            rest = array.shape[1:] if tokens is None else (tokens, *array.shape[2:])
-            self._host[name] = np.zeros((rows, *rest), array.dtype)
+            row_shape = array.shape[1:] if tokens is None else (tokens, *array.shape[2:])
+            self._host[name] = np.zeros((rows, *row_shape), array.dtype)
         self._fill(feed)
-        self._inputs = {name: placed(array, place) for name, array in self._host.items()}
-        first = session.binding(self._inputs, place)
-        run_bound(session, first, run_options(), feed)  # allocates the outputs, without capture
-        self._outputs = dict(zip(layout.outputs, first.get_outputs(), strict=True))
+        self._inputs = {name: placed(array, device) for name, array in self._host.items()}
+        binding = session.binding(self._inputs, device)
+        run_bound(session, binding, run_options(), feed)  # allocates the outputs, without capture
+        self._outputs = dict(zip(layout.outputs, binding.get_outputs(), strict=True))
         self._binding = session.native.io_binding()
         for name, value in self._inputs.items():
             self._binding.bind_ortvalue_input(name, value)

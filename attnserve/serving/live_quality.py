@@ -23,12 +23,13 @@ import numpy as np
 
 from attnserve.checks.measures import new_meter
 from attnserve.checks.quality import ROUNDING
-from attnserve.choices import Measure, Pooling
 from attnserve.context import Device
 from attnserve.intervals import mean_lower_bound
+from attnserve.literals import Measure, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
-from attnserve.models.lineage import Asked, RewriteRecord
+from attnserve.models.lineage import LineageEntry
+from attnserve.models.search_record import Asked
 from attnserve.runtime.interface import Batch
 from attnserve.serving.activations import logits_of
 from attnserve.serving.backends import RunnerOptions
@@ -85,27 +86,27 @@ def read_guarantee(artifact: Artifact, original: Artifact) -> Guarantee:
     entries = artifact.lineage
     if not entries:
         return Guarantee()
-    first = last_rewrite_of(original, entries)
-    if first is None:
+    start = last_rewrite_of(original, entries)
+    if start is None:
         raise InvalidModel(
             f"{original.model} is not the model that {artifact.name} was made from: the record has"
             " other checksums",
             "give the model that the artifact was optimized from",
             code="quality.other_original",
         )
-    entries = entries[first:]
+    entries = entries[start:]
     qualities = [entry.quality for entry in entries]
-    last = qualities[-1]
-    if last is None or last.measure not in get_args(Measure):
+    quality = qualities[-1]
+    if quality is None or quality.measure not in get_args(Measure):
         return Guarantee()
     losses = [1 - value for value in map(_guaranteed, entries) if value is not None]
-    measures = {one and one.measure for one in qualities}
+    measures = {item and item.measure for item in qualities}
     is_known = len(losses) == len(entries) and len(measures) == 1
     value = min(1 - sum(losses), 1 - ROUNDING) if is_known else None  # no guarantee is closer to 1
-    return Guarantee(cast(Measure, last.measure), value, last.output)
+    return Guarantee(cast(Measure, quality.measure), value, quality.output)
 
 
-def _guaranteed(entry: RewriteRecord) -> float | None:
+def _guaranteed(entry: LineageEntry) -> float | None:
     """The guarantee of one rewrite; None without one."""
     quality, search = entry.quality, entry.search
     if quality is None or quality.split == "random":
@@ -173,8 +174,11 @@ class LiveQuality:
         if self._rows < 4 or not (is_look or self._rows - self._measured_at >= wait):
             return False
         self._measured_at = self._rows
-        scores, before = self._meter.scores(), self.report
-        rows, guaranteed, broken = len(scores.influence), before.promise, before.broken
+        scores = self._meter.scores()
+        report = self.report
+        rows = len(scores.influence)
+        guaranteed = report.promise
+        broken = report.broken
         if is_look:
             self._looks += 1
             grown = min(int(self._rows * LOOK_GROWTH), WINDOW)
@@ -182,9 +186,9 @@ class LiveQuality:
             if guaranteed is not None:
                 broken = self._is_broken(scores.influence, guaranteed, broken)
         self.report = LiveReport(
-            before.measure, scores.value, scores.ci95, guaranteed, broken, rows
+            report.measure, scores.value, scores.ci95, guaranteed, broken, rows
         )
-        return broken != before.broken
+        return broken != report.broken
 
     def _is_broken(self, influence: np.ndarray, guaranteed: float, was_broken: bool) -> bool:
         """Whether the guarantee is violated at the present look, by the influences of the rows."""
@@ -226,9 +230,10 @@ class LiveComparison:
             InvalidModel: The model has other inputs, or was made from another model.
         """
         original = self._model.artifact
-        if (current := self._model.signature) != signature:
+        if (original_signature := self._model.signature) != signature:
             raise InvalidModel(
-                f"{original.model}: it takes {current}, but {artifact.name} takes {signature}",
+                f"{original.model}: it takes {original_signature}, but {artifact.name} takes"
+                f" {signature}",
                 "give the model that the artifact was optimized from",
                 code="shadow.inputs",
             )
@@ -257,14 +262,14 @@ class LiveComparison:
             The fields of ``LiveReport``, and "changed": whether its field "broken" has changed.
         """
         quality, name, artifact = self._watched[key]
-        ours = served.get(name)
-        if ours is None or len(ours) != 1:
+        served_output = served.get(name)
+        if served_output is None or len(served_output) != 1:
             return None
         if task and quality.report.measure not in MEASURES[task]:
             return None
         if task == "classify":
-            ours = logits_of(ours, artifact.activation)
-        theirs = self._model.run(inputs, [name])[name][:1]
+            served_output = logits_of(served_output, artifact.activation)
+        original_output = self._model.run(inputs, [name])[name][:1]
         row = {name: array[:1] for name, array in inputs.items()}
-        changed = quality.add(theirs, ours, row)
-        return {**asdict(quality.report), "changed": changed}
+        is_changed = quality.add(original_output, served_output, row)
+        return {**asdict(quality.report), "changed": is_changed}

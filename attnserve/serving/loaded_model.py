@@ -146,7 +146,7 @@ class Model:
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
         self.encoder = load_encoder(artifact) if artifact.tokenizer else None
         self._require_different_axes()
-        _, tokens = fixed_axes(one.axes for one in self.inputs if one.name == "input_ids")
+        _, tokens = fixed_axes(tensor.axes for tensor in self.inputs if tensor.name == "input_ids")
         if self.encoder and (tokens is None or tokens > self.encoder.special_tokens):
             self.encoder = self.encoder.with_length(tokens)
         self.labels = artifact.labels
@@ -164,13 +164,11 @@ class Model:
         Raises:
             InvalidData: The inputs do not fit the model.
         """
-        expected = [tensor.name for tensor in self.inputs]
-        for name in (*inputs, *expected):
-            if name not in expected or name not in inputs:
-                fault = "missing" if name in expected else "unknown"
-                raise InvalidData(
-                    f"{fault} input {name!r}: {self.name} takes {', '.join(expected)}"
-                )
+        names = [tensor.name for tensor in self.inputs]
+        for name in (*inputs, *names):
+            if name not in names or name not in inputs:
+                fault = "missing" if name in names else "unknown"
+                raise InvalidData(f"{fault} input {name!r}: {self.name} takes {', '.join(names)}")
         sizes: dict[str, tuple[int, str]] = {}
         for tensor in self.inputs:
             self._check_tensor(tensor, inputs[tensor.name], sizes)
@@ -190,7 +188,7 @@ class Model:
         if self.encoder is not None:
             with suppress(InvalidData):  # the model takes no texts
                 inputs = model_inputs(self._session)
-                caches = [name for name, one in inputs.items() if one.cache is not None]
+                caches = [name for name, value in inputs.items() if value.cache is not None]
         axes: dict[str, tuple[str, str]] = {}
         for tensor in self.inputs:
             if tensor.name in caches:
@@ -202,11 +200,12 @@ class Model:
             for axis, meaning in zip(tensor.axes, meanings, strict=False):
                 if not isinstance(axis, str):
                     continue
-                first_meaning, where = axes.setdefault(axis, (meaning, tensor.name))
+                first_meaning, first_tensor = axes.setdefault(axis, (meaning, tensor.name))
                 if first_meaning != meaning and "tokens" in (first_meaning, meaning):
                     raise InvalidModel(
                         f"{self.artifact.model}: the axis {axis!r} counts {first_meaning} in "
-                        f"{where!r} and {meaning} in {tensor.name!r}: expected a name of its own "
+                        f"{first_tensor!r} and {meaning} in {tensor.name!r}: expected a name of "
+                        "its own "
                         "for each",
                         "export the model again with dynamic axes of different names, for example"
                         " batch and sequence",
@@ -228,7 +227,8 @@ class Model:
 
     def tokens(self, inputs: Mapping[str, np.ndarray]) -> int:
         """Number of unmasked tokens, without tokens of a cache."""
-        mask, shape = inputs.get("attention_mask"), self.ids(inputs).shape[:2]
+        mask = inputs.get("attention_mask")
+        shape = self.ids(inputs).shape[:2]
         if mask is not None and mask.ndim == 2 and len(shape) == 2 and mask.shape[1] >= shape[1]:
             return int(np.count_nonzero(mask[:, mask.shape[1] - shape[1] :]))
         return math.prod(shape)
@@ -244,10 +244,12 @@ class Model:
             sizes |= zip(tensor.axes, shapes[tensor.name], strict=False)
         sizes[None] = 1
         return sum(
-            math.prod((axis if isinstance(axis, int) else sizes.get(axis, 1)) for axis in one.axes)
-            * one.dtype.itemsize
-            for one in self.outputs
-            if one.name in outputs
+            math.prod(
+                (axis if isinstance(axis, int) else sizes.get(axis, 1)) for axis in value.axes
+            )
+            * value.dtype.itemsize
+            for value in self.outputs
+            if value.name in outputs
         )
 
     def run_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -423,28 +425,26 @@ class Model:
 
         An output that the record names needs an activation there too, or as many names of classes.
         """
-        named = self.artifact.output
-        output = next(
-            (tensor for tensor in self.outputs if tensor.name == (named or "logits")), None
-        )
-        name = output or self.outputs[0]
-        axes = name.axes
-        if len(axes) != 2:
+        name = self.artifact.output or "logits"
+        output = next((tensor for tensor in self.outputs if tensor.name == name), self.outputs[0])
+        if len(output.axes) != 2:
             return False
-        if output is not None and output.name == "logits":
+        if output.name == name == "logits":
             return True
-        counted = len(self.labels) == axes[1]
-        if named is not None:
-            return self.artifact.activation is not None or counted
-        is_vector = name.name in VECTOR_OUTPUTS
-        return bool(self.labels) and not is_vector and (counted or not isinstance(axes[1], int))
+        classes = output.axes[1]
+        has_all_labels = len(self.labels) == classes
+        if self.artifact.output is not None:
+            return self.artifact.activation is not None or has_all_labels
+        if not self.labels or output.name in VECTOR_OUTPUTS:
+            return False
+        return has_all_labels or not isinstance(classes, int)
 
     def refusal(self, task: TextTask) -> TaskRefusal | None:
         """Why the model cannot do ``task``; None if it can."""
         if task == "embed" and (instead := self._scores_instead) is not None:
-            what, fix = instead
+            alternative, fix = instead
             return TaskRefusal(
-                f"{self.name} has no embeddings, but {what}", fix, "model.no_embeddings"
+                f"{self.name} has no embeddings, but {alternative}", fix, "model.no_embeddings"
             )
         if task == "classify" and not self.classifies:
             return TaskRefusal(
@@ -469,7 +469,8 @@ class Model:
         """
         name = self.text_output("embed")
         axes = self._axes_of(name)
-        artifact, is_logits = self.artifact, name.endswith("logits")
+        artifact = self.artifact
+        is_logits = name.endswith("logits")
         is_classes = name == "logits" or (artifact.output is not None and self.classifies)
         if len(axes) == 2 and isinstance(axes[1], int):
             is_score = self.classifies and name == self.text_output("classify")
@@ -506,22 +507,23 @@ class Model:
         """
         for inputs in self._examples:
             try:
-                together = self.run(inputs)
+                outputs = self.run(inputs)
             except InvalidData:  # too long, or the graph needs other inputs
                 continue
             if self._fixed_rows is None:
                 self.rows_are_independent = has_independent_rows(
-                    self.run, inputs, together, WARM_UP_ROWS
+                    self.run, inputs, outputs, WARM_UP_ROWS
                 )
             if isinstance(self._session, GraphRunner | RunnerPool):
-                padded = [
+                padded_inputs = [
                     tensor.name
                     for tensor in self.inputs
                     if len(tensor.axes) > 1 and not isinstance(tensor.axes[1], int)
                 ]
                 self._session.allow_padding(
                     rows=self.batch_invariant and self.rows_are_independent,
-                    tokens=self.batch_invariant and ignores_padding(self.run, inputs, padded),
+                    tokens=self.batch_invariant
+                    and ignores_padding(self.run, inputs, padded_inputs),
                 )
             break
         if not self.batch_invariant:
@@ -542,30 +544,33 @@ class Model:
     def _check_tensor(
         self, tensor: Tensor, array: np.ndarray, sizes: dict[str, tuple[int, str]]
     ) -> None:
-        what = f"input {tensor.name!r}"
+        subject = f"input {tensor.name!r}"
         if array.dtype != tensor.dtype:
-            raise InvalidData(f"{what} is {array.dtype}: expected {tensor.dtype}")
-        fixed = tensor.shape
-        if fixed and (
-            array.ndim != len(fixed)
-            or any(want not in (-1, got) for want, got in zip(fixed, array.shape, strict=True))
+            raise InvalidData(f"{subject} is {array.dtype}: expected {tensor.dtype}")
+        shape = tensor.shape
+        if shape and (
+            array.ndim != len(shape)
+            or any(want not in (-1, got) for want, got in zip(shape, array.shape, strict=True))
         ):
-            raise InvalidData(f"{what} has shape {list(array.shape)}: expected {fixed}")
+            raise InvalidData(f"{subject} has shape {list(array.shape)}: expected {shape}")
         # Ids and masks are never empty; the key/value cache of a decoder is, in its first step.
         if array.size == 0 and array.ndim <= 2:
-            raise InvalidData(f"{what} has shape {list(array.shape)}: it is empty")
+            raise InvalidData(f"{subject} has shape {list(array.shape)}: it is empty")
         # ONNX Runtime would broadcast axes of the same name if it can, with another result.
         for axis, size in zip(tensor.axes, array.shape, strict=False):
-            if isinstance(axis, str) and (known := sizes.setdefault(axis, (size, what)))[0] != size:
+            if (
+                isinstance(axis, str)
+                and (first_use := sizes.setdefault(axis, (size, subject)))[0] != size
+            ):
                 raise InvalidData(
-                    f"{what} has shape {list(array.shape)}: its axis {axis!r} is {size},"
-                    f" but {known[0]} in {known[1]}"
+                    f"{subject} has shape {list(array.shape)}: its axis {axis!r} is {size},"
+                    f" but {first_use[0]} in {first_use[1]}"
                 )
         # Gather on CUDA does not check its indices, and negative ids wrap around.
         bound = self._id_bounds.get(tensor.name)
         if bound and array.size and (array.min() < 0 or array.max() >= bound):
             wrong = array[(array < 0) | (array >= bound)].flat[0]
-            raise InvalidData(f"{what} holds {wrong}: expected ids from 0 to {bound - 1}")
+            raise InvalidData(f"{subject} holds {wrong}: expected ids from 0 to {bound - 1}")
 
 
 class _Closed:

@@ -4,7 +4,7 @@ A model file is untrusted: it may crash ONNX Runtime or never finish a run. The 
 runs it once; a crash or a timeout becomes an ``InvalidModel``. Results are cached by content, so
 that another check of the same files, also in another process, only reads them.
 
-Another child then tries lossless operator fusion (``lossless_passes``). The fused model is served
+Another child then tries lossless operator fusion (``serving_form``). The fused model is served
 if it is equivalent and faster. Fusion takes seconds for a small model and minutes for a large one,
 so it runs in the background while the original is served.
 """
@@ -213,18 +213,19 @@ class LoadChecker:
 
     def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
         """Read the result of an earlier check; None if none fits the model."""
-        stored = self._cache.read(content)
-        if stored is None:
+        entry = self._cache.read(content)
+        if entry is None:
             return None
         try:
-            operators, running = stored["operators"], stored["running"]
-            facts = GraphFacts.from_json(stored["facts"])
+            operators = entry["operators"]
+            costs = entry["running"]
+            facts = GraphFacts.from_json(entry["facts"])
             result = _result(artifact, content, facts, operators)
             is_fused = operators["rewritten"]
-            fused_facts = facts.with_costs(running) if is_fused else None
+            fused_facts = facts.with_costs(costs) if is_fused else None
         except Exception:  # the entry is of another version, or damaged
             return None
-        if result.identity != stored["identity"]:
+        if result.identity != entry["identity"]:
             return None
         fused = self._cache.file(content) if is_fused else None
         return replace(result, rewritten=fused, fused_facts=fused_facts)
@@ -235,7 +236,8 @@ class LoadChecker:
         Raises:
             InvalidModel, InvalidArgument: See ``check``.
         """
-        name, deadline = artifact.model, monotonic() + self._timeout_s
+        name = artifact.model
+        deadline = monotonic() + self._timeout_s
         try:
             with Worker(
                 _CheckProcess, artifact, self._device,
@@ -298,9 +300,9 @@ class LoadChecker:
         self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
     ) -> Future[CheckResult]:
         """Start the fusion in a thread, if it does not run already."""
-        running = self._fusions.get(result.identity)
-        if running is not None:
-            return running
+        open_fusion = self._fusions.get(result.identity)
+        if open_fusion is not None:
+            return open_fusion
         fusion = self._fusions[result.identity] = Future[CheckResult]()
         fusion.set_running_or_notify_cancel()  # one cancelled waiter must not stop it
 
@@ -326,13 +328,13 @@ class LoadChecker:
         with self._cache.lock(lambda: self._is_closed) as is_locked:
             if not is_locked:
                 return result.unfused("the server stops")
-            stored = self._recall(artifact, content)
+            entry = self._recall(artifact, content)
             if (
-                stored is not None
-                and stored.identity == result.identity
-                and stored.operators != PENDING
+                entry is not None
+                and entry.identity == result.identity
+                and entry.operators != PENDING
             ):
-                return stored
+                return entry
             return self._fuse(artifact, content, result, timeout_s)
 
     def _fuse(
@@ -343,13 +345,13 @@ class LoadChecker:
         Results that depend on the state of the machine are cached for a limited time, or not at
         all.
         """
-        with self._cache.new_file(content) as new:
-            why = _lacks_resources(result.facts.weight_bytes, new)
-            if new is None or why is not None:
-                return result.unfused(why or "there is no folder for it")
+        with self._cache.new_file(content) as file:
+            reason = _lacks_resources(result.facts.weight_bytes, file)
+            if file is None or reason is not None:
+                return result.unfused(reason or "there is no folder for it")
             try:
                 operators, costs = run_isolated(
-                    _fuse_in_child, artifact, new, self._device,
+                    _fuse_in_child, artifact, file, self._device,
                     timeout_s=timeout_s,
                     environment=allowed_environment(),
                     prepare=partial(limit_process, *self._limits(artifact, timeout_s), nice=NICE),
@@ -360,16 +362,18 @@ class LoadChecker:
                 is_stopped = isinstance(error, WorkerCrashed) and -(error.status or 0) in STOPS
                 if self._is_closed or is_stopped:
                     return result.unfused(f"the fusion was stopped: {error.what}")
-                found, is_final = result.unfused(error.what), isinstance(error, CannotRewrite)
+                fused_result = result.unfused(error.what)
+                is_final = isinstance(error, CannotRewrite)
             else:
-                facts, is_final = result.facts.with_costs(costs), True
-                found = replace(result, operators=operators, fused_facts=facts)
+                facts = result.facts.with_costs(costs)
+                is_final = True
+                fused_result = replace(result, operators=operators, fused_facts=facts)
             if not _is_current(artifact, result):
                 return result.unfused("the files changed during the fusion")
-            if found.fused_facts is not None:
-                found = replace(found, rewritten=self._cache.keep(new))
-        self._write(content, found, is_final=is_final)
-        return found
+            if fused_result.fused_facts is not None:
+                fused_result = replace(fused_result, rewritten=self._cache.keep(file))
+        self._write(content, fused_result, is_final=is_final)
+        return fused_result
 
 
 def _size(artifact: Artifact) -> int:
@@ -384,7 +388,8 @@ def identify(artifact: Artifact) -> CheckResult:
     Raises:
         InvalidModel: It cannot be read.
     """
-    content, facts = _content(artifact), GraphFacts.read(artifact)
+    content = _content(artifact)
+    facts = GraphFacts.read(artifact)
     return _result(artifact, content, facts, unfused("the load check is off"))
 
 
@@ -437,7 +442,8 @@ class _CheckProcess:
 
     def _check_memory(self) -> None:
         """Refuse a small file that computes large constants; images need more memory than texts."""
-        size, taken = _size(self._artifact), peak_bytes()
+        size = _size(self._artifact)
+        taken = peak_bytes()
         examples = self._facts.examples[:1]
         input_bytes = sum(array.nbytes for example in examples for array in example.values())
         most = LOADED_BYTES + LOADED_PER_BYTE * size + RUN_PER_BYTE * input_bytes
@@ -456,7 +462,7 @@ def _fuse_in_child(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write the fused model and return its report and ``GraphFacts.cost_json``."""
     # Imported here: only this process needs the modules that rewrite graphs.
-    from attnserve.planning.lossless_passes import fuse_lossless
+    from attnserve.planning.serving_form import fuse_lossless
 
     fused = fuse_lossless(artifact, new, device)
     costs = GraphFacts.read(replace(artifact, model=new)).cost_json()
@@ -481,7 +487,8 @@ def _lacks_resources(weights: int, new: Path | None) -> str | None:
         weights: Their size in bytes.
         new: Where the fused model is written.
     """
-    memory, has = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights, available_bytes()
+    memory = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights
+    has = available_bytes()
     if memory > has:
         return f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
     free = shutil.disk_usage(new.parent).free if new is not None else 0

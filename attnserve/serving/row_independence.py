@@ -50,7 +50,8 @@ def ignores_padding(run: Run, inputs: Arrays, padded: Collection[str]) -> bool:
     length = inputs["attention_mask"].shape[-1] if "attention_mask" in inputs else 0
     if length < 2:
         return False
-    short, longer = dict(inputs), {name: array.copy() for name, array in inputs.items()}
+    short = dict(inputs)
+    longer = {name: array.copy() for name, array in inputs.items()}
     for name in padded:
         short[name] = inputs[name][:, : length // 2]
         longer[name][:, length // 2 :] = 0

@@ -47,17 +47,17 @@ def from_values(values: list[Any], datatype: Datatype, shape: Sequence[int]) -> 
     Raises:
         InvalidData: The values are ragged, do not match the shape, or are not of the datatype.
     """
-    nesting, flat = _flatten(values)
-    if len(flat) != math.prod(shape):
-        raise InvalidData(f"{len(flat)} values for shape {list(shape)}", code="tensor.count")
+    nesting, elements = _flatten(values)
+    if len(elements) != math.prod(shape):
+        raise InvalidData(f"{len(elements)} values for shape {list(shape)}", code="tensor.count")
     if len(nesting) > 1 and nesting != list(shape):
         raise InvalidData(f"data nested as {nesting}, shape {list(shape)}", code="tensor.nesting")
     dtype = DATATYPES[datatype]
-    if not set(map(type, flat)) <= JSON_TYPES[dtype.kind]:
+    if not set(map(type, elements)) <= JSON_TYPES[dtype.kind]:
         raise InvalidData(f"its data is not all of {datatype}", code="tensor.datatype")
     try:
         with np.errstate(over="raise"):
-            array = np.array(flat, dtype)
+            array = np.array(elements, dtype)
     except (FloatingPointError, OverflowError) as error:
         raise InvalidData(
             f"its data holds numbers out of the range of {datatype}", code="tensor.range"

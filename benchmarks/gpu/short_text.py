@@ -40,7 +40,7 @@ def captured(form: Form, shape: Shape, provider: Provider, seconds: float) -> di
     plain: Any = open_session(form.path, Device(provider), cuda=SPEED)
     graphs = replace(SPEED, graphs=provider == "cuda")
     session: Any = open_session(form.path, Device(provider), cuda=graphs)
-    runner = GraphRunner(session, Buckets(GRAPHS), place=provider)
+    runner = GraphRunner(session, Buckets(GRAPHS), device=provider)
     runner.allow_padding(rows=True, tokens=True)
     answers = [runner.run(None, feed)[0] for _ in range(3)]  # the second run captures
     error = np.abs(answers[-1] - plain.run(None, dict(feed))[0]).max()

@@ -32,7 +32,7 @@ ELEMENTWISE = frozenset({
 })  # fmt: skip
 """Operators that may be between an image and its first convolution: a normalization, rounding."""
 
-BETWEEN = ELEMENTWISE | {"Erf", "Gelu", "Relu", "Sigmoid", "Tanh", "Transpose"}
+INNER_OPERATORS = ELEMENTWISE | {"Erf", "Gelu", "Relu", "Sigmoid", "Tanh", "Transpose"}
 """Operators that may be between the convolutions of a spectrogram and its positions."""
 
 
@@ -99,12 +99,12 @@ def _strides(node: ir.Node) -> list[int]:
 
 def _length(value: ir.Value) -> int | None:
     """The length T of positions [T, D] or [1, T, D] after convolutions of width D; else None."""
-    reached = [value]
+    values = [value]
     seen: set[ir.Node] = set()
     stride = 1  # of all convolutions so far
     width = 0  # of the last convolution
-    while reached:
-        for node, index in reached.pop(0).uses():
+    while values:
+        for node, index in values.pop(0).uses():
             if node in seen:
                 continue
             seen.add(node)
@@ -112,13 +112,13 @@ def _length(value: ir.Value) -> int | None:
             if is_convolution and index == 0 and _kernel(node):
                 stride *= _strides(node)[0]
                 width = _kernel(node)[0]
-            elif node.op_type not in BETWEEN:
+            elif node.op_type not in INNER_OPERATORS:
                 continue
-            for other in node.inputs if node.op_type == "Add" else ():
-                shape = list(other.shape or ()) if other is not None and is_constant(other) else []
+            for table in node.inputs if node.op_type == "Add" else ():
+                shape = list(table.shape or ()) if table is not None and is_constant(table) else []
                 if shape[:-2] in ([], [1]) and len(shape) > 1 and shape[-1] == width:
                     return stride * int(shape[-2]) if isinstance(shape[-2], int) else None
-            reached.append(node.outputs[0])
+            values.append(node.outputs[0])
     return None
 
 

@@ -52,10 +52,10 @@ CHECK = 5
 MAX_AXES = 4
 """Maximum number of dynamic axes: the number of counts is ``len(POINTS)`` to this power."""
 
-UNSIZED = frozenset({ir.DataType.STRING, ir.DataType.UNDEFINED})
+UNSIZED_TYPES = frozenset({ir.DataType.STRING, ir.DataType.UNDEFINED})
 """Element types without a size in bytes."""
 
-UNCOUNTED = frozenset({"If", "Loop", "Scan", "SequenceMap", "LSTM", "GRU", "RNN"})
+UNCOUNTED_OPERATORS = frozenset({"If", "Loop", "Scan", "SequenceMap", "LSTM", "GRU", "RNN"})
 """Control flow and recurrent networks."""
 
 ELEMENTWISE_CONTRIB = SHAPE_PRESERVING | {
@@ -179,7 +179,7 @@ def _activations(node: ir.Node) -> list[ir.Value]:
 def _known_bytes(values: Iterable[ir.Value], info: ShapeInfo) -> int:
     """The bytes of values; those of unknown shape count 0."""
     tensors = (info.known[value] for value in values if value in info.known)
-    sized = [tensor for tensor in tensors if tensor.dtype not in UNSIZED]
+    sized = [tensor for tensor in tensors if tensor.dtype not in UNSIZED_TYPES]
     return sum(math.ceil(math.prod(tensor.shape) * tensor.dtype.itemsize) for tensor in sized)
 
 
@@ -235,7 +235,7 @@ def _explain(node: ir.Node, info: ShapeInfo) -> str:
 
 def node_macs(node: ir.Node, info: ShapeInfo) -> int | None:
     """MACs of one node; 0 for element-wise operators, None if unknown."""
-    if node.op_type in UNCOUNTED:
+    if node.op_type in UNCOUNTED_OPERATORS:
         return None
     if node.domain not in ("", "ai.onnx", "ai.onnx.ml"):
         if node.op_type in ELEMENTWISE_CONTRIB:
@@ -410,7 +410,7 @@ def _interpolate(counts: Sequence[int], axes: int) -> dict[tuple[int, ...], Frac
     """Coefficients by powers from counts on the grid of ``POINTS``, one axis after the other."""
     values = np.array(counts, dtype=object).reshape((len(POINTS),) * axes)  # exact integers
     for axis in range(axes):
-        values = np.moveaxis(np.tensordot(DOUBLED, values, axes=(1, axis)), 0, axis)
+        values = np.moveaxis(np.tensordot(DOUBLING_MATRIX, values, axes=(1, axis)), 0, axis)
     return {
         powers: Fraction(coefficient, 2**axes)
         for powers, coefficient in np.ndenumerate(values)
@@ -428,5 +428,5 @@ def _lagrange(point: int) -> list[int]:
     return [a * b * scale, -(a + b) * scale, scale]
 
 
-DOUBLED = np.array([_lagrange(point) for point in POINTS], dtype=object).T
+DOUBLING_MATRIX = np.array([_lagrange(point) for point in POINTS], dtype=object).T
 """Twice the matrix from values at ``POINTS`` to coefficients."""

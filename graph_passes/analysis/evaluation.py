@@ -28,7 +28,7 @@ SMALL = 1024
 MAX_ELEMENTS = 1 << 27
 """Maximum number of elements of an array that is computed from a graph."""
 
-EVALUATED = frozenset({
+EVALUATED_OPERATORS = frozenset({
     "Abs", "Add", "And", "ArgMax", "ArgMin", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr",
     "BitwiseXor", "Cast", "CastLike", "Ceil", "Clip", "Concat", "ConstantOfShape", "Cos", "Cosh",
     "CumSum", "DequantizeLinear", "Div", "Dropout", "Elu", "Equal", "Erf", "Exp", "Expand",
@@ -140,7 +140,7 @@ def _imports(opsets: Mapping[str, int]) -> list[onnx.OperatorSetIdProto]:
 def _require_evaluated(node: ir.Node) -> None:
     if node.op_type in DATA_DEPENDENT:
         return
-    if node.op_type not in EVALUATED or node.domain not in ("", "ai.onnx"):
+    if node.op_type not in EVALUATED_OPERATORS or node.domain not in ("", "ai.onnx"):
         raise InvalidModel(
             f"{node.op_type} {node.name!r} is not evaluated",
             "simplify the graph, or report the model",

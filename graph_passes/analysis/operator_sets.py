@@ -42,11 +42,11 @@ MATRIX_PRODUCTS = frozenset({"DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul"
                              "MatMulIntegerToFloat", "TransposeMatMul"})  # fmt: skip
 """Products of com.microsoft whose first two inputs are the matrices."""
 
-QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",
-                       "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
-                       "MatMulBnb4", "MatMulNBits", "GatherBlockQuantized", "ConvInteger",
-                       "QGemm", "QAttention", "QEmbedLayerNormalization", "QMoE",
-                       "DynamicQuantizeLSTM"})  # fmt: skip
+QUANTIZED_OPERATORS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",
+                                 "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
+                                 "MatMulBnb4", "MatMulNBits", "GatherBlockQuantized",
+                                 "ConvInteger", "QGemm", "QAttention", "QEmbedLayerNormalization",
+                                 "QMoE", "DynamicQuantizeLSTM"})  # fmt: skip
 """Operators that read or write quantized values, besides those whose names start with QLinear."""
 
 REWRITE_FIRST = "rewrite the float model, then quantize the result"
@@ -54,4 +54,4 @@ REWRITE_FIRST = "rewrite the float model, then quantize the result"
 
 def is_quantized(node: ir.Node) -> bool:
     """Whether a node reads or writes quantized values."""
-    return node.op_type in QUANTIZED or node.op_type.startswith("QLinear")
+    return node.op_type in QUANTIZED_OPERATORS or node.op_type.startswith("QLinear")

@@ -85,8 +85,8 @@ def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
 READERS = frozenset({"Conv", "ConvTranspose", "Einsum", "FusedMatMul", "Gather", "Gemm", "MatMul"})
 """Operators that read weights."""
 
-SCALING = frozenset({"Cast", "Div", "Identity", "Mul", "Reshape", "Squeeze", "Sub", "Transpose",
-                     "Unsqueeze"})  # fmt: skip
+SCALING_OPERATORS = frozenset({"Cast", "Div", "Identity", "Mul", "Reshape", "Squeeze", "Sub",
+                               "Transpose", "Unsqueeze"})  # fmt: skip
 """Operators between quantized weights and their readers, if weights are dequantized by hand."""
 
 
@@ -122,7 +122,7 @@ def _is_multiplied(value: ir.Value) -> bool:
         for node, _ in pending.pop().uses():
             if node.op_type in READERS:
                 return True
-            if node.op_type in SCALING:
+            if node.op_type in SCALING_OPERATORS:
                 new = [output for output in node.outputs if output not in seen]
                 seen.update(new)
                 pending += new

@@ -46,9 +46,9 @@ __all__ = [
 SAMPLES = 400
 """Samples per token of an audio model: 25 ms at 16 kHz."""
 
-PLAIN = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
-                   ir.AttributeType.FLOATS, ir.AttributeType.STRING,
-                   ir.AttributeType.STRINGS})  # fmt: skip
+PLAIN_ATTRIBUTES = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
+                              ir.AttributeType.FLOATS, ir.AttributeType.STRING,
+                              ir.AttributeType.STRINGS})  # fmt: skip
 """Types of attributes that are hashable; results of nodes with others are not cached."""
 
 
@@ -214,14 +214,14 @@ def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> CachedAxes:
         if name.startswith(("encoder", "cross")) or ".encoder." in name:
             continue
         symbols = [_symbols(value, position, dim) for position, dim in enumerate(value.shape or ())]
-        used = {axis: None for dim_axes in symbols for axis in dim_axes if axes.get(axis)}
+        value_axes = {axis: None for dim_axes in symbols for axis in dim_axes if axes.get(axis)}
         if "mask" in name:
             last = symbols[-1] if symbols else ()
-            masks |= {axis: None for axis in last if axis in used}
-        elif "past" in name or any("past" in axis for axis in used):
-            past |= used
+            masks |= {axis: None for axis in last if axis in value_axes}
+        elif "past" in name or any("past" in axis for axis in value_axes):
+            past |= value_axes
         else:
-            new |= used
+            new |= value_axes
     if not past:
         return CachedAxes("", "", set())
     totals = {axis for axis in masks if axis not in past and axis not in new}
@@ -286,27 +286,27 @@ def set_missing_types(model: ir.Model) -> None:
             value.type = ir.TensorType(tensor.dtype)
 
 
-def drop_length_dependent(info: ShapeInfo, others: ShapeInfo) -> ShapeInfo:
+def drop_length_dependent(info: ShapeInfo, other_info: ShapeInfo) -> ShapeInfo:
     """Remove float constants that depend on axis lengths, which cannot be scales of a model.
 
     Integer constants stay: they determine layouts.
 
     Args:
         info: Shape information at one choice of lengths.
-        others: Shape information of the same graph at other lengths.
+        other_info: Shape information of the same graph at other lengths.
     """
 
-    def without_varying(value: ir.Value, tensor: TensorInfo) -> TensorInfo:
-        mine = tensor.constant
-        theirs = others.constant(value)
-        if mine is None or theirs is None or not tensor.dtype.is_floating_point():
+    def drop_varying(value: ir.Value, tensor: TensorInfo) -> TensorInfo:
+        constant = tensor.constant
+        other_constant = other_info.constant(value)
+        if constant is None or other_constant is None or not tensor.dtype.is_floating_point():
             return tensor
-        if mine.shape != theirs.shape:  # of masks and positions
+        if constant.shape != other_constant.shape:  # of masks and positions
             return tensor
-        same = np.array_equal(mine, theirs, equal_nan=True)
-        return tensor if same else TensorInfo(tensor.dtype, tensor.shape)
+        is_equal = np.array_equal(constant, other_constant, equal_nan=True)
+        return tensor if is_equal else TensorInfo(tensor.dtype, tensor.shape)
 
-    tensors = {value: without_varying(value, tensor) for value, tensor in info.known.items()}
+    tensors = {value: drop_varying(value, tensor) for value, tensor in info.known.items()}
     return ShapeInfo(info.axes, tensors, info.unknown)
 
 
@@ -427,7 +427,8 @@ def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
         try:
             tensors, reason = (_infer_node if body is None else body)(node, inference)
         except MALFORMED_NODE as error:
-            tensors, reason = (), f"{node.op_type}: {error}"
+            tensors = ()
+            reason = f"{node.op_type}: {error}"
         for value, tensor in zip(node.outputs, tensors, strict=False):
             if tensor is not None:
                 inference.known[value] = tensor
@@ -519,7 +520,7 @@ def _infer_node(node: ir.Node, inference: _Inference) -> Outcome:
     tensors = [inference.tensor(value) for value in node.inputs]
     if tensors.count(None) > node.inputs.count(None):
         return (), "its inputs have no known shape"
-    if not all(attribute.type in PLAIN for attribute in node.attributes.values()):
+    if not all(attribute.type in PLAIN_ATTRIBUTES for attribute in node.attributes.values()):
         return _outcome(node, tensors, inference.opsets)
     key = (
         *node.op_identifier(),

@@ -27,7 +27,7 @@ __all__ = [
     "emit_context",
     "emit_output",
     "emit_output_projection",
-    "entangled_bias",
+    "entangled_bias_refusal",
 ]
 
 MERGE_ORDER = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
@@ -38,8 +38,8 @@ KEY_TERM = Refusal(
 )
 
 
-def entangled_bias(block: AttentionBlock) -> Refusal | None:
-    """Whether a position bias depends on the queries or keys of the block."""
+def entangled_bias_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why the biases of a block cannot be emitted: one needs its q or k; None if they can."""
     if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
         return Refusal(
             "entangled_bias", "its position bias is computed from its own queries or keys"
@@ -68,7 +68,7 @@ def emission_refusal(block: AttentionBlock, info: ShapeInfo | None = None) -> Re
             return refusal
     if any(isinstance(step, FullLengths) for step in block.steps):
         return Refusal("cache_lengths", "its operator reads the sequence lengths of a cache")
-    if refusal := entangled_bias(block):
+    if refusal := entangled_bias_refusal(block):
         return refusal
     masks = [step for step in block.steps if isinstance(step, Mask | PositionBias | Weighted)]
     for mask in (step.value for step in masks):

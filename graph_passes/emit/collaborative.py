@@ -61,7 +61,8 @@ def dense_logits(
 ) -> ir.Value:
     """Emit logits (B, H, S, T) of dense mixing, with a cache of shared keys if given."""
     weight = partial(make.constant, dtype=block.q.dtype)
-    rank, heads = factors.rank, block.q.num_heads
+    rank = factors.rank
+    heads = block.q.num_heads
     scale = weight(block.scale, "scale")
     q = make.op("MatMul", [block.x, weight(factors.query, "query_weight")], "query")  # B S R
     q = _one_head(make, make.op("Mul", [q, scale], "scaled_query"), rank, "query_tokens")
@@ -105,8 +106,8 @@ def sparse_logits(
     if layout.constant.any():  # a column of ones, for the content
         q = make.op("Add", [q, weight(layout.constant * block.scale, "one")], "query_and_one")
     if shared and _has_content(factors):
-        both = weight(factors.key, "key_weight"), weight(factors.content.T, "content_weight")
-        key_weight = make.op("Concat", both, "key_and_content_weight", axis=1)
+        weights = weight(factors.key, "key_weight"), weight(factors.content.T, "content_weight")
+        key_weight = make.op("Concat", weights, "key_and_content_weight", axis=1)
     else:
         key_weight = weight(layout.key, "key_weight")
     k = make.op("MatMul", [block.y, key_weight], "key")
@@ -165,12 +166,12 @@ def _layout_of(factors: CollaborativeFactors, size: int, *, gather: bool) -> _Sp
     columns = np.zeros((2, heads, size), np.int64)
     mixing = np.zeros((heads, size))
     for head, row in enumerate(factors.mixing):
-        read = np.flatnonzero(row)
-        columns[:, head, : len(read)] = read
-        mixing[head, : len(read)] = row[read]
+        indices = np.flatnonzero(row)
+        columns[:, head, : len(indices)] = indices
+        mixing[head, : len(indices)] = row[indices]
         if content:
-            columns[:, head, len(read)] = (rank, rank + head)
-            mixing[head, len(read)] = 1.0
+            columns[:, head, len(indices)] = (rank, rank + head)
+            mixing[head, len(indices)] = 1.0
     gathered = gather or int((factors.mixing != 0).sum(axis=0).max()) > 1
     if not gathered:
         query_order, key_order = columns.reshape(2, -1)
@@ -201,8 +202,8 @@ def _through_cache(
     make = Inserter(block.graph, cache.join, f"{block.name}/collaborative")
     rank = factors.rank
     width = cache_width(factors)
-    both = np.concatenate([factors.key, factors.content.T], axis=1)[:, :width]  # E R or E R+H
-    weight = make.constant(both, "key_weight", block.q.dtype)
+    columns = np.concatenate([factors.key, factors.content.T], axis=1)[:, :width]  # E R or E R+H
+    weight = make.constant(columns, "key_weight", block.q.dtype)
     key = make.op("MatMul", [block.y, weight], "key")
     new = _one_head(make, key, width, "key_tokens")
     present = make.op("Concat", [cache.join.inputs[0], new], "present_key", axis=2)

@@ -289,10 +289,10 @@ def share_constants(model: ir.Model, *, since: Collection[str]) -> None:
             if value.name in since and _kind(value) in kinds:  # do not load others from disk
                 alike.setdefault(_sample(value), []).append(value)
         for value in new:
-            others = alike.setdefault(_sample(value), [])
-            equal = next((other for other in others if _same(other, value)), None)
+            candidates = alike.setdefault(_sample(value), [])
+            equal = next((candidate for candidate in candidates if _same(candidate, value)), None)
             if equal is None:
-                others.append(value)
+                candidates.append(value)
                 continue
             ir.convenience.replace_all_uses_with(value, equal)
             del graph.initializers[value.name or ""]

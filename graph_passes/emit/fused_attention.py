@@ -40,7 +40,9 @@ Attention."""
 ROLES = ("query", "key", "value")
 """Names of the nodes that compute the operands."""
 
-SPREAD = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+SPREADING_OPERATORS = frozenset(
+    {"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+)
 """Operators whose output has the elements of their first input."""
 
 LOW: Mapping[ir.DataType, float] = {
@@ -65,15 +67,16 @@ def emit_fused_blocks(
         operators: The operator of each block, by name.
         info: Shapes of the model at a small batch and length.
     """
-    ordered = _in_order(model, blocks)
-    biases = _biases(model, ordered, info)
-    for block in reversed(ordered):  # the output of an earlier block may be a later one's input
+    blocks_in_order = _blocks_in_order(model, blocks)
+    biases = _biases(model, blocks_in_order, info)
+    # The output of an earlier block may be a later one's input.
+    for block in reversed(blocks_in_order):
         _fuse(block, operators[block.name], biases.get(block.name), info)
     if any(operators[block.name] != "onnx" for block in blocks):
         model.opset_imports.setdefault(MICROSOFT, 1)
 
 
-def _in_order(model: ir.Model, blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
+def _blocks_in_order(model: ir.Model, blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
     """Sort blocks by the places where they are emitted."""
     nodes = model.graph.all_nodes()
     place = {node: index for index, node in enumerate(nodes)}
@@ -103,12 +106,12 @@ def _biases(
     Blocks with equal masks and lengths share one bias, which is emitted before the first of them.
     """
     distinct_lengths = infer_shapes_small(model, batch=3, sequence=7, distinct_lengths=True)
-    emitted: dict[Hashable, ir.Value] = {}
+    bias_by_key: dict[Hashable, ir.Value] = {}
     biases: dict[str, ir.Value] = {}
     for block in blocks:
         causal = _is_causal(block)
         steps = [
-            _hiding(step)
+            _hiding_step(step)
             for step in block.steps
             if not (causal and isinstance(step, Causal)) and not _hides_nothing(step)
         ]
@@ -118,9 +121,9 @@ def _biases(
         lengths = _lengths(block, steps, (info, distinct_lengths))
         heads = block.num_heads if any(_may_differ_by_head(step, info) for step in steps) else 1
         key = (block.graph, heads, block.q.dtype, *masks, lengths)
-        if key not in emitted:
-            emitted[key] = _emit_bias(replace(block, steps=tuple(steps)), info)
-        biases[block.name] = emitted[key]
+        if key not in bias_by_key:
+            bias_by_key[key] = _emit_bias(replace(block, steps=tuple(steps)), info)
+        biases[block.name] = bias_by_key[key]
     return biases
 
 
@@ -145,14 +148,14 @@ def _uniform_element(value: ir.Value | None) -> float | None:
     node = value.producer()
     if node is None or node.domain:
         return None
-    if node.op_type in SPREAD:
+    if node.op_type in SPREADING_OPERATORS:
         return _uniform_element(node.inputs[0])
     if node.op_type == "Where" and (condition := _uniform_element(node.inputs[0])) is not None:
         return _uniform_element(node.inputs[1 if condition else 2])
     return None
 
 
-def _hiding(step: LogitStep) -> LogitStep:
+def _hiding_step(step: LogitStep) -> LogitStep:
     """The same mask with the fill -inf, so that masks that differ only in their fill are equal."""
     return replace(step, fill=-np.inf) if isinstance(step, Mask | KeyLengths) else step
 
@@ -249,7 +252,7 @@ def _onnx_call(make: Inserter, block: AttentionBlock) -> _Call:
     attributes: dict[str, Any] = {}
     groups = num_groups(block)
     if is_plain(block):
-        inputs = list(_projected(make, block, biased=True))
+        inputs = list(_project_operands(make, block, biased=True))
         attributes |= {"q_num_heads": block.num_heads, "kv_num_heads": groups}
     else:
         inputs = _heads(make, block, distinct=groups < block.num_heads)
@@ -266,15 +269,15 @@ def _microsoft_call(make: Inserter, block: AttentionBlock, form: FusedOperator) 
     operator = "MultiHeadAttention"
     inputs: list[ir.Value | None]
     if not is_plain(block):
-        inputs = [_merged(make, value) for value in _heads(make, block)]
+        inputs = [_merge_heads(make, value) for value in _heads(make, block)]
         return _Call(operator, MICROSOFT, inputs, 5, attributes)
     parts = _parts(block)
     offset = np.concatenate([part.offset.reshape(-1) * scale for _, part, scale in parts])
     # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
     is_biased = form == "attention" or offset.any()
-    added = make.constant(offset, "qkv_bias", block.q.dtype) if is_biased else None
+    bias = make.constant(offset, "qkv_bias", block.q.dtype) if is_biased else None
     if form == "multi_head":
-        inputs = [*_projected(make, block), added]
+        inputs = [*_project_operands(make, block), bias]
         return _Call(operator, MICROSOFT, inputs, 5, attributes)
     factors = [part.matrix()[:, part.columns.reshape(-1)] for _, part, _ in parts]
     gains = [scale * part.gain.reshape(-1) for _, part, scale in parts]
@@ -282,13 +285,13 @@ def _microsoft_call(make: Inserter, block: AttentionBlock, form: FusedOperator) 
     weight = make.constant(np.hstack(weights), "qkv_weight", block.q.dtype)
     sizes = [len(gain) for gain in gains]
     if form == "merged":
-        whole = make.op("MatMul", [block.x, weight], "qkv")
+        qkv = make.op("MatMul", [block.x, weight], "qkv")
         widths = make.integers(sizes, "qkv_sizes")
-        inputs = [*make.ops("Split", [whole, widths], ROLES, axis=-1), added]
+        inputs = [*make.ops("Split", [qkv, widths], ROLES, axis=-1), bias]
     else:
         operator = "Attention"
         attributes["qkv_hidden_sizes"] = sizes
-        inputs = [block.x, weight, added]
+        inputs = [block.x, weight, bias]
     return _Call(operator, MICROSOFT, inputs, 5, attributes)
 
 
@@ -314,7 +317,7 @@ def _heads(make: Inserter, block: AttentionBlock, *, distinct: bool = False) -> 
     return [query, key, emit_heads(make.part("value"), block.v, block.v.scale, distinct=distinct)]
 
 
-def _merged(make: Inserter, heads: ir.Value) -> ir.Value:
+def _merge_heads(make: Inserter, heads: ir.Value) -> ir.Value:
     """Emit heads (B, H, T, K) as (B, T, H*K)."""
     by_token = make.op("Transpose", [heads], "by_token", perm=[0, 2, 1, 3])
     return make.op("Reshape", [by_token, make.integers([0, 0, -1], "merged")], "merged_heads")
@@ -329,7 +332,7 @@ def _parts(block: AttentionBlock) -> list[tuple[str, Projection, float]]:
     return list(zip(ROLES, (block.q, block.k, block.v), scales, strict=True))
 
 
-def _projected(
+def _project_operands(
     make: Inserter, block: AttentionBlock, *, biased: bool = False
 ) -> Iterator[ir.Value]:
     """Emit queries, keys and values, (B, T, H*K), head after head.

@@ -68,8 +68,8 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
     Raises:
         _UnsupportedError: The projection cannot be emitted.
     """
-    whole = (RotaryTerm(None, part.columns, part.gain, part.offset),)
-    rotary_terms = [_of_heads(term, heads) for term in part.rotary_terms or whole]
+    identity = (RotaryTerm(None, part.columns, part.gain, part.offset),)
+    rotary_terms = [_of_heads(term, heads) for term in part.rotary_terms or identity]
     first, head_groups = _distinct(rotary_terms, heads)
     base = _read_columns(rotary_terms, first) if part.rotary_terms else part.columns[heads[first]]
     group = None
@@ -81,11 +81,11 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
             base = np.sort(base, axis=1)
         elif not (np.diff(base, axis=1) == 1).all():
             raise _UnsupportedError("the elements of its q/k norm are reordered")
-    picked = [(_of_heads(term, first), _order(term, first, base)) for term in rotary_terms]
-    for term, _ in picked:
+    ordered_terms = [(_of_heads(term, first), _order(term, first, base)) for term in rotary_terms]
+    for term, _ in ordered_terms:
         if term.factor is not None:
             _factor_axes(term.factor, heads[first], term.gain != 0)
-    return _Terms(base, head_groups, tuple(picked), group)
+    return _Terms(base, head_groups, tuple(ordered_terms), group)
 
 
 def _of_heads(term: RotaryTerm, heads: np.ndarray) -> RotaryTerm:
@@ -140,13 +140,13 @@ def _norm_rows(norm: Norm, base: np.ndarray) -> np.ndarray:
 def _order(term: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
     """The base element of each element of a term, which must be the same in each head."""
     columns = term.columns[first]
-    used = term.gain[first] != 0
+    is_used = term.gain[first] != 0
     if np.array_equal(columns, base):
         return np.arange(base.shape[1])
     pairs = zip(base, columns, strict=True)
     order = np.array([np.searchsorted(np.sort(read), wanted) for read, wanted in pairs])
-    common = np.where(used, order, 0).max(axis=0)
-    if not ((order == common) | ~used).all():
+    common = np.where(is_used, order, 0).max(axis=0)
+    if not ((order == common) | ~is_used).all():
         raise _UnsupportedError("its rotary embedding has another order of elements in each head")
     return common
 
@@ -176,11 +176,11 @@ def emit_heads(
     Args:
         distinct: Emit grouped heads once, (B, G, T, K), in order of first use.
     """
-    chosen = np.arange(part.num_heads) if heads is None else np.asarray(heads)
-    terms = _terms(part, chosen)
+    indices = np.arange(part.num_heads) if heads is None else np.asarray(heads)
+    terms = _terms(part, indices)
     dtype = part.dtype
     count, size = terms.base.shape
-    plain = (
+    is_plain = (
         len(terms.rotary_terms) == 1
         and terms.rotary_terms[0][0].factor is None
         and part.norm is None
@@ -190,10 +190,10 @@ def emit_heads(
         value = emit_heads(make.part("turned"), part.before_norm(), part.norm.scale, terms.group)
         value = _apply_norm(make, value, part.norm, size, dtype)
     else:
-        value = _emit_product(make, part, terms, scale, is_plain=plain)
-    if not plain:
+        value = _emit_product(make, part, terms, scale, is_plain=is_plain)
+    if not is_plain:
         value = _apply_rotary_terms(
-            make, value, terms, scale, chosen, dtype, is_scaled=part.norm is None
+            make, value, terms, scale, indices, dtype, is_scaled=part.norm is None
         )
     if not distinct and not np.array_equal(terms.head_groups, np.arange(count)):  # grouped heads
         groups = make.integers(terms.head_groups, "groups")
@@ -330,10 +330,10 @@ def _apply_rotary_terms(
     for term, order in terms.rotary_terms:
         gain = term.gain if is_scaled else scale * term.gain
         offset = scale * term.offset
-        summand = _in_order(make, value, order, gain, dtype)
+        summand = _reorder_elements(make, value, order, gain, dtype)
         if offset.any():
-            added = make.constant(_by_head(offset), "offset", dtype)
-            summand = make.op("Add", [summand, added], "offset_term")
+            constant = make.constant(_by_head(offset), "offset", dtype)
+            summand = make.op("Add", [summand, constant], "offset_term")
         if term.factor is not None:
             firsts = np.unique(terms.head_groups, return_index=True)[1]
             angles = _emit_angles(make, term.factor, heads[firsts], term.gain != 0)
@@ -343,7 +343,7 @@ def _apply_rotary_terms(
     return total
 
 
-def _in_order(
+def _reorder_elements(
     make: Inserter, value: ir.Value, order: np.ndarray, gain: np.ndarray, dtype: ir.DataType
 ) -> ir.Value:
     """Emit ``gain * value[..., order]``.
@@ -379,7 +379,7 @@ def _by_head(array: np.ndarray) -> np.ndarray:
 
 
 def _factor_axes(
-    spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
+    spread: BroadcastLayout, heads: np.ndarray, is_used: np.ndarray
 ) -> tuple[tuple[str, np.ndarray | None], ...]:
     """The role of each axis of the factor, and the selected elements.
 
@@ -396,13 +396,14 @@ def _factor_axes(
         if isinstance(axis, str):
             roles.append((axis, None))
             continue
-        index = np.where(used, axis[heads], -1)
-        by_element, by_head = index.max(axis=0), index.max(axis=1)
-        if not used.any() or (index[used] == index[used][0]).all():
+        index = np.where(is_used, axis[heads], -1)
+        by_element = index.max(axis=0)
+        by_head = index.max(axis=1)
+        if not is_used.any() or (index[is_used] == index[is_used][0]).all():
             roles.append(("", np.array(max(index.max(), 0))))
-        elif ((index == by_element) | ~used).all():
+        elif ((index == by_element) | ~is_used).all():
             roles.append(("element", np.maximum(by_element, 0)))
-        elif ((index == by_head[:, None]) | ~used).all():
+        elif ((index == by_head[:, None]) | ~is_used).all():
             roles.append(("head", np.maximum(by_head, 0)))
         else:
             roles.append(("both", np.maximum(index, 0)))
@@ -417,29 +418,29 @@ def _factor_axes(
 
 
 def _emit_angles(
-    make: Inserter, spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
+    make: Inserter, spread: BroadcastLayout, heads: np.ndarray, is_used: np.ndarray
 ) -> ir.Value:
     """Emit the factor as (B or 1, H or 1, T, K or 1)."""
     value = spread.value
     if spread.positions is not None:
         value = make.op("Gather", [value, spread.positions], "angles_at", axis=0)
-    roles = _factor_axes(spread, heads, used)
+    roles = _factor_axes(spread, heads, is_used)
     for axis in reversed(range(len(roles))):  # last first: earlier axes keep their index
         index = roles[axis][1]
         if index is not None:
             elements = make.integers(index.reshape(-1) if index.ndim else index, "elements")
             value = make.op("Gather", [value, elements], "angles", axis=axis)
-    remaining = [(role, index) for role, index in roles if role]
-    wanted = ["batch", "head", "token", "element", "both"]
-    order = sorted(range(len(remaining)), key=lambda i: wanted.index(remaining[i][0]))
-    if order != list(range(len(remaining))):
+    named_roles = [(role, index) for role, index in roles if role]
+    role_order = ["batch", "head", "token", "element", "both"]
+    order = sorted(range(len(named_roles)), key=lambda i: role_order.index(named_roles[i][0]))
+    if order != list(range(len(named_roles))):
         value = make.op("Transpose", [value], "angles_in_order", perm=order)
-    sizes = {role: 0 if index is None else len(index) for role, index in remaining}
+    sizes = {role: 0 if index is None else len(index) for role, index in named_roles}
     sizes["token"] = -1  # 0 copies the batch, the first axis
-    by_head = next((index for role, index in remaining if role == "both"), None)
+    by_head = next((index for role, index in named_roles if role == "both"), None)
     if by_head is not None and by_head.ndim:  # B T H*K
         shape = make.integers([sizes.get("batch", 1), -1, *by_head.shape], "angles_shape")
         apart = make.op("Reshape", [value, shape], "angles_apart")
         return make.op("Transpose", [apart], "factor", perm=[0, 2, 1, 3])
-    shape = [sizes.get(role, 1) for role in wanted[:4]]
+    shape = [sizes.get(role, 1) for role in role_order[:4]]
     return make.op("Reshape", [value, make.integers(shape, "angles_shape")], "factor")

@@ -88,8 +88,8 @@ def _repeats(value: ir.Value | None, half: int, *, interleaved: bool) -> bool:
         is_twice = len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
         return is_last and is_twice and not interleaved
     if node.op_type == "Gather" and node.attributes.get_int("axis", 0) != 0:
-        chosen = constant_array(node.inputs[1]) if is_constant(node.inputs[1]) else np.zeros(0)
-        if chosen.ndim and not np.array_equal(chosen, np.arange(2 * half)):
+        indices = constant_array(node.inputs[1]) if is_constant(node.inputs[1]) else np.zeros(0)
+        if indices.ndim and not np.array_equal(indices, np.arange(2 * half)):
             return False
     inner = partial(_repeats, half=half, interleaved=interleaved)
     if node.op_type == "Reshape":
@@ -135,8 +135,8 @@ def _before_new_last_axis(value: ir.Value | None, rank: int) -> ir.Value | None:
 def rotary_planes(part: Projection) -> RotaryPlanes | None:
     """The planes of a projection, if its rotation turns pairs of elements of all heads alike."""
     terms = [term for term in part.rotary_terms if term.factor is not None]
-    plain = [term for term in part.rotary_terms if term.factor is None]
-    if part.norm is not None or len(terms) != 2 or len(plain) > 1:
+    plain_terms = [term for term in part.rotary_terms if term.factor is None]
+    if part.norm is not None or len(terms) != 2 or len(plain_terms) > 1:
         return None
     keeps_columns = [np.array_equal(term.columns, part.columns) for term in terms]
     if sum(keeps_columns) != 1:
@@ -146,40 +146,40 @@ def rotary_planes(part: Projection) -> RotaryPlanes | None:
     elements = np.arange(part.head_size)
     sign = np.sign(sin.gain[0])
     gain = cos.gain
-    still = sign == 0
+    is_still = sign == 0
     partner = np.array([np.flatnonzero(part.columns[0] == column)[:1].sum()
                         for column in sin.columns[0]])  # fmt: skip
-    partner = np.where(still, elements, partner)
+    partner = np.where(is_still, elements, partner)
     alike = (
-        np.array_equal(sin.columns[:, ~still], part.columns[:, partner[~still]])
+        np.array_equal(sin.columns[:, ~is_still], part.columns[:, partner[~is_still]])
         and np.array_equal(partner[partner], elements)
         and np.array_equal(sign[partner], -sign)
         and np.allclose(sin.gain, sign * gain)
         and np.allclose(gain[:, partner], gain)
         and np.allclose(sin.offset, sign * cos.offset[:, partner])
         and all(
-            isinstance(axis, str) or bool((axis == axis[:1])[..., ~still].all())
+            isinstance(axis, str) or bool((axis == axis[:1])[..., ~is_still].all())
             for factor in (cos.factor, sin.factor)
             for axis in factor.axes
         )
     )
-    if plain:  # partial rotary embeddings
-        rest = plain[0]
+    if plain_terms:  # partial rotary embeddings
+        plain_term = plain_terms[0]
         alike = (
             alike
-            and still.sum() % 2 == 0
-            and np.array_equal(rest.columns, part.columns)
-            and not cos.gain[:, still].any()
-            and not cos.offset[:, still].any()
-            and not rest.gain[:, ~still].any()
-            and not rest.offset[:, ~still].any()
+            and is_still.sum() % 2 == 0
+            and np.array_equal(plain_term.columns, part.columns)
+            and not cos.gain[:, is_still].any()
+            and not cos.offset[:, is_still].any()
+            and not plain_term.gain[:, ~is_still].any()
+            and not plain_term.offset[:, ~is_still].any()
         )
-    if not alike or still.any() != bool(plain):
+    if not alike or is_still.any() != bool(plain_terms):
         return None
     real = np.flatnonzero(sign < 0)
     pairs = np.stack([real, partner[real]], axis=1)
-    unturned = np.flatnonzero(still).reshape(-1, 2)
-    return RotaryPlanes(np.concatenate([pairs, unturned]), cos.factor, sin.factor, len(pairs))
+    still_pairs = np.flatnonzero(is_still).reshape(-1, 2)
+    return RotaryPlanes(np.concatenate([pairs, still_pairs]), cos.factor, sin.factor, len(pairs))
 
 
 def rotary_heads(block: AttentionBlock) -> RotaryHeads:
@@ -231,10 +231,10 @@ def _reduced(
     pairs = rotary_planes(part)
     assert pairs is not None
     size = heads.shape[2]
-    both = np.concatenate([heads.real, heads.imag], axis=2)  # G D+1 2N
-    columns = np.arange(len(both) * 2 * size).reshape(len(both), -1)[groups]
-    weight = np.moveaxis(both[:, :-1], 0, 1).reshape(both.shape[1] - 1, -1)
-    offset = both[groups, -1]
+    halves = np.concatenate([heads.real, heads.imag], axis=2)  # G D+1 2N
+    columns = np.arange(len(halves) * 2 * size).reshape(len(halves), -1)[groups]
+    weight = np.moveaxis(halves[:, :-1], 0, 1).reshape(halves.shape[1] - 1, -1)
+    offset = halves[groups, -1]
     ones = np.ones(columns.shape)
     swap = np.roll(np.arange(2 * size), size)
     sign = np.repeat([-1.0, 1.0], size) * ones

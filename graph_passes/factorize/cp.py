@@ -152,9 +152,9 @@ def collaborative_factors(
         return CollaborativeFactors(query, key, ones, content, relative_error=0.0, iterations=0)
     metric = Whitening.of(moments, H)
     stack = metric.stack(queries, keys)
-    best, iterations = _decompose(stack, rank, max_iterations, tolerance, progress)
-    original = metric.unwhiten(best.factors)
-    factors = CollaborativeFactors(*original, content, best.error, iterations)
+    fit, iterations = _decompose(stack, rank, max_iterations, tolerance, progress)
+    original = metric.unwhiten(fit.factors)
+    factors = CollaborativeFactors(*original, content, fit.error, iterations)
     return fold_mean(factors, queries, keys, moments.query_mean)
 
 

@@ -201,7 +201,7 @@ def validate_rank(rank: int, heads: int, size: int) -> None:
     """Check that R is from 1 to H * K.
 
     Raises:
-        InvalidArgument: It is not.
+        InvalidArgument: R is below 1 or above H * K.
     """
     exact = heads * size
     if not 1 <= rank <= exact:

@@ -120,18 +120,18 @@ def shared_keys(
     energy, vectors = np.linalg.eigh(weighted)
     energy = np.maximum(energy, 0.0)
     order = np.argsort(-energy, axis=None, kind="stable")[: rank // 2]
-    plane, component = np.unravel_index(np.sort(order), energy.shape)
-    picked = vectors[plane, :, component]  # N G
-    unit = np.sqrt(np.maximum(energy[plane, component], FLOOR * (energy.max() or 1.0)))
-    mixing = (weights[plane] * picked / unit[:, None]).T  # G N: s = b @ mixing, of energy 1
-    back = (picked.conj() * unit[:, None] / weights[plane]).T  # G N: b ~= sum of s * back
-    lost = 1 - energy[plane, component].sum() / (energy.sum() or 1.0)
+    plane, number = np.unravel_index(np.sort(order), energy.shape)
+    components = vectors[plane, :, number]  # N G
+    unit = np.sqrt(np.maximum(energy[plane, number], FLOOR * (energy.max() or 1.0)))
+    mixing = (weights[plane] * components / unit[:, None]).T  # G N: s = b @ mixing, of energy 1
+    back = (components.conj() * unit[:, None] / weights[plane]).T  # G N: b ~= sum of s * back
+    loss = 1 - energy[plane, number].sum() / (energy.sum() or 1.0)
     return RotaryFactors(
         query=heads.query[:, :, plane] * back[heads.groups].conj()[:, None],
         key=np.einsum("gen,gn->en", heads.key[:, :, plane], mixing)[None],
         groups=np.zeros(len(heads.groups), np.int64),
         planes=plane[None],
-        relative_error=_root(lost) if rank < energy.size * 2 else 0.0,
+        relative_error=_root(loss) if rank < energy.size * 2 else 0.0,
     )
 
 
@@ -139,7 +139,7 @@ def _check(name: str, number: int, largest: int) -> None:
     """Check that a size is even and from 2 to ``largest``.
 
     Raises:
-        InvalidArgument: It is not.
+        InvalidArgument: The size is odd or out of range.
     """
     if number % 2 or not 2 <= number <= largest:
         raise InvalidArgument(
@@ -174,7 +174,7 @@ def _energies(
     x += np.outer(mean, mean)
     y = np.zeros((E + 1, E + 1))
     y[:E, :E] = moments.key_covariance
-    varying = y
+    key_covariance = y
     if heads.is_self:
         y = y + np.outer(mean, mean)
     energy = np.einsum("hdf,de,hef->fh", heads.query.conj(), x, heads.query, optimize=True).real
@@ -182,10 +182,10 @@ def _energies(
         energy = energy * np.square(moments.head_weight)
     energy = np.stack([energy[:, heads.groups == g].sum(axis=1) for g in range(len(heads.key))], 1)
     floor = FLOOR * (energy.max() or 1.0)
-    turned = heads.key.shape[2] if heads.turned is None else heads.turned
-    turning, still = np.split(heads.key, [turned], axis=2)
+    num_turning = heads.key.shape[2] if heads.turned is None else heads.turned
+    turning_keys, still_keys = np.split(heads.key, [num_turning], axis=2)
     grams = np.concatenate([
         np.einsum("gdf,de,hef->fgh", keys.conj(), covariance, keys, optimize=True)
-        for keys, covariance in ((turning, y), (still, varying))
+        for keys, covariance in ((turning_keys, y), (still_keys, key_covariance))
     ])  # fmt: skip
     return np.sqrt(np.maximum(energy, floor)), grams

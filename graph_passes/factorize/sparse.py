@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["sparse_factors"]
 
-FEW = 1 / 4
+FEW_SHARE = 1 / 4
 """If heads read at most this share of the dimensions, the dense start takes ``FEW_SWEEPS``."""
 
 FEW_SWEEPS = 10
@@ -121,16 +121,16 @@ def sparse_factors(
     else:
         dense = collaborative_factors(
             queries, keys, rank, query_bias=bias, moments=moments, progress=progress,
-            max_iterations=FEW_SWEEPS if head_size <= FEW * rank else MAX_SWEEPS,
+            max_iterations=FEW_SWEEPS if head_size <= FEW_SHARE * rank else MAX_SWEEPS,
         )  # fmt: skip
         factors, iterations = _shrunk(stack, metric.whiten(dense.factors), entries, limit)
         iterations += dense.iterations
-    read = np.flatnonzero(factors.mixing.any(axis=0))
-    factors = Factors(*(factor[:, read] for factor in factors))
+    dimensions = np.flatnonzero(factors.mixing.any(axis=0))
+    factors = Factors(*(factor[:, dimensions] for factor in factors))
     content = np.einsum("hek,hk->he", keys, bias)
     error = stack.residual(factors)
-    whole = CollaborativeFactors(*metric.unwhiten(factors), content, error, iterations)
-    return fold_mean(whole, queries, keys, moments.query_mean)
+    full_factors = CollaborativeFactors(*metric.unwhiten(factors), content, error, iterations)
+    return fold_mean(full_factors, queries, keys, moments.query_mean)
 
 
 def _truncated(stack: HeadStack, entries: int, max_head_size: int) -> Factors:

@@ -37,10 +37,11 @@ def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
         return False
     comparison = _Comparison({(block.x, other.x, True): True, (block.y, other.y, True): True})
     steps = ([_as_mask(step) for step in attention.steps] for attention in (block, other))
-    for mine, theirs in zip(*steps, strict=True):
-        a, b = dict(vars(mine)), dict(vars(theirs))
+    for own_step, other_step in zip(*steps, strict=True):
+        a = dict(vars(own_step))
+        b = dict(vars(other_step))
         values = [(a.pop(name, None), b.pop(name, None)) for name in ("value", "total")]
-        if type(mine) is not type(theirs) or a != b:
+        if type(own_step) is not type(other_step) or a != b:
             return False
         pairs = ((_of_all_heads(x, block), _of_all_heads(y, other)) for x, y in values)
         if not all(comparison.are_equal(x, y) for x, y in pairs):

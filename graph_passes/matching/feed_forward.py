@@ -72,11 +72,11 @@ def _match(
     product = second.node
     if not _is_plain(second) or product.graph is not graph:
         return None
-    above = _above(second, graph, runs)
-    if above is None:
+    upper_half = _upper_half(second, graph, runs)
+    if upper_half is None:
         return None
-    first = above.first
-    between = above.between
+    first = upper_half.first
+    between = upper_half.between
     tokens = {_unflattened(part.tokens, runs) for part in first.values()}
     if len(first) > 2 or len(tokens) != 1 or not any(map(_is_nonlinear, (*first, *between))):
         return None
@@ -109,12 +109,12 @@ def _match(
         bias=bias,
         output=output,
         nodes=tuple(node for node in order if node in between),
-        constants_by_neuron=tuple(sorted(above.constants, key=lambda o: order.index(o.node))),
+        constants_by_neuron=tuple(sorted(upper_half.constants, key=lambda o: order.index(o.node))),
         widths=widths,
     )
 
 
-class _Above(NamedTuple):
+class _UpperHalf(NamedTuple):
     """The nodes that compute the operand of the second product.
 
     Attributes:
@@ -129,7 +129,7 @@ class _Above(NamedTuple):
     constants: list[Operand]
 
 
-def _above(second: Linear, graph: ir.Graph, runs: Sequence[ShapeInfo]) -> _Above | None:
+def _upper_half(second: Linear, graph: ir.Graph, runs: Sequence[ShapeInfo]) -> _UpperHalf | None:
     """Search from the second product upwards to the first ones; None if others are in between."""
     first: dict[ir.Node, Linear] = {}
     between: dict[ir.Node, int] = {}
@@ -155,14 +155,14 @@ def _above(second: Linear, graph: ir.Graph, runs: Sequence[ShapeInfo]) -> _Above
             inputs = list(enumerate(node.inputs))[:count]
         else:
             return None
-        active = [other for _, other in inputs if other is not None and not is_constant(other)]
-        constants = [(i, other) for i, other in inputs if is_constant(other)]
+        active = [source for _, source in inputs if source is not None and not is_constant(source)]
+        constants = [(i, source) for i, source in inputs if is_constant(source)]
         by_neuron = _by_neuron(node, constants, second.width, parts)
         if by_neuron is None or (node in first and not _is_plain(first[node])):
             return None
-        pending += [(other, parts) for other in active]
+        pending += [(source, parts) for source in active]
         constants_by_neuron += by_neuron
-    return _Above(first, between, constants_by_neuron)
+    return _UpperHalf(first, between, constants_by_neuron)
 
 
 def _linear(node: ir.Node, info: ShapeInfo) -> Linear | None:

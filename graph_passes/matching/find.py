@@ -62,27 +62,29 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     """
     with Analyses.of(model) as analyses:
         info = analyses.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
-        others = analyses.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
-    reader = LayoutReader(drop_length_dependent(info, others), dict(model.opset_imports))
+        other_info = analyses.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
+    reader = LayoutReader(drop_length_dependent(info, other_info), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
-    unmatched: list[Unmatched] = []
+    softmax_failures: list[Unmatched] = []
     for node in model.graph.all_nodes():
         try:
             block = _match_node(node, reader)
         except MatchFailure as failure:
-            unmatched.append(Unmatched(node, failure.reason))
+            softmax_failures.append(Unmatched(node, failure.reason))
         except (*MALFORMED_NODE, MemoryError, RuntimeError, InvalidModel) as error:
             # Malformed graphs raise these; other blocks may still match.
             what = error.what if isinstance(error, InvalidModel) else error
-            unmatched.append(Unmatched(node, f"{describe(node)} could not be evaluated: {what}"))
+            softmax_failures.append(
+                Unmatched(node, f"{describe(node)} could not be evaluated: {what}")
+            )
         else:
             if block is not None:
                 blocks.append(block)
-    blocks, lost = _check_sources(blocks)
-    reusing, failed = _find_reusing(blocks, reader)
-    blocks, apart = _join_parts([*blocks, *reusing], reader)
-    blocks = assign_names(_in_order(blocks, model), "attention", attention_name)
-    return blocks, [*unmatched, *lost, *failed, *apart]
+    blocks, source_failures = _check_sources(blocks)
+    reusing_blocks, reuse_failures = _find_reusing(blocks, reader)
+    blocks, join_failures = _join_parts([*blocks, *reusing_blocks], reader)
+    blocks = assign_names(_blocks_in_order(blocks, model), "attention", attention_name)
+    return blocks, [*softmax_failures, *source_failures, *reuse_failures, *join_failures]
 
 
 def _match_node(node: ir.Node, reader: LayoutReader) -> AttentionBlock | None:
@@ -121,7 +123,7 @@ def _match_softmax(
     k = reader.match_projection(product.key, "key", axes=product.key_axes)
     context = match_context(softmax, logits, reader)
     mixing = context.product
-    reused = () if context.joined is None else _reused_beside(context, reader)
+    reuses = () if context.joined is None else _reused_beside(context, reader)
     v = reader.match_projection(mixing.value, "value", axes=mixing.value_axes)
     v = replace(v, scale=v.scale * mixing.scale)
     steps, content = _split_content(logits.steps, product, k, reader)
@@ -138,7 +140,7 @@ def _match_softmax(
             logits_axes=logits.order,
             probabilities=context.probabilities,
             context_axes=mixing.context_axes,
-            reused=reused,
+            reused=reuses,
             own=context.own,
         ),
     )
@@ -213,49 +215,54 @@ def _find_reusing(
 ) -> tuple[list[AttentionBlock], list[Unmatched]]:
     """Find blocks without a softmax, whose heads all reuse probabilities."""
     by_value = _by_probabilities(blocks)
-    claimed = {node for block in blocks for node in block.nodes}
-    reusing: dict[ir.Node, AttentionBlock] = {}
+    matched_nodes = {node for block in blocks for node in block.nodes}
+    block_by_product: dict[ir.Node, AttentionBlock] = {}
     unmatched: list[Unmatched] = []
     for product, value in products_of(list(by_value), reader.info):
-        if product.node in claimed or product.node in reusing:
+        if product.node in matched_nodes or product.node in block_by_product:
             continue
         try:
-            whole = head_sources(value, by_value, reader.info)
-            if whole is not None:
-                reused = reused_heads(whole, None, product.node)
-                first = _source(reused[0].value, by_value)
-                assert first is not None
-                reusing[product.node] = _reusing_block(product, value, reused, first, reader)
+            sources = head_sources(value, by_value, reader.info)
+            if sources is not None:
+                reuses = reused_heads(sources, None, product.node)
+                source_block = _source(reuses[0].value, by_value)
+                assert source_block is not None
+                block_by_product[product.node] = _reusing_block(
+                    product, value, reuses, source_block, reader
+                )
         except MatchFailure as failure:
             unmatched.append(Unmatched(product.node, failure.reason))
-    return list(reusing.values()), unmatched
+    return list(block_by_product.values()), unmatched
 
 
 def _reusing_block(
     product: ContextProduct,
     probabilities: ir.Value,
-    reused: tuple[Reused, ...],
+    reuses: tuple[Reused, ...],
     source: AttentionBlock,
     reader: LayoutReader,
 ) -> AttentionBlock:
     """Build a block whose heads all reuse probabilities of other blocks; it has no q and k."""
     v = reader.match_projection(product.value, "value", axes=product.value_axes)
     v = replace(v, scale=v.scale * product.scale)
-    none = np.zeros((0, source.head_size))
-    nothing = replace(v, columns=none.astype(np.int64), gain=none, offset=none, scale=1.0, nodes=())
-    q = nothing
+    no_elements = np.zeros((0, source.head_size))
+    no_columns = no_elements.astype(np.int64)
+    no_heads = replace(
+        v, columns=no_columns, gain=no_elements, offset=no_elements, scale=1.0, nodes=()
+    )
+    q = no_heads
     if source.kind == "cross":  # x of the source block may have another width than y
-        q = replace(nothing, input=source.x, weight=source.q.weight, product=source.q.product,
+        q = replace(no_heads, input=source.x, weight=source.q.weight, product=source.q.product,
                     contracted=source.q.contracted, width=source.q.width)  # fmt: skip
-    between = _between(probabilities, {other.value for other in reused})
+    between = _between(probabilities, {reuse.value for reuse in reuses})
     return _make_block(
-        OperatorMatch(q, nothing, v, source.scale, (), product.node.outputs[0]),
+        OperatorMatch(q, no_heads, v, source.scale, (), product.node.outputs[0]),
         reader,
         product=product.node,
         nodes=(*between, product.node),
         idiom="reused_probabilities",
         softmax=_SoftmaxParts(
-            probabilities=probabilities, context_axes=product.context_axes, reused=reused
+            probabilities=probabilities, context_axes=product.context_axes, reused=reuses
         ),
     )
 
@@ -281,20 +288,20 @@ def _join_parts(
         join = None if has_output else joining_node(block.context, reader.info)
         if join is not None:
             joins.setdefault(join[0], {})[join[1]] = block
-    joined: dict[AttentionBlock, AttentionBlock | None] = {}
+    joined_blocks: dict[AttentionBlock, AttentionBlock | None] = {}
     unmatched: list[Unmatched] = []
     for node, parts_by_context in joins.items():
         parts = [parts_by_context[value] for value in node.inputs if value in parts_by_context]
         if len(parts) < len(node.inputs) or not any(part.reused for part in parts):
             continue
-        joined |= dict.fromkeys(parts)
+        joined_blocks |= dict.fromkeys(parts)
         first = next((part for part in parts if part.q.num_heads), parts[0])
         try:
-            joined[first] = _joined_block(node, first, parts, reader)
+            joined_blocks[first] = _joined_block(node, first, parts, reader)
         except MatchFailure as failure:
             unmatched.append(Unmatched(first.product, failure.reason))
-    remaining = [joined.get(block, block) for block in blocks]
-    return [block for block in remaining if block is not None], unmatched
+    new_blocks = [joined_blocks.get(block, block) for block in blocks]
+    return [block for block in new_blocks if block is not None], unmatched
 
 
 def _joined_block(
@@ -304,19 +311,19 @@ def _joined_block(
     if sum(part.q.num_heads > 0 for part in parts) > 1:
         raise MatchFailure(f"{describe(node)} joins the heads of several softmaxes")
     values = [part.v.output for part in parts if part.v.output is not None]
-    whole = whole_values(values, reader.info)
-    if whole is None or len({part.v.scale for part in parts}) > 1:
+    value = whole_values(values, reader.info)
+    if value is None or len({part.v.scale for part in parts}) > 1:
         raise MatchFailure(f"{describe(node)} joins contexts of different values")
-    v = replace(reader.match_projection(whole, "value"), scale=first.v.scale)
+    v = replace(reader.match_projection(value, "value"), scale=first.v.scale)
     context = node.outputs[0]
     sizes = (v.sequences(reader.shape), v.num_heads, v.head_size)
     labels, order = _context_labels(reader.shape(context), sizes, IN_ORDER)
     output = reader.match_output_projection(context, labels, order)
     starts = np.cumsum([0, *(part.num_heads for part in parts)])
-    reused = tuple(
-        replace(taken, heads=taken.heads + start)
+    reuses = tuple(
+        replace(reuse, heads=reuse.heads + start)
         for part, start in zip(parts, starts, strict=False)
-        for taken in part.reused
+        for reuse in part.reused
     )
     nodes = [*first.nodes, *(n for part in parts for n in part.nodes), node]
     nodes += () if output is None else output.nodes
@@ -326,12 +333,12 @@ def _joined_block(
         output=output,
         context=context,
         probabilities=None,
-        reused=reused,
+        reused=reuses,
         nodes=tuple(dict.fromkeys(nodes)),
     )
 
 
-def _in_order(blocks: Sequence[AttentionBlock], model: ir.Model) -> list[AttentionBlock]:
+def _blocks_in_order(blocks: Sequence[AttentionBlock], model: ir.Model) -> list[AttentionBlock]:
     """Sort blocks by the execution order of their contexts."""
     if not any(block.idiom == "reused_probabilities" for block in blocks):
         return list(blocks)
@@ -342,13 +349,13 @@ def _in_order(blocks: Sequence[AttentionBlock], model: ir.Model) -> list[Attenti
 
 def _match_operator(node: ir.Node, reader: LayoutReader) -> AttentionBlock:
     """Match a fused attention operator."""
-    read = OPERATORS.get((node.domain, node.op_type))
-    if read is None:
+    matcher = OPERATORS.get((node.domain, node.op_type))
+    if matcher is None:
         raise MatchFailure(
             f"the operator {'.'.join(filter(None, node.op_identifier()))} is not supported"
         )
-    fused = read(node, reader)
-    return _make_block(fused, reader, product=node, nodes=(node,), idiom=read.__name__)
+    match = matcher(node, reader)
+    return _make_block(match, reader, product=node, nodes=(node,), idiom=matcher.__name__)
 
 
 @dataclass(frozen=True)
@@ -365,7 +372,7 @@ class _SoftmaxParts:
 
 
 def _make_block(
-    read: OperatorMatch,
+    match: OperatorMatch,
     reader: LayoutReader,
     *,
     product: ir.Node,
@@ -374,21 +381,21 @@ def _make_block(
     softmax: _SoftmaxParts = _SoftmaxParts(),
 ) -> AttentionBlock:
     """Build the block: repeat key/value heads, match the output projection, collect the nodes."""
-    q = read.q
+    q = match.q
     heads = q.num_heads + sum(len(part.heads) for part in softmax.reused)
-    if read.k.head_size != q.head_size:
-        raise MatchFailure(f"queries have head size {q.head_size}, keys {read.k.head_size}")
-    if read.v.rotary_terms or read.v.norm is not None:
+    if match.k.head_size != q.head_size:
+        raise MatchFailure(f"queries have head size {q.head_size}, keys {match.k.head_size}")
+    if match.v.rotary_terms or match.v.norm is not None:
         raise MatchFailure("rotary embeddings or norms of values are not supported")
-    counts = {part.sequences(reader.shape) for part in (q, read.k, read.v)}
+    counts = {part.sequences(reader.shape) for part in (q, match.k, match.v)}
     if len(counts) > 1:
         raise MatchFailure("queries, keys and values do not come from the same number of sequences")
-    k = _repeat_heads(read.k, q.num_heads, "key")
-    v = _repeat_heads(read.v, heads, "value")
+    k = _repeat_heads(match.k, q.num_heads, "key")
+    v = _repeat_heads(match.v, heads, "value")
     labels, order = _context_labels(
-        reader.shape(read.context), (counts.pop(), heads, v.head_size), softmax.context_axes
+        reader.shape(match.context), (counts.pop(), heads, v.head_size), softmax.context_axes
     )
-    output = reader.match_output_projection(read.context, labels, order)
+    output = reader.match_output_projection(match.context, labels, order)
     parts = (q, k, v, softmax.content, output)
     projection_nodes = [node for part in parts if part is not None for node in part.nodes]
     assert isinstance(product.graph, ir.Graph)
@@ -400,17 +407,17 @@ def _make_block(
         v=v,
         content=softmax.content,
         output=output,
-        scale=read.scale * q.scale * k.scale,
-        steps=read.steps,
+        scale=match.scale * q.scale * k.scale,
+        steps=match.steps,
         product=product,
         logits=softmax.logits,
         logits_axes=softmax.logits_axes,
         probabilities=softmax.probabilities,
-        context=read.context,
+        context=match.context,
         context_axes=softmax.context_axes,
         nodes=tuple(dict.fromkeys((*nodes, *projection_nodes))),
         idiom=idiom,
-        position=_position(q, k, read.steps, reader),
+        position=_position(q, k, match.steps, reader),
         reused=softmax.reused,
         own_probabilities=softmax.own if softmax.reused else softmax.probabilities,
     )
@@ -438,8 +445,8 @@ def _context_labels(
     order = (batch, heads, length, size)
     labels = np.arange(count).reshape(order)
     if axes is None:
-        merged = len(shape) == 3
-        return (labels.transpose(0, 2, 1, 3).reshape(shape) if merged else labels), order
+        has_merged_heads = len(shape) == 3
+        return (labels.transpose(0, 2, 1, 3).reshape(shape) if has_merged_heads else labels), order
     laid_out = labels.reshape([shape[axis] for axis in axes])
     return laid_out.transpose(np.argsort(axes)), order
 

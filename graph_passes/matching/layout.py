@@ -63,9 +63,9 @@ __all__ = ["LayoutReader", "only_consumer"]
 
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Where"})
 PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
-FLATTENING = 4
+FLATTENING_REACH = 4
 """Maximum number of ``FLATTENS`` operators (which keep the order of elements) before a product."""
-ENDLESS = 1 << 30
+ENDLESS_BOUND = 1 << 30
 """Slice ends of at least this value mean the end of the axis (exporters write INT64_MAX etc.)."""
 REACH = 40
 """Maximum number of nodes between a projection and its product; rotary embeddings take about 12."""
@@ -153,7 +153,7 @@ class LayoutReader:
         source = trace.source
         length = first.factor_index.shape[2]
         batch = source.rows.size // length
-        source_input, sequence_first = self._whole(source.tokens, first.sequence_first)
+        source_input, sequence_first = self._unflattened_tokens(source.tokens, first.sequence_first)
         if source.product is None:
             dtype = constant_type(source.weight)
             product = None
@@ -225,21 +225,25 @@ class LayoutReader:
             value = node.outputs[0]
             path.append(node)
         product: Linear | None = None
-        quantized = quantized_reader(value, self.info)
-        if quantized is not None:
+        quantized_read = quantized_reader(value, self.info)
+        if quantized_read is not None:
             columns = labels.shape[-1]
         elif node is not None and (product := linear(node, self.shape)) is not None:
-            if product.tokens is not value or product.scale != 1.0 or not self._in_order(product):
+            if (
+                product.tokens is not value
+                or product.scale != 1.0
+                or not self._has_columns_in_order(product)
+            ):
                 return None
             columns = product.width
         else:
             return None
-        read = _rows_by_head(labels.reshape(-1, columns), order)
-        if labels.size != size or read is None:
+        rows_and_layout = _rows_by_head(labels.reshape(-1, columns), order)
+        if labels.size != size or rows_and_layout is None:
             return None
-        rows, sequence_first = read
-        if quantized is not None:
-            reader, weight = quantized
+        rows, sequence_first = rows_and_layout
+        if quantized_read is not None:
+            reader, weight = quantized_read
             return OutputProjection(
                 input=value,
                 weight=origin(weight),
@@ -252,19 +256,19 @@ class LayoutReader:
                 is_quantized=True,
             )
         assert product is not None and node is not None
-        biased = self._add_bias(node)
+        addition = self._add_bias(node)
         return OutputProjection(
             input=value,
             weight=origin(product.weight),
             contracted=product.contracted,
             rows=rows,
-            bias=biased.bias,
-            output=biased.output,
-            nodes=(*path, *biased.nodes, node),
+            bias=addition.bias,
+            output=addition.output,
+            nodes=(*path, *addition.nodes, node),
             sequence_first=sequence_first,
         )
 
-    def _in_order(self, product: Linear) -> bool:
+    def _has_columns_in_order(self, product: Linear) -> bool:
         """Whether the output of the product is ordered (tokens, columns)."""
         shape = np.broadcast_shapes(product.rows.shape, product.columns.shape)
         rows = np.broadcast_to(product.rows, shape).reshape(product.rows.size, -1)
@@ -302,21 +306,21 @@ class LayoutReader:
             )
         if (product := quantized_linear(value, self.info)) is not None:
             nodes = dict.fromkeys((product.node, node))
-            return replace(self._numbered(product, self.shape(value)), nodes=tuple(nodes))
+            return replace(self._product_trace(product, self.shape(value)), nodes=tuple(nodes))
         if node.op_type in PRODUCTS and any(map(is_constant, node.inputs[:2])):
             return self._source(node, role)
         if reach == 0:
             raise MatchFailure(f"{describe(node)} is too far from any projection of the {role}")
         if (branch := self.info.branch(node)) is not None:  # Squeeze of TorchScript
             inner = self.trace(branch.outputs[value.index() or 0], role, reach - 1)
-            outside = tuple(node for node in inner.nodes if node.graph is not branch)
-            return replace(inner, nodes=outside)
+            outer_nodes = tuple(node for node in inner.nodes if node.graph is not branch)
+            return replace(inner, nodes=outer_nodes)
         first = node.inputs[0] if node.inputs else None
         if node.op_type in LAYOUT and first is not None:
             inner = self.trace(first, role, reach - 1)
             order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
-            moved = self.apply_layout(node, order, value.index() or 0)
-            return inner.map_terms(lambda term: term.take(moved)).append_node(node)
+            index = self.apply_layout(node, order, value.index() or 0)
+            return inner.map_terms(lambda term: term.take(index)).append_node(node)
         for norm in NORMS:
             if (match := norm(node, self.info)) is not None:
                 inner = self.trace(match.value, role, reach - 1)
@@ -342,7 +346,8 @@ class LayoutReader:
         shape = self.shape(value)
         factor_index = np.arange(math.prod(shape)).reshape(shape)
         if part is not None and len(shape) == 5:
-            factor_index, shape = factor_index[part], shape[1:]
+            factor_index = factor_index[part]
+            shape = shape[1:]
         if len(shape) < 4:
             raise MatchFailure(
                 f"the {role} is {value.name!r}, an input of the graph with shape {shape}: "
@@ -359,7 +364,7 @@ class LayoutReader:
             raise MatchFailure(
                 f"the {role} is made by {describe(node)}, not by tokens and a matrix"
             )
-        trace = self._numbered(product, self.shape(node.outputs[0]))
+        trace = self._product_trace(product, self.shape(node.outputs[0]))
         if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
             return trace
         bias = self.info.elements(node.inputs[2])
@@ -369,7 +374,8 @@ class LayoutReader:
 
     def trace_product(self, node: ir.Node, tokens: ir.Value, weight: ir.Value) -> LinearTrace:
         """Start a trace at the product (B, S, D) @ (D, N) inside a fused operator."""
-        sizes, columns = self.shape(tokens), self.shape(weight)
+        sizes = self.shape(tokens)
+        columns = self.shape(weight)
         if len(sizes) != 3 or len(columns) != 2 or sizes[-1] != columns[0]:
             raise MatchFailure(f"{describe(node)} projects {sizes} by {columns}")
         product = Linear(
@@ -382,9 +388,9 @@ class LayoutReader:
             rows=np.arange(sizes[0] * sizes[1]).reshape(*sizes[:2], 1),
             scale=1.0,
         )
-        return self._numbered(product, (*sizes[:2], columns[1]))
+        return self._product_trace(product, (*sizes[:2], columns[1]))
 
-    def _numbered(self, product: Linear, shape: tuple[int, ...]) -> LinearTrace:
+    def _product_trace(self, product: Linear, shape: tuple[int, ...]) -> LinearTrace:
         """The trace of a product itself: each element has its own column and token."""
         if product.scale == 0.0:
             raise MatchFailure(f"{describe(product.node)} multiplies by zero")
@@ -398,13 +404,13 @@ class LayoutReader:
         """Trace Add, Sub, Mul or Div with a constant, a position factor or another trace."""
         a, b = node.inputs
         assert a is not None and b is not None
-        for value, other, left in ((a, b, True), (b, a, False)):
-            constant = self._constant_operand(other)
-            if constant is not None and (left or node.op_type != "Div"):
+        for value, operand, is_left in ((a, b, True), (b, a, False)):
+            constant = self._constant_operand(operand)
+            if constant is not None and (is_left or node.op_type != "Div"):
                 inner = self.trace(value, role, reach)
                 if node.op_type == "Mul" and inner.has_no_factor and _by_token(inner, constant):
-                    return apply_position_factor(node, inner, other, self.info, role)
-                return self._with_constant(node, inner, constant.astype(np.float64), left, role)
+                    return apply_position_factor(node, inner, operand, self.info, role)
+                return self._with_constant(node, inner, constant.astype(np.float64), is_left, role)
         if node.op_type == "Div":
             raise _unsupported(node, role)
         failures: list[MatchFailure] = []
@@ -429,20 +435,20 @@ class LayoutReader:
             return None
         return None if trace.source is None else trace
 
-    def _whole(self, tokens: ir.Value, sequence_first: bool) -> tuple[ir.Value, bool]:
+    def _unflattened_tokens(self, tokens: ir.Value, sequence_first: bool) -> tuple[ir.Value, bool]:
         """The value (B, S, D) before flattening or transposing; whether it remains (S, B, D)."""
         *lengths, size = self.shape(tokens)
         count = math.prod(lengths)
         value: ir.Value | None = tokens
-        for _ in range(FLATTENING):
+        for _ in range(FLATTENING_REACH):
             shape = self.info.shape(value)
             if value is None or shape is None:
                 break
             if len(shape) == 3 and shape[2] == size and shape[0] * shape[1] == count:
                 tokens = value
                 break
-            above = value.producer()
-            value = above.inputs[0] if above is not None and above.op_type in FLATTENS else None
+            node = value.producer()
+            value = node.inputs[0] if node is not None and node.op_type in FLATTENS else None
         node = tokens.producer()
         while node is not None and node.op_type in FLATTENS and node.inputs[0] is not None:
             if self.info.shape(node.inputs[0]) != self.info.shape(tokens):
@@ -451,10 +457,10 @@ class LayoutReader:
             node = tokens.producer()
         if not sequence_first or node is None or node.op_type != "Transpose" or not node.inputs[0]:
             return tokens, sequence_first
-        swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
-        return (node.inputs[0], False) if swapped else (tokens, True)
+        is_swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
+        return (node.inputs[0], False) if is_swapped else (tokens, True)
 
-    def number_elements(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
+    def number_elements(self, value: ir.Value, reach: int = FLATTENING_REACH) -> np.ndarray:
         """Label the elements of a value; equal labels mean elements with the same inputs."""
         shape = self.shape(value)
         node = value.producer()
@@ -488,12 +494,12 @@ class LayoutReader:
         return None
 
     def _with_constant(
-        self, node: ir.Node, inner: LinearTrace, constant: np.ndarray, left: bool, role: str
+        self, node: ir.Node, inner: LinearTrace, constant: np.ndarray, is_left: bool, role: str
     ) -> LinearTrace:
         """Trace Add, Sub, Mul or Div of a trace with a constant.
 
         Args:
-            left: Whether the trace is the first operand.
+            is_left: Whether the trace is the first operand.
         """
         try:
             shape = np.broadcast_shapes(inner.shape, constant.shape)
@@ -508,11 +514,11 @@ class LayoutReader:
             if constant.size == 1:
                 return inner.append_node(node, factor.item())
             return inner.scaled_by(factor).append_node(node)
-        if node.op_type == "Sub" and not left:
+        if node.op_type == "Sub" and not is_left:
             raise MatchFailure(f"{describe(node)} subtracts the {role} from a constant")
         if not inner.has_no_factor:
-            held = any(factor is not None and factor.past for factor in inner.terms)
-            what = "holds a cache" if held else "is rotated already"
+            holds_cache = any(factor is not None and factor.past for factor in inner.terms)
+            what = "holds a cache" if holds_cache else "is rotated already"
             raise MatchFailure(f"{describe(node)} adds to a {role} that {what}")
         return inner.add_offset(constant if node.op_type == "Add" else -constant).append_node(node)
 
@@ -602,7 +608,7 @@ def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
     bounds = [
         (int(b), int(a)) for limits in (starts, ends) for b, a in zip(limits, axes, strict=True)
     ]
-    return any(data.shape[axis] < abs(bound) < ENDLESS for bound, axis in bounds)
+    return any(data.shape[axis] < abs(bound) < ENDLESS_BOUND for bound, axis in bounds)
 
 
 def _by_token(inner: LinearTrace, constant: np.ndarray) -> bool:

@@ -25,10 +25,10 @@ __all__ = [
 BlockT = TypeVar("BlockT", AttentionBlock, FeedForwardBlock)
 
 
-REWRITTEN = re.compile("/(collaborative|fused|pruned|reuse)/")
+REWRITE_MARK = re.compile("/(collaborative|fused|pruned|reuse)/")
 """Part of the names of nodes that a rewrite inserts, after the block's name."""
 
-PINNED = "attnserve.name"
+NAME_KEY = "attnserve.name"
 """Key in ``metadata_props`` of a block's product: the name of the block."""
 
 
@@ -49,12 +49,12 @@ def pin_names(blocks: Iterable[NamedBlock]) -> None:
 
 def pin_name(product: ir.Node, name: str) -> None:
     """Record the name of a block at its product."""
-    product.metadata_props[PINNED] = name
+    product.metadata_props[NAME_KEY] = name
 
 
 def pinned_name(product: ir.Node) -> str | None:
     """The recorded block name of a product, if any."""
-    return product.metadata_props.get(PINNED)
+    return product.metadata_props.get(NAME_KEY)
 
 
 def assign_names(
@@ -74,7 +74,7 @@ def attention_name(block: AttentionBlock) -> str:
     Nodes of a rewritten block contain its name.
     """
     for node in (*block.q.nodes[:1], *block.v.nodes[:1]):
-        if (mark := REWRITTEN.search(node.name or "")) is not None:
+        if (mark := REWRITE_MARK.search(node.name or "")) is not None:
             return (node.name or "")[: mark.start()]
     groups: list[list[str | None]] = []
     for projection in (block.q, block.k, block.v) if block.q.nodes else (block.v,) * 3:

@@ -170,7 +170,7 @@ def microsoft_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     Raises:
         MatchFailure: The weight is not constant, or rotary positions or the mask are unsupported.
     """
-    x, weight, bias, mask, past, added, length = _inputs(node, 7)
+    x, weight, bias, mask, past, attention_bias, length = _inputs(node, 7)
     if x is None or not is_constant(weight) or not (bias is None or is_constant(bias)):
         raise MatchFailure(f"{describe(node)} has projections that are not constant")
     if length is not None or node.attributes.get_int("do_rotary", 0):
@@ -180,17 +180,17 @@ def microsoft_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     if len(sizes) != 3 or sum(sizes) != columns:
         raise MatchFailure(f"{describe(node)} splits {columns} columns into {sizes}")
     heads = node.attributes.get_int("num_heads", 0)
-    whole = reader.trace_product(node, x, weight)
+    trace = reader.trace_product(node, x, weight)
     biases = None if bias is None else constant_array(bias)
-    read: list[_Operand] = []
+    operands: list[_Operand] = []
     ends = np.cumsum([0, *sizes])
     for role, start, stop in zip(("query", "key", "value"), ends[:-1], ends[1:], strict=True):
-        operand = _Operand(node, reader, role, node.outputs[0], whole)
+        operand = _Operand(node, reader, role, node.outputs[0], trace)
         operand = operand.map(lambda array, start=start, stop=stop: array[..., start:stop])
         operand = operand.split_heads(heads)
-        read.append(operand.add_bias(None if biases is None else biases[start:stop]))
-    query, key, value = read
-    steps = _microsoft_steps(node, reader, mask, added)
+        operands.append(operand.add_bias(None if biases is None else biases[start:stop]))
+    query, key, value = operands
+    steps = _microsoft_steps(node, reader, mask, attention_bias)
     return _fused(node, query, key.prepend_past(past, 0), value.prepend_past(past, 1), steps)
 
 
@@ -200,7 +200,7 @@ def multi_head_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     Raises:
         MatchFailure: The cache buffer is shared, or the mask is unsupported.
     """
-    q, k, v, bias, mask, added, past_key, past_value, length = _inputs(node, 9)
+    q, k, v, bias, mask, attention_bias, past_key, past_value, length = _inputs(node, 9)
     if q is None or length is not None:
         raise MatchFailure(f"{describe(node)} lacks queries, or shares the buffer of its cache")
     heads = node.attributes.get_int("num_heads", 0)
@@ -227,7 +227,7 @@ def multi_head_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
         raise MatchFailure(f"{describe(node)} is causal over the keys of another input")
     key = key.prepend_past(past_key)
     value = value.prepend_past(past_value)
-    return _fused(node, query, key, value, _microsoft_steps(node, reader, mask, added))
+    return _fused(node, query, key, value, _microsoft_steps(node, reader, mask, attention_bias))
 
 
 def group_query_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
@@ -238,8 +238,8 @@ def group_query_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     Raises:
         MatchFailure: Local windows, sinks, smooth softmax and quantized caches are unsupported.
     """
-    q, k, v, past_key, past_value, lengths, total, cos, sin, positions, added, sink = _inputs(
-        node, 12
+    q, k, v, past_key, past_value, lengths, total, cos, sin, positions, attention_bias, sink = (
+        _inputs(node, 12)
     )
     if q is None or lengths is None or total is None:
         raise MatchFailure(f"{describe(node)} lacks queries or the lengths of its sequences")
@@ -255,10 +255,10 @@ def group_query_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     groups = node.attributes.get_int("kv_num_heads", 0)
     if k is None or v is None:  # one (B, S, (H + 2 G) K)
         count = heads + 2 * groups
-        whole = [_Operand.read(node, reader, q, role, count) for role in ROLES]
-        query = whole[0].map(lambda array: array[:, :heads])
-        key = whole[1].map(lambda array: array[:, heads : heads + groups])
-        value = whole[2].map(lambda array: array[:, heads + groups :])
+        packed_operands = [_Operand.read(node, reader, q, role, count) for role in ROLES]
+        query = packed_operands[0].map(lambda array: array[:, :heads])
+        key = packed_operands[1].map(lambda array: array[:, heads : heads + groups])
+        value = packed_operands[2].map(lambda array: array[:, heads + groups :])
     else:
         query = _Operand.read(node, reader, q, "query", heads)
         key = _Operand.read(node, reader, k, "key", groups)
@@ -279,8 +279,8 @@ def group_query_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     steps.append(FullLengths(lengths, total))
     if node.attributes.get_int("causal", 1):
         steps.append(Causal(ends_together=True))
-    if added is not None:
-        steps.append(PositionBias(added))
+    if attention_bias is not None:
+        steps.append(PositionBias(attention_bias))
     return _fused(node, query, key, value, steps)
 
 
@@ -313,7 +313,7 @@ def _fused(
 
 
 def _microsoft_steps(
-    node: ir.Node, reader: LayoutReader, mask: ir.Value | None, added: ir.Value | None
+    node: ir.Node, reader: LayoutReader, mask: ir.Value | None, attention_bias: ir.Value | None
 ) -> list[LogitStep]:
     """The mask by keys or by lengths, the causal mask, and an additive bias."""
     steps: list[LogitStep] = []
@@ -328,8 +328,8 @@ def _microsoft_steps(
             steps.append(KeyLengths(mask, 0, fill))
         else:
             raise MatchFailure(f"{describe(node)} has a mask of shape {shape}")
-    if added is not None:
-        steps.append(PositionBias(added))
+    if attention_bias is not None:
+        steps.append(PositionBias(attention_bias))
     return steps
 
 

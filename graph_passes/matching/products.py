@@ -47,7 +47,8 @@ def linear(
     tokens, weight = node.inputs[:2]
     if tokens is None or not is_constant(weight) or is_constant(tokens) or _transposes_left(node):
         return None
-    sizes, shape = shape_of(tokens), constant_shape(weight)
+    sizes = shape_of(tokens)
+    shape = constant_shape(weight)
     if len(sizes) < 2 or len(shape) < 2:
         return None
     is_transposed = bool(node.attributes.get_int("transB", 0))
@@ -79,25 +80,28 @@ def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]
     letters = _letters(node, len(shape_of(a)), len(shape_of(b)))
     if letters is None:
         return None
-    (left, right), out = letters
-    tokens, token_letters = a, left
-    weight, weight_letters = b, right
+    (a_letters, b_letters), out = letters
+    tokens, token_letters = a, a_letters
+    weight, weight_letters = b, b_letters
     if is_constant(a):
-        tokens, token_letters, weight, weight_letters = b, right, a, left
-    common = [letter for letter in token_letters if letter in weight_letters]
-    free = [letter for letter in weight_letters if letter not in token_letters]
+        tokens, token_letters = b, b_letters
+        weight, weight_letters = a, a_letters
+    contracted = [letter for letter in token_letters if letter in weight_letters]
+    weight_axes = [letter for letter in weight_letters if letter not in token_letters]
     token_axes = [letter for letter in token_letters if letter not in weight_letters]
-    if not common or not token_axes or token_letters[-len(common) :] != "".join(common):
+    if not contracted or not token_axes or token_letters[-len(contracted) :] != "".join(contracted):
         return None
-    if any(letter in out for letter in common) or sorted(out) != sorted([*token_axes, *free]):
+    has_contracted = any(letter in out for letter in contracted)
+    if has_contracted or sorted(out) != sorted([*token_axes, *weight_axes]):
         return None
-    sizes, shape = shape_of(tokens), constant_shape(weight)
+    sizes = shape_of(tokens)
+    shape = constant_shape(weight)
     length = {
         **dict(zip(token_letters, sizes, strict=True)),
         **dict(zip(weight_letters, shape, strict=True)),
     }
 
-    def numbered(axes: list[str]) -> np.ndarray:
+    def flat_indices(axes: list[str]) -> np.ndarray:
         """Flat indices over some axes, in a shape that broadcasts to the output."""
         count = np.arange(math.prod(length[axis] for axis in axes))
         count = count.reshape([length[axis] for axis in axes])
@@ -108,10 +112,10 @@ def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]
         node=node,
         tokens=tokens,
         weight=weight,
-        contracted=tuple(weight_letters.index(letter) for letter in common),
-        width=math.prod(length[letter] for letter in common),
-        columns=numbered(free),
-        rows=numbered(token_axes),
+        contracted=tuple(weight_letters.index(letter) for letter in contracted),
+        width=math.prod(length[letter] for letter in contracted),
+        columns=flat_indices(weight_axes),
+        rows=flat_indices(token_axes),
         scale=1.0,
     )
 
@@ -140,18 +144,23 @@ def score_product(node: ir.Node, info: ShapeInfo) -> ScoreProduct | None:
     letters = _letters(node, a_rank, b_rank)
     if letters is None:
         return None
-    (left, right), out = letters
+    (a_letters, b_letters), out = letters
     if len(out) < 2:
         return None
     *lead, s, t = out
-    summed = [letter for letter in left if letter in right and letter not in out]
-    if len(summed) != 1 or (s in left) == (s in right) or (t in left) == (t in right):
+    contracted = [letter for letter in a_letters if letter in b_letters and letter not in out]
+    if (
+        len(contracted) != 1
+        or (s in a_letters) == (s in b_letters)
+        or (t in a_letters) == (t in b_letters)
+    ):
         return None
-    if s in right:  # the second operand counts the rows
-        (a, left), (b, right) = (b, right), (a, left)
-    if t not in right:
+    if s in b_letters:  # the second operand counts the rows
+        (a, a_letters), (b, b_letters) = (b, b_letters), (a, a_letters)
+    if t not in b_letters:
         return None
-    query_axes, key_axes = _order(left, [*lead, s, *summed]), _order(right, [*lead, t, *summed])
+    query_axes = _order(a_letters, [*lead, s, *contracted])
+    key_axes = _order(b_letters, [*lead, t, *contracted])
     if query_axes is None or key_axes is None:
         return None
     scale = node.attributes.get_float("alpha", 1.0)
@@ -192,26 +201,36 @@ def context_product(
     letters = _letters(node, a_rank, b_rank)
     if letters is None or rank != len(order):
         return None
-    (left, right), out = letters
-    p_letters, v_letters, value = (left, right, b) if a is probabilities else (right, left, a)
-    summed = [letter for letter in p_letters if letter in v_letters and letter not in out]
-    extra = [letter for letter in v_letters if letter not in p_letters]
-    if len(summed) != 1 or len(extra) != 1 or summed[0] not in (p_letters[i] for i in order[-2:]):
+    (a_letters, b_letters), out = letters
+    p_letters, v_letters, value = (
+        (a_letters, b_letters, b) if a is probabilities else (b_letters, a_letters, a)
+    )
+    contracted = [letter for letter in p_letters if letter in v_letters and letter not in out]
+    size_letters = [letter for letter in v_letters if letter not in p_letters]
+    if (
+        len(contracted) != 1
+        or len(size_letters) != 1
+        or contracted[0] not in (p_letters[i] for i in order[-2:])
+    ):
         return None
-    counted = [p_letters[axis] for axis in order if p_letters[axis] != summed[0]]  # ..., s
-    value_axes = _order(v_letters, [*counted[:-1], *summed, *extra])
-    context_axes = _order(out, [*counted, *extra])
+    row_letters = [p_letters[axis] for axis in order if p_letters[axis] != contracted[0]]  # ..., s
+    value_axes = _order(v_letters, [*row_letters[:-1], *contracted, *size_letters])
+    context_axes = _order(out, [*row_letters, *size_letters])
     if value_axes is None or context_axes is None:
         return None
     scale = node.attributes.get_float("alpha", 1.0)
-    return ContextProduct(node, value, value_axes, context_axes, p_letters.index(summed[0]), scale)
+    return ContextProduct(
+        node, value, value_axes, context_axes, p_letters.index(contracted[0]), scale
+    )
 
 
-def _matrix_letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
+def _matrix_letters(
+    node: ir.Node, left_rank: int, right_rank: int
+) -> tuple[tuple[str, str], str] | None:
     """The Einsum letters of a (batched) matrix product."""
-    if left != right or left < 2:
+    if left_rank != right_rank or left_rank < 2:
         return None
-    lead = "abcdefgh"[: left - 2]
+    lead = "abcdefgh"[: left_rank - 2]
     transposed = [bool(node.attributes.get_int(name, 0)) for name in ("transA", "transB")]
     a = "ts" if transposed[0] else "st"
     b = "vt" if transposed[1] else "tv"
@@ -241,28 +260,29 @@ def _transposes_left(node: ir.Node) -> bool:
     return any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA"))
 
 
-def _letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
+def _letters(node: ir.Node, left_rank: int, right_rank: int) -> tuple[tuple[str, str], str] | None:
     """The letters of a product of two operands, as of an Einsum; None if a term repeats a letter.
 
     Args:
-        left, right: The ranks of the operands; an ellipsis is expanded to the remaining axes.
+        left_rank, right_rank: The ranks of the operands; an ellipsis is expanded to the remaining
+            axes.
     """
     if node.op_type != "Einsum":
-        return _matrix_letters(node, left, right)
+        return _matrix_letters(node, left_rank, right_rank)
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     terms, arrow, out = equation.partition("->")
     parts = terms.split(",")
     if not arrow or len(parts) != 2:
         return None
     if "..." in equation:
-        counts = {rank - len(p) + 3 for p, rank in zip(parts, (left, right), strict=True)}
+        counts = {rank - len(p) + 3 for p, rank in zip(parts, (left_rank, right_rank), strict=True)}
         if len(counts) != 1 or not all("..." in part for part in (*parts, out)):
             return None
         spread = "ABCDEFGH"[: counts.pop()]
         *parts, out = (part.replace("...", spread) for part in (*parts, out))
     if any(len(set(part)) != len(part) for part in (*parts, out)):
         return None
-    if (len(parts[0]), len(parts[1])) != (left, right):
+    if (len(parts[0]), len(parts[1])) != (left_rank, right_rank):
         return None
     return (parts[0], parts[1]), out
 

@@ -64,7 +64,7 @@ def quantized_reader(value: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Valu
     while pending:
         read, reach = pending.pop()
         for user, _ in read.uses():
-            if (weight := _weight(user)) is not None and value in _above(user, info):
+            if (weight := _weight(user)) is not None and value in _operand_sources(user, info):
                 return user, weight
             if reach and (user.op_type in CONVERSIONS or user.op_type in ("Mul", "Div")):
                 new = [output for output in user.outputs if output not in seen]
@@ -75,7 +75,7 @@ def quantized_reader(value: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Valu
 
 def _linear(node: ir.Node, value: ir.Value, info: ShapeInfo) -> Linear | None:
     """The product of a node whose floating-point output is ``value``."""
-    tokens = list(_above(node, info))[-1]
+    tokens = list(_operand_sources(node, info))[-1]
     weight = _weight(node)
     sizes = info.shape(tokens)
     shape = info.shape(value)
@@ -84,10 +84,10 @@ def _linear(node: ir.Node, value: ir.Value, info: ShapeInfo) -> Linear | None:
     assert weight is not None
     contracted: tuple[int, ...] = ()
     if node.op_type in OF_FLOATS:  # of a constant that DequantizeLinear computes
-        plain = linear(node, lambda value: info.shape(value) or ())
-        if plain is None or plain.scale != 1.0:
+        float_product = linear(node, lambda value: info.shape(value) or ())
+        if float_product is None or float_product.scale != 1.0:
             return None
-        contracted = plain.contracted
+        contracted = float_product.contracted
     return Linear(
         node=node,
         tokens=tokens,
@@ -159,7 +159,7 @@ def _is_cast_from_integers(value: ir.Value | None, info: ShapeInfo) -> bool:
     return tensor is not None and not tensor.dtype.is_floating_point()
 
 
-def _above(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:
+def _operand_sources(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:
     """The operand of a product, then the values it is quantized from, ending at the tokens."""
     value = product.inputs[OPERANDS[product.domain, product.op_type][0]]
     for _ in range(REACH):

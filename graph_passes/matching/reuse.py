@@ -84,16 +84,16 @@ def head_sources(
             index = _selected(value, info)
             return None if inner is None or index is None else inner.take(index)
         case "Concat" if _is_of_heads(node):
-            parts = [
+            traces = [
                 head_sources(v, probabilities, info, reach - 1)
                 for v in node.inputs
                 if v is not None
             ]
-            whole = [part for part in parts if part is not None]
-            if len(whole) < len(parts):
+            sources = [part for part in traces if part is not None]
+            if len(sources) < len(traces):
                 return None
-            values = tuple(value for part in whole for value in part.values)
-            return HeadSources(values, np.concatenate([part.heads for part in whole]))
+            values = tuple(value for part in sources for value in part.values)
+            return HeadSources(values, np.concatenate([part.heads for part in sources]))
         case _:
             return None
 

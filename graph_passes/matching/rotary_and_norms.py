@@ -132,11 +132,11 @@ def rotate_heads(
         angle = elements % half
         partner = (elements + half) % count
         sign = np.where(elements < half, -1.0, 1.0)
-    rest = np.arange(size) >= count
+    is_unrotated = np.arange(size) >= count
     angle, partner, sign = (np.pad(array, (0, size - count)) for array in (angle, partner, sign))
     terms: dict[PositionFactor | None, ElementMap] = {}
     for factor, source, gain in (
-        (cos, np.arange(size), np.where(rest, 0.0, 1.0)),
+        (cos, np.arange(size), np.where(is_unrotated, 0.0, 1.0)),
         (sin, partner, sign),
     ):
         shape = _looked_up_shape(factor, info, length)
@@ -147,10 +147,10 @@ def rotate_heads(
         rows = np.arange(heads.columns.shape[0])[:, None, None, None] % shape[0] * shape[1]
         rows = rows + np.arange(length)[None, None, :, None] % shape[1]
         factor_index = np.broadcast_to(rows * shape[2] + angle, heads.columns.shape)
-        picked = heads.map(partial(np.take, indices=source, axis=-1))
-        terms[factor] = replace(picked.scaled_by(gain), factor_index=factor_index)
-    if rest.any():
-        terms[None] = heads.scaled_by(np.where(rest, 1.0, 0.0))
+        source_elements = heads.map(partial(np.take, indices=source, axis=-1))
+        terms[factor] = replace(source_elements.scaled_by(gain), factor_index=factor_index)
+    if is_unrotated.any():
+        terms[None] = heads.scaled_by(np.where(is_unrotated, 1.0, 0.0))
     return terms
 
 
@@ -196,7 +196,7 @@ def broadcast_layout_of(
     factor: PositionFactor, heads: TermByHead, info: ShapeInfo, role: str
 ) -> BroadcastLayout:
     """Determine what each axis of a factor counts, from the factor indices of its term."""
-    used = np.broadcast_to(((heads.gain != 0) | (heads.offset != 0))[None, :, None, :],
+    is_used = np.broadcast_to(((heads.gain != 0) | (heads.offset != 0))[None, :, None, :],
                            heads.factor_index.shape)  # fmt: skip
     batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.factor_index.shape))]
     shape = _looked_up_shape(factor, info, heads.factor_index.shape[2])
@@ -205,11 +205,11 @@ def broadcast_layout_of(
     index = np.ascontiguousarray(heads.factor_index)
     for size, where in zip(shape, np.unravel_index(index, shape), strict=True):
         element = where[0, :, 0]
-        if size > 1 and ((where == tokens) | ~used).all():
+        if size > 1 and ((where == tokens) | ~is_used).all():
             axes.append("token")
-        elif size > 1 and ((where == batches) | ~used).all():
+        elif size > 1 and ((where == batches) | ~is_used).all():
             axes.append("batch")
-        elif ((where == where[:1, :, :1]) | ~used).all():
+        elif ((where == where[:1, :, :1]) | ~is_used).all():
             axes.append(element)
         else:
             raise MatchFailure(f"{factor.value.name!r} multiplies the {role} out of order")
@@ -469,10 +469,10 @@ def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -
         raise MatchFailure(f"{describe(node)} normalizes a {role} that holds a cache")
     length = inner.shape[-1]
     rows = [term.map(lambda array: array.reshape(-1, length)) for term in inner.terms.values()]
-    used = np.hstack([term.used for term in rows])
+    is_used = np.hstack([term.used for term in rows])
     tokens = np.hstack([term.tokens for term in rows])
-    token = np.take_along_axis(tokens, used.argmax(axis=1)[:, None], axis=1)
-    if not ((tokens == token) | ~used).all():
+    token = np.take_along_axis(tokens, is_used.argmax(axis=1)[:, None], axis=1)
+    if not ((tokens == token) | ~is_used).all():
         raise MatchFailure(f"{describe(node)} normalizes the {role} over more than one token")
     keys = [(np.where(term.used, term.columns, -1), term.gain, term.offset) for term in rows]
     _, first, group = np.unique(
@@ -490,9 +490,9 @@ def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -
         )
         for factor, term in zip(inner.terms, rows, strict=True)
     }
-    whole = next(iter(terms.values()))
+    first_term = next(iter(terms.values()))
     norm = Norm(
-        node, whole.columns, whole.gain, whole.offset, inner.scale,
+        node, first_term.columns, first_term.gain, first_term.offset, inner.scale,
         match.epsilon, match.centered, match.least, match.added,
     )  # fmt: skip
     fresh = (group[:, None] * length + np.arange(length)).reshape(inner.shape)
@@ -501,10 +501,10 @@ def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -
     of_token = token.reshape(*inner.shape[:-1], 1)
     normalized = ElementMap(fresh, of_token, weight, bias, np.zeros((), np.int64))
     normalized = normalized.broadcast_to(inner.shape)
-    traced = TracedNorm(norm, {} if inner.has_no_factor else terms)
-    return replace(inner, scale=match.factor, terms={None: normalized}, norm=traced).append_node(
-        node
-    )
+    traced_norm = TracedNorm(norm, {} if inner.has_no_factor else terms)
+    return replace(
+        inner, scale=match.factor, terms={None: normalized}, norm=traced_norm
+    ).append_node(node)
 
 
 def _factors_by_group(

@@ -104,7 +104,7 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
         name = softmax.probabilities.name
         raise MatchFailure(f"the softmax {name!r} is not over the keys of (B, H, S, T) logits")
     scale = product.scale
-    scaled = product.node.outputs[0]
+    scaled_scores = product.node.outputs[0]
     order = axis_order(stages[0])
     steps: list[LogitStep] = []
     for link, labels in zip(chain, stages[1:], strict=True):
@@ -114,13 +114,13 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
             else:
                 scale *= link.step
         elif link.step is not None:
-            steps.append(_in_order(link.step, labels))
+            steps.append(_step_in_order(link.step, labels))
         if not steps:
-            scaled = link.node.outputs[0]
+            scaled_scores = link.node.outputs[0]
             order = axis_order(labels)
     if softmax.bias is not None:
-        steps.append(_in_order(PositionBias(softmax.bias), stages[-1]))
-    return LogitsMatch(product, scale, scaled, order, tuple(steps), stages[-1], shape)
+        steps.append(_step_in_order(PositionBias(softmax.bias), stages[-1]))
+    return LogitsMatch(product, scale, scaled_scores, order, tuple(steps), stages[-1], shape)
 
 
 _Path = tuple[ScoreProduct, tuple[_Link, ...]]
@@ -146,12 +146,12 @@ def _search_scores(
     if (product := score_product(node, reader.info)) is not None:
         return product, ()
     for idiom in LOGIT_IDIOMS:
-        reading = idiom(node, reader.info)
-        if reading is None:
+        logit_match = idiom(node, reader.info)
+        if logit_match is None:
             continue
         paths = [
             (candidate, inner)
-            for candidate in reading.candidates
+            for candidate in logit_match.candidates
             if (inner := _find_scores(candidate, reader, reach - 1, tried)) is not None
         ]
         if len(paths) > 1:
@@ -161,7 +161,7 @@ def _search_scores(
         if not paths:
             return None
         candidate, (product, chain) = paths[0]
-        return product, (*chain, _Link(node, reading.step(candidate)))
+        return product, (*chain, _Link(node, logit_match.step(candidate)))
     return None
 
 
@@ -197,7 +197,7 @@ def axis_order(labels: np.ndarray) -> tuple[int, ...] | None:
     return tuple(order) if (counted == np.arange(labels.size)).all() else None
 
 
-def _in_order(step: LogitStep, labels: np.ndarray) -> LogitStep:
+def _step_in_order(step: LogitStep, labels: np.ndarray) -> LogitStep:
     """Add the permutation of the logits at a step, which its mask is broadcast to."""
     if not isinstance(step, PositionBias | Mask | Weighted):
         return step
@@ -244,8 +244,8 @@ def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutRead
             ContextMatch((), probabilities, product)
             for product in _products(value, labels, logits.shape, reader)
         ]
-        if probabilities is value and (joined := _joined(value, reader)) is not None:
-            contexts.append(joined)
+        if probabilities is value and (joined_context := _joined(value, reader)) is not None:
+            contexts.append(joined_context)
         if contexts:
             # If several products read the probabilities, the later ones belong to layers that
             # reuse them.

@@ -32,6 +32,7 @@ __all__ = [
     "BlockPass",
     "FeedForwardPass",
     "FeedForwardTargets",
+    "FittedPass",
     "NoParams",
     "RewritePass",
     "pass_named",
@@ -71,14 +72,10 @@ class RewritePass(ir.passes.InPlacePass):
     Attributes:
         name: Identifies the rewrite everywhere; empty for a pass that is never part of a plan.
         lossy: Whether outputs change by more than rounding.
-        is_fitted: Whether weights of the rewrite are fitted before it runs (``fitted``).
-        changes_caches: Whether cached keys and values of its blocks have another shape afterwards.
     """
 
     name: ClassVar[str] = ""
     lossy: ClassVar[bool] = False
-    is_fitted: ClassVar[bool] = False
-    changes_caches: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -141,38 +138,6 @@ class RewritePass(ir.passes.InPlacePass):
         """The caches that the pass changes, by the name of input or output; None if removed."""
         return {}
 
-    # ---- overridden by rewrites that are fitted --------------------------------------------------
-
-    @property
-    def needs_refit(self) -> bool:
-        """Whether blocks that earlier passes changed are refitted before this pass is fitted.
-
-        If not, they are refitted once, after the pass.
-        """
-        return self.is_fitted
-
-    def blocks_to_fit(self, analyses: Analyses) -> Sequence[AttentionBlock]:
-        """The blocks of the prepared graph whose token moments ``fitted`` uses."""
-        return ()
-
-    def fitted(
-        self,
-        analyses: Analyses,
-        moments: Mapping[str, TokenMoments],
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Self:
-        """The same pass with fitted weights, for the prepared graph.
-
-        Args:
-            moments: Token moments by block. Blocks without them are fitted to their weights alone.
-            progress: Called with (blocks done, blocks in total).
-        """
-        return self
-
-    def unfitted(self, analyses: Analyses) -> Self:
-        """The same pass with placeholders for fitted weights, for models that are only timed."""
-        return self
-
     # ---- JSON ------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
@@ -188,6 +153,47 @@ class RewritePass(ir.passes.InPlacePass):
         """
         _require_keys(cls.name, content, {"pass"})
         return cls()
+
+
+class FittedPass(RewritePass):
+    """A rewrite whose weights are fitted before it runs.
+
+    ``require_applicable`` prepares the graph; the methods of this class are called after it.
+    """
+
+    @property
+    def needs_refit(self) -> bool:
+        """Whether blocks that earlier passes changed are refitted before this pass is fitted.
+
+        If not, they are refitted once, after the pass.
+        """
+        return True
+
+    @abstractmethod
+    def blocks_to_fit(self, analyses: Analyses) -> Sequence[AttentionBlock]:
+        """The blocks whose token moments ``fitted`` uses."""
+
+    @abstractmethod
+    def fitted(
+        self,
+        analyses: Analyses,
+        moments: Mapping[str, TokenMoments],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """The same pass with fitted weights.
+
+        Args:
+            moments: Token moments by block. Blocks without them are fitted to their weights alone.
+            progress: Called with (blocks done, blocks in total).
+        """
+
+    @abstractmethod
+    def unfitted(self, analyses: Analyses) -> Self:
+        """The same pass with placeholders for fitted weights, for models that are only timed."""
+
+    @abstractmethod
+    def approximation_error(self, name: str) -> float | None:
+        """The error of a block in the metric that the pass minimizes; None before it is fitted."""
 
 
 class BlockPass(RewritePass, Generic[Block, Params]):
@@ -237,7 +243,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
             place = "".join(f"[{part!r}]" for part in first["loc"])
             raise InvalidArgument(
                 f"{cls.name}: {name[:100]}{place} is {str(first['input'])[:80]!r}: {first['msg']}",
-                "see the class in graph_passes.passes for its parameters",
+                f"see {cls.__name__} in {cls.__module__} for its parameters",
                 code="pass.params",
             ) from error
 
@@ -289,10 +295,6 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """
         return {}
 
-    def approximation_error(self, name: str) -> float | None:
-        """The error of a block in the metric that the pass minimizes; None if there is none."""
-        return None
-
     # ---- the stages of a pass --------------------------------------------------------------------
 
     def validate(self, analyses: Analyses) -> None:
@@ -322,10 +324,11 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """
         for block, params in self._changed(analyses):
             if refusal := self.refusal(block, params, analyses):
-                raise refusal.error(block.name, "leave this layer out")
+                raise refusal.error(block.name, "leave this block out")
 
     def rewrite_graph(self, analyses: Analyses) -> bool:
-        model, targets = analyses.model, self._changed(analyses)
+        model = analyses.model
+        targets = self._changed(analyses)
         if not targets:
             return False
         since = frozenset(model.graph.initializers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -22,7 +21,7 @@ from graph_passes.blocks import (
     Mask,
     Weighted,
 )
-from graph_passes.emit.attention import KEY_TERM, entangled_bias
+from graph_passes.emit.attention import KEY_TERM, entangled_bias_refusal
 from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
 from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
 from graph_passes.emit.editing import Inserter, in_precision, replace_uses, type_of
@@ -34,11 +33,12 @@ from graph_passes.factorize.moments import TokenMoments, pool_moments
 from graph_passes.factorize.rotary import RotaryFactors, shared_keys, truncated_planes
 from graph_passes.factorize.sparse import sparse_factors
 from graph_passes.matching.layout import only_consumer
-from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, FittedPass, small_shapes
 from graph_passes.passes.conditions import (
-    no_probabilities,
-    refuse_quantized_weights,
-    rotary_or_norm,
+    QK_NORM,
+    no_probabilities_refusal,
+    quantized_refusal,
+    rotary_or_norm_refusal,
 )
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 from graph_passes.passes.invariants import CacheShape
@@ -84,7 +84,7 @@ class SharedDimensions(BaseModel):
         return self.head_size is not None
 
 
-class Collaborate(AttentionPass[SharedDimensions]):
+class Collaborate(AttentionPass[SharedDimensions], FittedPass):
     """Share query and key dimensions between heads (eq. 6 and 7 of arXiv 2006.16362).
 
     Before: logits_h = s (x W_Q^h + b_Q^h)(y W_K^h + b_K^h)^T
@@ -115,8 +115,6 @@ class Collaborate(AttentionPass[SharedDimensions]):
 
     name: ClassVar[str] = "collaborate"
     lossy: ClassVar[bool] = True
-    is_fitted: ClassVar[bool] = True
-    changes_caches: ClassVar[bool] = True
 
     @classmethod
     def with_factors(
@@ -150,7 +148,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         moments: Mapping[str, TokenMoments],
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """The same pass with the factors of every block, for the prepared graph.
+        """The same pass with the factors of every block.
 
         Blocks with equal query and key weights share P, Q and M; their moments are pooled.
 
@@ -162,22 +160,26 @@ class Collaborate(AttentionPass[SharedDimensions]):
         targets = self._changed(analyses)
         factors: dict[str, CollaborativeFactors | RotaryFactors] = {}
         for uses in _equal_weights(targets):
-            first, params = uses[0], self.targets[uses[0].name]
-            seen = [moments[block.name] for block in uses if block.name in moments]
-            pool = pool_moments(seen) if len(uses) > 1 and len(seen) == len(uses) else None
-            whole = factor(
+            first = uses[0]
+            params = self.targets[first.name]
+            known_moments = [moments[block.name] for block in uses if block.name in moments]
+            is_pooled = len(uses) > 1 and len(known_moments) == len(uses)
+            pool = pool_moments(known_moments) if is_pooled else None
+            block_factors = factor(
                 first, params.rank, head_size=params.head_size,
-                moments=pool or (seen[0] if seen else None),
+                moments=pool or (known_moments[0] if known_moments else None),
             )  # fmt: skip
             for block in uses:
-                factors[block.name] = whole
+                factors[block.name] = block_factors
                 if (
                     pool is not None
-                    and whole.relative_error > 0
-                    and isinstance(whole, CollaborativeFactors)
+                    and block_factors.relative_error > 0
+                    and isinstance(block_factors, CollaborativeFactors)
                 ):
                     mean = moments[block.name].query_mean
-                    factors[block.name] = fold_mean(whole, block.q.heads(), block.k.heads(), mean)
+                    factors[block.name] = fold_mean(
+                        block_factors, block.q.heads(), block.k.heads(), mean
+                    )
                 if progress is not None:
                     progress(len(factors), len(targets))
         return type(self)({
@@ -194,11 +196,12 @@ class Collaborate(AttentionPass[SharedDimensions]):
         for block, params in self._changed(analyses):
             if block.q.rotary_terms:
                 continue
-            heads, rank = len(block.own_heads), params.rank
+            heads = len(block.own_heads)
+            rank = params.rank
             size = min(params.head_size or rank, rank)
             mixing = np.zeros((heads, rank))
-            read = (np.arange(heads)[:, None] * size + np.arange(size)) % rank  # H K'
-            np.put_along_axis(mixing, read, 1.0, axis=1)
+            columns = (np.arange(heads)[:, None] * size + np.arange(size)) % rank  # H K'
+            np.put_along_axis(mixing, columns, 1.0, axis=1)
             query, key = (
                 np.full((part.matrix().shape[0], rank), 1e-2) for part in (block.q, block.k)
             )
@@ -309,7 +312,7 @@ def _check_rank(block: AttentionBlock, rank: int) -> None:
     """Check that R is from 1 to ``exact_rank``.
 
     Raises:
-        InvalidArgument: It is not.
+        InvalidArgument: R is below 1 or too large.
     """
     exact = exact_rank(block)
     if not 1 <= rank <= exact:
@@ -328,29 +331,34 @@ def collaborate_refusal(
 
     Args:
         caches: Cached keys may be rewritten too; not under rotary positions.
-        shared: Heads share their keys; if not, only what each form needs is checked.
+        shared: Heads share their keys, under rotary positions; if not, each head is truncated.
     """
-    parts = (block.q, block.k)
-    if refusal := refuse_quantized_weights(block):
+    is_rotary = any(part.rotary_terms for part in (block.q, block.k))
+    if is_rotary and block.q.num_heads:
+        return _rotary_refusal(block, shared=shared)
+    return sharing_refusal(block, caches=caches)
+
+
+def _rotary_refusal(block: AttentionBlock, *, shared: bool) -> Refusal | None:
+    """Why the pairs of elements under rotary positions cannot be reduced; None if they can."""
+    if refusal := quantized_refusal(block):
         return refusal
-    if not any(part.rotary_terms for part in parts) or not block.q.num_heads:
-        return sharing_refusal(block, caches=caches)
+    parts = (block.q, block.k)
     if any(part.norm is not None for part in parts):
-        return rotary_or_norm(replace(block, q=replace(block.q, rotary_terms=()),
-                                      k=replace(block.k, rotary_terms=())))  # fmt: skip
+        return QK_NORM
     for part in parts:
         if refusal := heads_refusal(part):
             return refusal
     if block.content is not None:
         return KEY_TERM
-    if refusal := entangled_bias(block):
+    if refusal := entangled_bias_refusal(block):
         return refusal
-    turned = [rotary_planes(part) for part in parts]
-    if turned[0] is None or turned[1] is None:
+    planes = [rotary_planes(part) for part in parts]
+    if planes[0] is None or planes[1] is None:
         return Refusal("rotary_layout", "its rotary positions do not turn pairs of elements")
-    if not np.array_equal(turned[0].elements, turned[1].elements):
+    if not np.array_equal(planes[0].elements, planes[1].elements):
         return Refusal("rotary_layout", "its rotary positions pair queries and keys differently")
-    if shared and not (turned[0].is_rotation and turned[1].is_rotation):
+    if shared and not (planes[0].is_rotation and planes[1].is_rotation):
         return Refusal(
             "rotary_angles", "the elements of a pair are not known to have the same rotary angle"
         )
@@ -363,7 +371,7 @@ def _scores_refusal(block: AttentionBlock) -> Refusal | None:
         return decomposition_refusal(block)
     if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
         return Refusal("score_layout", "its scores are laid out in an order that is not followed")
-    return no_probabilities(block)
+    return no_probabilities_refusal(block)
 
 
 def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal | None:
@@ -372,7 +380,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
     Args:
         caches: Cached keys may be rewritten too.
     """
-    if refusal := refuse_quantized_weights(block):
+    if refusal := quantized_refusal(block):
         return refusal
     if not block.q.num_heads:
         return Refusal("no_own_heads", "all its heads reuse the probabilities of another layer")
@@ -380,7 +388,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return Refusal("collaborative", "its heads are collaborative already")
     if block.content is not None:
         return KEY_TERM
-    if refusal := rotary_or_norm(block):
+    if refusal := rotary_or_norm_refusal(block):
         return refusal
     if not block.k.has_weight:
         return Refusal(
@@ -391,7 +399,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return Refusal(
             "cached", "its cached keys are an input of the graph, made by the original projection"
         )
-    if refusal := entangled_bias(block):
+    if refusal := entangled_bias_refusal(block):
         return refusal
     if any(isinstance(step, Capped | Weighted) for step in block.steps):
         return Refusal(

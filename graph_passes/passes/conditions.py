@@ -1,4 +1,4 @@
-"""Conditions under which several rewrites are refused; each returns a Refusal or None."""
+"""The refusals that several rewrites share."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import Refusal
 
 __all__ = [
-    "caller_reads",
-    "no_output_projection",
-    "no_probabilities",
-    "refuse_quantized_weights",
-    "reused_elsewhere",
-    "rotary_or_norm",
+    "QK_NORM",
+    "no_output_projection_refusal",
+    "no_probabilities_refusal",
+    "quantized_refusal",
+    "returned_refusal",
+    "reused_refusal",
+    "rotary_or_norm_refusal",
 ]
 
+QK_NORM = Refusal("qk_norm", "q/k norm is applied between projections and scores")
 
-def refuse_quantized_weights(block: AttentionBlock) -> Refusal | None:
-    """Why the weights of a block cannot be rewritten: one is quantized; None if none is."""
+
+def quantized_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why the weights of a block cannot be rewritten, if one is quantized; None if they can."""
     for name, part in (("queries", block.q), ("keys", block.k), ("values", block.v)):
         if part.is_quantized:
             what = f"its {name} are projected by quantized weights"
@@ -32,8 +35,8 @@ def refuse_quantized_weights(block: AttentionBlock) -> Refusal | None:
     return None
 
 
-def caller_reads(block: AttentionBlock) -> Refusal | None:
-    """Why heads cannot be removed: an output of the graph holds values of the block; else None."""
+def returned_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why values of a block must keep their shapes, as graph outputs; None if they can change."""
     values = [v for part in (block.k, block.v) for node in part.nodes for v in node.outputs]
     if block.logits is None:
         values += block.product.outputs[1:]
@@ -48,8 +51,8 @@ def caller_reads(block: AttentionBlock) -> Refusal | None:
     return None
 
 
-def no_output_projection(block: AttentionBlock) -> Refusal | None:
-    """Why the output of a block cannot be rewritten: no output projection is matched; else None."""
+def no_output_projection_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why the output projection of a block cannot be rewritten; None if it can."""
     if block.output is None:
         return Refusal(
             "no_output_projection", "its context is not the direct input of an output projection"
@@ -57,20 +60,20 @@ def no_output_projection(block: AttentionBlock) -> Refusal | None:
     return None
 
 
-def rotary_or_norm(block: AttentionBlock) -> Refusal | None:
-    """Why projections are not multiplied as they are: rotary positions or q/k norm; else None."""
+def rotary_or_norm_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why the projections of a block cannot be multiplied with each other; None if they can."""
     parts = (block.q, block.k, block.v)
     if any(part.rotary_terms for part in parts):
         return Refusal(
             "rotary", "rotary positions are applied between the projections and the scores"
         )
     if any(part.norm is not None for part in parts):
-        return Refusal("qk_norm", "q/k norm is applied between projections and scores")
+        return QK_NORM
     return None
 
 
-def no_probabilities(block: AttentionBlock) -> Refusal | None:
-    """Why the probabilities of a block cannot be read: no value holds them by head; else None."""
+def no_probabilities_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why the probabilities of a block cannot be read; None if they can."""
     if block.own_probabilities is None:
         return Refusal(
             "probability_layout",
@@ -79,8 +82,8 @@ def no_probabilities(block: AttentionBlock) -> Refusal | None:
     return None
 
 
-def reused_elsewhere(block: AttentionBlock, blocks: Sequence[AttentionBlock]) -> Refusal | None:
-    """Why a block must keep its probabilities: another one reuses them; None if none does."""
+def reused_refusal(block: AttentionBlock, blocks: Sequence[AttentionBlock]) -> Refusal | None:
+    """Why the probabilities of a block cannot change, if another reuses them; None if they can."""
     owners: dict[ir.Value | None, str] = {}
     for other in blocks:
         for value in (other.probabilities, other.own_probabilities):

@@ -46,8 +46,9 @@ COMPUTES = {
 """Operators of ai.onnx with a kernel for bfloat16 in ONNX Runtime's CUDA provider, by the first
 opset that has it, as its docs/OperatorKernels.md says."""
 
-CONTRIBUTED = GELUS | {"Attention", "FusedMatMul", "MultiHeadAttention", "RotaryEmbedding",
-                       "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}  # fmt: skip
+CONTRIB_OPERATORS = GELUS | {"Attention", "FusedMatMul", "MultiHeadAttention", "RotaryEmbedding",
+                             "SkipLayerNormalization",
+                             "SkipSimplifiedLayerNormalization"}  # fmt: skip
 """Operators of com.microsoft with a kernel for bfloat16 there."""
 
 STATISTICS = {"LayerNormalization": (1, 2), "SkipLayerNormalization": (1, 2),
@@ -62,7 +63,7 @@ class ToBfloat16(RewritePass):
     """Convert a float32 graph to bfloat16 where a GPU has kernels for it; lossy.
 
     Before: z = f(x, W)
-    After:  z = f(bfloat16(x), bfloat16(W)), for f in ``COMPUTES`` and ``CONTRIBUTED``
+    After:  z = f(bfloat16(x), bfloat16(W)), for f in ``COMPUTES`` and ``CONTRIB_OPERATORS``
 
     bfloat16 has the range of float32 and 8 bits of its mantissa: the relative error is at most
     1/256. Finite constants beyond the largest bfloat16, as in masks, become the largest one. Other
@@ -86,32 +87,37 @@ class ToBfloat16(RewritePass):
         model = analyses.model
         opset = model.opset_imports.get("", 0)
         nodes = list(model.graph.all_nodes())
-        converted, half = set[ir.Node](), set[ir.Value]()
+        half_nodes: set[ir.Node] = set()
+        half_values: set[ir.Value] = set()
         for node in nodes:
-            if node.name not in self.exact and _is_converted(node, half, opset):
-                converted.add(node)
-                half |= {value for value in _computed(node) if value.dtype == FLOAT}
+            if node.name not in self.exact and _is_converted(node, half_values, opset):
+                half_nodes.add(node)
+                half_values |= {value for value in _computed(node) if value.dtype == FLOAT}
         _clip(model, nodes)
-        casts = _Casts(half)
+        casts = _Casts(half_values)
         for node in nodes:
             for place, value in enumerate(node.inputs):
                 if value is None or value.dtype != FLOAT:
                     continue
-                if node in converted and value not in half and _is_read_only_by(value, converted):
-                    half.add(value)
+                if (
+                    node in half_nodes
+                    and value not in half_values
+                    and _is_read_only_by(value, half_nodes)
+                ):
+                    half_values.add(value)
                     value.const_value = in_type(value.const_value, BFLOAT16)
-                if (node in converted) != (value in half):
+                if (node in half_nodes) != (value in half_values):
                     node.replace_input_with(place, casts.of(value))
-            if node in converted and node.op_type == "Cast" and node.outputs[0] in half:
+            if node in half_nodes and node.op_type == "Cast" and node.outputs[0] in half_values:
                 node.attributes["to"] = ir.AttrInt64("to", BFLOAT16)
         for graph in model.graphs():
             for place, value in enumerate(graph.outputs):
-                if value in half:
+                if value in half_values:
                     graph.outputs[place] = casts.as_output(value)
-        for value in half:
+        for value in half_values:
             value.type = ir.TensorType(BFLOAT16)
         remove_unused(model)
-        return bool(half)
+        return bool(half_values)
 
 
 def _is_converted(node: ir.Node, half: set[ir.Value], opset: int) -> bool:
@@ -120,7 +126,7 @@ def _is_converted(node: ir.Node, half: set[ir.Value], opset: int) -> bool:
         return False
     floats = [value for value in inputs if value.dtype == FLOAT]
     if node.domain == MICROSOFT:
-        return node.op_type in CONTRIBUTED
+        return node.op_type in CONTRIB_OPERATORS
     if node.domain or opset < min(COMPUTES):
         return False
     if node.op_type in MOVES:
@@ -170,7 +176,8 @@ def _is_beyond(tensor: ir.TensorProtocol | None) -> bool:
 def in_type(tensor: ir.TensorProtocol | None, to: ir.DataType) -> ir.TensorProtocol:
     """Convert floats to another type; finite elements are clipped to the range of bfloat16."""
     assert tensor is not None
-    array, most = tensor.numpy(), float(BFLOAT16.max)
+    array = tensor.numpy()
+    most = float(BFLOAT16.max)
     array = np.where(np.isfinite(array), np.clip(array, -most, most), array)
     return ir.tensor(array.astype(to.numpy()), name=tensor.name)
 
@@ -180,7 +187,7 @@ def spread_types(model: ir.Model) -> None:
     set_missing_types(model)
     for node in model.graph.all_nodes():
         is_supported = (
-            node.op_type in CONTRIBUTED if node.domain else node.op_type in {*SINCE, *MOVES}
+            node.op_type in CONTRIB_OPERATORS if node.domain else node.op_type in {*SINCE, *MOVES}
         )
         if not is_supported or node.op_type in ("Cast", "IsNaN"):
             continue
@@ -194,7 +201,8 @@ class _Casts:
     """Casts of values to the other type, at most one per value."""
 
     def __init__(self, half: set[ir.Value]) -> None:
-        self.half, self._casts = half, dict[ir.Value, ir.Value]()
+        self.half = half
+        self._casts: dict[ir.Value, ir.Value] = {}
 
     def of(self, value: ir.Value) -> ir.Value:
         if value not in self._casts:
@@ -213,9 +221,11 @@ def cast(value: ir.Value, to: ir.DataType) -> ir.Value:
     name = f"{value.name}/{to.name.lower()}"
     node = ir.node("Cast", [value], {"to": ir.AttrInt64("to", to)}, name=name)
     output = node.outputs[0]
-    output.name, output.type = name, ir.TensorType(to)
+    output.name = name
+    output.type = ir.TensorType(to)
     output.shape = value.shape.copy() if value.shape is not None else None
-    graph, producer = value.graph, value.producer()
+    graph = value.graph
+    producer = value.producer()
     assert isinstance(graph, ir.Graph)
     if producer is not None:
         graph.insert_after(producer, node)

@@ -117,7 +117,8 @@ def _heads(
     if part.layout != "B H T K":
         return emit_heads(make, part, scale)
     assert part.output is not None
-    heads, shape = part.num_heads, info.shape(part.output)
+    heads = part.num_heads
+    shape = info.shape(part.output)
     groups = part.num_distinct_heads if shape is None else shape[1]
     if groups == heads:
         return part.output

@@ -36,7 +36,8 @@ class FoldBiases(RewritePass):
     name: ClassVar[str] = "fold_biases"
 
     def rewrite_graph(self, analyses: Analyses) -> bool:
-        model, modified = analyses.model, False
+        model = analyses.model
+        modified = False
         # Names may come from the biases: plans and blocks in float32 refer to them.
         pin_all_names(analyses)
         for graph in (model.graph, *model.graph.subgraphs()):
@@ -87,17 +88,20 @@ def _match(total: ir.Node) -> _Match | None:
     if (total.domain, total.op_type) != ("", "Add"):
         return None
     for place in (0, 1):
-        biased, residual = total.inputs[place], total.inputs[1 - place]
-        if biased is None or residual is None or biased.is_graph_output():
+        branch = total.inputs[place]
+        residual = total.inputs[1 - place]
+        if branch is None or residual is None or branch.is_graph_output():
             continue
-        adds, norm = biased.producer(), residual.producer()
+        adds = branch.producer()
+        norm = residual.producer()
         if adds is None or norm is None or norm.graph is not total.graph:
             continue
         at = _vector_at(adds)
         beta = 2 if norm.op_type == "LayerNormalization" else _vector_at(norm)
-        if at is None or beta is None or len(biased.uses()) > 1 or not _is_shift(norm, beta):
+        if at is None or beta is None or len(branch.uses()) > 1 or not _is_shift(norm, beta):
             continue
-        product, bias = adds.inputs[1 - at], adds.inputs[at]
+        product = adds.inputs[1 - at]
+        bias = adds.inputs[at]
         maps = _maps(residual, total)
         if maps is None or product is None or bias is None or product is residual:
             continue

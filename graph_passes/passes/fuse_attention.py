@@ -31,9 +31,9 @@ from graph_passes.errors import Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.collaborate import WEAK_FILL
 from graph_passes.passes.conditions import (
-    no_output_projection,
-    refuse_quantized_weights,
-    rotary_or_norm,
+    no_output_projection_refusal,
+    quantized_refusal,
+    rotary_or_norm_refusal,
 )
 from graph_passes.passes.invariants import Interface
 
@@ -82,7 +82,8 @@ class FuseAttention(AttentionPass[FusedOperator]):
     def refusal(
         cls, block: AttentionBlock, params: FusedOperator | None, analyses: Analyses
     ) -> Refusal | None:
-        opsets, shapes = analyses.model.opset_imports, small_shapes(analyses)
+        opsets = analyses.model.opset_imports
+        shapes = small_shapes(analyses)
         forms: Sequence[FusedOperator] = get_args(FusedOperator) if params is None else (params,)
         refusals = [fusion_refusal(block, form, shapes, opsets) for form in forms]
         return None if None in refusals else refusals[0]
@@ -116,12 +117,13 @@ def fusion_refusal(
         )
     projects_inside = form in ("attention", "merged")
     if refusal := (
-        no_output_projection(block)
-        or (rotary_or_norm(block) if projects_inside else None)
+        no_output_projection_refusal(block)
+        or (rotary_or_norm_refusal(block) if projects_inside else None)
         or emission_refusal(block, info)
     ):
         return refusal
-    output, parts = block.output, (block.q, block.k, block.v)
+    output = block.output
+    parts = (block.q, block.k, block.v)
     assert output is not None
     if output.sequence_first or not all(part.by_sequence for part in parts):
         return TOKEN_LAYOUT
@@ -147,7 +149,7 @@ def fusion_refusal(
             f"its projections hold {names}, and the operator takes one of float and half types",
         )
     if projects_inside and any(part.is_quantized for part in parts):
-        return refuse_quantized_weights(block)
+        return quantized_refusal(block)
     if projects_inside and not block.q.input is block.k.input is block.v.input:
         return Refusal(
             "tokens_differ", "its queries, keys and values are not projected from the same tokens"
@@ -156,7 +158,7 @@ def fusion_refusal(
 
 
 def _shared_refusal(block: AttentionBlock) -> Refusal | None:
-    """Whether values inside the operator are used by anything but the output of the block."""
+    """Why values that others read cannot be inside one operator; None if they can."""
     if _escapes(block, [block.product]):
         return Refusal(
             "probabilities_shared",

@@ -111,12 +111,13 @@ def _gelu(
     block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[Operator, ir.Value] | None:
     """The operator that computes the neurons, and its input: the last value that matches."""
-    activation, arrays = _activation(block), _evaluated(block, info, opsets)
+    activation = _activation(block)
+    arrays = _evaluated(block, info, opsets)
     hidden = arrays.get(activation)
     if hidden is None or info.shape(activation) is None:
         return None
-    before = list(arrays)[: list(arrays).index(activation)]
-    for value in reversed(before):
+    earlier_values = list(arrays)[: list(arrays).index(activation)]
+    for value in reversed(earlier_values):
         z = arrays[value]
         if z.shape != hidden.shape or info.shape(value) != info.shape(activation):
             continue

@@ -44,7 +44,8 @@ class FuseSkipNorm(RewritePass):
         return before.with_opset(MICROSOFT, 1) if _fusible(analyses) else before
 
     def rewrite_graph(self, analyses: Analyses) -> bool:
-        norms, info = _fusible(analyses), small_shapes(analyses)
+        norms = _fusible(analyses)
+        info = small_shapes(analyses)
         if norms:
             pin_all_names(analyses)  # they may come from the biases: plans refer to them
             analyses.model.opset_imports.setdefault(MICROSOFT, 1)
@@ -56,7 +57,8 @@ class FuseSkipNorm(RewritePass):
 
 def _fusible(analyses: Analyses) -> list[ir.Node]:
     """The norms to fuse: the first of each sum."""
-    info, norms = small_shapes(analyses), dict[ir.Value | None, ir.Node]()
+    info = small_shapes(analyses)
+    norms: dict[ir.Value | None, ir.Node] = {}
     for norm in find_residuals(analyses.model):
         if _applies(norm, info) and not _may_broadcast(norm, analyses.get(_with_axes_of_one)):
             norms.setdefault(norm.inputs[0], norm)
@@ -84,7 +86,8 @@ def _sum_before(norm: ir.Node) -> ir.Node:
 
 
 def _applies(norm: ir.Node, info: ShapeInfo) -> bool:
-    total, gain = _sum_before(norm), norm.inputs[1]
+    total = _sum_before(norm)
+    gain = norm.inputs[1]
     shapes = [info.shape(value) for value in total.inputs]
     shape = shapes[0]
     if shape is None or shapes[1] != shape or len(shape) not in (2, 3):
@@ -107,8 +110,10 @@ def _is_vector(value: ir.Value | None, size: int) -> bool:
 
 
 def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
-    (added, gain, *rest), graph, total = norm.inputs, norm.graph, _sum_before(norm)
-    assert added is not None and gain is not None and isinstance(graph, ir.Graph)
+    residual_sum, gain, *shifts = norm.inputs
+    graph = norm.graph
+    total = _sum_before(norm)
+    assert residual_sum is not None and gain is not None and isinstance(graph, ir.Graph)
     # Names of nodes need not be unique; those of values are, also in bodies.
     make = Inserter(graph, total, f"{norm.outputs[0].name}/fused")
     size = constant_shape(gain)[0]
@@ -117,11 +122,13 @@ def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
     for place in (0, 1):
         branch = _without_bias(total.inputs[place], size, info)
         if branch is not None:
-            (product, bias), residual = branch, total.inputs[1 - place]
+            product, bias = branch
+            residual = total.inputs[1 - place]
             break
     # A constant may be the output of a node after the addition.
-    gain, shift = (_copied(make, value) for value in (gain, rest[0] if rest else None))
-    is_read = added.is_graph_output() or any(user is not norm for user, _ in added.uses())
+    gain, shift = (_copied(make, value) for value in (gain, shifts[0] if shifts else None))
+    readers = [user for user, _ in residual_sum.uses() if user is not norm]
+    is_read = residual_sum.is_graph_output() or bool(readers)
     names = ("skip_norm", "mean", "deviation", "sum") if is_read else ("skip_norm",)
     inputs = [product, residual, gain, shift, bias]
     while inputs[-1] is None:
@@ -130,7 +137,7 @@ def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
     outputs = make.ops("SkipLayerNormalization", inputs, names, domain=MICROSOFT, epsilon=epsilon)
     if is_read:
         outputs[1].name = outputs[2].name = ""  # not computed
-        replace_uses(added, outputs[3])
+        replace_uses(residual_sum, outputs[3])
     replace_uses(norm.outputs[0], outputs[0])
 
 
@@ -144,7 +151,8 @@ def _without_bias(
     if len(value.uses()) != 1 or value.is_graph_output():
         return None
     for place in (0, 1):
-        product, bias = adds.inputs[1 - place], adds.inputs[place]
+        product = adds.inputs[1 - place]
+        bias = adds.inputs[place]
         if product is None or is_constant(product) or not _is_vector(bias, size):
             continue
         if info.shape(product) == info.shape(value):

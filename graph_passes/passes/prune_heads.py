@@ -17,10 +17,10 @@ from graph_passes.emit.probabilities import emit_probabilities
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import (
-    caller_reads,
-    no_output_projection,
-    refuse_quantized_weights,
-    reused_elsewhere,
+    no_output_projection_refusal,
+    quantized_refusal,
+    returned_refusal,
+    reused_refusal,
 )
 from graph_passes.passes.skip_attention import AffineMap, emit_skip, skip_refusal
 
@@ -68,10 +68,10 @@ class PruneHeads(AttentionPass[HeadMask]):
         cls, block: AttentionBlock, params: Sequence[int] | None, analyses: Analyses
     ) -> Refusal | None:
         refusal = (
-            refuse_quantized_weights(block)
-            or caller_reads(block)
-            or no_output_projection(block)
-            or reused_elsewhere(block, cls.find(analyses))
+            quantized_refusal(block)
+            or returned_refusal(block)
+            or no_output_projection_refusal(block)
+            or reused_refusal(block, cls.find(analyses))
             or emission_refusal(block, None if params is None else small_shapes(analyses))
         )
         if refusal is None and params is not None and not any(params):

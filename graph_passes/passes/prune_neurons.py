@@ -186,12 +186,13 @@ def _cuts(selection: Sequence[tuple[FeedForwardBlock, _Indices]]) -> _Cuts:
 
 def _cut(cuts: _Cuts, makers: Mapping[_Place, Inserter]) -> None:
     """Cut constants in place if all readers need the same cut; copy the others."""
-    cut, copies = set[ir.Value](), dict[object, ir.Value]()
+    cut_roots: set[ir.Value] = set()
+    copies: dict[object, ir.Value] = {}
     for (node, index), axes in cuts.items():
         value = node.inputs[index]
         assert value is not None
         root = origin(value)
-        if root in cut:
+        if root in cut_roots:
             continue
         if root.is_initializer() and _is_cut_alike(root, axes, cuts):
             tensor = root.const_value
@@ -201,7 +202,7 @@ def _cut(cuts: _Cuts, makers: Mapping[_Place, Inserter]) -> None:
             for alias in _aliases(root):
                 if alias.type is not None:
                     alias.shape = ir.Shape(array.shape)
-            cut.add(root)
+            cut_roots.add(root)
             continue
         key = (node.graph, value, _key(axes))
         if key not in copies:
@@ -286,7 +287,8 @@ def _set_last_axis(reshape: ir.Node, old: int, width: int, make: Inserter) -> No
     """Replace the last axis of a Reshape's target shape, F or 2F."""
     shape = reshape.inputs[1]
     assert shape is not None
-    end, node = last_entry(shape), shape.producer()
+    end = last_entry(shape)
+    node = shape.producer()
     assert end is not None
     array = constant_array(end).copy()
     array[-1] = array[-1] // old * width

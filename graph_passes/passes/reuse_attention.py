@@ -25,11 +25,11 @@ from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.matching.equivalence import have_equal_masks
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import (
-    caller_reads,
-    no_output_projection,
-    no_probabilities,
-    refuse_quantized_weights,
-    reused_elsewhere,
+    no_output_projection_refusal,
+    no_probabilities_refusal,
+    quantized_refusal,
+    returned_refusal,
+    reused_refusal,
 )
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 
@@ -85,21 +85,22 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         cls, block: AttentionBlock, params: ReusedHeads | None, analyses: Analyses
     ) -> Refusal | None:
         blocks = list(cls.find(analyses))
-        if refusal := reused_elsewhere(block, blocks):
+        if refusal := reused_refusal(block, blocks):
             return refusal
         if params is None:
-            place = next(i for i, other in enumerate(blocks) if other.name == block.name)
+            place = next(i for i, b in enumerate(blocks) if b.name == block.name)
             return reuse_refusal(block, blocks[:place])
-        by_name = {other.name: other for other in blocks}
+        by_name = {b.name: b for b in blocks}
         runs = [
             small_shapes(analyses, distinct_lengths=distinct_lengths)
             for distinct_lengths in (False, True)
         ]
         for source in dict.fromkeys(source for source, _ in params.values()):
-            other = by_name[source]
-            refusal = reuse_refusal(block, [other]) or _lengths_refusal(block, other, runs)
+            source_block = by_name[source]
+            refusal = reuse_refusal(block, [source_block])
+            refusal = refusal or _lengths_refusal(block, source_block, runs)
             if refusal is not None:
-                return Refusal(refusal.code, f"it cannot reuse {other.name}: {refusal}")
+                return Refusal(refusal.code, f"it cannot reuse {source_block.name}: {refusal}")
         if len(params) < block.num_heads:
             return emission_refusal(block, runs[0])
         return None
@@ -128,30 +129,30 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> Refusal | None:
     """Why ``block`` cannot reuse the probabilities of any block of ``earlier``; None if it can."""
     refusal = (
-        refuse_quantized_weights(block)
-        or caller_reads(block)
-        or no_output_projection(block)
+        quantized_refusal(block)
+        or returned_refusal(block)
+        or no_output_projection_refusal(block)
         or heads_refusal(block.v)
     )
     if refusal is not None:
         return refusal
     if block.reused:
         return Refusal("reuses_heads", "it already reuses the probabilities of an earlier block")
-    sources = [other for other in earlier if other.graph is block.graph]
+    sources = [source for source in earlier if source.graph is block.graph]
     if not sources:
         return Refusal(
             "no_earlier", "it is the first attention block: there are no probabilities to reuse"
         )
-    equal = [other for other in sources if have_equal_masks(block, other)]
-    if not equal:
+    equal_sources = [source for source in sources if have_equal_masks(block, source)]
+    if not equal_sources:
         return Refusal(
             "masks_differ",
             "no earlier attention has the same queries' and keys' lengths, masks and biases",
         )
-    if all(map(source_refusal, equal)):
+    if all(map(source_refusal, equal_sources)):
         return Refusal(
             "no_source",
-            f"no earlier attention has probabilities to reuse: {source_refusal(equal[-1])}",
+            f"no earlier attention has probabilities to reuse: {source_refusal(equal_sources[-1])}",
         )
     return None
 
@@ -181,13 +182,13 @@ def source_refusal(block: AttentionBlock) -> Refusal | None:
     """Why the probabilities of a block cannot be reused by another; None if they can."""
     if block.logits is None and block.own_probabilities is None:
         return decomposition_refusal(block)
-    return no_probabilities(block)
+    return no_probabilities_refusal(block)
 
 
 def _lengths_refusal(
     block: AttentionBlock, other: AttentionBlock, runs: Sequence[ShapeInfo]
 ) -> Refusal | None:
-    """Whether two layers have different numbers of queries or keys, whatever their masks."""
+    """Why a block cannot have the query and key lengths of ``other``; None if it can."""
     for role, mine, theirs in (("queries", block.x, other.x), ("keys", block.y, other.y)):
         for info in runs:
             shapes = [None if (s := info.shape(v)) is None else s[:-1] for v in (mine, theirs)]
@@ -226,8 +227,8 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
                     "choose a source layer that is executed earlier",
                     code="reuse_attention.order",
                 )
-            taken = {int(h) for reused in blocks[place[source]].reused for h in reused.heads}
-            if source_head in edges.get(source, {}) or source_head in taken:
+            reusing_heads = {int(h) for reuse in blocks[place[source]].reused for h in reuse.heads}
+            if source_head in edges.get(source, {}) or source_head in reusing_heads:
                 raise InvalidArgument(
                     f"{edge}: the source is reused itself, expected an exact head",
                     f"choose the source of {source}[{source_head}] instead",
@@ -280,10 +281,12 @@ def _reuse(block: AttentionBlock, edges: Mapping[int, SourceHead], available: _A
         available.put(block, *parts[0])
     for source in dict.fromkeys(source for source, _ in edges.values()):
         value, places = available.of(source, product)
-        taken = sorted(
-            (places[theirs], head) for head, (layer, theirs) in edges.items() if layer == source
+        index_and_head = sorted(
+            (places[source_head], head)
+            for head, (layer, source_head) in edges.items()
+            if layer == source
         )
-        index, heads = np.array(taken, np.int64).T
+        index, heads = np.array(index_and_head, np.int64).T
         if not np.array_equal(index, np.arange(len(places))):
             at = make.integers(index, "source_heads")
             dtype = probabilities_type(available.blocks[source], available.info)

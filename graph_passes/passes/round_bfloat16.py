@@ -25,43 +25,46 @@ class RoundInFloat32(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         spread_types(model)
-        modified = False
+        is_modified = False
         for graph in list(model.graphs()):
             for value in graph.initializers.values():
                 if value.const_value is not None and value.const_value.dtype == BFLOAT16:
                     value.const_value = in_type(value.const_value, FLOAT)
-                    value.type, modified = ir.TensorType(FLOAT), True
+                    value.type = ir.TensorType(FLOAT)
+                    is_modified = True
             for value in graph.inputs:
                 if value.dtype == BFLOAT16:
-                    value.type, modified = ir.TensorType(FLOAT), True
+                    value.type = ir.TensorType(FLOAT)
+                    is_modified = True
             for node in list(graph):
-                modified |= _round(node)
-        return ir.passes.PassResult(model, modified=modified)
+                is_modified |= _round(node)
+        return ir.passes.PassResult(model, modified=is_modified)
 
 
 def _round(node: ir.Node) -> bool:
-    modified = False
+    is_modified = False
     for name, attribute in list(node.attributes.items()):
         if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == BFLOAT16:
             node.attributes[name] = ir.AttrTensor(name, in_type(attribute.as_tensor(), FLOAT))
-            modified = True
+            is_modified = True
     if node.op_type == "Cast" and node.attributes.get_int("to", 1) == BFLOAT16:
         node.attributes["to"] = ir.AttrInt64("to", FLOAT)
     for value in node.outputs:
         if value.dtype != BFLOAT16:
             continue
-        value.type, modified = ir.TensorType(FLOAT), True
+        value.type = ir.TensorType(FLOAT)
+        is_modified = True
         if node.op_type in MOVES and not node.domain:
             continue
         readers = tuple(value.uses())
-        rounded = cast(value, BFLOAT16)
-        wide = cast(rounded, FLOAT)
+        rounded_value = cast(value, BFLOAT16)
+        float_value = cast(rounded_value, FLOAT)
         for user, place in readers:
-            user.replace_input_with(place, wide)
+            user.replace_input_with(place, float_value)
         if value.is_graph_output():
             assert isinstance(node.graph, ir.Graph)
             places = [i for i, output in enumerate(node.graph.outputs) if output is value]
             for place in places:
-                node.graph.outputs[place] = wide
-            wide.name, value.name = value.name, wide.name
-    return modified
+                node.graph.outputs[place] = float_value
+            float_value.name, value.name = value.name, float_value.name
+    return is_modified

@@ -21,10 +21,10 @@ from graph_passes.emit.heads import TOKEN_LAYOUT
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import (
-    caller_reads,
-    no_output_projection,
-    refuse_quantized_weights,
-    reused_elsewhere,
+    no_output_projection_refusal,
+    quantized_refusal,
+    returned_refusal,
+    reused_refusal,
 )
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ class SkipAttention(AttentionPass[Replacement]):
     def refusal(
         cls, block: AttentionBlock, params: Replacement | None, analyses: Analyses
     ) -> Refusal | None:
-        refusal = caller_reads(block) or skip_refusal(block)
-        return refusal or reused_elsewhere(block, cls.find(analyses))
+        refusal = returned_refusal(block) or skip_refusal(block)
+        return refusal or reused_refusal(block, cls.find(analyses))
 
     def rewrite(self, targets: AttentionTargets[Replacement], analyses: Analyses) -> None:
         for block, params in targets:
@@ -130,7 +130,7 @@ class SkipAttention(AttentionPass[Replacement]):
 
 def skip_refusal(block: AttentionBlock) -> Refusal | None:
     """Why an affine map cannot replace a block; None if it can."""
-    if refusal := refuse_quantized_weights(block) or no_output_projection(block):
+    if refusal := quantized_refusal(block) or no_output_projection_refusal(block):
         return refusal
     assert block.output is not None
     if not (block.q.by_sequence or block.q.sequence_first):
@@ -199,7 +199,8 @@ def _skipped(name: str, nodes: list[ir.Node]) -> Skipped | None:
         bias = np.zeros(weight.shape[1], weight.dtype)
         bias = bias if end is None else constant_array(_input(end, 1))
     elif end is not None:
-        weight, bias = None, constant_array(_input(end, 0))
+        weight = None
+        bias = constant_array(_input(end, 0))
     else:
         return None
     return Skipped(

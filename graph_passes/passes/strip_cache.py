@@ -62,9 +62,12 @@ class StripCache(RewritePass):
         return {value.name or "": None for value in values}
 
     def rewrite_graph(self, analyses: Analyses) -> bool:
-        model, graph = analyses.model, analyses.model.graph
-        caches, new = _find_caches(graph), _new_lengths(graph)
-        presents, batch = _presents(caches), _batch_source(graph, caches)
+        model = analyses.model
+        graph = analyses.model.graph
+        caches = _find_caches(graph)
+        new = _new_lengths(graph)
+        presents = _presents(caches)
+        batch = _batch_source(graph, caches)
         assert batch is not None
         graph.outputs[:] = [value for value in graph.outputs if value not in presents]
         for cache in caches:
@@ -127,7 +130,9 @@ def _cache(past: ir.Value, graph: ir.Graph) -> _Cache | None:
     """Match an input as a cache; None if it has other readers, or a fixed length."""
     if past.shape is None or past.is_graph_output():
         return None
-    joins, axes, copies = list[ir.Node](), set[int](), [past]
+    joins: list[ir.Node] = []
+    axes: set[int] = set()
+    copies = [past]
     for copy in copies:
         for node, index in copy.uses():
             if node.op_type == "Concat" and len(node.inputs) == 1:  # as TorchScript writes it
@@ -140,8 +145,8 @@ def _cache(past: ir.Value, graph: ir.Graph) -> _Cache | None:
     if len(axes) != 1 or any(node.graph is not graph for node in joins):
         return None
     axis = axes.pop()
-    free = [i for i, size in enumerate(past.shape) if not isinstance(size, int)]
-    return _Cache(past, axis, tuple(joins)) if axis in free and len(free) <= 2 else None
+    free_axes = [i for i, size in enumerate(past.shape) if not isinstance(size, int)]
+    return _Cache(past, axis, tuple(joins)) if axis in free_axes and len(free_axes) <= 2 else None
 
 
 def _presents(caches: list[_Cache]) -> set[ir.Value]:

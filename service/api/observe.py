@@ -42,8 +42,10 @@ class ObserveRequests:
         request_id = Headers(scope=scope).get("x-request-id", "")
         if not VALID_REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        started, status, added = perf_counter(), 0, MutableHeaders({"x-request-id": request_id})
-        held = scope["attnserve.held"] = ExitStack()
+        start = perf_counter()
+        status = 0
+        id_headers = MutableHeaders({"x-request-id": request_id})
+        resources = scope["attnserve.held"] = ExitStack()
         # FastAPI's GET routes refuse HEAD. The web server omits the body of the answer.
         routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
@@ -51,7 +53,7 @@ class ObserveRequests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *added.raw]
+                message["headers"] = [*message["headers"], *id_headers.raw]
             await send(message)
 
         with request_span(scope) as span:
@@ -59,7 +61,7 @@ class ObserveRequests:
             if (context := span.get_span_context()).is_valid:
                 fields["trace_id"] = format_trace_id(context.trace_id)
                 fields["span_id"] = format_span_id(context.span_id)
-                TRACE_CONTEXT.inject(added)
+                TRACE_CONTEXT.inject(id_headers)
             if (client := scope.get("client")) is not None:
                 fields["client"] = f"{client[0]}:{client[1]}"
             token = REQUEST.set(fields)
@@ -72,7 +74,7 @@ class ObserveRequests:
                 answer = error_response(scope, 500, "internal error")
                 await answer(scope, receive, observed)
             finally:
-                held.close()
+                resources.close()
                 # The pattern of the route, not the path: the number of series must stay bounded.
                 route = getattr(routed.get("route"), "path", "unknown")
                 self._metrics.count_response(route, status)
@@ -82,7 +84,7 @@ class ObserveRequests:
                         "method": scope["method"],
                         "path": scope["path"],
                         "status": status,
-                        "ms": round((perf_counter() - started) * 1e3, 3),
+                        "ms": round((perf_counter() - start) * 1e3, 3),
                         **scope.get("attnserve.cost", {}),
                     }
                     access.info("request", extra={"fields": line})

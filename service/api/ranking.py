@@ -13,7 +13,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from attnserve.choices import Activation
+from attnserve.literals import Activation
 from attnserve.serving.activations import scores_of
 from service.api.openai import OpenAIError
 from service.api.requests import Body, JsonRoute, Name, acquire_engine, run

@@ -289,7 +289,8 @@ class JsonRoute(APIRoute):
         field = self.body_field
         if field is None:
             return super().get_route_handler()
-        schema, is_required = field.field_info.annotation, field.field_info.is_required()
+        schema = field.field_info.annotation
+        is_required = field.field_info.is_required()
         assert isinstance(schema, type) and issubclass(schema, BaseModel)
         path_parameters = [parameter.name for parameter in self.dependant.path_params]
 

@@ -128,6 +128,6 @@ def _cost(answer: Answer, total_ms: float, provider: str) -> dict[str, int | flo
     if (macs := answer.macs) is not None:
         cost |= {"macs": macs, "flops": 2 * macs}
     cost["rss_bytes"] = rss_bytes()
-    if provider == "cuda" and (used := gpu_bytes()) is not None:
-        cost["gpu_bytes"] = used
+    if provider == "cuda" and (bytes_in_use := gpu_bytes()) is not None:
+        cost["gpu_bytes"] = bytes_in_use
     return cost

@@ -101,15 +101,16 @@ def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.
     """
     arrays: dict[str, np.ndarray] = {}
     for tensor in tensors:
-        what, size = f"input {tensor.name!r}", tensor.parameters.binary_data_size
+        subject = f"input {tensor.name!r}"
+        size = tensor.parameters.binary_data_size
         if size is not None and size > len(raw):
             raise InvalidData(
-                f"{what}: binary_data_size is {size}, but {len(raw)} bytes are left in the body",
+                f"{subject}: binary_data_size is {size}, but {len(raw)} bytes are left in the body",
                 code="tensor.size",
             )
         if (size is None) == (tensor.data is None):
             raise InvalidData(
-                f"{what} has {'no data' if size is None else 'data twice'}",
+                f"{subject} has {'no data' if size is None else 'data twice'}",
                 "give 'data', or 'binary_data_size' in its parameters and the bytes after the JSON",
                 code="tensor.data",
             )
@@ -120,7 +121,7 @@ def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.
                 else from_values(tensor.data, tensor.datatype, tensor.shape)
             )
         except InvalidData as error:
-            raise InvalidData(f"{what}: {error.what}", error.fix, code=error.code) from error
+            raise InvalidData(f"{subject}: {error.what}", error.fix, code=error.code) from error
         raw = raw[size or 0 :]
     if len(raw):
         raise InvalidData(
@@ -140,7 +141,7 @@ def encode_all(
         binary: Names of the tensors that are sent as raw bytes.
     """
     tensors: list[dict[str, Any]] = []
-    raw: list[memoryview] = []
+    buffers: list[memoryview] = []
     for name, array in arrays.items():
         tensor: dict[str, Any] = {
             "name": name,
@@ -148,9 +149,9 @@ def encode_all(
             "datatype": NAMES[array.dtype],
         }
         if name in binary:
-            raw.append(to_bytes(array))
+            buffers.append(to_bytes(array))
             tensor["parameters"] = {"binary_data_size": array.nbytes}
         else:
             tensor["data"] = np.ascontiguousarray(array).ravel()
         tensors.append(tensor)
-    return tensors, raw
+    return tensors, buffers

@@ -210,8 +210,8 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     labels = engine.model.labels
     predictions = [
         [
-            {"label": labels.get(at, str(at)), "score": float(scores[at])}
-            for at in np.argsort(-scores, kind="stable")[: body.top_k].tolist()
+            {"label": labels.get(index, str(index)), "score": float(scores[index])}
+            for index in np.argsort(-scores, kind="stable")[: body.top_k].tolist()
         ]
         for scores in answer.outputs["classify"]
     ]

@@ -14,7 +14,9 @@ def report(repository: Repository) -> dict[str, Any]:
     """The body of GET /stats.json. Milliseconds, bytes, multiply-accumulates."""
     metrics = repository.metrics
     states = {state[:2]: state for state in metrics.watch()}
-    series, seconds, quality = metrics.statistics(), metrics.seconds(), metrics.quality()
+    series = metrics.statistics()
+    seconds = metrics.seconds()
+    quality = metrics.quality()
     loaded = [(engine, (engine.name, engine.version)) for engine in repository.engines()]
     return {
         "ready": repository.ready,
@@ -36,7 +38,8 @@ def _model(
     quality: Any,
 ) -> dict[str, Any]:
     statistics = engine.metrics.statistics(series)
-    peak, outside = series.get("gpu_memory_peak_bytes"), series.get("out_of_calibration", {})
+    peak = series.get("gpu_memory_peak_bytes")
+    out_of_calibration = series.get("out_of_calibration", {})
     return {
         "name": engine.name,
         "version": engine.version,
@@ -50,7 +53,9 @@ def _model(
         "runs": statistics["execution_count"],
         "gpu_peak_bytes": None if peak is None else int(peak[()]),
         "quality": quality,
-        "out_of_calibration": {reason: int(count) for (reason,), count in sorted(outside.items())},
+        "out_of_calibration": {
+            reason: int(count) for (reason,), count in sorted(out_of_calibration.items())
+        },
         "window": engine.metrics.window(seconds),
         "card": engine.model.card,
     }

@@ -99,22 +99,22 @@ _repositories: list[Repository] = []
 """The repository of this process, if it is a replica."""
 
 
-def _build(settings: Settings, needed: Sequence[str]) -> FastAPI:
+def _build(settings: Settings, names: Sequence[str]) -> FastAPI:
     """The application of a replica.
 
     Args:
-        needed: Names of the settings of API keys that the service uses.
+        names: Names of the settings of API keys that the service uses.
 
     Raises:
         InvalidArgument: The service requires keys that this machine does not have.
     """
     secrets = Settings(model=settings.model)
-    if missing := [name for name in needed if not getattr(secrets, name)]:
-        variable = f"ATTNSERVE_{missing[0].upper()}"
+    if missing_settings := [name for name in names if not getattr(secrets, name)]:
+        variable = f"ATTNSERVE_{missing_settings[0].upper()}"
         raise InvalidArgument(
             f"{variable} is not set on the machine of this replica: the service requires keys",
             f"set {variable} on every machine before Ray starts"
-            + (", or use a file of keys" * (missing[0] == "api_keys")),
+            + (", or use a file of keys" * (missing_settings[0] == "api_keys")),
             code="ray.keys",
         )
     keys = {"api_keys": secrets.api_keys, "admin_keys": secrets.admin_keys}
@@ -143,9 +143,9 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
             ``replicas``, the port is 0, or the replicas did not start.
     """
     configure_log(settings)
-    chosen = ray or RaySettings()
-    app = application(settings, chosen)
-    if chosen.address is None and not settings.model.exists():
+    ray_settings = ray or RaySettings()
+    app = application(settings, ray_settings)
+    if ray_settings.address is None and not settings.model.exists():
         raise InvalidModel(f"{settings.model}: no such file or folder", "check the path")
     if settings.port == 0:
         raise InvalidArgument(
@@ -161,17 +161,18 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
         )
     # Ray reports usage statistics unless this variable is 0.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    runtime, serve = import_module("ray"), _require_serve()
+    runtime = import_module("ray")
+    serve = _require_serve()
     try:
         runtime.init(
-            address=chosen.address,
-            include_dashboard=None if chosen.address else False,
+            address=ray_settings.address,
+            include_dashboard=None if ray_settings.address else False,
             logging_level=logging.WARNING,
             log_to_driver=settings.log_level == "debug",
         )
     except ConnectionError as error:
         raise InvalidArgument(
-            f"`address` is {chosen.address}: no Ray cluster answers there",
+            f"`address` is {ray_settings.address}: no Ray cluster answers there",
             "check it with ray status",
             code="ray.address",
         ) from error
@@ -189,12 +190,12 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
                 code="ray.start",
             ) from error
         log.info("serving %s on Ray at http://%s:%d", settings.model, settings.host, settings.port)
-        while chosen.address is None:
+        while ray_settings.address is None:
             time.sleep(1)
     except KeyboardInterrupt:
         for number in STOP_SIGNALS:  # do not interrupt the shutdown
             signal.signal(number, signal.SIG_IGN)
-        if chosen.address is None:
+        if ray_settings.address is None:
             serve.shutdown()
     finally:
         runtime.shutdown()

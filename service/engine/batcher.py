@@ -112,20 +112,21 @@ class Queue:
 
     def take(self) -> list[Row]:
         """Remove and return the next batch, shortest row first; the queue must not be empty."""
-        first = self.next
-        self._waiting.move_to_end(first.request)
-        rows = self._sorted[first.key]
-        low = bisect_left(rows, (first.tokens, first.number))
+        oldest = self.next
+        self._waiting.move_to_end(oldest.request)
+        rows = self._sorted[oldest.key]
+        low = bisect_left(rows, (oldest.tokens, oldest.number))
         high = low + 1  # the batch is rows[low:high]
         while self.max_rows is None or high - low < self.max_rows:
-            size, longest = high - low + 1, rows[high - 1][0]
+            size = high - low + 1
+            longest = rows[high - 1][0]
             # Of each neighbor: the padding that it would add, and whether it is the longer one.
-            added: list[tuple[int, bool]] = []
+            padding_costs: list[tuple[int, bool]] = []
             if low > 0 and size * longest <= self.budget:
-                added.append((longest - rows[low - 1][0], False))
+                padding_costs.append((longest - rows[low - 1][0], False))
             if high < len(rows) and size * rows[high][0] <= self.budget:
-                added.append(((size - 1) * (rows[high][0] - longest), True))
-            padding, is_above = min(added, default=(math.inf, False))
+                padding_costs.append(((size - 1) * (rows[high][0] - longest), True))
+            padding, is_above = min(padding_costs, default=(math.inf, False))
             if padding > self.overhead:
                 break
             low, high = (low, high + 1) if is_above else (low - 1, high)
@@ -193,7 +194,7 @@ class RequestResult:
 
 
 @dataclass(eq=False)
-class _Request:
+class _OpenRequest:
     future: asyncio.Future[RequestResult]
     started: float
     deadline: float | None
@@ -207,10 +208,10 @@ class _Request:
 
 
 @dataclass(eq=False)
-class _Run:
+class _SlotRun:
     """A run in a slot, or a preparation of rows, with the requests that wait for it."""
 
-    requests: set[_Request]
+    requests: set[_OpenRequest]
     stop: Stop = field(default_factory=Stop)
     abandoned_at: float | None = None
 
@@ -258,8 +259,8 @@ class Batcher:
         self._free_slots = concurrency
         self._preparing = 0  # number of rows
         self._paused = self._closed = False
-        self._open: set[_Request] = set()  # requests without an answer
-        self._runs: set[_Run] = set()
+        self._open: set[_OpenRequest] = set()  # requests without an answer
+        self._runs: set[_SlotRun] = set()
         self._recent_runs: deque[tuple[int, float]] = deque(maxlen=RECENT_RUNS)
         """Padded tokens and seconds of each recent run."""
         self._loop: asyncio.AbstractEventLoop  # that of the requests; set by the first one
@@ -369,7 +370,7 @@ class Batcher:
 
     # -- on the event loop ------------------------------------------------------------------------
 
-    def _open_request(self, rows: int, deadline: float | None) -> _Request:
+    def _open_request(self, rows: int, deadline: float | None) -> _OpenRequest:
         self.check_room(rows)
         if self._closed:
             raise NotReady("the model is unloaded", "load it again")
@@ -377,9 +378,9 @@ class Batcher:
         now = perf_counter()
         if deadline is not None and now >= deadline:
             raise DeadlineExceeded("the deadline has passed", "allow more time, or send less")
-        return _Request(loop.create_future(), now, deadline)
+        return _OpenRequest(loop.create_future(), now, deadline)
 
-    async def _wait(self, request: _Request) -> RequestResult:
+    async def _wait(self, request: _OpenRequest) -> RequestResult:
         timer = None
         if request.deadline is not None:
             delay = request.deadline - request.started
@@ -398,17 +399,17 @@ class Batcher:
         while batch := self._take_batch():
             self._run_pool.submit(self._run_batches, batch)
 
-    def _expire(self, request: _Request) -> None:
+    def _expire(self, request: _OpenRequest) -> None:
         self._fail(
             request,
             DeadlineExceeded("the answer would come after the deadline", "allow more time"),
         )
 
-    def _fail(self, request: _Request, error: Exception) -> None:
+    def _fail(self, request: _OpenRequest, error: Exception) -> None:
         if not request.future.done():
             request.future.set_exception(error)
 
-    def _withdraw(self, request: _Request) -> None:
+    def _withdraw(self, request: _OpenRequest) -> None:
         """Remove waiting rows of an answered request, and cancel runs that only it waits for."""
         with self._lock:
             if request.remaining:
@@ -449,13 +450,13 @@ class Batcher:
     # -- in a thread of a pool --------------------------------------------------------------------
 
     def _prepare(
-        self, request: _Request, prepare: Callable[[], Sequence[Row]], count: int, in_slot: bool
+        self, request: _OpenRequest, prepare: Callable[[], Sequence[Row]], count: int, in_slot: bool
     ) -> None:
         """Prepare and enqueue the rows of a request; in a slot, run what is due."""
         rows: Sequence[Row] = ()
         error: Exception | None = None
-        started = perf_counter()
-        run = _Run({request})
+        start = perf_counter()
+        run = _SlotRun({request})
         with self._lock:
             self._runs.add(run)
         try:
@@ -463,14 +464,14 @@ class Batcher:
                 rows = _check_not_empty(prepare())
         except BaseException as raised:
             error = _as_exception(raised)
-        now = perf_counter()
-        request.prepare_s = now - started
+        end = perf_counter()
+        request.prepare_s = end - start
         with self._lock:
             self._runs.discard(run)
             self._preparing -= count
             self._free_slots += in_slot
             if rows and not request.future.done():
-                self._enqueue(request, rows, now)
+                self._enqueue(request, rows, end)
         if error is not None:
             self._loop.call_soon_threadsafe(self._fail, request, error)
         if in_slot:
@@ -487,8 +488,8 @@ class Batcher:
 
     def _compute(self, rows: list[Row]) -> list[tuple[list[Row], BatchRun | Exception]]:
         """Run a batch. If it fails, run each request separately: only faulty requests fail."""
-        started = perf_counter()
-        run = _Run({row.request for row in rows})
+        start = perf_counter()
+        run = _SlotRun({row.request for row in rows})
         with self._lock:
             self._runs.add(run)
         STOP.set(run.stop)
@@ -508,9 +509,9 @@ class Batcher:
                 self._runs.discard(run)
         ended = perf_counter()
         with self._lock:
-            self._recent_runs.append((len(rows) * rows[-1].tokens, ended - started))
+            self._recent_runs.append((len(rows) * rows[-1].tokens, ended - start))
         tokens = sum(row.real_tokens or row.tokens for row in rows)
-        return [(rows, BatchRun(len(rows), rows[-1].tokens, tokens, started, ended, result))]
+        return [(rows, BatchRun(len(rows), rows[-1].tokens, tokens, start, ended, result))]
 
     def _take_batch(self, freed: int = 0) -> list[Row] | None:
         """Free finished slots, then take a slot and the due batch; None if either is missing."""
@@ -534,8 +535,9 @@ class Batcher:
 
     # -- with the lock held -----------------------------------------------------------------------
 
-    def _enqueue(self, request: _Request, rows: Sequence[Row], now: float) -> None:
-        request.rows, request.queued_at = list(rows), now
+    def _enqueue(self, request: _OpenRequest, rows: Sequence[Row], now: float) -> None:
+        request.rows = list(rows)
+        request.queued_at = now
         request.remaining = len(rows)
         request.has_waited = self._free_slots == 0 or self._paused
         for row in rows:
@@ -547,7 +549,7 @@ class Batcher:
         past = sorted(seconds for tokens, seconds in self._recent_runs if tokens <= padded_tokens)
         return past[-self._concurrency - 1] if len(past) > self._concurrency else 0.0
 
-    def _will_miss_deadline(self, request: _Request, end: float) -> bool:
+    def _will_miss_deadline(self, request: _OpenRequest, end: float) -> bool:
         """Whether a run with this end would be too late for ``request``, which is then refused.
 
         A request that found a free slot always runs: the expected duration would otherwise never
@@ -579,7 +581,7 @@ def _as_exception(error: BaseException) -> Exception:
     return failed
 
 
-def _request_result(request: _Request) -> RequestResult:
+def _request_result(request: _OpenRequest) -> RequestResult:
     spans = sorted((batch.started, batch.ended) for batch, _ in request.batches)
     compute_s = _union(spans)
     total_s = max(end for _, end in spans) - request.started
@@ -595,7 +597,8 @@ def _request_result(request: _Request) -> RequestResult:
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
     """Length of the union of intervals, which are sorted by start."""
-    covered, until = 0.0, float("-inf")
+    covered = 0.0
+    until = float("-inf")
     for start, end in spans:
         covered += max(0.0, end - max(start, until))
         until = max(until, end)

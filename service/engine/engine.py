@@ -215,19 +215,19 @@ class Engine:
                 await hold(COPIES * size, deadline)
             rows = self._tensor_rows(inputs, names)
             result = await self.batcher.submit(rows, deadline)
-            started = perf_counter_ns()
-            joined = [join_values(parts) for parts in zip(*result.results, strict=True)]
-            size = sum(array.nbytes for array in joined)
+            start_ns = perf_counter_ns()
+            arrays = [join_values(parts) for parts in zip(*result.results, strict=True)]
+            size = sum(array.nbytes for array in arrays)
             _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
             answer = Answer(
-                outputs=dict(zip(names, joined, strict=True)),
+                outputs=dict(zip(names, arrays, strict=True)),
                 result=result,
                 tokens=model.tokens(inputs),
                 padded_tokens=padded_tokens,
                 out_of_calibration=self._count_outside(row_ids(inputs)),
                 follow_up=self._shadow.follow_up(self, None, names, result),
             )
-            _add_stages(stages, result, output_ns=perf_counter_ns() - started)
+            _add_stages(stages, result, output_ns=perf_counter_ns() - start_ns)
         return answer
 
     async def run_task(
@@ -279,7 +279,7 @@ class Engine:
                 ]
 
             result = await self.batcher.submit_from(rows, len(texts), deadline, is_short=is_short)
-            started = perf_counter_ns()
+            start_ns = perf_counter_ns()
             answer = Answer(
                 outputs={task: join_values(result.results)},
                 result=result,
@@ -288,7 +288,7 @@ class Engine:
                 out_of_calibration=self._count_outside(row.payload.ids for row in result.rows),
                 follow_up=self._shadow.follow_up(self, task, names, result, texts),
             )
-            _add_stages(stages, result, output_ns=perf_counter_ns() - started)
+            _add_stages(stages, result, output_ns=perf_counter_ns() - start_ns)
         return answer
 
     async def tokenize(
@@ -355,7 +355,7 @@ class Engine:
     @contextmanager
     def _counted(self, *, is_inference: bool = True) -> Generator[dict[str, int]]:
         """Count a request; the caller fills in the yielded durations of its stages."""
-        started = perf_counter_ns()
+        start_ns = perf_counter_ns()
         stages: dict[str, int] = {}
         self.in_flight += 1
         self.acquire()
@@ -365,11 +365,11 @@ class Engine:
             yield stages
         except BaseException as error:
             kind = next(kind for kind in type(error).__mro__ if kind in REASONS)
-            self.metrics.record_failure(perf_counter_ns() - started, REASONS[kind])
+            self.metrics.record_failure(perf_counter_ns() - start_ns, REASONS[kind])
             raise
         else:
             if is_inference:
-                self.metrics.record_success(perf_counter_ns() - started, stages)
+                self.metrics.record_success(perf_counter_ns() - start_ns, stages)
         finally:
             self.in_flight -= 1
             self.release()
@@ -387,12 +387,15 @@ class Engine:
     def _run(self, key: Hashable, payloads: list[Any]) -> BatchResult:
         """Run one batch, in a thread of the batcher."""
         assert isinstance(key, tuple)
-        model, started = self.model, perf_counter_ns()
+        model = self.model
+        start_ns = perf_counter_ns()
         is_text = key[0] not in ("alone", "together")
         if is_text:
-            inputs, names = model.text_inputs(payloads), [model.text_output(key[0])]
+            inputs = model.text_inputs(payloads)
+            names = [model.text_output(key[0])]
         else:
-            inputs, names = join_rows(payloads), key[1]
+            inputs = join_rows(payloads)
+            names = key[1]
         prepared = perf_counter_ns()
         outputs = tuple(model.run(inputs, names).values())
         inferred = perf_counter_ns()
@@ -401,14 +404,14 @@ class Engine:
         rows = range(len(payloads))
         if is_text:
             vectors = model.vectors(key[0], inputs, outputs[0])
-            results: Sequence[Any] = [vectors[at : at + 1] for at in rows]
+            results: Sequence[Any] = [vectors[index : index + 1] for index in rows]
         elif len(payloads) == 1:
             results = [outputs]
         else:
-            results = [tuple(output[at : at + 1] for output in outputs) for at in rows]
+            results = [tuple(output[index : index + 1] for output in outputs) for index in rows]
         macs = model.macs(inputs)
         ended = perf_counter_ns()
-        stage_ns = prepared - started, inferred - prepared, ended - inferred
+        stage_ns = prepared - start_ns, inferred - prepared, ended - inferred
         return BatchResult(results, macs, stage_ns)
 
     def _count_outside(self, rows: Iterable[Sequence[int] | np.ndarray]) -> int:
@@ -433,7 +436,8 @@ class Engine:
         """
         size = self.model.output_bytes(shapes, outputs)
         _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
-        needed, limit = self.model.run_bytes(row), self.settings.max_run_bytes
+        needed = self.model.run_bytes(row)
+        limit = self.settings.max_run_bytes
         if needed is not None and needed > limit:
             raise TooLarge(
                 f"an operator of {self.name} needs {needed} bytes at this length: at most {limit}",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from attnserve.models.artifact import open_artifact
-from attnserve.models.model_folder import Place, find_models
+from attnserve.models.model_folder import ModelLocation, find_models
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.checked_loading import CheckedModel, load_checked
 from attnserve.serving.loaded_model import Model
@@ -117,19 +117,19 @@ class Repository:
         """
         if name is None:
             name = self._only()
-        loaded = self._engines.get(name)
-        if not loaded:
+        versions = self._engines.get(name)
+        if not versions:
             self._require_started()
             if name in self._known:
                 raise NotReady(f"the model {name!r} is not loaded", "load it, or wait until it is")
             names = ", ".join(map(repr, sorted(self._engines))) or "no model"
             raise UnknownModel(f"unknown model {name!r}: this server has {names}")
         if version is None:
-            return loaded[max(loaded, key=int)]
-        if version not in loaded:
-            has = ", ".join(sorted(loaded, key=int))
+            return versions[max(versions, key=int)]
+        if version not in versions:
+            has = ", ".join(sorted(versions, key=int))
             raise NotFound(f"unknown version {version!r} of {name!r}: it has {has}")
-        return loaded[version]
+        return versions[version]
 
     def versions(self, name: str) -> list[str]:
         """The loaded versions of ``name``, lowest first.
@@ -182,19 +182,20 @@ class Repository:
 
         If the path cannot be read, the index lists the loaded versions.
         """
-        on_disk: Mapping[str, Mapping[str, Place]] = {}
+        on_disk: Mapping[str, Mapping[str, ModelLocation]] = {}
         with suppress(AttnserveError):
             on_disk = self._find()
         entries: dict[tuple[str, str], Entry] = {}
-        for name, places in on_disk.items():
+        for name, locations in on_disk.items():
             failures = self._failures.get(name, {})
-            for version in places:
+            for version in locations:
                 reason = failures.get(version, "not loaded")
                 entries[name, version] = Entry(name, version, "UNAVAILABLE", reason)
         for key in self._loading:
             entries[key] = Entry(*key, "LOADING")
         for engine in self.engines():
-            key, why = (engine.name, engine.version), self._why_not_ready(engine)
+            key = (engine.name, engine.version)
+            why = self._why_not_ready(engine)
             entries[key] = Entry(*key, "READY" if why is None else "UNAVAILABLE", why or "")
         return [entries[key] for key in sorted(entries, key=lambda key: (key[0], int(key[1])))]
 
@@ -213,16 +214,16 @@ class Repository:
         names = await asyncio.to_thread(self._find)
         if unknown := set(self.settings.model_limits) - names.keys():
             log.warning("model_limits: unknown model %s", ", ".join(sorted(unknown)))
-        first: AttnserveError | None = None
+        first_error: AttnserveError | None = None
         for name in sorted(names):
             try:
                 await self._replace(name)
             except AttnserveError as error:
                 log.error("%s is not loaded: %s", name, str(error).replace("\n", "; "))
                 self._missing.add(name)
-                first = first or error
+                first_error = first_error or error
         if not self._engines:
-            raise first or InvalidModel(
+            raise first_error or InvalidModel(
                 f"{self.settings.model}: no model in this folder: expected model.onnx,"
                 " NAME/model.onnx or NAME/VERSION/model.onnx",
                 "check the path",
@@ -265,24 +266,26 @@ class Repository:
     async def _replace(self, name: str, versions: Collection[str] | None = None) -> None:
         """Load ``versions`` of ``name``, None for all; see ``load`` for the rest."""
         async with self._changing:
-            places = (await asyncio.to_thread(self._find)).get(name, {})
+            locations = (await asyncio.to_thread(self._find)).get(name, {})
             if versions is not None:
-                places = {version: places[version] for version in versions if version in places}
-            if not places:
+                locations = {
+                    version: locations[version] for version in versions if version in locations
+                }
+            if not locations:
                 raise UnknownModel(f"unknown model {name!r}: it is not on disk")
             serving = self._engines.get(name, {})
             following: dict[str, Engine] = {}
-            first: AttnserveError | None = None
-            for version in sorted(places, key=int):
+            first_error: AttnserveError | None = None
+            for version in sorted(locations, key=int):
                 key = (name, version)
                 self._loading.add(key)
                 try:
-                    engine = await self._prepare(name, version, places[version])
+                    engine = await self._prepare(name, version, locations[version])
                     self._failures.get(name, {}).pop(version, None)
                 except AttnserveError as error:
-                    why = hide_folders(error.what, self.settings.model)
-                    self._failures.setdefault(name, {})[version] = why
-                    first = first or error
+                    reason = hide_folders(error.what, self.settings.model)
+                    self._failures.setdefault(name, {})[version] = reason
+                    first_error = first_error or error
                     if version not in serving:
                         continue
                     engine = serving[version]
@@ -294,8 +297,8 @@ class Repository:
                 for engine in serving.values():
                     if engine not in following.values():
                         self._retire(engine)
-            if first is not None:
-                raise first
+            if first_error is not None:
+                raise first_error
 
     async def unload(self, name: str) -> None:
         """Refuse new requests for ``name``, answer the accepted ones, then free the model.
@@ -365,20 +368,24 @@ class Repository:
         names = ", ".join(sorted(self._engines))
         raise NotFound(f"this server has several models: {names}", "name one of them")
 
-    async def _prepare(self, name: str, version: str, place: Place) -> Engine:
-        """The engine of the model at ``place``: the current one if unchanged, else a new one."""
-        current = self._engines.get(name, {}).get(version)
+    async def _prepare(self, name: str, version: str, location: ModelLocation) -> Engine:
+        """The engine of the model at ``location``: the current one if unchanged, else a new one."""
+        served_engine = self._engines.get(name, {}).get(version)
 
         def is_served(checked: CheckResult) -> bool:
-            """Whether ``current`` runs it, and nothing new is known of its fusion."""
-            if current is None or not current.ready or checked.identity != current.content:
+            """Whether ``served_engine`` runs it, and nothing new is known of its fusion."""
+            if (
+                served_engine is None
+                or not served_engine.ready
+                or checked.identity != served_engine.content
+            ):
                 return False
-            done = current.model.operators
+            done = served_engine.model.operators
             is_news = checked.rewritten is not None or checked.fusion is not None
             return done["rewritten"] or "pending" in done or not is_news
 
         try:
-            loaded = await asyncio.to_thread(self._load, name, version, place, is_served)
+            checked_model = await asyncio.to_thread(self._load, name, version, location, is_served)
         except AttnserveError:
             raise
         except Exception as error:  # a failure of one model must not affect the others
@@ -388,38 +395,42 @@ class Repository:
                 "see the log of the server",
                 code="model.unexpected",
             ) from error
-        if loaded is None:
-            assert current is not None
-            return current
-        return self._serve(name, version, place, loaded)
+        if checked_model is None:
+            assert served_engine is not None
+            return served_engine
+        return self._serve(name, version, location, checked_model)
 
-    def _serve(self, name: str, version: str, place: Place, loaded: CheckedModel) -> Engine:
+    def _serve(
+        self, name: str, version: str, location: ModelLocation, checked_model: CheckedModel
+    ) -> Engine:
         """Create the engine of a loaded model; it is replaced after a fusion in the background."""
 
         def reload() -> Model:
-            again = self._load(name, version, place)
-            if again is None or again.identity != loaded.identity:
+            again = self._load(name, version, location)
+            if again is None or again.identity != checked_model.identity:
                 raise NotReady(f"the files of {name} have changed", "load it again")
             return again.model
 
         engine = Engine(
-            loaded.model,
+            checked_model.model,
             self.settings.for_model(name),
             self.metrics.of(name, version),
             reload,
             self.shadow,
             version=version,
-            content=loaded.identity,
+            content=checked_model.identity,
         )
         if self._started:
             _log_operators(engine)
-        if loaded.fusion is not None:
-            task = asyncio.ensure_future(self._serve_fused(engine, place, loaded.fusion))
+        if checked_model.fusion is not None:
+            task = asyncio.ensure_future(self._serve_fused(engine, location, checked_model.fusion))
             self._fusing.add(task)
             task.add_done_callback(self._fusing.discard)
         return engine
 
-    async def _serve_fused(self, engine: Engine, place: Place, fusion: Future[CheckResult]) -> None:
+    async def _serve_fused(
+        self, engine: Engine, location: ModelLocation, fusion: Future[CheckResult]
+    ) -> None:
         """Replace an engine by the engine of the fused model, after the fusion."""
         name, version = engine.name, engine.version
         checked = await asyncio.wrap_future(fusion)
@@ -431,21 +442,21 @@ class Repository:
                 _log_operators(engine)
                 return
             try:
-                loaded = await asyncio.to_thread(self._load, name, version, place)
+                checked_model = await asyncio.to_thread(self._load, name, version, location)
             except Exception as error:  # the model is served as it is
                 log.warning("%s version %s is not fused: %s", name, version, error)
                 engine.model.operators = self._shown(unfused(str(error)))
                 return
-            assert loaded is not None
-            if loaded.identity != engine.content:  # the files were replaced
-                await asyncio.to_thread(loaded.model.close)
+            assert checked_model is not None
+            if checked_model.identity != engine.content:  # the files were replaced
+                await asyncio.to_thread(checked_model.model.close)
                 return
-            if loaded.fusion is not None:  # its result could not be stored: do not retry forever
-                why = "the result of the load check could not be stored"
-                engine.model.operators = unfused(why)
-                await asyncio.to_thread(loaded.model.close)
+            if checked_model.fusion is not None:  # its result was not stored: do not retry forever
+                reason = "the result of the load check could not be stored"
+                engine.model.operators = unfused(reason)
+                await asyncio.to_thread(checked_model.model.close)
                 return
-            self._engines[name][version] = self._serve(name, version, place, loaded)
+            self._engines[name][version] = self._serve(name, version, location, checked_model)
             self._retire(engine)
 
     @asynccontextmanager
@@ -457,7 +468,7 @@ class Repository:
         self,
         name: str,
         version: str,
-        place: Place,
+        location: ModelLocation,
         is_served: Callable[[CheckResult], bool] = lambda checked: False,
     ) -> CheckedModel | None:
         """Load the model; None if ``is_served``, see ``load_checked``.
@@ -475,17 +486,17 @@ class Repository:
         )
         open_model = partial(Model, options=options, name=name)
         check = self._checker.check if settings.probe else identify
-        artifact = open_artifact(place.path, place.shared)
-        loaded = load_checked(artifact, check, open_model, is_served)
-        if loaded is None:
+        artifact = open_artifact(location.path, location.shared)
+        checked_model = load_checked(artifact, check, open_model, is_served)
+        if checked_model is None:
             return None
-        model = loaded.model
+        model = checked_model.model
         model.operators = self._shown(model.operators)
         if model.int8_warning is not None:
             log.warning("%s version %s: %s", name, version, model.int8_warning)
         if not model.batch_invariant:
             log.warning("%s version %s: %s", name, version, NOT_BATCH_INVARIANT)
-        return loaded
+        return checked_model
 
     def _shown(self, operators: OperatorReport) -> OperatorReport:
         """A report of operators without paths of this server, because clients see it."""
@@ -506,7 +517,7 @@ class Repository:
             for engine in self.engines()
         ]
 
-    def _find(self) -> Mapping[str, Mapping[str, Place]]:
+    def _find(self) -> Mapping[str, Mapping[str, ModelLocation]]:
         """The models on disk, by name and version.
 
         Raises:

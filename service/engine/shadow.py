@@ -76,7 +76,8 @@ class Shadow:
         worker: int = 0,
     ) -> None:
         self._settings, self._metrics, self._engines = settings, metrics, engines
-        self._folder, self._is_first = folder, worker == 0
+        self._folder = folder
+        self._is_first = worker == 0
         self._texts = settings.sample_texts and TextSample(
             settings.sample_texts, settings.sample_rate, mask=settings.sample_mask
         )
@@ -147,20 +148,20 @@ class Shadow:
             result: For each row its outputs, or the vector of a text.
             texts: The texts of the request.
         """
-        chosen = [] if self._texts is None else self._texts.choose(texts)
+        sampled_texts = [] if self._texts is None else self._texts.choose(texts)
         sample = None
         if self._is_sampled(engine):
-            at = random.randrange(len(result.rows))
-            outputs = result.results[at] if task is None else (result.results[at],)
+            index = random.randrange(len(result.rows))
+            outputs = result.results[index] if task is None else (result.results[index],)
             key = (engine.name, engine.version)
             served = dict(zip(names, outputs, strict=True))
-            sample = ServedRow(key, engine.content, task, result.rows[at].payload, served)
-        if not chosen and sample is None:
+            sample = ServedRow(key, engine.content, task, result.rows[index].payload, served)
+        if not sampled_texts and sample is None:
             return None
 
         async def run() -> None:
             is_first = not self._lines
-            self._lines = [*self._lines, *chosen][:MAX_LINES]
+            self._lines = [*self._lines, *sampled_texts][:MAX_LINES]
             if self._lines and is_first:
                 self._spawn(self._write_lines())
             if sample is not None and len(self._pending) < MAX_PENDING:
@@ -195,7 +196,8 @@ class Shadow:
             self._spawn(self._when_idle(sample))
 
     async def _write_lines(self) -> None:
-        lines, self._lines = self._lines, []
+        lines = self._lines
+        self._lines = []
         await self._in_thread(self._write_texts, lines)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

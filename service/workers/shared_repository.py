@@ -59,7 +59,8 @@ class SharedRepository(Repository):
         self._applying = asyncio.Lock()
         metrics.rss = lambda: rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
         metrics.workers = lambda: self.workers[1]
-        metrics.seconds, metrics.delay_s = state.seconds, 1
+        metrics.seconds = state.seconds
+        metrics.delay_s = 1
 
     # -- state over all workers -------------------------------------------------------------------
 
@@ -242,8 +243,8 @@ class SharedRepository(Repository):
 
     async def _apply_model(self, name: str, target: TargetModel) -> None:
         failure: AttnserveError | None = None
-        before = self._contents_of(name)
-        if before != target.contents:
+        contents = self._contents_of(name)
+        if contents != target.contents:
             try:
                 if target.contents:
                     await self._replace(name, target.contents)
@@ -253,7 +254,7 @@ class SharedRepository(Repository):
                 failure = error
         engines = self._engines.get(name, {})
         for version, engine in list(engines.items()):
-            if engine.content not in (target.contents.get(version), before.get(version)):
+            if engine.content not in (target.contents.get(version), contents.get(version)):
                 self._retire(engines.pop(version))  # two workers must not serve different files
         if not engines:
             self._engines.pop(name, None)

@@ -170,10 +170,14 @@ class _Supervisor:
             worker.pipe.close()
             status = self._state.status(number)
             self._state.remove_status(number)
-            code, since = worker.process.returncode, worker.serving_since
+            code = worker.process.returncode
+            serving_since = worker.serving_since
             exited = f"ended with {describe_exit(code)}"
             if self._stopping.is_set():
-                is_starting = since is None and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+                is_starting = serving_since is None and code in (
+                    -signal.SIGTERM,
+                    128 + signal.SIGTERM,
+                )
                 if code and not is_starting:
                     self._error = self._error or ServiceError(
                         f"worker {number} {exited} during the drain",
@@ -181,8 +185,12 @@ class _Supervisor:
                         code="worker.drain_failed",
                     )
                 return
-            failures = 0 if since is not None and monotonic() - since >= STABLE_S else failures + 1
-            if since is None:
+            failures = (
+                0
+                if serving_since is not None and monotonic() - serving_since >= STABLE_S
+                else failures + 1
+            )
+            if serving_since is None:
                 reported = None if status is None else status.error
                 error = (
                     ServiceError(
@@ -219,7 +227,8 @@ class _Supervisor:
                     worker.kill("does not stop")
                 continue
             has_beaten = worker.has_beaten()
-            is_up, silent_s = is_up or has_beaten, 0.0 if has_beaten else silent_s + POLL_S
+            is_up = is_up or has_beaten
+            silent_s = 0.0 if has_beaten else silent_s + POLL_S
             if silent_s > (HANG_S if is_up else IMPORT_S):
                 worker.kill("hangs")
             elif worker.serving_since is None:

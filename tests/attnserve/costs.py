@@ -11,10 +11,9 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import ShapeLatency
+from attnserve.models.recorded import ShapeLatency
 from attnserve.planning import served_speed
 from attnserve.planning.search.judge import Built, Judge
-from attnserve.planning.search.report import mean_speedup
 from attnserve.planning.served_speed import ServedSpeed, ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import Part
@@ -61,7 +60,7 @@ def measure(
 def compare_speed(
     judge: Judge, model: ir.Model, workloads: Sequence[Workload]
 ) -> list[ShapeLatency]:
-    job, speeds = judge.search_input.job, list[ShapeLatency]()
+    job, speeds = judge.job, list[ShapeLatency]()
     for workload in workloads:
         feed = example_inputs(job.original, workload, job.context.seed)
         before, after = (milliseconds(graph, feed) for graph in (job.original, model))
@@ -77,12 +76,9 @@ def compare_speed(
     return speeds
 
 
-def paired_speedup(judge: Judge, slow: Built, fast: Built) -> Speedup:
+def speedup_over(judge: Judge, slow: Built, fast: Built) -> Speedup:
     before, after = (
-        mean_speedup(
-            judge.compare_speed(one.model, judge.search_input.job.requested),
-            judge.search_input.lengths,
-        )
+        judge.requested_speedup(judge.compare_speed(one.model, judge.job.requested))
         for one in (slow, fast)
     )
     return Speedup(value=after / before, ci95=(after / before, after / before))
@@ -114,7 +110,7 @@ def measure_unfused(timer: ServedTimer, *arguments: Any, **named: Any) -> Served
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.runtime.part_latency.LatencyTable.measure", measure)
     monkeypatch.setattr(Judge, "compare_speed", compare_speed)
-    monkeypatch.setattr(Judge, "paired_speedup", paired_speedup)
+    monkeypatch.setattr(Judge, "speedup_over", speedup_over)
     count_served(monkeypatch)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import Quality
-from attnserve.choices import Measure
+from attnserve.literals import Measure
 
 __all__ = ["fidelity_of", "quality_of"]
 

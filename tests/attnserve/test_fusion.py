@@ -10,13 +10,12 @@ import pytest
 
 from attnserve import fusion
 from attnserve.checks.certify import read_attention
-from attnserve.choices import Precision
 from attnserve.fusion import fuse, fuse_for, fusion_passes
+from attnserve.literals import Precision
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
 from attnserve.runtime.session import open_session
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import model_cost
@@ -49,8 +48,8 @@ def test_optimize_plan_with_conversion_is_replayed_to_the_same_model(
     model = load_model(tiny / "model.onnx")
     plan = Plan.from_json(report.plan.to_json())
     again = model.clone()
-    plan = Plan.from_passes(plan.passes)  # without the conversion
-    apply_plan(plan, State(job_of(model), again, fit=False))
+    plan = Plan(plan.passes)  # without the conversion
+    apply_plan(plan, job_of(model), again, fit=False)
     made = load_model(tmp_path / "one" / "model.onnx")
     operators = ("Attention", "Gelu", "Sum", "LayerNormalization")
     old, new = (

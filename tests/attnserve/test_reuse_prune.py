@@ -23,7 +23,6 @@ from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CannotRewrite, InvalidData
@@ -334,7 +333,7 @@ def test_optimize_dry_run_writes_nothing_and_recorded_plan_gives_the_same_graph(
     assert [entry["pass"] for entry in plan["passes"]] == ORDER[:3]
     model, original = (load_model(open_artifact(small)) for _ in range(2))
     data = load_inputs(arrays, original, open_artifact(small))
-    apply_plan(Plan.from_json(plan), State(job_of(original, data=data), model))
+    apply_plan(Plan.from_json(plan), job_of(original, data=data), model)
     ir.save(model, tmp_path / "b.onnx")
     written = load_model(tmp_path / "a" / "model.onnx").graph.initializers
     again = load_model(tmp_path / "b.onnx").graph.initializers

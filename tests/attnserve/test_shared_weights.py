@@ -12,8 +12,8 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.compare import verify
-from attnserve.choices import Importance, Mixing
 from attnserve.context import ONE_THREAD
+from attnserve.literals import Importance, Mixing
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session

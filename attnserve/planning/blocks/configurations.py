@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -21,15 +21,16 @@ from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
-from graph_passes.passes.base import BlockPass, small_shapes
+from graph_passes.passes.base import BlockPass, FittedPass, small_shapes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
-from graph_passes.passes.conditions import caller_reads
+from graph_passes.passes.conditions import returned_refusal
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
 from graph_passes.passes.reuse_attention import Edges, ReuseAttention, SourceHead
 from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
 
 __all__ = [
+    "AS_EXPORTED",
     "MAX_CONFIGS",
     "Block",
     "BlockConfig",
@@ -48,6 +49,9 @@ __all__ = [
 Block = AttentionBlock | FeedForwardBlock
 Kind = Literal["attention", "feed_forward"]
 Implementation = FusedOperator | Literal["gelu", "as exported"]
+"""What computes a block: one operator, or the nodes of the export."""
+
+AS_EXPORTED: Final = "as exported"
 
 MAX_CONFIGS = 24
 """The approximate number of configurations of a feed-forward block, and the most of an attention
@@ -194,7 +198,7 @@ class LossCurve:
         kept = self.at(len(self.order) - config.kept)
         if config == BlockConfig(config.kept):
             return kept
-        changes = {whole.of(config.kept): loss for whole, loss in self.changed if whole.kept}
+        changes = {change.of(config.kept): loss for change, loss in self.changed if change.kept}
         share = config.kept / len(self.order)
         return kept + share * changes[config] if config in changes else None
 
@@ -256,6 +260,7 @@ def group_blocks(
 
 
 def _refusal(block: AttentionBlock, analyses: Analyses) -> Refusal | None:
+    """Why no heads of a block can be removed; None if they can."""
     return PruneHeads.refusal(block, None, analyses) or emission_refusal(
         block, small_shapes(analyses)
     )
@@ -277,7 +282,7 @@ def configs_of(block: Block) -> list[BlockConfig]:
         own = block.num_heads * (cut - 1)
         if (rank := int(SHARED_FRACTION * own) // MULTIPLE * MULTIPLE) and block.num_heads > 1:
             configs.append(BlockConfig(block.num_heads, cut, rank))
-    if not block.k.is_cached and not (caller_reads(block) or skip_refusal(block)):
+    if not block.k.is_cached and not (returned_refusal(block) or skip_refusal(block)):
         configs.append(BlockConfig(0))
     return configs
 
@@ -328,7 +333,7 @@ def apply_config(
     mask = [1] * config.kept + [0] * (count - config.kept)
     with Analyses.of(model) as analyses:
         for rewrite in passes_of(block, config, mask):
-            if rewrite.is_fitted and moments is not None:
+            if isinstance(rewrite, FittedPass) and moments is not None:
                 rewrite.require_applicable(analyses)
                 rewrite = rewrite.fitted(analyses, {block.name: moments})
             rewrite(model)

@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Losses", "conversion_losses", "loss_curves"]
 
-PROBES = (0.25, 0.5, 0.75)
+MEASURED_SHARES = (0.25, 0.5, 0.75)
 """Shares of a block whose removal is measured."""
 
-PROBE_ROWS = 48
+MEASURED_ROWS = 48
 """The approximate number of texts on which losses are measured."""
 
 MOMENT_TOKENS = 8192
@@ -102,15 +102,15 @@ def loss_curves(
     if not able:
         return Losses({}, (), {})
     blocks = [block for group in able for block in group.blocks]
-    probes, rest = _split(batches)
-    estimator = LossEstimator(model, [block.name for block in blocks], probes, new_meter, context)
+    measured, rest = _split(batches)
+    estimator = LossEstimator(model, [block.name for block in blocks], measured, new_meter, context)
     curves: dict[str, LossCurve] = {}
     sums = _by_group(able, last_map_moments(model, blocks, enough(rest, blocks), context=context))
     for done, (group, total) in enumerate(sums, start=1):
         last = _last_map(group)
         elimination = _elimination(group, last, total)
         count, gone, losses = group.count, list[int](), list[float]()
-        for share in PROBES:
+        for share in MEASURED_SHARES:
             n = max(round(share * count), 1)
             if n >= count or n in gone:
                 continue
@@ -130,8 +130,8 @@ def loss_curves(
         context.progress("measure block losses", done, len(able))
     others = _ChangeLosses(model, estimator, thinned(rest, MOMENT_TOKENS), context)
     wanted = {g: changes[g.key] for g in able if changes and g.key in changes and g.key in curves}
-    for key, elimination in others.changes(wanted).items():
-        curves[key] = replace(curves[key], changed=tuple(elimination))
+    for key, changed in others.changes(wanted).items():
+        curves[key] = replace(curves[key], changed=tuple(changed))
     faster = [p for p in pairs if p.saved_ms > 0 and {p.source.key, p.reader.key} <= curves.keys()]
     return Losses(curves, tuple(others.pairs(faster)), {})
 
@@ -152,10 +152,10 @@ def conversion_losses(
         new_meter: See ``LossEstimator``.
 
     Raises:
-        Those of ``convert``.
+        InvalidArgument, CannotRewrite, InvalidData: In the cases of ``convert``.
     """
-    probes, rest = _split(batches)
-    estimator = LossEstimator(model, [], probes, new_meter, context)
+    measured, rest = _split(batches)
+    estimator = LossEstimator(model, [], measured, new_meter, context)
     parts = convert_alone(model, precision, rest, [group.names for group in groups])
     losses: dict[str, float] = {}
     for group, converted in zip(groups, parts, strict=True):
@@ -313,17 +313,17 @@ def _decompose(model: ir.Model, names: Collection[str]) -> None:
 
 
 def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches into probes of about ``PROBE_ROWS`` short and long texts, and data to fit to.
+    """Split batches: about ``MEASURED_ROWS`` short and long texts to measure, and data to fit to.
 
     They are disjoint: a block with many neurons overfits to the data of its fit.
     """
     if len(batches) < 2:
         return list(batches), list(batches)
     rows = [max((len(a) for a in batch.values() if a.ndim), default=1) for batch in batches]
-    count = min(max(round(PROBE_ROWS / max(np.mean(rows), 1)), 1), len(batches) // 2)
+    count = min(max(round(MEASURED_ROWS / max(np.mean(rows), 1)), 1), len(batches) // 2)
     places = np.linspace(0, len(batches) - 1, 2 * count + 1)[1::2].round().astype(int).tolist()
-    probes = [batches[index] for index in dict.fromkeys(places)]
-    return probes, [batch for index, batch in enumerate(batches) if index not in places]
+    measured = [batches[index] for index in dict.fromkeys(places)]
+    return measured, [batch for index, batch in enumerate(batches) if index not in places]
 
 
 class _LastMap(NamedTuple):

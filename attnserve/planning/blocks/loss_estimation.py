@@ -80,10 +80,10 @@ class LossEstimator:
         self.places = {name: place for place, name in enumerate(self.inputs)}
         weights = [weight for weight, _ in self.inputs.values()]
         self._part = part
-        self._nodes = {name: found[name].of.nodes for name in self.inputs}
+        self._nodes = {name: found[name].owner.nodes for name in self.inputs}
         self._segments = SegmentedModel(part, weights, context)
         self._place, self._states = 0, [self._start(batch) for batch in batches]
-        self.whole = [self._segments.finish(0, state) for state in self._states]
+        self.original_outputs = [self._segments.finish(0, state) for state in self._states]
 
     def loss(self, maps: Maps) -> float:
         """The additive loss with other last maps (``QualityMeter.additive_loss``)."""
@@ -135,6 +135,6 @@ class LossEstimator:
 
     def _loss(self, outputs: Iterable[list[np.ndarray]]) -> float:
         meter = self.new_meter()
-        for batch, before, after in zip(self.batches, self.whole, outputs, strict=True):
+        for batch, before, after in zip(self.batches, self.original_outputs, outputs, strict=True):
             meter.add(before, after, batch)
         return meter.additive_loss()

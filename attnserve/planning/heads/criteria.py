@@ -12,8 +12,8 @@ import onnx_ir as ir
 from attnserve.calibration.elimination import elimination_order
 from attnserve.calibration.importance import leave_one_out, leave_one_out_total
 from attnserve.calibration.voting import voting_to_stay
-from attnserve.choices import Importance
 from attnserve.context import RunContext
+from attnserve.literals import Importance
 from attnserve.planning.heads.files import Masks
 from attnserve.planning.heads.selection import masks_by_loss, masks_by_score
 from attnserve.planning.heads.shared_weights import sharing_groups

@@ -3,43 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+import onnx_ir as ir
+
+from attnserve.job import Job
 from attnserve.models.opset import raise_opset
 from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import PlanStep
+from attnserve.planning.plans.steps import PlanStep, RunPass
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.fuse_attention import FuseAttention
 
-__all__ = ["apply_plan", "apply_steps"]
+if TYPE_CHECKING:
+    from attnserve.recovery.labels import Labels
+
+__all__ = ["apply_plan", "apply_steps", "start"]
 
 
-def apply_plan(plan: Plan, state: State) -> State:
-    """Apply all steps of a plan to a state, which is changed and returned.
+def start(
+    plan: Plan,
+    job: Job,
+    model: ir.Model,
+    *,
+    fit: bool = True,
+    key: str = "",
+    labels: Labels | None = None,
+    applied: ApplyReport | None = None,
+) -> State:
+    """The state before the first step of a plan, with the opset that its operators need.
+
+    Args:
+        model: The model to change, in float32.
+        fit, key, labels: See ``State``.
+        applied: Earlier rewrites of the model, if there are any.
+    """
+    operators = plan.targets(FuseAttention).values()
+    if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
+        raise_opset(model, needed)
+    return State(
+        job, model, plan.precision, tuple(plan.float_blocks),
+        fit=fit, key=key, labels=labels, applied=applied or ApplyReport(),
+    )  # fmt: skip
+
+
+def apply_plan(plan: Plan, job: Job, model: ir.Model, *, fit: bool = True, key: str = "") -> State:
+    """Apply all steps of a plan to a float32 model, which is changed.
+
+    Args:
+        fit, key: See ``State``.
+
+    Returns:
+        The state after the last step.
 
     Raises:
         InvalidArgument: A step needs data, or this machine cannot apply it.
         AttnserveError: A step does not fit the model or the data.
     """
-    return apply_steps(plan.steps, prepare(plan, state))
-
-
-def prepare(plan: Plan, state: State) -> State:
-    """Set the opset that the plan's operators need, and the precision of its conversion.
-
-    Returns:
-        The state that was given.
-    """
-    operators = plan.targets(FuseAttention).values()
-    if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
-        raise_opset(state.model, needed)
-    state.precision, state.float_blocks = plan.precision, plan.float_blocks
-    return state
+    return apply_steps(plan.steps, start(plan, job, model, fit=fit, key=key))
 
 
 def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
-    """Apply steps in order to a state, which is changed and returned.
+    """Apply some steps of a plan to its state, which is changed and returned.
 
     Raises:
         InvalidArgument: A step needs data, or this machine cannot apply it.
@@ -59,6 +86,8 @@ def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
                     "make the plan for this machine",
                     code=f"plan.{refusal.code}",
                 )
+            if not isinstance(step, RunPass):
+                state.finish_rewrites()
             step.apply(state)
         state.finish_rewrites()
     return state

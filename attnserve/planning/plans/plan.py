@@ -8,18 +8,9 @@ from typing import Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from attnserve.models.json_files import first_problem
-from attnserve.planning.plans.steps import (
-    TRAININGS,
-    Cast,
-    Fuse,
-    PlanStep,
-    Quantize,
-    Rewrite,
-    Train,
-    conversion,
-)
+from attnserve.planning.plans.steps import TRAININGS, Cast, Fuse, PlanStep, RunPass, Train
 from attnserve.plugins import load_plugins
 from attnserve.precision.schemes import SCHEMES
 from graph_passes.errors import InvalidArgument
@@ -56,29 +47,24 @@ Kind = TypeVar("Kind", bound=RewritePass)
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Steps to apply, in order: rewrites, trainings, and the conversion to a precision.
+    """The steps from a model to the one that is served: rewrites, trainings, and a conversion.
 
-    Block and head numbers of a pass refer to the model after the preceding passes. JSON has no
-    ``Fuse`` step, but the passes that it chose (``with_passes``).
+    Block and head numbers of a pass refer to the model after the preceding passes.
+
+    Attributes:
+        passes: The passes of the rewrites, in order.
+        trainings: The trainings after the rewrites, in order.
+        precision: The precision of the result.
+        float_blocks: Blocks that stay float32 in a precision that can keep blocks.
+        fuse: Whether operators are fused before a conversion, by passes that are chosen then. A
+            recorded plan lists these passes instead: JSON has no such field.
     """
 
-    steps: tuple[PlanStep, ...] = ()
-
-    @classmethod
-    def from_passes(
-        cls,
-        passes: Iterable[RewritePass],
-        precision: Precision = "float32",
-        float_blocks: Sequence[str] = (),
-        trainings: Sequence[Train] = (),
-    ) -> Plan:
-        """Build a plan from these passes in their order, then trainings, then the conversion.
-
-        Args:
-            float_blocks: Blocks that stay float32 in an int8 or int4 model.
-        """
-        last = conversion(precision, tuple(float_blocks))
-        return cls((*map(Rewrite, passes), *trainings, *last))
+    passes: tuple[RewritePass, ...] = ()
+    trainings: tuple[Train, ...] = ()
+    precision: Precision = "float32"
+    float_blocks: tuple[str, ...] = ()
+    fuse: bool = False
 
     @classmethod
     def merged(
@@ -86,12 +72,14 @@ class Plan:
         passes: Iterable[RewritePass],
         precision: Precision = "float32",
         float_blocks: Sequence[str] = (),
+        *,
+        fuse: bool = False,
     ) -> Plan:
         """Build a plan from passes in any order, which are merged by class and sorted by ``ORDER``.
 
         Args:
             passes: The passes; passes without targets are dropped.
-            float_blocks: Blocks that stay float32 in an int8 or int4 model.
+            precision, float_blocks, fuse: The fields of the plan.
         """
         merged: dict[type[RewritePass], RewritePass] = {}
         for rewrite in passes:
@@ -106,54 +94,25 @@ class Plan:
         place = {name: float(index) for index, name in enumerate(ORDER)}
         unlisted = place["fuse_attention"] - 0.5
         ordered = sorted(merged.values(), key=lambda rewrite: place.get(rewrite.name, unlisted))
-        return cls.from_passes(ordered, precision, float_blocks)
-
-    def with_training(self, training: Train) -> Plan:
-        """The plan with a training before its conversion."""
-        return self.from_passes(
-            self.passes, self.precision, self.float_blocks, (*self.trainings, training)
-        )
-
-    def with_fusion(self) -> Plan:
-        """The plan with a fusion of operators before its conversion, if it has one."""
-        if not self.conversion:
-            return self
-        return Plan((*self.without_conversion, Fuse(self.precision), *self.conversion))
-
-    def with_passes(self, passes: Iterable[RewritePass]) -> Plan:
-        """The plan with these passes instead of its own, and without a ``Fuse`` step."""
-        return self.from_passes(passes, self.precision, self.float_blocks, self.trainings)
+        return cls(tuple(ordered), precision=precision, float_blocks=tuple(float_blocks), fuse=fuse)
 
     @property
-    def passes(self) -> tuple[RewritePass, ...]:
-        """The passes of the rewrites, in order."""
-        return tuple(step.rewrite for step in self.steps if isinstance(step, Rewrite))
+    def steps(self) -> tuple[PlanStep, ...]:
+        """All steps, in order."""
+        return (*self.float_steps, *self.conversion)
 
     @property
-    def trainings(self) -> tuple[Train, ...]:
-        """The trainings, in order."""
-        return tuple(step for step in self.steps if isinstance(step, Train))
+    def float_steps(self) -> tuple[PlanStep, ...]:
+        """The steps of the float32 model: the rewrites, then the trainings."""
+        return (*map(RunPass, self.passes), *self.trainings)
 
     @property
     def conversion(self) -> tuple[PlanStep, ...]:
         """The last steps, if the plan converts to another precision."""
-        return tuple(step for step in self.steps if isinstance(step, Cast | Fuse))
-
-    @property
-    def without_conversion(self) -> tuple[PlanStep, ...]:
-        """The rewrites and trainings."""
-        return tuple(step for step in self.steps if not isinstance(step, Cast | Fuse))
-
-    @property
-    def precision(self) -> Precision:
-        """The precision of the result."""
-        return next((step.scheme for step in self.steps if isinstance(step, Cast)), "float32")
-
-    @property
-    def float_blocks(self) -> tuple[str, ...]:
-        """Blocks that stay float32 in an int8 or int4 model."""
-        blocks = [step.keep for step in self.steps if isinstance(step, Quantize)]
-        return blocks[0] if blocks else ()
+        if self.precision == "float32":
+            return ()
+        fusion = (Fuse(self.precision),) if self.fuse else ()
+        return (*fusion, Cast(self.precision, self.float_blocks))
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """The first pass of a class; None if there is none."""
@@ -206,7 +165,7 @@ class Plan:
             for entry in plan.passes
         ]
         trainings = [_read_training(entry) for entry in plan.trainings]
-        return cls.from_passes(passes, plan.precision, plan.float_blocks, trainings)
+        return cls(tuple(passes), tuple(trainings), plan.precision, tuple(plan.float_blocks))
 
 
 def _read_training(content: Mapping[str, Any]) -> Train:

@@ -11,13 +11,15 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from attnserve.checks.compare import Fidelity
-from attnserve.choices import SearchMeasure
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
+from attnserve.literals import SearchMeasure
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
-from attnserve.models.lineage import Calibration, SearchRecord, ServedSpeedRecord, Source, Whole
+from attnserve.models.lineage import Calibration, Source
+from attnserve.models.recorded import ServedSpeedRecord, Whole
+from attnserve.models.search_record import SearchRecord
 from attnserve.options import Lengths, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
@@ -137,7 +139,8 @@ class SavedPlan:
         Raises:
             CheckFailed: It certainly keeps less.
         """
-        quality, guaranteed = fidelity.quality, self.guaranteed
+        quality = fidelity.quality
+        guaranteed = self.guaranteed
         if guaranteed is None or quality is None or quality.ci95 is None:
             return
         if quality.ci95[1] < guaranteed:
@@ -171,7 +174,7 @@ class SavedPlan:
             return given
         if given != "auto":
             raise InvalidArgument(
-                f"`measure` is {given}, and the target of {self.path} is in {planned}",
+                f"`measure` is {given}, and the goal of {self.path} is in {planned}",
                 "leave `measure` out; `attnserve verify` measures in other ways",
                 code="optimize.conflict",
             )
@@ -226,9 +229,9 @@ def _known(path: Path, value: str, kind: Any) -> Any:
     """Check that a value is a member of a ``Literal``; newer versions may write other values.
 
     Raises:
-        InvalidData: It is not.
+        InvalidData: The value is not a member.
     """
-    if value not in get_args(kind) and value not in get_args(get_args(kind)[0]):
+    if value not in get_args(kind):
         raise InvalidData(
             f"{path}: `asked` names {value}, which this version does not know",
             HOW_TO_PLAN,

@@ -23,10 +23,10 @@ from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import BlockPass, RewritePass, targets_of
+from graph_passes.passes.base import BlockPass, FittedPass, RewritePass, targets_of
 from graph_passes.passes.skip_attention import skipped
 
-__all__ = ["ApplyReport", "Rewriting"]
+__all__ = ["ApplyReport", "PassRunner"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class ApplyReport:
 
 
 @dataclass(eq=False, kw_only=True)
-class BlockRewrite:
+class BlockChange:
     """A pass that ran on one block, while later passes may still change and refit the block.
 
     Attributes:
@@ -92,7 +92,7 @@ class BlockRewrite:
 
 
 @dataclass(eq=False)
-class Rewriting:
+class PassRunner:
     """A model while passes rewrite it: ``run`` for each pass, then ``finish``.
 
     Lossy passes run one after another. The outputs of the blocks that they changed are refitted to
@@ -107,7 +107,7 @@ class Rewriting:
     job: Job
     analyses: Analyses
     fit: bool
-    steps: list[BlockRewrite] = field(default_factory=list[BlockRewrite])
+    steps: list[BlockChange] = field(default_factory=list[BlockChange])
 
     @property
     def model(self) -> ir.Model:
@@ -121,7 +121,7 @@ class Rewriting:
             InvalidData: The model refuses the data, or its activations are not finite.
             InvalidModel: A rewritten block fails certification.
         """
-        if rewrite.is_fitted and targets_of(rewrite):
+        if isinstance(rewrite, FittedPass) and targets_of(rewrite):
             rewrite = self._fitted(rewrite)
         if rewrite.lossy and isinstance(rewrite, BlockPass):
             self.steps += self._run_lossy(cast("BlockPass[Any, Any]", rewrite))
@@ -141,7 +141,7 @@ class Rewriting:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def _fitted(self, rewrite: RewritePass) -> RewritePass:
+    def _fitted(self, rewrite: FittedPass) -> FittedPass:
         """Fit a pass to the tokens of the model as rewritten so far."""
         rewrite.require_applicable(self.analyses)
         if rewrite.needs_refit or not self.fit:
@@ -155,19 +155,21 @@ class Rewriting:
             moments = collect_moments(self.model, blocks, batches, context=self.job.context)
         return rewrite.fitted(self.analyses, moments, self.job.context.stage("factor"))
 
-    def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> list[BlockRewrite]:
+    def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> list[BlockChange]:
         """Run a lossy pass, whose MACs are attributed to its blocks one after another."""
         if not rewrite.targets:
             return []
-        before, macs = self._macs_by_block(), self._macs()
+        before = self._macs_by_block()
+        macs = self._macs()
         rewrite(self.model)
-        after, blocks = self._macs_by_block(), self._blocks()
-        steps: list[BlockRewrite] = []
+        after = self._macs_by_block()
+        blocks = self._blocks()
+        steps: list[BlockChange] = []
         for name in rewrite.targets:
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
-            error = rewrite.approximation_error(name)
+            error = rewrite.approximation_error(name) if isinstance(rewrite, FittedPass) else None
             steps.append(
-                BlockRewrite(
+                BlockChange(
                     rewrite=rewrite.name,
                     block=name,
                     macs=macs,
@@ -181,7 +183,7 @@ class Rewriting:
         steps[-1].macs = self._macs()  # of the whole model: other blocks may have changed too
         return steps
 
-    def _run_exact(self, rewrite: RewritePass) -> list[BlockRewrite]:
+    def _run_exact(self, rewrite: RewritePass) -> list[BlockChange]:
         """Run an exact pass; one of the whole graph edits no attention, and has no steps."""
         rewrite(self.model)
         targets = targets_of(rewrite)
@@ -190,7 +192,7 @@ class Rewriting:
         macs = self._macs()
         attention = {block.name for block in self.analyses.get(find_attention)[0]}
         return [
-            BlockRewrite(
+            BlockChange(
                 rewrite=rewrite.name, block=name, macs=macs, is_certified=name not in attention
             )
             for name in targets

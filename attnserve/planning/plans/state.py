@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
 import onnx_ir as ir
 
-from attnserve.choices import Precision
-from attnserve.fusion import fuse_for
 from attnserve.job import Job
-from attnserve.models.cache_inputs import empty_axes, shaped_for
-from attnserve.models.lineage import StepRecord
-from attnserve.planning.plans.rewriting import ApplyReport, Rewriting
-from attnserve.precision.convert import convert
+from attnserve.literals import Precision
+from attnserve.planning.plans.rewriting import ApplyReport, PassRunner
 from attnserve.precision.int8 import Rounding
 from attnserve.precision.products import WeightKey
 from graph_passes.analyses import Analyses
-from graph_passes.analysis.cost import count_macs
-from graph_passes.passes.base import RewritePass, targets_of
+from graph_passes.passes.base import RewritePass
 
-if TYPE_CHECKING:  # it needs PyTorch
+if TYPE_CHECKING:
     from attnserve.recovery.labels import Labels
 
 __all__ = ["State", "TrainingResult"]
@@ -45,35 +40,37 @@ class TrainingResult(Protocol):
 
 @dataclass(eq=False)
 class State:
-    """A model while the steps of a plan are applied to it.
+    """A model while the steps of a plan are applied to it; ``apply.start`` makes one.
+
+    The first attributes are the same for all steps; the steps change those from ``model`` on.
 
     Attributes:
         job: The original, the data and the context of all steps.
-        model: A float32 copy of the original that rewrites change in place.
+        precision, float_blocks: The conversion at the end of the plan, for which trainings prepare.
         fit: Whether the outputs of changed blocks are refitted, if there is data.
         key: Identifies the original and the data, in names of checkpoints.
-        precision, float_blocks: Arguments of the later conversion, for the steps before it.
-        passes: The passes that ran, in order.
-        applied: The finished rewrites, with their errors.
-        converted: The model in the precision of the conversion, once it is converted.
-        rounding: Rounding of int8 weights, if a training fixed it.
         labels: Labeled rows that a training learns too.
+        model: A float32 copy of the original that rewrites change in place.
+        applied: The finished rewrites, with their errors.
+        passes: The passes that ran, in order.
         training: The result of the last training.
+        rounding: Rounding of int8 weights, if a training fixed it.
+        converted: The model in the precision of the conversion, once it is converted.
     """
 
     job: Job
     model: ir.Model
-    fit: bool = True
-    key: str = ""
     precision: Precision = "float32"
     float_blocks: tuple[str, ...] = ()
-    passes: list[RewritePass] = field(default_factory=list[RewritePass])
-    applied: ApplyReport = field(default_factory=ApplyReport)
-    converted: ir.Model | None = None
-    rounding: Mapping[WeightKey, Rounding] | None = None
+    fit: bool = True
+    key: str = ""
     labels: Labels | None = None
+    applied: ApplyReport = field(default_factory=ApplyReport)
+    passes: list[RewritePass] = field(default_factory=list[RewritePass])
     training: TrainingResult | None = None
-    _rewriting: Rewriting | None = None
+    rounding: Mapping[WeightKey, Rounding] | None = None
+    converted: ir.Model | None = None
+    _rewriting: PassRunner | None = None
     _scope: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
@@ -87,14 +84,13 @@ class State:
         """The model after the last step."""
         return self.model if self.converted is None else self.converted
 
-    def rewrite(self, rewrite: RewritePass) -> None:
-        """Run a pass; see ``Rewriting``."""
+    def runner(self) -> PassRunner:
+        """The passes since the last ``finish_rewrites``; they share the analyses of the graph."""
         if self._rewriting is None:
             analyses = self._scope.enter_context(Analyses.of(self.model))
             fit = self.fit and self.job.data is not None
-            self._rewriting = Rewriting(self.job, analyses, fit)
-        self._rewriting.run(rewrite)
-        self.passes.append(rewrite)
+            self._rewriting = PassRunner(self.job, analyses, fit)
+        return self._rewriting
 
     def finish_rewrites(self) -> None:
         """Refit and certify what the passes since the last call changed."""
@@ -102,25 +98,3 @@ class State:
             self.applied = self.applied.then(self._rewriting.finish())
             self._rewriting = None
             self._scope.close()
-
-    def fuse(self, precision: Precision) -> None:
-        """Fuse operators for a later conversion; see ``fusion.fuse_for``."""
-        self.finish_rewrites()
-        fused = fuse_for(self.model, precision, self.job.context.provider)
-        macs = count_macs(self.model, self.job.counted)
-        steps = [
-            StepRecord(rewrite=rewrite.name, block=name, macs_after=macs)
-            for rewrite in fused
-            for name in targets_of(rewrite)
-        ]
-        self.applied = self.applied.then(ApplyReport(tuple(steps)))
-        self.passes += fused
-
-    def convert(self, precision: Precision, float_blocks: Collection[str] = ()) -> None:
-        """Convert the model; see ``precision.convert``."""
-        self.finish_rewrites()
-        empty = empty_axes(self.job.original, self.model)
-        rows = [shaped_for(self.model, batch, empty) for batch in self.job.calibration]
-        self.converted = convert(
-            self.model, precision, rows, float_blocks=float_blocks, rounding=self.rounding
-        )

@@ -13,18 +13,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from attnserve.choices import Measure, Precision
+from attnserve.fusion import fuse_for
+from attnserve.literals import Measure, Precision
+from attnserve.models.cache_inputs import empty_axes, shaped_for
+from attnserve.models.lineage import StepRecord
+from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
 from attnserve.plugins import Registry
+from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.checkpoint import Checkpoint
+from graph_passes.analysis.cost import count_macs
 from graph_passes.errors import Refusal
-from graph_passes.passes.base import RewritePass
+from graph_passes.passes.base import RewritePass, targets_of
 
 if TYPE_CHECKING:
     from attnserve.recovery.recovery import Recovery
 
-__all__ = ["TRAININGS", "Cast", "Fuse", "PlanStep", "Quantize", "Rewrite", "Train", "conversion"]
+__all__ = ["TRAININGS", "Cast", "Fuse", "PlanStep", "RunPass", "Train"]
 
 
 class PlanStep(ABC):
@@ -58,7 +64,7 @@ class PlanStep(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Rewrite(PlanStep):
+class RunPass(PlanStep):
     """Run a pass on the blocks that it names."""
 
     rewrite: RewritePass
@@ -68,7 +74,8 @@ class Rewrite(PlanStep):
         return self.rewrite.name
 
     def apply(self, state: State) -> None:
-        state.rewrite(self.rewrite)
+        state.runner().run(self.rewrite)
+        state.passes.append(self.rewrite)
 
 
 @dataclass(frozen=True)
@@ -89,49 +96,42 @@ class Fuse(PlanStep):
         return "fuse"
 
     def apply(self, state: State) -> None:
-        state.fuse(self.precision)
+        passes = fuse_for(state.model, self.precision, state.job.context.provider)
+        macs = count_macs(state.model, state.job.counted)
+        steps = [
+            StepRecord(rewrite=rewrite.name, block=name, macs_after=macs)
+            for rewrite in passes
+            for name in targets_of(rewrite)
+        ]
+        state.applied = state.applied.then(ApplyReport(tuple(steps)))
+        state.passes += passes
 
 
 @dataclass(frozen=True)
 class Cast(PlanStep):
-    """Convert all weights to another type.
+    """Convert the weights to another precision.
 
     Attributes:
-        scheme: A name in ``SCHEMES``.
+        precision: A name in ``SCHEMES``.
+        keep: Attention and feed-forward blocks that stay float32; see ``precision.convert``.
     """
 
-    scheme: Precision
+    precision: Precision
+    keep: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return self.scheme
+        return self.precision
 
     def refusal(self) -> Refusal | None:
-        return SCHEMES[self.scheme].refusal()
+        return SCHEMES[self.precision].refusal()
 
     def apply(self, state: State) -> None:
-        state.convert(self.scheme)
-
-
-@dataclass(frozen=True)
-class Quantize(Cast):
-    """Convert weights to integers, except for some blocks.
-
-    Attributes:
-        keep: The blocks that stay float32.
-    """
-
-    keep: tuple[str, ...] = ()
-
-    def apply(self, state: State) -> None:
-        state.convert(self.scheme, self.keep)
-
-
-def conversion(precision: Precision, keep: tuple[str, ...] = ()) -> tuple[PlanStep, ...]:
-    """The step that converts to a precision; none for float32."""
-    if precision == "float32":
-        return ()
-    return (Quantize(precision, keep) if SCHEMES[precision].keeps_blocks else Cast(precision),)
+        empty = empty_axes(state.job.original, state.model)
+        rows = [shaped_for(state.model, batch, empty) for batch in state.job.calibration]
+        state.converted = convert(
+            state.model, self.precision, rows, float_blocks=self.keep, rounding=state.rounding
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,8 @@ class Train(PlanStep):
         course = recovery.train(60 * self.minutes, self._checkpoint(state.key))
         state.training = course
         if course.is_better:
-            state.model, state.rounding = recovery.trained, recovery.rounding
+            state.model = recovery.trained
+            state.rounding = recovery.rounding
 
     def forget(self, key: str) -> None:
         """Delete the checkpoint of the training of a state with this key."""
@@ -184,7 +185,6 @@ class Train(PlanStep):
     def _recovery(self, state: State) -> Recovery:
         from attnserve.recovery.recovery import Recovery  # needs PyTorch
 
-        state.finish_rewrites()
         return Recovery(
             state.model, state.job, self.measure, state.precision, state.float_blocks, state.labels
         )

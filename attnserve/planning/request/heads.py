@@ -70,7 +70,7 @@ def choose_skipped(request: Request) -> Replacements:
             )
         block = request.by_name[name]
         refusal = SkipAttention.refusal(block, None, request.analyses)
-        refusal = refusal or request.in_body(block)
+        refusal = refusal or request.body_refusal(block)
         if refusal is not None:
             raise refusal.error(name, "leave this layer out of `skip`")
         skipped[name] = "constant" if kind == "constant" else "affine"
@@ -89,8 +89,8 @@ def choose_masks(request: Request, skipped: Replacements) -> Masks:
     batches = request.batches("`prune` measures the importance of heads", "give `prune_heads`")
     names = [name for name in request.requested if name not in skipped]
     blocks: list[AttentionBlock] = []
-    for block in request.able(names, PruneHeads):
-        if refusal := request.in_body(block):
+    for block in request.applicable_blocks(names, PruneHeads):
+        if refusal := request.body_refusal(block):
             request.leave(block, refusal)
         else:
             blocks.append(block)
@@ -110,14 +110,14 @@ def choose_masks(request: Request, skipped: Replacements) -> Masks:
 
 def _with_all_sharing(request: Request, blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
     """Exclude blocks that share weights with a layer that cannot lose the same heads."""
-    able = {block.name for block in blocks}
-    complete: set[str] = set()
+    names = {block.name for block in blocks}
+    complete_names: set[str] = set()
     for group in sharing_groups(request.blocks):
-        chosen = [block for block in group if block.name in able]
+        chosen = [block for block in group if block.name in names]
         counts = {block.num_heads for block in group}
-        others = [block.name for block in group if block.name not in able]
+        others = [block.name for block in group if block.name not in names]
         if not others and len(counts) == 1:
-            complete |= {block.name for block in group}
+            complete_names |= {block.name for block in group}
             continue
         for block in chosen:
             why = (
@@ -129,7 +129,7 @@ def _with_all_sharing(request: Request, blocks: Sequence[AttentionBlock]) -> lis
             if request.rewrites.layers is not None:
                 raise refusal.error(block.name, "name all layers that share weights")
             request.leave(block, refusal)
-    return [block for block in blocks if block.name in complete]
+    return [block for block in blocks if block.name in complete_names]
 
 
 def _explicit_masks(
@@ -157,25 +157,25 @@ def choose_edges(request: Request, skipped: Replacements, masks: Masks) -> Mutab
         return _explicit_edges(request, skipped, masks, Path(form))
     reuse = parse_reuse(form)
     within = reused_layers(reuse, len(request.blocks))
-    wanted = [request.names[i] for i in within if request.names[i] in request.requested]
-    if not wanted:
+    names = [request.names[i] for i in within if request.names[i] in request.requested]
+    if not names:
         raise InvalidArgument(
             f"`reuse` {form} applies to layers {within.start} to {within[-1]}, "
             "of which `layers` names none",
             "name some of them in `layers`",
             code="request.conflict",
         )
-    able = request.able(
-        [name for name in wanted if name not in removed_layers(skipped, masks)], ReuseAttention
+    blocks = request.applicable_blocks(
+        [name for name in names if name not in removed_layers(skipped, masks)], ReuseAttention
     )
-    if not able:
+    if not blocks:
         return {}
-    edges = _configured_edges(request, skipped, masks, reuse, [block.name for block in able])
+    edges = _configured_edges(request, skipped, masks, reuse, [block.name for block in blocks])
     if reuse.kind == "auto":
         if not edges:
             request.warnings.append("`reuse` auto: every reuse would change the output too much")
         return edges
-    for block in able:
+    for block in blocks:
         if block.name not in edges:
             request.leave(block, "no head of an earlier layer can be compared with its heads")
     return edges
@@ -199,8 +199,8 @@ def _configured_edges(
     similarity = measure_similarity(decomposed, plain, batches, context=request.job.context)
     if reuse.kind != "auto":
         return edges_of(reuse, blocks, names, masks=masks, similarity=similarity)
-    chosen = [block for block in blocks if block.name in names]
-    effect = leave_one_out(request.model, chosen, batches, context=request.job.context)
+    targets = [block for block in blocks if block.name in names]
+    effect = leave_one_out(request.model, targets, batches, context=request.job.context)
     return edges_by_damage(
         blocks, names, masks=masks, similarity=similarity, effect=effect, budget=AUTO_BUDGET
     )

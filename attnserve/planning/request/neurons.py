@@ -43,9 +43,9 @@ def choose_neurons(
     choice = [choice for choice in pareto_front(options) if choice.ms >= least][-1]
     masks: Masks = {}
     for group, numbers, pick in zip(groups, options, choice.picks, strict=True):
-        kept = numbers[pick].neurons
-        if kept < group.count:
-            masks |= {name: curves[group.key].mask(kept) for name in group.names}
+        count = numbers[pick].neurons
+        if count < group.count:
+            masks |= {name: curves[group.key].mask(count) for name in group.names}
     return masks
 
 

@@ -65,24 +65,26 @@ class Request:
             return self.names
         return list(dict.fromkeys(layer_name(layer, self.names) for layer in layers))
 
-    def able(self, names: Sequence[str], rewrite: type[AttentionPass[Any]]) -> list[AttentionBlock]:
+    def applicable_blocks(
+        self, names: Sequence[str], rewrite: type[AttentionPass[Any]]
+    ) -> list[AttentionBlock]:
         """The blocks that a rewrite applies to.
 
         Raises:
             CannotRewrite: It refuses a layer that the request names.
         """
-        able: list[AttentionBlock] = []
+        blocks: list[AttentionBlock] = []
         for block in self.blocks:
             if block.name not in names:
                 continue
             refusal = rewrite.refusal(block, None, self.analyses)
             if refusal is None:
-                able.append(block)
+                blocks.append(block)
             elif self.rewrites.layers is not None:
                 raise refusal.error(block.name, "leave this layer out of `layers`")
             else:
                 self.leave(block, refusal)
-        return able
+        return blocks
 
     def leave(self, block: AttentionBlock, reason: Refusal | str) -> None:
         """Warn that a layer is not rewritten."""
@@ -91,8 +93,8 @@ class Request:
         if self.rewrites.strip_cache and is_cached and STRIP_FIRST not in self.warnings:
             self.warnings.append(STRIP_FIRST)
 
-    def in_body(self, block: AttentionBlock | FeedForwardBlock) -> Refusal | None:
-        """Why a block cannot be measured, if it lies in the body of another node."""
+    def body_refusal(self, block: AttentionBlock | FeedForwardBlock) -> Refusal | None:
+        """Why a block cannot be measured, if it lies in the body of a node; None if it can."""
         return None if block.graph is self.model.graph else IN_BODY
 
     def nothing(self, rewritten: str) -> CannotRewrite:

@@ -68,7 +68,8 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
 
 
 def _plan_request(request: Request) -> PlannedRequest:
-    rewrites, job = request.rewrites, request.job
+    rewrites = request.rewrites
+    job = request.job
     skipped = choose_skipped(request)
     masks = choose_masks(request, skipped)
     edges = choose_edges(request, skipped, masks)
@@ -82,8 +83,8 @@ def _plan_request(request: Request) -> PlannedRequest:
     own_heads = _own_heads(request, skipped, masks, edges)
     has_others = bool(skipped or masks or edges)
     plans: dict[SharingForm, Plan] = {}
-    for form, shared in _shared(request, own_heads, others=has_others).items():
-        plan = Plan.merged([*others, Collaborate(shared)], job.target.precision).with_fusion()
+    for form, dimensions in _shared(request, own_heads, others=has_others).items():
+        plan = Plan.merged([*others, Collaborate(dimensions)], job.target.precision, fuse=True)
         if plan.to_json() not in [known.to_json() for known in plans.values()]:
             plans[form] = plan
     plan = next(iter(plans.values()))
@@ -96,7 +97,8 @@ def _own_heads(
     request: Request, skipped: Replacements, masks: Masks, edges: MutableEdges
 ) -> dict[str, int]:
     """The number of heads that compute their own probabilities, by layer that keeps any head."""
-    removed, counts = removed_layers(skipped, masks), dict[str, int]()
+    removed = removed_layers(skipped, masks)
+    counts: dict[str, int] = {}
     for block in request.blocks:
         if block.name not in removed:
             mask = masks.get(block.name, [1] * block.num_heads)
@@ -125,7 +127,7 @@ def _shared(
         unobserved=[
             block.name
             for block in request.blocks
-            if request.job.data is not None and request.in_body(block)
+            if request.job.data is not None and request.body_refusal(block)
         ],
     )
     ranks = _ranks(request)
@@ -176,7 +178,7 @@ def _neurons(request: Request) -> Masks:
     groups = [group for group in tied if group.kind == "feed_forward"]
     refusals = {name: group.refusal for group in groups for name in group.names}
     for block in request.analyses.get(find_feed_forward):
-        if refusal := request.in_body(block) or refusals.get(block.name, SAME_NAME):
+        if refusal := request.body_refusal(block) or refusals.get(block.name, SAME_NAME):
             request.warnings.append(f"{block.name} keeps all its neurons: {refusal}")
     groups = [group for group in groups if group.refusal is None]
     if not groups:

@@ -77,7 +77,7 @@ class SharingChooser:
         """
         rewrites = self.rewrites
         is_named = rewrites.layers is not None or isinstance(rewrites.collab_dk, Mapping)
-        shared: dict[str, SharedDimensions] = {}
+        dimensions: dict[str, SharedDimensions] = {}
         for block, rank in layers:
             name = block.name
             refusal = self._refusal(block, form)
@@ -91,18 +91,18 @@ class SharingChooser:
                 rank = max(own_heads, 1) * cut  # nothing is shared: each head is truncated
             if refusal is not None and is_named:
                 raise refusal.error(name, "leave this layer out of `layers`")
-            left = -(-own_heads * exact_rank(block) // block.num_heads)
+            key_size = -(-own_heads * exact_rank(block) // block.num_heads)
             is_truncated = bool(block.q.rotary_terms) and size is not None
             if (
                 refusal is None
                 and own_heads < block.num_heads
-                and rank >= left
+                and rank >= key_size
                 and not is_truncated
             ):
                 refusal = Refusal(
                     "nothing_shared",
-                    f"R = {rank} >= {left}, the size of the keys of {own_heads} heads: nothing to "
-                    "compress",
+                    f"R = {rank} >= {key_size}, the size of the keys of {own_heads} heads: "
+                    "nothing to compress",
                 )
             if refusal is not None:
                 self.warnings.append(f"{name} is left as it is: {refusal}")
@@ -112,10 +112,13 @@ class SharingChooser:
                     f"{name} lies in the body of another node, which calibration cannot observe: "
                     "it is factored by its weights alone"
                 )
-            shared[name] = SharedDimensions(rank=rank, head_size=size, cache=rewrites.collab_cache)
-        return shared
+            dimensions[name] = SharedDimensions(
+                rank=rank, head_size=size, cache=rewrites.collab_cache
+            )
+        return dimensions
 
     def _refusal(self, block: AttentionBlock, form: SharingForm) -> Refusal | None:
+        """Why the queries and keys of a block cannot be reduced in a form; None if they can."""
         caches = self.rewrites.collab_cache
         shared = self.rewrites.head_dk is None and form.kind != "own"
         refusal = collaborate_refusal(block, caches=caches, shared=shared)
@@ -129,7 +132,8 @@ class SharingChooser:
         )
 
     def _check_sizes(self, block: AttentionBlock, rank: int) -> None:
-        collab_dk, head_dk = self.rewrites.collab_dk, self.rewrites.head_dk
+        collab_dk = self.rewrites.collab_dk
+        head_dk = self.rewrites.head_dk
         size = exact_rank(block)
         if block.q.rotary_terms:
             for parameter, number in (
@@ -175,7 +179,8 @@ class SharingChooser:
         self, block: AttentionBlock, own: int, rank: int, form: SharingForm
     ) -> int | None:
         """The mean number of dimensions that a head reads; None for dense mixing."""
-        head_dk, is_asked = self.rewrites.head_dk, self.rewrites.mixing == "sparse"
+        head_dk = self.rewrites.head_dk
+        is_asked = self.rewrites.mixing == "sparse"
         if block.q.rotary_terms:
             if head_dk is None and is_asked:
                 self.warnings.append(

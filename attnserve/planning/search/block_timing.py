@@ -9,9 +9,11 @@ from typing import Any, get_args
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.choices import Precision
-from attnserve.context import Progress, Provider, ignore_progress
+from attnserve.context import Progress, ignore_progress
+from attnserve.fusion import RESIDUAL_PASSES
+from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
+    AS_EXPORTED,
     Block,
     BlockConfig,
     BlockLatency,
@@ -39,20 +41,12 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_attention import FuseAttention, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
-from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
-from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
+from graph_passes.passes.fuse_residuals import find_residuals
 from graph_passes.passes.reuse_attention import reuse_refusal
 
 __all__ = ["BlockTimer", "without_casts"]
 
 OPERATORS: Sequence[FusedOperator] = get_args(FusedOperator)
-
-RESIDUAL_PASSES: Mapping[Provider, Sequence[RewritePass]] = {
-    "cpu": (FuseResiduals(),),
-    "cuda": (FuseResiduals(), FuseSkipNorm()),
-}
-"""Passes that write residual additions in a way that may be faster. On CPUs, ONNX Runtime itself
-writes the operator of ``FuseSkipNorm``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +77,14 @@ class BlockTimer:
         shapes = infer_shapes_small(self.model, batch=2, sequence=5)
         frozen = {block for group in groups if group.refusal is not None for block in group.blocks}
         opsets = self.model.opset_imports
-        able = {block: _operators(block, shapes, opsets) for block in blocks}
+        able = {block: _implementations(block, shapes, opsets) for block in blocks}
         for block, part in zip(blocks, parts, strict=True):
             keys = (part.key(index) for index in range(len(self.feeds)))
             alike.setdefault((*keys, able[block], block in frozen), []).append((block, part))
         latencies: dict[Block, BlockLatency] = {}
-        for done, ((*_, operators, whole), same) in enumerate(alike.items(), start=1):
+        for done, ((*_, implementations, is_frozen), same) in enumerate(alike.items(), start=1):
             first, part = same[0]
-            latency = self._time_block(first, part, operators, whole=whole)
+            latency = self._time_block(first, part, implementations, is_frozen=is_frozen)
             latencies |= {block: latency for block, _ in same}
             self.report("time blocks", done, len(alike))
         return latencies
@@ -139,7 +133,8 @@ class BlockTimer:
             assert node is not None
             cuts.append(Cut(norm.outputs[0], tuple(v for v in node.inputs if v is not None)))
         best: tuple[RewritePass | None, float] = (None, 0.0)
-        for rewrite in RESIDUAL_PASSES[self.table.device.provider] if cuts else ():
+        for residual_pass in RESIDUAL_PASSES[self.table.device.provider] if cuts else ():
+            rewrite = residual_pass()
             total = self._saved_by(rewrite, cuts)
             if (total > 0).all() and self.mean(total) > best[1]:
                 best = rewrite, self.mean(total)
@@ -164,32 +159,37 @@ class BlockTimer:
         return float(np.mean(times[: self.num_requested]))
 
     def _time_block(
-        self, block: Block, part: Part, operators: Sequence[Implementation], *, whole: bool
+        self,
+        block: Block,
+        part: Part,
+        implementations: Sequence[Implementation],
+        *,
+        is_frozen: bool,
     ) -> BlockLatency:
         """Time the implementations of a block, then its configurations in the fastest one.
 
         Args:
-            operators: Fused operators that may implement it.
-            whole: Skip the configurations, because nothing can be removed.
+            implementations: Those besides the exported one that may be possible.
+            is_frozen: Skip the configurations, because nothing can be removed.
         """
         original = self._converted(part)
         fused: dict[Implementation, Part] = {}
-        for operator in operators:
-            in_operator = _fused(part, operator)
-            if in_operator is not None and self._runs(self._converted(in_operator)):
-                fused[operator] = in_operator
+        for implementation in implementations:
+            new = _fused(part, implementation)
+            if new is not None and self._runs(self._converted(new)):
+                fused[implementation] = new
         times = self._measure(original, fused)
         bounds = MAX_BLOCK_SLOWDOWN * np.array(times[None])
-        fastest: Implementation = "as exported"
+        fastest: Implementation = AS_EXPORTED
         least = self.mean(times[None])
-        for operator in fused:
-            is_steady = (np.array(times[operator]) <= bounds).all()
-            if is_steady and self.mean(times[operator]) < least:
-                fastest, least = operator, self.mean(times[operator])
-        start = times[None if fastest == "as exported" else fastest]
+        for implementation in fused:
+            is_steady = (np.array(times[implementation]) <= bounds).all()
+            if is_steady and self.mean(times[implementation]) < least:
+                fastest, least = implementation, self.mean(times[implementation])
+        start = times[None if fastest == AS_EXPORTED else fastest]
         fused_ms: dict[Implementation, tuple[float, ...]] = {name: times[name] for name in fused}
         count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
-        if whole:
+        if is_frozen:
             return BlockLatency(times[None], fastest, {BlockConfig(count): start}, fused_ms)
         wanted = configs_of(block)
         configs = self._time_configs(part, wanted, fastest, original)
@@ -205,15 +205,19 @@ class BlockTimer:
         return BlockLatency(times[None], fastest, {**configs, BlockConfig(count): start}, fused_ms)
 
     def _time_configs(
-        self, part: Part, wanted: Sequence[BlockConfig], written: Implementation, original: Part
+        self,
+        part: Part,
+        wanted: Sequence[BlockConfig],
+        implementation: Implementation,
+        original: Part,
     ) -> dict[BlockConfig, tuple[float, ...]]:
-        """The times of the possible configurations, in a fused operator if one implements them."""
+        """The times of the possible configurations, in an implementation if it has them."""
         parts: dict[BlockConfig, Part] = {}
         for config in wanted:
             smaller = _smaller(part, config)
-            is_fused = written != "as exported" and not config.needs_plain_operators
+            is_fused = implementation != AS_EXPORTED and not config.needs_plain_operators
             if smaller is not None and is_fused:
-                smaller = _fused(smaller, written)
+                smaller = _fused(smaller, implementation)
             if smaller is not None:
                 parts[config] = smaller
         times = self._measure(original, parts)
@@ -297,10 +301,10 @@ class BlockTimer:
         return without_casts(converted) if self.precision == "float16" else converted
 
 
-def _operators(
+def _implementations(
     block: Block, shapes: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[Implementation, ...]:
-    """The fused operators that can implement a block in this model."""
+    """The implementations that a block can have in this model, besides the exported one."""
     if isinstance(block, FeedForwardBlock):
         return () if gelu_refusal(block, shapes, opsets) else ("gelu",)
     return tuple(name for name in OPERATORS if fusion_refusal(block, name, shapes, opsets) is None)
@@ -369,19 +373,19 @@ def _smaller(part: Part, config: BlockConfig) -> Part | None:
     return Part(small, part.feeds)
 
 
-def _fused(part: Part, operator: Implementation) -> Part | None:
-    """The part with its block in a fused operator; None if that is impossible."""
+def _fused(part: Part, implementation: Implementation) -> Part | None:
+    """The part with another implementation of its block; None if that is impossible."""
     small = part.model.clone()
     attention, neurons = find_attention(small)[0], find_feed_forward(small)
     try:
-        if operator == "gelu":
+        if implementation == "gelu":
             if not neurons:
                 return None
             FuseGelu([neurons[0].name])(small)
             return Part(small, part.feeds)
-        if operator == "as exported" or not attention:
+        if implementation == AS_EXPORTED or not attention:
             return None
-        FuseAttention({attention[0].name: operator})(small)
+        FuseAttention({attention[0].name: implementation})(small)
     except AttnserveError:
         return None
     block = next(iter(find_attention(small)[0]), None)

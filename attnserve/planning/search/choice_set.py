@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
+    AS_EXPORTED,
     BlockConfig,
     LossCurve,
     ReusePair,
@@ -17,7 +19,6 @@ from attnserve.planning.blocks.pareto import Choice, pareto_front
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.estimates import ChoiceUnit, Estimates, UnitOption, units_of
 from attnserve.planning.search.model_timing import ModelTiming
-from attnserve.precision.convert import Precision
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -69,6 +70,7 @@ class ChoiceSet:
         units: The groups that are chosen together, with their pair if they are one.
         options: The options of each unit.
         front: The choices that no other choice beats in both loss and time, by rising loss.
+        precision: The precision of all models.
         nothing_removed: The Pareto front of choices without removal: fused operators, and the
             precision of each block.
     """
@@ -79,10 +81,11 @@ class ChoiceSet:
     units: Sequence[tuple[ChoiceUnit, ReusePair | None]]
     options: Sequence[Sequence[UnitOption]]
     front: Sequence[Choice]
+    precision: Precision
     nothing_removed: Sequence[Choice] = ()
 
     @classmethod
-    def of(cls, timing: ModelTiming, losses: Losses) -> ChoiceSet:
+    def of(cls, timing: ModelTiming, losses: Losses, precision: Precision) -> ChoiceSet:
         """Build the set from latencies and losses."""
         units = units_of(timing.groups, losses.pairs)
         estimates = Estimates(
@@ -93,18 +96,18 @@ class ChoiceSet:
             losses.conversion,
         )
         options = [estimates.options(unit, pair) for unit, pair in units]
-        whole = [
+        unreduced = [
             [i for i, option in enumerate(each) if option.removes_nothing(unit)]
             for (unit, _), each in zip(units, options, strict=True)
         ]
-        least = pareto_front([[o[i] for i in w] for o, w in zip(options, whole, strict=True)])
+        least = pareto_front([[o[i] for i in u] for o, u in zip(options, unreduced, strict=True)])
         nothing_removed = [
-            replace(choice, picks=tuple(w[i] for w, i in zip(whole, choice.picks, strict=True)))
+            replace(choice, picks=tuple(u[i] for u, i in zip(unreduced, choice.picks, strict=True)))
             for choice in least
         ]
         return cls(
             timing, losses.curves, losses.conversion, units, options, pareto_front(options),
-            nothing_removed,
+            precision, nothing_removed,
         )  # fmt: skip
 
     def predicted_ms(self, choice: Choice) -> float:
@@ -122,7 +125,7 @@ class ChoiceSet:
         ):
             yield Picked(unit, pair, options, index)
 
-    def plan(self, choice: Choice, precision: Precision) -> Plan:
+    def plan(self, choice: Choice) -> Plan:
         """Build the plan of a choice."""
         passes, float_blocks = list[RewritePass](), list[str]()
         masks: dict[str, list[int]] = {}
@@ -145,12 +148,12 @@ class ChoiceSet:
                     needs_plain = config.needs_plain_operators or block.name in sources
                     if implementation == "gelu":
                         passes.append(FuseGelu([block.name]))
-                    elif implementation != "as exported" and not needs_plain:
+                    elif implementation != AS_EXPORTED and not needs_plain:
                         passes.append(FuseAttention({block.name: implementation}))
         passes.append(ReuseAttention(renumbered(edges, masks)))
         if self.timing.residual_fusion is not None:
             passes += [FoldBiases(), self.timing.residual_fusion]
-        return Plan.merged(passes, precision, float_blocks)
+        return Plan.merged(passes, self.precision, float_blocks)
 
     def _mask(self, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None) -> list[int]:
         """1 for each head or neuron of a group that is kept."""

@@ -61,8 +61,8 @@ def changes_to_measure(
     changes: list[BlockConfig] = []
     for config, ms in configs.items():
         own = configs.get(config._replace(rank=None), ms)
-        whole = config.kept in (0, group.count) and config != BlockConfig(group.count)
-        if whole and (config.rank is None or SHARED_GAIN * ms < own):
+        is_change = config.kept in (0, group.count) and config != BlockConfig(group.count)
+        if is_change and (config.rank is None or SHARED_GAIN * ms < own):
             changes.append(config)
     return changes
 
@@ -113,8 +113,8 @@ class Estimates:
         """
         options = self._fast(unit, pair)
         per_group = [[o for o in self._of_group(g) if o.removes_nothing((g,))] for g in unit]
-        whole = [_joined(options) for options in product(*per_group)]
-        return [*options, *(option for option in whole if option not in options)]
+        unreduced = [_joined(options) for options in product(*per_group)]
+        return [*options, *(option for option in unreduced if option not in options)]
 
     def _fast(self, unit: ChoiceUnit, pair: ReusePair | None) -> list[UnitOption]:
         if pair is None:
@@ -153,12 +153,12 @@ class Estimates:
         """The options of one group by these latencies, without the loss of a conversion."""
         times = [timed[block] for block in group.blocks]
         original = np.sum([latency.original for latency in times], axis=0)
-        whole, curve = BlockConfig(group.count), self.curves.get(group.key)
+        unreduced, curve = BlockConfig(group.count), self.curves.get(group.key)
         options: list[UnitOption] = []
         for config in set.intersection(*(set(latency.configs) for latency in times)):
             ms = np.sum([latency.configs[config] for latency in times], axis=0)
-            loss = 0.0 if config == whole else curve and curve.of(config)
-            is_fast = config == whole or (ms <= MAX_BLOCK_SLOWDOWN * original).all()
+            loss = 0.0 if config == unreduced else curve and curve.of(config)
+            is_fast = config == unreduced or (ms <= MAX_BLOCK_SLOWDOWN * original).all()
             if loss is not None and is_fast:
                 options.append(UnitOption((config,), loss, self._mean(ms)))
         return options

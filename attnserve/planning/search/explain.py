@@ -6,7 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from attnserve.planning.blocks.configurations import BlockConfig, LossCurve, ReusePair, TiedBlocks
+from attnserve.planning.blocks.configurations import (
+    AS_EXPORTED,
+    BlockConfig,
+    LossCurve,
+    ReusePair,
+    TiedBlocks,
+)
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.plan_file import Decision, Point
 from attnserve.planning.search.choice_set import ChoiceSet, Picked
@@ -51,7 +57,7 @@ def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
             curve, stays_float = choices.curves.get(group.key), picked.stays_float(group)
             is_int8 = bool(timing.float_latencies) and not stays_float
             for block in group.blocks:
-                ms_after, written = _ms_after(choices, picked, group, config, block.name)
+                ms_after, implementation = _ms_after(choices, picked, group, config, block.name)
                 decisions.append(
                     Decision(
                         block=block.name,
@@ -61,7 +67,7 @@ def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
                         head_size=config.head_size,
                         rank=config.rank,
                         source=config.source,
-                        written=written,
+                        written=implementation,
                         ms_before=timing.mean(timing.blocks[block].original),
                         ms_after=ms_after,
                         predicted_loss=_predicted_loss(curve, group, config, picked.pair)
@@ -92,12 +98,12 @@ def _ms_after(
     timing = choices.timing
     if picked.pair is not None and picked.reuses:
         both = timing.mean(picked.pair.times[config.kept])
-        return both / 2, "reuse" if config.source else "as exported"
+        return both / 2, "reuse" if config.source else AS_EXPORTED
     block = next(block for block in group.blocks if block.name == name)
     latency = timing.latency(block, stays_float=picked.stays_float(group))
-    written = latency.implementation if config.kept else "skip"
-    written = "sparse" if config.rank is not None else written
-    return timing.mean(latency.configs[config]), written
+    implementation = latency.implementation if config.kept else "skip"
+    implementation = "sparse" if config.rank is not None else implementation
+    return timing.mean(latency.configs[config]), implementation
 
 
 def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossCurve | None) -> str:
@@ -127,16 +133,16 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
             f"reusing the probabilities of {config.source} in all heads loses "
             f"{picked.pair.loss:.4f}"
         )
-    now, *others = picked.options[picked.index : picked.index + 2]
-    if others and others[0].ms < now.ms:
-        (following,) = others
+    now, *rest = picked.options[picked.index : picked.index + 2]
+    if rest and rest[0].ms < now.ms:
+        (following,) = rest
         place = picked.unit.index(group)
         smaller = f"{following.configs[place]} {what}"
         if place in now.float_groups and place not in following.float_groups:
             smaller += " without float32"
-        others = " and its pair" if len(picked.unit) > 1 else ""
+        pair = " and its pair" if len(picked.unit) > 1 else ""
         parts.append(
-            f"{smaller}{others} would save {now.ms - following.ms:.3f} ms more and lose "
+            f"{smaller}{pair} would save {now.ms - following.ms:.3f} ms more and lose "
             f"{following.loss - now.loss:.4f} more"
         )
     return "; ".join(parts)

@@ -9,13 +9,23 @@ from typing import NamedTuple
 import numpy as np
 
 from attnserve.checks.quality import allowed_loss
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from attnserve.options import Goal
+from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.search.choice_set import ChoiceSet
 from attnserve.planning.search.judge import Built, Judge
 from graph_passes.errors import CheckFailed
 
-__all__ = ["INTERPOLATE", "TIGHT", "FrontSearch", "Probe", "bisect", "first_guess", "power_of"]
+__all__ = [
+    "INTERPOLATE",
+    "TIGHT",
+    "BisectStep",
+    "FrontSearch",
+    "WithoutRemoval",
+    "bisect",
+    "first_guess",
+    "power_of",
+]
 
 MAX_BUILDS = 6
 """The number of choices that are built besides the first and the last."""
@@ -43,6 +53,21 @@ CAREFUL = 0.8
 INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
 """Target of the next choice relative to the estimate; below 1 to stay within bounds."""
 
+MIN_GROWTH, MAX_GROWTH = 1.05, 3.0
+"""Growth of the predicted loss by an extrapolation: enough for another choice, and not so much that
+the measured losses, which are seldom proportional, make the step useless."""
+
+MIN_STEP = 0.1
+"""Least share of the way to the upper choice: even the smallest change has the uncertainty of a
+score."""
+
+MAX_STEP, MAX_FIRST_STEP = 0.9, 0.5
+"""Largest share of that way, and from the least lossy choice: interpolation from no loss aims too
+high until a lossy choice is known to keep enough."""
+
+TIME_MARGIN = 0.05
+"""Least share of the way between two measured speeds from either of them."""
+
 
 def first_guess(measure: str, loss: float) -> float:
     """The predicted loss at which a loss by a measure is expected, before any is measured."""
@@ -54,7 +79,7 @@ def power_of(measure: str) -> int:
     return 2 if measure in SQUARED else 1
 
 
-class Probe(NamedTuple):
+class BisectStep(NamedTuple):
     """The side of a limit on which a measured choice is.
 
     Attributes:
@@ -73,7 +98,7 @@ def bisect(
     *,
     aim: Callable[[int, int], int],
     is_near: Callable[[int, int, int], bool],
-    probe: Callable[[int], Probe],
+    probe: Callable[[int], BisectStep],
 ) -> tuple[int, int]:
     """Narrow the part of a front in which a measured loss or speed crosses a limit.
 
@@ -102,6 +127,17 @@ def bisect(
     return low, high
 
 
+class WithoutRemoval(NamedTuple):
+    """The search among the choices that remove nothing.
+
+    Attributes:
+        fastest: The fastest of them that meets the goal, if there is one.
+    """
+
+    search: FrontSearch
+    fastest: Built | None
+
+
 @dataclass(frozen=True, eq=False)
 class FrontSearch:
     """Searches the front by ``bisect``, aiming between measured choices."""
@@ -112,10 +148,22 @@ class FrontSearch:
 
     @property
     def precision(self) -> Precision:
-        return self.judge.search_input.job.target.precision
+        return self.choices.precision
+
+    def build(self, choice: Choice) -> Built:
+        """Build and measure a choice."""
+        return self.judge.build(choice, self.choices.plan(choice))
+
+    def loss(self, choice: Choice) -> float:
+        """The measured loss of a choice, which is built unless a checkpoint has it."""
+        return self.judge.loss(choice, self.choices.plan(choice))
+
+    def least_lossy(self) -> Built:
+        """Build the choice with the least loss: fused operators, and the precision."""
+        return self.build(self.choices.front[0])
 
     def run(self) -> Built | None:
-        """Search for a choice that meets the goal; None if even lossless rewrites lose too much.
+        """Search for a choice that meets the goal; None if the least lossy one loses too much.
 
         Raises:
             CheckFailed: The precision alone loses too much, or the speed-up is out of reach.
@@ -126,30 +174,30 @@ class FrontSearch:
         return self.fastest(self.goal.keep)
 
     def fastest(self, keep: float) -> Built | None:
-        """The fastest choice that meets the quality target."""
+        """The fastest choice that meets the goal of quality."""
         front = self.choices.front
-        lossless = self.judge.build(front[0])  # fused operators, and the precision
-        measure, allowed = self.worst_measure(lossless), 1 - keep
-        if (constant := self._constant(lossless)) >= keep:
+        least_lossy = self.least_lossy()
+        measure, allowed = self.worst_measure(least_lossy), 1 - keep
+        if (constant := self._constant(least_lossy)) >= keep:
             raise CheckFailed(
                 f"`keep` is {keep}, and a constant predictor keeps {constant:.3f} "
                 f"by the measure {measure}",
                 "choose another `measure`, or a higher `keep`",
                 code="search.constant",
             )
-        if lossless.loss > allowed_loss(keep):
+        if least_lossy.loss > allowed_loss(keep):
             if self.precision == "float32":
                 return None
             raise CheckFailed(
-                f"{self.precision} weights alone keep {1 - lossless.loss:.4f} by the measure "
+                f"{self.precision} weights alone keep {1 - least_lossy.loss:.4f} by the measure "
                 f"{measure}, expected {keep}",
                 "lower `keep`, or leave `precision` at float32",
                 code="search.precision",
             )
-        if lossless.loss >= allowed:
-            return lossless
+        if least_lossy.loss >= allowed:
+            return least_lossy
         power = power_of(measure)
-        limit, start = allowed**power, lossless.loss**power
+        limit, start = allowed**power, least_lossy.loss**power
         measured = {0: start}
 
         def aim(low: int, high: int) -> int:
@@ -157,15 +205,15 @@ class FrontSearch:
                 return self.index_of(first_guess(measure, limit - start))
             return self.index_of(self._next_guess(low, high, limit, measured))
 
-        def keeps(index: int) -> Probe:
-            loss = measured[index] = self.judge.loss(front[index]) ** power
-            return Probe(loss <= limit, TIGHT * limit <= loss <= limit)
+        def keeps(index: int) -> BisectStep:
+            loss = measured[index] = self.loss(front[index]) ** power
+            return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
 
         low, _ = bisect(
             0, len(front), MAX_BUILDS,
             aim=aim, is_near=lambda low, _, high: self.is_near(low, high), probe=keeps,
         )  # fmt: skip
-        return self.judge.build(front[low])
+        return self.build(front[low])
 
     def as_fast_with_less_loss(self, built: Built) -> Built:
         """A choice that loses less and is as fast within the interval of paired times."""
@@ -174,25 +222,25 @@ class FrontSearch:
         other = next(c for c in choices.front if choices.predicted_ms(c) <= most)
         if other.loss >= choice.loss:
             return built
-        lean = self.judge.build(other)
-        as_fast = self.judge.paired_speedup(lean, built).low <= 1
+        lean = self.build(other)
+        as_fast = self.judge.speedup_over(lean, built).low <= 1
         return lean if as_fast and lean.loss <= built.loss else built
 
-    def nothing_removed(self) -> tuple[FrontSearch, Built | None]:
-        """The fastest choice that meets the goal and removes nothing, and its search.
+    def without_removal(self) -> WithoutRemoval:
+        """Search among the choices that remove nothing.
 
-        It is the fused original in the precision of the goal, if that keeps enough: otherwise some
-        of its blocks stay float32.
+        The fastest one is the fused original in the precision of the goal, if that keeps enough:
+        otherwise some of its blocks stay float32.
         """
-        front = replace(self, choices=replace(self.choices, front=self.choices.nothing_removed))
-        fastest = self.judge.build(front.choices.front[-1])
+        search = replace(self, choices=replace(self.choices, front=self.choices.nothing_removed))
+        fastest = search.build(search.choices.front[-1])
         keep, speedup = self.goal.keep, self.goal.target_speedup
         if keep is not None:
             keeps = fastest.loss <= allowed_loss(keep)
-            return front, fastest if keeps else front.fastest(keep)
+            return WithoutRemoval(search, fastest if keeps else search.fastest(keep))
         assert speedup is not None
         reaches = self.judge.speedup(fastest) >= speedup
-        return front, front.least_loss(speedup) if reaches else None
+        return WithoutRemoval(search, search.least_loss(speedup) if reaches else None)
 
     def more_careful(self, built: Built, loss: float, keep: float) -> Built:
         """A choice with less predicted loss, after the verification of another choice failed.
@@ -203,7 +251,7 @@ class FrontSearch:
         front, allowed = self.choices.front, 1 - keep
         estimate = max((built.loss + loss) / 2, allowed)
         index = self.index_of(CAREFUL * built.choice.loss * allowed / estimate)
-        return self.judge.build(front[max(index, 0)])
+        return self.build(front[max(index, 0)])
 
     def worst_measure(self, built: Built) -> str:
         """The measure with the largest loss of a built choice."""
@@ -221,7 +269,7 @@ class FrontSearch:
         front = self.choices.front
         first = self._speedup_at(0)
         if first >= speedup:
-            return self.judge.build(front[0])
+            return self.least_lossy()
         last = self._speedup_at(len(front) - 1)
         if last < speedup:
             raise CheckFailed(
@@ -231,19 +279,19 @@ class FrontSearch:
             )
         reached = {0: first, len(front) - 1: last}
 
-        def is_slow(index: int) -> Probe:
+        def is_slow(index: int) -> BisectStep:
             speedup_here = reached[index] = self._speedup_at(index)
-            return Probe(speedup_here < speedup, speedup <= speedup_here < NEAR * speedup)
+            return BisectStep(speedup_here < speedup, speedup <= speedup_here < NEAR * speedup)
 
         _, high = bisect(
             0, len(front) - 1, MAX_BUILDS,
             aim=lambda low, high: self._expected(low, high, speedup, reached),
             is_near=lambda low, _, high: self.is_near(low, high), probe=is_slow,
         )  # fmt: skip
-        return self.judge.build(front[high])
+        return self.build(front[high])
 
     def _speedup_at(self, index: int) -> float:
-        return self.judge.speedup(self.judge.build(self.choices.front[index]))
+        return self.judge.speedup(self.build(self.choices.front[index]))
 
     def _predicted_ms(self, index: int) -> float:
         return self.choices.predicted_ms(self.choices.front[index])
@@ -270,18 +318,17 @@ class FrontSearch:
         below, loss_below = front[low].loss, measured[low]
         if high == len(front):
             gain = (allowed - lossless) / max(loss_below - lossless, 1e-9)
-            return below * float(np.clip(EXTRAPOLATE * gain, 1.05, 3.0))
+            return below * float(np.clip(EXTRAPOLATE * gain, MIN_GROWTH, MAX_GROWTH))
         above, loss_above = front[high].loss, measured[high]
         share = (allowed - loss_below) / max(loss_above - loss_below, 1e-9)
-        # Even the smallest change has the uncertainty of a score. Interpolation from zero loss aims
-        # too high until a lossy choice is known to keep enough.
-        most = 0.9 if low else 0.5
-        return below + float(np.clip(INTERPOLATE * share, 0.1, most)) * (above - below)
+        most = MAX_STEP if low else MAX_FIRST_STEP
+        return below + float(np.clip(INTERPOLATE * share, MIN_STEP, most)) * (above - below)
 
     def _expected(self, low: int, high: int, speedup: float, reached: Mapping[int, float]) -> int:
         """The index at which a speed-up is expected, by the measured times of two neighbors."""
         slow, fast = 1 / reached[low], 1 / reached[high]
         start, end = self._predicted_ms(low), self._predicted_ms(high)
-        share = min(max((slow - 1 / speedup) / max(slow - fast, 1e-9), 0.05), 0.95)
+        share = (slow - 1 / speedup) / max(slow - fast, 1e-9)
+        share = min(max(share, TIME_MARGIN), 1 - TIME_MARGIN)
         times = np.array([self.choices.predicted_ms(c) for c in self.choices.front])
         return int(np.searchsorted(-times, -(start + share * (end - start))))

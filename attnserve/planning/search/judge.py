@@ -1,41 +1,42 @@
-"""Build choices of a search, and measure their loss and their speed."""
+"""Build the plans of a search, and measure the loss and the speed of their models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import onnx_ir as ir
 
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.evaluate import score_session
-from attnserve.checks.quality import ROUNDING, allowed_loss, largest_loss
+from attnserve.checks.held_out import HeldOut
+from attnserve.checks.quality import ROUNDING, largest_loss
 from attnserve.checks.scores import Score, Share, share_kept
 from attnserve.job import Job
+from attnserve.literals import TaskName
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import ShapeLatency
+from attnserve.models.recorded import ShapeLatency
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.blocks.pareto import Choice
-from attnserve.planning.plans.apply import apply_plan, apply_steps, prepare
+from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.choice_set import ChoiceSet
-from attnserve.planning.search.report import Proof, mean_speedup
+from attnserve.planning.search.report import Verification, mean_speedup
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest
-from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
-from attnserve.runtime.part_latency import Part
+from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
 
-__all__ = ["Built", "Judge", "SpeedCheck", "score_model"]
+__all__ = ["Built", "Judge", "ScoredTask", "SpeedCheck"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -78,54 +79,84 @@ class SpeedCheck(NamedTuple):
     refusal: str
 
 
+@dataclass(frozen=True, eq=False)
+class ScoredTask:
+    """The task whose score a goal limits, and the score of the original."""
+
+    name: TaskName
+    data: Path
+    original: Score
+
+    @classmethod
+    def of(cls, goal: Goal, job: Job) -> Self | None:
+        """The task of a goal; None if it has none."""
+        if goal.task is None or goal.eval_data is None:
+            return None
+        original = _score(goal.task, goal.eval_data, job.labeled("original"), job.original)
+        return cls(goal.task, goal.eval_data, original)
+
+    def share(self, model: ir.Model, fidelity: Fidelity, part: HeldOut, job: Job) -> Share:
+        """The share of the score that a model keeps; it is not run if its outputs are equal."""
+        # Cosines of single numbers, as a reranker returns, are those of their signs.
+        is_same = bool(fidelity.outputs) and all(
+            output.relative_error < ROUNDING and not output.not_finite_rows
+            for output in fidelity.outputs
+        )
+        score = self.original if is_same else _score(self.name, self.data, job, model)
+        return share_kept(self.original, score, part=part, seed=job.context.seed)
+
+
 @dataclass(eq=False)
 class Judge:
-    """Builds choices and measures them on data to choose.
+    """Builds plans, and measures and times their models beside the original.
 
     The latest build, the latest that keeps enough, and the latest that removes nothing are held:
     the search ends with one of them.
 
     Attributes:
-        choices: What it builds.
-        original_score: The original's score, if the goal has a task.
+        table: Measures latencies.
+        allowed: The largest loss of a model that keeps enough; None if the goal is a speed-up.
+        task: The task whose score is limited, if there is one.
         measured: (loss, cosine) of each built choice, those before an interruption included.
     """
 
     search_input: SearchInput
-    choices: ChoiceSet
+    table: LatencyTable
     checkpoint: SearchCheckpoint
-    original_score: Score | None = None
+    allowed: float | None = None
+    task: ScoredTask | None = None
     measured: dict[tuple[int, ...], tuple[float, float]] = field(
         default_factory=dict[tuple[int, ...], tuple[float, float]]
     )
     _latest: Built | None = None
     _enough: Built | None = None
-    _whole: Built | None = None
+    _unreduced: Built | None = None
 
-    def loss(self, choice: Choice) -> float:
-        """The measured loss of a choice, from the checkpoint or by building it."""
-        stored = self.checkpoint.build(digest(self._plan(choice).to_json()))
+    @property
+    def job(self) -> Job:
+        return self.search_input.job
+
+    def loss(self, choice: Choice, plan: Plan) -> float:
+        """The measured loss of a choice, from the checkpoint or by building its plan."""
+        stored = self.checkpoint.build(digest(plan.to_json()))
         if stored is not None:
             self.measured[choice.picks] = stored
             return stored[0]
-        return self.build(choice).loss
+        return self.build(choice, plan).loss
 
-    def build(self, choice: Choice) -> Built:
+    def build(self, choice: Choice, plan: Plan) -> Built:
         """Apply the plan of a choice, convert the model, and measure its loss."""
-        for held in (self._latest, self._enough, self._whole):
+        for held in (self._latest, self._enough, self._unreduced):
             if held is not None and held.choice.picks == choice.picks:
                 return held
-        search_input, plan = self.search_input, self._plan(choice)
         number = len(self.measured) + (choice.picks not in self.measured)
-        job = search_input.job.labeled(f"build {number}")
-        state = apply_plan(plan, State(job, job.original.clone()))
+        job = self.job.labeled(f"build {number}")
+        state = apply_plan(plan, job, job.original.clone())
         self._latest = built = self._built(choice, plan, state)
-        if search_input.goal.keep is not None and built.loss <= allowed_loss(
-            search_input.goal.keep
-        ):
+        if self.allowed is not None and built.loss <= self.allowed:
             self._enough = built
         if not plan.lossy_blocks:  # every result is compared with one that removes nothing
-            self._whole = built
+            self._unreduced = built
         self.measured[choice.picks] = built.loss, built.fidelity.mean_cosine
         self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
         return built
@@ -137,59 +168,48 @@ class Judge:
             key: A name for the checkpoint of the training.
             label: A name of the training, for progress.
         """
-        plan = built.plan.with_training(training)
-        state = State(
-            self.search_input.job.labeled(label),
+        plan = replace(built.plan, trainings=(*built.plan.trainings, training))
+        state = start(
+            plan,
+            self.job.labeled(label),
             built.state.model,
             key=key,
             applied=built.state.applied,
         )
-        apply_steps((training, *plan.conversion), prepare(plan, state))
+        apply_steps((training, *plan.conversion), state)
         return self._built(built.choice, plan, state)
 
     def _built(self, choice: Choice, plan: Plan, state: State) -> Built:
         """Measure a model on the data to choose."""
-        data = self.search_input.data
-        proof = self._compare(state.result, data.choose, "choose", 0, state.job, bounded=True)
-        return Built(choice, plan, state, proof.fidelity, proof.share, proof.loss)
-
-    def verify(self, built: Built, part: int) -> Proof:
-        """Verify a built choice on the first or second verification part."""
-        parts = [batches for batches in self.search_input.data.prove if batches]
-        batches = parts[min(part, len(parts) - 1)]
-        return self._compare(
-            built.model, batches, "prove", 1 + part, self.search_input.job.labeled("held out")
+        verification = self._compare(state.result, HeldOut.CHOOSE, state.job)
+        return Built(
+            choice, plan, state, verification.fidelity, verification.share, verification.loss
         )
 
-    def verify_on_all(self, built: Built) -> Proof:
-        """Measure a built choice on all data that was held out, by its bounds.
-
-        All of this data was used before, but only for choices with more loss.
-        """
-        data, job = self.search_input.data, self.search_input.job.labeled("held out")
-        batches = [*data.choose, *(batch for part in data.prove for batch in part)]
-        return self._compare(built.model, batches, "held out", None, job, bounded=True)
+    def verify(self, built: Built, part: HeldOut) -> Verification:
+        """Verify a built choice on held-out data."""
+        return self._compare(built.model, part, self.job.labeled("held out"))
 
     def time(self, built: Built) -> SpeedCheck:
         """Time a built model and the original at all checked lengths."""
-        search_input = self.search_input
-        speeds = self.compare_speed(built.model, search_input.checked)
-        gain = mean_speedup(speeds, search_input.lengths)
+        speeds = self.compare_speed(built.model, self.search_input.checked)
+        gain = self.requested_speedup(speeds)
         return SpeedCheck(speeds, gain, _refusal(built.plan, gain, speeds))
 
     def speedup(self, built: Built) -> float:
-        """The measured speed-up of a built model, as geometric mean over the requested lengths."""
-        search_input = self.search_input
-        return mean_speedup(
-            self.compare_speed(built.model, search_input.job.requested), search_input.lengths
-        )
+        """The measured speed-up of a built model; see ``requested_speedup``."""
+        return self.requested_speedup(self.compare_speed(built.model, self.job.requested))
+
+    def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
+        """The geometric mean of the speed-ups at the requested lengths."""
+        return mean_speedup(speeds, [workload.length for workload in self.job.requested])
 
     def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
         """Time a model and the float32 original in interleaved order.
 
         Workloads at which the model seems slower are timed again.
         """
-        job, table = self.search_input.job, self.choices.timing.table
+        job, table = self.job, self.table
         feeds = tuple(
             example_inputs(job.original, workload, job.context.seed) for workload in workloads
         )
@@ -214,61 +234,40 @@ class Judge:
             for workload, (before, after) in zip(workloads, pairs, strict=True)
         ]
 
-    def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
+    def speedup_over(self, slow: Built, fast: Built) -> Speedup:
         """The speed-up of one built model over another at the requested lengths (interleaved runs).
 
         Raises:
             CannotRewrite: The two models cannot run side by side, for example for lack of memory.
         """
-        job = self.search_input.job
+        job = self.job
         feeds = example_feeds(job.original, job.requested, job.context.seed)
-        times = time_models(
+        timed = time_models(
             [slow.model, fast.model], feeds, context=job.context, seconds=PAIR_SECONDS
         )
-        if times is None:
+        if timed is None:
             raise CannotRewrite(
                 "two models of the search cannot be timed beside each other",
                 "free memory, and start the search again: it continues",
                 code="search.not_timed",
             )
-        return paired_speedup([times[0] for times in times[1]], [times[1] for times in times[1]])
+        _, times = timed
+        return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
-    def _compare(
-        self,
-        model: ir.Model,
-        batches: Sequence[Batch],
-        split: str,
-        rows: int | None,
-        job: Job,
-        *,
-        bounded: bool = False,
-    ) -> Proof:
-        """Compare a model with the original on batches, and on a part of the rows of the task.
+    def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Verification:
+        """Compare a model with the original on held-out data, and on the same part of the task.
 
-        Args:
-            rows: The part, see ``share_kept``; None for all rows.
-            bounded: See ``Quality.loss``.
+        Losses are bounds if the data was used before; see ``Quality.loss``.
         """
-        search_input = self.search_input
-        fidelity = job.compare_held_out(model, batches, split)
+        batches, is_bounded = part.batches(self.search_input.data), not part.is_unused
+        fidelity = job.compare_held_out(model, batches, part.split)
         losses, share = list[float](), None
-        if search_input.goal.measure != "score":
-            losses.append(largest_loss(fidelity.qualities, bounded=bounded))
-        if search_input.goal.task is not None:
-            # Cosines of single numbers, as a reranker returns, are those of their signs.
-            outputs = fidelity.outputs
-            is_same = bool(outputs) and all(
-                output.relative_error < ROUNDING and not output.not_finite_rows
-                for output in outputs
-            )
-            assert self.original_score is not None
-            score = self.original_score if is_same else score_model(search_input.goal, job, model)
-            share = share_kept(self.original_score, score, part=rows, seed=job.context.seed)
-            losses.append(share.loss(bounded=bounded))
-        return Proof.of(fidelity, share, max(losses, default=0.0))
-
-    def _plan(self, choice: Choice) -> Plan:
-        return self.choices.plan(choice, self.search_input.job.target.precision)
+        if job.measure != "score":
+            losses.append(largest_loss(fidelity.qualities, bounded=is_bounded))
+        if self.task is not None:
+            share = self.task.share(model, fidelity, part, job)
+            losses.append(share.loss(bounded=is_bounded))
+        return Verification.of(fidelity, share, max(losses, default=0.0))
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:
@@ -287,10 +286,8 @@ def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:
     return ""
 
 
-def score_model(goal: Goal, job: Job, model: ir.Model) -> Score:
-    """The score of a model on the task of a goal."""
-    assert goal.task is not None and goal.eval_data is not None
+def _score(task: TaskName, data: Path, job: Job, model: ir.Model) -> Score:
+    session = open_session(model, job.context)
     return score_session(
-        open_session(model, job.context), job.artifact, task=goal.task, data=goal.eval_data,
-        tokenizer=job.tokenizer, context=job.context,
-    )  # fmt: skip
+        session, job.artifact, task=task, data=data, tokenizer=job.tokenizer, context=job.context
+    )

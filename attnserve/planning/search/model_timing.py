@@ -90,7 +90,7 @@ class ModelTiming:
                     "sequences": [workload.length for workload in self.workloads],
                     "as_exported": list(latency.original),
                     "written": latency.implementation,
-                    "forms": {form: list(ms) for form, ms in latency.implementations.items()},
+                    "forms": {name: list(ms) for name, ms in latency.implementations.items()},
                     "kept": {str(config): list(latency.configs[config]) for config in configs},
                 })  # fmt: skip
         for pair in self.pairs:
@@ -133,8 +133,7 @@ def time_model(
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()
     converted = convert(job.original, precision, search_input.data.fit, to_nearest=True)
-    whole = Part(converted, tuple(feeds))
-    total = timer.mean(table.measure({"model": whole})["model"])
+    total = timer.mean(table.measure({"model": Part(converted, tuple(feeds))})["model"])
     in_blocks = sum(
         timer.mean(blocks[block].original) for group in groups for block in group.blocks
     )

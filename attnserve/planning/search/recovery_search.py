@@ -1,9 +1,9 @@
-"""Search for faster choices that reach the target after training (``attnserve.recovery``).
+"""Search for faster choices that meet the goal after training (``attnserve.recovery``).
 
 Each round builds a choice beyond the one that was found without training, trains it to give the
 outputs of the original, and measures it on the data to choose. The next round moves to a faster
-choice if the target was reached, and to a slower one if not. The fastest trained choice that
-reaches the target is verified on unused held-out data. If it fails, the next one is verified on
+choice if the goal was met, and to a slower one if not. The fastest trained choice that
+meets the goal is verified on unused held-out data. If it fails, the next one is verified on
 other data. The fallback is the choice without training, which was selected before any verification,
 so that the same data can be used for it.
 """
@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import ROUNDING, allowed_loss
-from attnserve.choices import Measure
-from attnserve.models.lineage import Recovered, Round
+from attnserve.literals import Measure
+from attnserve.models.search_record import Recovered, Round
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN
 from attnserve.planning.blocks.pareto import Choice
@@ -26,14 +27,14 @@ from attnserve.planning.plans.steps import TRAININGS, Train
 from attnserve.planning.search.front_search import (
     INTERPOLATE,
     TIGHT,
+    BisectStep,
     FrontSearch,
-    Probe,
     bisect,
     first_guess,
     power_of,
 )
 from attnserve.planning.search.judge import Built, Judge
-from attnserve.planning.search.report import Proof
+from attnserve.planning.search.report import Verification
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
 from graph_passes.errors import AttnserveError
@@ -46,20 +47,17 @@ STEP = 2.0
 """The predicted loss grows or shrinks by at most this factor from one round to the next; the first
 round takes this many times the loss of the choice without training."""
 
-PROOFS = 2
-"""Number of verification parts."""
-
 
 class Trained(NamedTuple):
     """The result of a search with training.
 
     Attributes:
         best: The verified choice; None if the choice without training is better.
-        proofs: All verifications of trained choices, in order.
+        verifications: All verifications of trained choices, in order.
     """
 
     best: Built | None
-    proofs: list[Proof]
+    verifications: list[Verification]
     report: Recovered
 
 
@@ -77,7 +75,7 @@ class RecoverySearch:
         key: The name of the search's checkpoint.
         seconds: The time left for training.
         rounds: The rounds so far.
-        found: The trained choices that reach the target, the fastest first.
+        found: The trained choices that meet the goal, the fastest first.
     """
 
     front_search: FrontSearch
@@ -97,7 +95,7 @@ class RecoverySearch:
         Without ``keep``, the choice itself is trained. An error in a round ends the rounds.
         """
         if plain is None:
-            return self._no_gain("even lossless rewrites miss the target")
+            return self._no_gain("even the choice with the least loss misses the goal")
         problem = ""
         try:
             self._train_choices(plain)
@@ -105,7 +103,7 @@ class RecoverySearch:
             problem = error.what
         if not self.found:
             return self._no_gain(problem or self._shortage())
-        return self._proved(plain)
+        return self._verify_fastest(plain)
 
     def remove_checkpoints(self) -> None:
         """Delete the training checkpoints of the search."""
@@ -134,11 +132,11 @@ class RecoverySearch:
                 last.choice.loss * float(np.clip(share, 1 / STEP, STEP))
             )
 
-        def keeps(index: int) -> Probe:
+        def keeps(index: int) -> BisectStep:
             seconds = self.seconds / (ROUNDS - len(trained))
             trained.append(self._train(front[index], allowed, seconds))
             loss = trained[-1].loss
-            return Probe(loss <= allowed, TIGHT * allowed <= loss <= allowed)
+            return BisectStep(loss <= allowed, TIGHT * allowed <= loss <= allowed)
 
         bisect(
             front.index(plain.choice), len(front), ROUNDS,
@@ -148,7 +146,7 @@ class RecoverySearch:
 
     def _train(self, choice: Choice, allowed: float, seconds: float) -> Built:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
-        built = self.judge.build(choice)
+        built = self.front_search.build(choice)
         number = len(self.rounds) + 1
         training = training_of(self.front_search.goal, seconds / 60)
         key = digest((self.key, built.plan.to_json()))
@@ -174,12 +172,13 @@ class RecoverySearch:
             self.found.insert(0, best)
         return best
 
-    def _proved(self, plain: Built) -> Trained:
+    def _verify_fastest(self, plain: Built) -> Trained:
         """Verify the fastest trained choice, or else the next one, if it is faster than ``plain``.
 
         Without ``keep``, it must lose less than ``plain``.
         """
-        judge, keep, proofs = self.judge, self.front_search.goal.keep, list[Proof]()
+        judge, keep, verifications = self.judge, self.front_search.goal.keep, list[Verification]()
+        parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
         without, reason = judge.time(plain).gain, ""
         for built in self.found:
             timed = judge.time(built)
@@ -189,14 +188,18 @@ class RecoverySearch:
             if refusal:
                 reason = reason or refusal
                 continue
-            if len(proofs) == PROOFS:
+            if len(verifications) == len(parts):
                 break
-            allowed = judge.verify(plain, 0).loss if keep is None else allowed_loss(keep)
-            proofs.append(judge.verify(built, len(proofs)))
-            if proofs[-1].loss <= allowed:
-                return Trained(built, proofs, self._report(True, self._verdict(gain, without)))
+            allowed = (
+                judge.verify(plain, HeldOut.VERIFY).loss if keep is None else allowed_loss(keep)
+            )
+            verifications.append(judge.verify(built, parts[len(verifications)]))
+            if verifications[-1].loss <= allowed:
+                return Trained(
+                    built, verifications, self._report(True, self._verdict(gain, without))
+                )
             reason = "a trained model missed the goal on held-out data"
-        return self._no_gain(reason, proofs)
+        return self._no_gain(reason, verifications)
 
     def _verdict(self, gain: float, without: float) -> str:
         minutes = sum(trained.seconds for trained in self.rounds) / 60
@@ -211,9 +214,9 @@ class RecoverySearch:
         kept = 1 - min(trained.loss for trained in self.rounds)
         return f"the best of {len(self.rounds)} trained models keeps {kept:.4f}"
 
-    def _no_gain(self, reason: str, proofs: Sequence[Proof] = ()) -> Trained:
+    def _no_gain(self, reason: str, verifications: Sequence[Verification] = ()) -> Trained:
         verdict = f"no gain by training: {reason}; the result without training is returned"
-        return Trained(None, list(proofs), self._report(False, verdict))
+        return Trained(None, list(verifications), self._report(False, verdict))
 
     def _report(self, gain: bool, verdict: str) -> Recovered:
         torch = package_versions(["torch"]).get("torch", "")

@@ -12,15 +12,9 @@ from pydantic import Field
 
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.scores import Share
-from attnserve.models.lineage import (
-    Asked,
-    Calibration,
-    ProofRecord,
-    Recovered,
-    ShapeLatency,
-    Source,
-    present,
-)
+from attnserve.models.lineage import Calibration, Source
+from attnserve.models.recorded import ShapeLatency, present
+from attnserve.models.search_record import Asked, Recovered, VerificationRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanRecord, Point
 from attnserve.planning.served_speed import ServedSpeed
@@ -43,8 +37,8 @@ def mean_speedup(speeds: Sequence[ShapeLatency], lengths: Collection[int]) -> fl
     return float(np.exp(np.mean(np.log(chosen)))) if chosen else 1.0
 
 
-class Proof(ProofRecord, frozen=True):
-    """Verification of a built choice on held-out data that no selection used; its own record.
+class Verification(VerificationRecord, frozen=True):
+    """Verification of a built choice on held-out data that no selection used, also in the record.
 
     Attributes:
         fidelity: The comparison with the original, whose qualities are recorded.
@@ -56,7 +50,7 @@ class Proof(ProofRecord, frozen=True):
     share: Share | None = Field()
 
     @classmethod
-    def of(cls, fidelity: Fidelity, share: Share | None, loss: float) -> Proof:
+    def of(cls, fidelity: Fidelity, share: Share | None, loss: float) -> Verification:
         """The verification with these results."""
         return cls(fidelity=fidelity, qualities=fidelity.qualities, share=share, loss=loss)
 
@@ -98,7 +92,7 @@ class PlanReport:
     share: Share | None = None
     speeds: Sequence[ShapeLatency] = ()
     choose: Fidelity | None = None
-    proofs: Sequence[Proof] = ()
+    proofs: Sequence[Verification] = ()
     recovered: Recovered | None = None
     served_speed: ServedSpeed | None = None
     output: Path | None = None

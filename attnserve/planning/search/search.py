@@ -26,26 +26,28 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention
+from attnserve.checks.quality import allowed_loss
 from attnserve.data.datasets import content_digest
 from attnserve.job import Job
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import Asked
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
+from attnserve.models.search_record import Asked
 from attnserve.options import Goal
 from attnserve.planning.blocks.configurations import group_blocks
 from attnserve.planning.blocks.loss_curves import Losses, conversion_losses, loss_curves
-from attnserve.planning.plans.state import State
+from attnserve.planning.plans.apply import start
+from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.choice_set import ChoiceSet
 from attnserve.planning.search.estimates import changes_to_measure
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Built, Judge, score_model
+from attnserve.planning.search.judge import Built, Judge, ScoredTask
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.search_input import SearchInput
-from attnserve.planning.search.verdict import SearchResult, result_of, verified
+from attnserve.planning.search.verdict import SearchResult, result_of, verify_choice
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.cache import digest
@@ -88,37 +90,34 @@ def search(goal: Goal, job: Job) -> SearchResult:
         # Fails early if the model cannot be converted.
         convert(job.original, precision, search_input.data.fit[:1], to_nearest=True)
     if goal.recover is not None:
-        training_of(goal).check(State(job.labeled("can be trained"), job.original))
-    original_score = None
-    if goal.task is not None:
-        original_score = score_model(goal, job.labeled("original"), job.original)
+        training_of(goal).check(start(Plan(), job.labeled("can be trained"), job.original))
+    task = ScoredTask.of(goal, job)
     checkpoint = SearchCheckpoint(_key(search_input))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     timing = time_model(search_input, newest, groups)
     losses = _estimate_losses(search_input, newest, timing, checkpoint)
-    choices = ChoiceSet.of(timing, losses)
-    front_search = FrontSearch(
-        goal, choices, Judge(search_input, choices, checkpoint, original_score)
-    )
+    allowed = None if goal.keep is None else allowed_loss(goal.keep)
+    judge = Judge(search_input, timing.table, checkpoint, allowed, task)
+    front_search = FrontSearch(goal, ChoiceSet.of(timing, losses, precision), judge)
     best = front_search.run()
     if best is not None and goal.keep is not None:
         best = front_search.as_fast_with_less_loss(best)
     if goal.recover is None:
-        result = result_of(front_search, *verified(front_search, best))
+        result = result_of(front_search, *verify_choice(front_search, best))
     else:
-        result = _recovered(front_search, best, 60 * goal.recover)
+        recovery = RecoverySearch(front_search, _key(search_input), 60 * goal.recover)
+        result = _recovered(recovery, best)
     checkpoint.remove()
     return result
 
 
-def _recovered(front_search: FrontSearch, plain: Built | None, seconds: float) -> SearchResult:
+def _recovered(recovery: RecoverySearch, plain: Built | None) -> SearchResult:
     """The result with training, or without it if that is no better."""
-    recovery = RecoverySearch(front_search, _key(front_search.judge.search_input), seconds)
-    best, proofs, report = recovery.run(plain)
+    best, verifications, report = recovery.run(plain)
     if best is None:
-        best, others = verified(front_search, plain)
-        proofs = [*proofs, *others]
-    result = result_of(front_search, best, proofs, report)
+        best, others = verify_choice(recovery.front_search, plain)
+        verifications = [*verifications, *others]
+    result = result_of(recovery.front_search, best, verifications, report)
     recovery.remove_checkpoints()
     return result
 
@@ -167,7 +166,7 @@ def _search_input(goal: Goal, job: Job) -> SearchInput:
     )
     if goal.recover is not None:
         asked = asked.model_copy(update={"recover": goal.recover})
-    return SearchInput(goal, job, data, checked, asked)
+    return SearchInput(job, data, checked, asked)
 
 
 def _accepted(

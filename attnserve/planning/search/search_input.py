@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from attnserve.data.datasets import Dataset
 from attnserve.job import Job
-from attnserve.models.lineage import Asked
-from attnserve.options import Goal
+from attnserve.models.search_record import Asked
 from graph_passes.analysis.workload import Workload
 
 __all__ = ["SearchInput"]
@@ -23,13 +22,7 @@ class SearchInput:
         asked: The request as plan.json records it.
     """
 
-    goal: Goal
     job: Job
     data: Dataset
     checked: Sequence[Workload]
     asked: Asked
-
-    @property
-    def lengths(self) -> list[int]:
-        """The lengths at which the model should be fast."""
-        return [workload.length for workload in self.job.requested]

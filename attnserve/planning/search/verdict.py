@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import allowed_loss
 from attnserve.models.checksums import fingerprint
-from attnserve.models.lineage import Recovered, ShapeLatency, Source
+from attnserve.models.lineage import Source
+from attnserve.models.recorded import ShapeLatency
+from attnserve.models.search_record import Recovered
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_REMOVAL_GAIN
+from attnserve.planning.plans.apply import start
+from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Built, Judge
-from attnserve.planning.search.report import PlanReport, Proof
+from attnserve.planning.search.judge import Built, SpeedCheck
+from attnserve.planning.search.report import PlanReport, Verification
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed
 
-__all__ = ["SearchResult", "result_of", "verified", "worth_removing"]
+__all__ = ["SearchResult", "Verified", "prefer_no_removal", "result_of", "verify_choice"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,136 +36,195 @@ class SearchResult:
     state: State
 
 
-def verified(front_search: FrontSearch, best: Built | None) -> tuple[Built | None, list[Proof]]:
-    """A choice that keeps its promise on data that no choice has seen, and all proofs, in order.
+class Verified(NamedTuple):
+    """The result of verifications.
 
-    If two choices fail, no unused data is left: a third one is measured on all held-out data, by
-    its confidence bounds. If that fails too, a lossless choice is returned; None if that fails
-    because of its precision.
+    Attributes:
+        best: The choice that meets the goal on this data; None if none does.
+        verifications: The verifications, in order.
     """
+
+    best: Built | None
+    verifications: list[Verification]
+
+
+def verify_choice(front_search: FrontSearch, best: Built | None) -> Verified:
+    """Verify a choice on data that no choice has seen, and others if it fails (``_attempts``).
+
+    ``best`` of the result is None if even the least lossy choice misses the goal after conversion.
+    """
+    verifications = list[Verification]()
     if best is None:
-        return None, []
-    goal, judge = front_search.goal, front_search.judge
-    proofs = [judge.verify(best, 0)]
-    for attempt in (1, 2, 3):
-        if goal.keep is None or proofs[-1].loss <= allowed_loss(goal.keep):
-            break
+        return Verified(None, verifications)
+    keep = front_search.goal.keep
+    for attempt in _attempts(front_search, best, verifications):
+        verifications.append(front_search.judge.verify(attempt.built, attempt.part))
+        best = attempt.built
+        if keep is None or verifications[-1].loss <= allowed_loss(keep):
+            return Verified(best, verifications)
         if not best.choice.loss:
             break
-        if attempt < 3:
-            best = front_search.more_careful(best, proofs[-1].loss, goal.keep)
-        else:
-            best = judge.build(judge.choices.front[0])
-        proofs.append(judge.verify_on_all(best) if attempt == 2 else judge.verify(best, attempt))
-    if goal.keep is not None and (best.choice.loss or front_search.precision != "float32"):
-        best = best if proofs[-1].loss <= allowed_loss(goal.keep) else None
-    return best, proofs
+    # Without loss and conversion, outputs differ by rounding only: it is returned nevertheless.
+    is_exact = not best.choice.loss and front_search.precision == "float32"
+    return Verified(best if is_exact else None, verifications)
+
+
+class _Attempt(NamedTuple):
+    """A choice to verify, and the data."""
+
+    built: Built
+    part: HeldOut
+
+
+def _attempts(
+    front_search: FrontSearch, best: Built, verifications: Sequence[Verification]
+) -> Iterator[_Attempt]:
+    """Choices to verify in order, each if the one before failed, and the data.
+
+    After two failures no unused data is left: a third choice is measured on all held-out data, by
+    its bounds. This data was used before, but only for choices with more loss.
+
+    Args:
+        verifications: The verifications so far.
+    """
+    keep = front_search.goal.keep
+    yield _Attempt(best, HeldOut.VERIFY)
+    assert keep is not None
+    careful = front_search.more_careful(best, verifications[-1].loss, keep)
+    yield _Attempt(careful, HeldOut.VERIFY_AGAIN)
+    more_careful = front_search.more_careful(careful, verifications[-1].loss, keep)
+    yield _Attempt(more_careful, HeldOut.ALL)
+    yield _Attempt(front_search.least_lossy(), HeldOut.VERIFY_AGAIN)
 
 
 class Selected(NamedTuple):
     """The choice that a search returns.
 
     Attributes:
-        proofs: Its verifications, in order.
+        verifications: Its verifications, in order.
         note: Why it removes nothing, although a choice with a removal was found; else empty.
     """
 
     best: Built
-    proofs: Sequence[Proof]
+    verifications: Sequence[Verification]
     note: str = ""
 
 
-def worth_removing(front_search: FrontSearch, best: Built, proofs: Sequence[Proof]) -> Selected:
+def prefer_no_removal(
+    front_search: FrontSearch, best: Built, verifications: Sequence[Verification]
+) -> Selected:
     """The best choice, or the choice without removal if it is about as fast."""
     if not best.plan.lossy_blocks:
-        return Selected(best, proofs)
-    plain, whole = front_search.nothing_removed()
-    if whole is None:  # it misses the speed-up of the goal
-        return Selected(best, proofs)
-    gain = front_search.judge.paired_speedup(whole, best)
+        return Selected(best, verifications)
+    unreduced = front_search.without_removal()
+    if unreduced.fastest is None:  # it misses the speed-up of the goal
+        return Selected(best, verifications)
+    gain = front_search.judge.speedup_over(unreduced.fastest, best)
     if gain.low >= MIN_REMOVAL_GAIN:
-        return Selected(best, proofs)
-    proved, others = verified(plain, whole)
-    if proved is not None and proved is not whole:  # it keeps more blocks in float32
-        gain = front_search.judge.paired_speedup(proved, best)
-    if proved is None or gain.low >= MIN_REMOVAL_GAIN:
-        return Selected(best, proofs)
+        return Selected(best, verifications)
+    verified, others = verify_choice(*unreduced)
+    if verified is not None and verified is not unreduced.fastest:  # more blocks stay float32
+        gain = front_search.judge.speedup_over(verified, best)
+    if verified is None or gain.low >= MIN_REMOVAL_GAIN:
+        return Selected(best, verifications)
     reason = (
         f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
         f"{gain.high:.2f}) the speed of the fused original in {front_search.precision}, expected "
         f"at least {MIN_REMOVAL_GAIN}x"
     )
-    return Selected(proved, others, reason)
+    return Selected(verified, others, reason)
 
 
 def result_of(
     front_search: FrontSearch,
     best: Built | None,
-    proofs: Sequence[Proof],
+    verifications: Sequence[Verification],
     recovered: Recovered | None = None,
 ) -> SearchResult:
-    """The best choice, or an empty plan if it is not faster than the original."""
-    judge, goal, note = front_search.judge, front_search.goal, ""
-    if best is not None:
-        best, proofs, note = worth_removing(front_search, best, proofs)
+    """The best choice, or an empty plan if it is not faster than the original.
+
+    Raises:
+        CheckFailed: It misses the requested speed-up.
+    """
     if best is None:
-        best = judge.build(judge.choices.front[0])
-        reason = (
-            f"the best choice reaches {1 - proofs[-1].loss:.4f} on held-out data, "
-            f"target {goal.keep:g}"
-            if proofs
-            else f"the lossless choice reaches {1 - best.loss:.4f}, target {goal.keep:g}"
+        return _missed(front_search, verifications, recovered)
+    selected, timed = _timed(front_search, prefer_no_removal(front_search, best, verifications))
+    if not timed.refusal:
+        return _gain(front_search, selected, timed, recovered)
+    target_speedup = front_search.goal.target_speedup or 1
+    if target_speedup > 1:
+        raise CheckFailed(
+            f"`target_speedup` is {target_speedup:g}: {timed.refusal}",
+            "lower it, or search for `keep`",
+            code="search.target_speedup",
         )
-        return _no_gain(judge, best, reason, recovered)
-    timed = judge.time(best)
-    if timed.refusal and best.plan.lossy_blocks:  # for example, it is slower at a length
-        other, others = verified(*front_search.nothing_removed())
-        if other is not None:
+    return _no_gain(front_search, selected.best, timed.refusal, recovered, timed.speeds)
+
+
+def _missed(
+    front_search: FrontSearch, verifications: Sequence[Verification], recovered: Recovered | None
+) -> SearchResult:
+    """The original, because no choice keeps the quality of the goal."""
+    least_lossy, keep = front_search.least_lossy(), front_search.goal.keep
+    reason = (
+        f"the best choice reaches {1 - verifications[-1].loss:.4f} on held-out data, goal {keep:g}"
+        if verifications
+        else f"the choice with the least loss reaches {1 - least_lossy.loss:.4f}, goal {keep:g}"
+    )
+    return _no_gain(front_search, least_lossy, reason, recovered)
+
+
+def _timed(front_search: FrontSearch, selected: Selected) -> tuple[Selected, SpeedCheck]:
+    """Time a choice beside the original, and another one if a removal makes it too slow."""
+    timed = front_search.judge.time(selected.best)
+    if timed.refusal and selected.best.plan.lossy_blocks:  # for example, it is slower at a length
+        verified, verifications = verify_choice(*front_search.without_removal())
+        if verified is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"
-            best, proofs, timed = other, others, judge.time(other)
-    if timed.refusal:
-        if (goal.target_speedup or 1) > 1:
-            raise CheckFailed(
-                f"`target_speedup` is {goal.target_speedup:g}: {timed.refusal}",
-                "lower it, or search for `keep`",
-                code="search.target_speedup",
-            )
-        return _no_gain(judge, best, timed.refusal, recovered, timed.speeds)
+            return Selected(verified, verifications, note), front_search.judge.time(verified)
+    return selected, timed
+
+
+def _gain(
+    front_search: FrontSearch, selected: Selected, timed: SpeedCheck, recovered: Recovered | None
+) -> SearchResult:
+    """A choice that meets the goal and is faster than the original."""
+    best, verifications, note = selected
     if recovered is not None and note:
         recovered = _without_gain(recovered, note)
-    proof = proofs[-1]
-    speed = ServedTimer(judge.search_input.job).measure(best.state.model, best.model, best.plan)
-    verdict = f"{timed.gain:.2f}x as fast, keeping {_kept(proof, goal)}"
+    verification = verifications[-1]
+    speed = ServedTimer(front_search.judge.job).measure(best.state.model, best.model, best.plan)
+    verdict = f"{timed.gain:.2f}x as fast, keeping {_kept(verification, front_search.goal)}"
     if speed is not None:
         verdict += f": {speed.describe(best.plan.precision)}"
     if recovered is not None and recovered.gain:
         verdict += f" ({recovered.verdict})"
     verdict += f"; {note}" if note else ""
     report = replace(
-        _report(judge, best, verdict),
+        _report(front_search, best, verdict),
         plan=best.plan,
         gain=True,
-        fidelity=proof.fidelity,
-        share=proof.share,
+        fidelity=verification.fidelity,
+        share=verification.share,
         speeds=timed.speeds,
         choose=best.fidelity,
-        proofs=tuple(proofs),
+        proofs=tuple(verifications),
         recovered=recovered,
         served_speed=speed,
     )
     return SearchResult(report, best.state)
 
 
-def _kept(proof: Proof, goal: Goal) -> str:
+def _kept(verification: Verification, goal: Goal) -> str:
     """What a verification found, in words."""
     parts: list[str] = []
-    if proof.fidelity.quality is not None:
-        quality = proof.fidelity.quality
+    if verification.fidelity.quality is not None:
+        quality = verification.fidelity.quality
         parts.append(f"{quality.measure} {quality.value:.4f}")
-    if proof.share is not None:
+    if verification.share is not None:
         parts.append(
-            f"{proof.share.value:.2%} of the {goal.task} score (standard error "
-            f"{proof.share.standard_error:.2%})"
+            f"{verification.share.value:.2%} of the {goal.task} score (standard error "
+            f"{verification.share.standard_error:.2%})"
         )
     return ", ".join(parts)
 
@@ -171,7 +235,7 @@ def _without_gain(recovered: Recovered, reason: str) -> Recovered:
 
 
 def _no_gain(
-    judge: Judge,
+    front_search: FrontSearch,
     best: Built,
     reason: str,
     recovered: Recovered | None,
@@ -181,23 +245,23 @@ def _no_gain(
     verdict = f"no gain: {reason}; the original is returned"
     if recovered is not None:
         recovered = _without_gain(recovered, reason)
-    report = replace(_report(judge, best, verdict), speeds=speeds, recovered=recovered)
-    job = judge.search_input.job
-    return SearchResult(report, State(job, job.original))
+    report = replace(_report(front_search, best, verdict), speeds=speeds, recovered=recovered)
+    job = front_search.judge.job
+    return SearchResult(report, start(Plan(), job, job.original))
 
 
-def _report(judge: Judge, best: Built, verdict: str) -> PlanReport:
+def _report(front_search: FrontSearch, best: Built, verdict: str) -> PlanReport:
     """The report of a search that returns the original."""
-    search_input, timing = judge.search_input, judge.choices.timing
-    artifact = search_input.job.artifact
+    choices, judge = front_search.choices, front_search.judge
+    search_input, artifact = judge.search_input, judge.job.artifact
     return PlanReport(
         model=Source(file=artifact.model.name, sha256=fingerprint(artifact)),
         calibration=search_input.data.source,
         asked=search_input.asked,
         verdict=verdict,
-        layers=explain(judge.choices, best.choice),
-        front=front_points(judge.choices, judge.measured),
-        latency_ms=timing.to_json(),
+        layers=explain(choices, best.choice),
+        front=front_points(choices, judge.measured),
+        latency_ms=choices.timing.to_json(),
         versions=versions(),
-        machine=timing.table.setting,
+        machine=choices.timing.table.setting,
     )

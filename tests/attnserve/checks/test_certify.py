@@ -33,10 +33,10 @@ from graph_passes.matching.find import find_attention
 from tests.errors import raises
 from tests.graph_passes.graphs import attention
 
-EXPORTS = [("eager", "torchscript", 17), ("sdpa", "dynamo", 23)]  # all six: test_inspection.py
+EXPORTS = [("eager", "torchscript", 17), ("sdpa", "dynamo", 23)]  # all six: test_architectures.py
 
 
-def prove(
+def certify_block(
     model: ir.Model,
     block: AttentionBlock,
     *,
@@ -70,14 +70,14 @@ def test_read_attention_certifies_plain_and_fused_blocks(
 
 
 def test_certify_correct_match_has_small_error(graph: ir.Model):
-    result = prove(graph, find_attention(graph)[0][0])
+    result = certify_block(graph, find_attention(graph)[0][0])
     assert isinstance(result, Certified) and 0 <= result.max_abs_error <= TOLERANCE
 
 
 @pytest.mark.parametrize("factor", [1.001, -1.0, 8**0.5, 0.0])
 def test_certify_wrong_scale_is_unmatched(graph: ir.Model, factor: float):
     block = find_attention(graph)[0][0]
-    result = prove(graph, block, scale=block.scale * factor)
+    result = certify_block(graph, block, scale=block.scale * factor)
     assert isinstance(result, Unmatched)
     assert "the graph computes something else" in result.reason
     assert "at most 1e-04 allowed" in result.reason and block.name in result.reason
@@ -86,37 +86,41 @@ def test_certify_wrong_scale_is_unmatched(graph: ir.Model, factor: float):
 def test_certify_swapped_projections_are_unmatched(graph: ir.Model):
     block = find_attention(graph)[0][0]
     # softmax(k q^T) is not softmax(q k^T): the reading must say which is which.
-    assert isinstance(prove(graph, block, q=block.k, k=block.q), Unmatched)
-    assert isinstance(prove(graph, block, v=block.k), Unmatched)
+    assert isinstance(certify_block(graph, block, q=block.k, k=block.q), Unmatched)
+    assert isinstance(certify_block(graph, block, v=block.k), Unmatched)
 
 
 def test_certify_reordered_heads_are_unmatched(graph: ir.Model):
     block = find_attention(graph)[0][0]
     columns = block.q.columns[::-1].copy()
     assert isinstance(
-        prove(graph, block, q=dataclasses.replace(block.q, columns=columns)), Unmatched
+        certify_block(graph, block, q=dataclasses.replace(block.q, columns=columns)), Unmatched
     )
 
 
 def test_certify_missing_mask_is_unmatched(graph: ir.Model):
     block = find_attention(graph)[0][0]
     assert block.steps
-    assert isinstance(prove(graph, block, steps=()), Unmatched)
+    assert isinstance(certify_block(graph, block, steps=()), Unmatched)
 
 
 def test_certify_wrong_output_projection_is_unmatched(graph: ir.Model):
     one, other = find_attention(graph)[0]
     assert one.output is not None and other.output is not None
     wrong = dataclasses.replace(one.output, weight=other.output.weight)
-    assert isinstance(prove(graph, one, output=wrong), Unmatched)
+    assert isinstance(certify_block(graph, one, output=wrong), Unmatched)
 
 
 def test_certify_wrong_query_bias_is_unmatched_and_key_bias_has_no_effect(graph: ir.Model):
     block = find_attention(graph)[0][0]
     # Softmax ignores what is the same for all keys: q b_K^T is.
     offset = block.q.offset + np.linspace(-3, 3, 32).reshape(4, 8)
-    assert isinstance(prove(graph, block, q=dataclasses.replace(block.q, offset=offset)), Unmatched)
-    assert isinstance(prove(graph, block, k=dataclasses.replace(block.k, offset=offset)), Certified)
+    assert isinstance(
+        certify_block(graph, block, q=dataclasses.replace(block.q, offset=offset)), Unmatched
+    )
+    assert isinstance(
+        certify_block(graph, block, k=dataclasses.replace(block.k, offset=offset)), Certified
+    )
 
 
 def test_read_attention_nan_weights_are_unmatched(graph: ir.Model):
@@ -141,7 +145,8 @@ def test_read_attention_falls_back_to_reference_evaluator(graph: ir.Model):
 def test_certify_reference_evaluator_detects_wrong_scale(graph: ir.Model):
     block = find_attention(graph)[0][0]
     (result, wrong) = (
-        prove(graph, block, runs=[onnx_reference], scale=block.scale * factor) for factor in (1, 2)
+        certify_block(graph, block, runs=[onnx_reference], scale=block.scale * factor)
+        for factor in (1, 2)
     )
     assert isinstance(result, Certified) and result.max_abs_error <= TOLERANCE
     assert isinstance(wrong, Unmatched) and "the graph computes something else" in wrong.reason
@@ -153,15 +158,15 @@ def refuses(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray
 
 def test_certify_first_evaluator_that_runs_decides(graph: ir.Model):
     block = find_attention(graph)[0][0]
-    result = prove(graph, block, runs=[refuses, onnx_runtime])
+    result = certify_block(graph, block, runs=[refuses, onnx_runtime])
     assert isinstance(result, Certified)
-    wrong = prove(graph, block, runs=[refuses, onnx_runtime], scale=2 * block.scale)
+    wrong = certify_block(graph, block, runs=[refuses, onnx_runtime], scale=2 * block.scale)
     assert isinstance(wrong, Unmatched) and "the graph computes something else" in wrong.reason
 
 
 def test_certify_without_working_evaluator_reports_first_reason(graph: ir.Model):
     block = find_attention(graph)[0][0]
-    result = prove(graph, block, runs=[refuses, refuses])
+    result = certify_block(graph, block, runs=[refuses, refuses])
     assert isinstance(result, Unmatched)
     assert re.fullmatch(
         rf"read as attention '{block.name}', not certified: refuses: no kernel for \d+ inputs",
@@ -174,7 +179,7 @@ def test_certify_error_of_the_project_is_reported_as_it_is(graph: ir.Model):
         raise InvalidModel("no such operator")
 
     block = find_attention(graph)[0][0]
-    result = prove(graph, block, runs=[own])
+    result = certify_block(graph, block, runs=[own])
     assert isinstance(result, Unmatched)
     assert result.reason == f"read as attention {block.name!r}, not certified: no such operator"
 
@@ -197,7 +202,7 @@ def test_certify_positions_differ():
         return onnx_runtime(model, feeds)
 
     (block,), _ = find_attention(model)
-    assert isinstance(prove(model, block, runs=[watched]), Certified)
+    assert isinstance(certify_block(model, block, runs=[watched]), Certified)
     assert all(len(np.unique(where)) > 1 for where in seen)
 
 
@@ -205,7 +210,7 @@ def test_certify_nan_result_is_unmatched(graph: ir.Model):
     def nothing(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.full_like(array, np.nan) for array in onnx_runtime(model, feeds)]
 
-    result = prove(graph, find_attention(graph)[0][0], runs=[nothing])
+    result = certify_block(graph, find_attention(graph)[0][0], runs=[nothing])
     assert isinstance(result, Unmatched) and "difference inf" in result.reason
 
 
@@ -216,8 +221,8 @@ def test_certify_graph_limited_to_batch_one_uses_single_shapes():
     inputs = f"float[batch, sequence, 12] x, float[batch, 1, 1, sequence] mask, {angles}"
     model = attention(scores=scores, inputs=inputs, opset=23)
     (block,), _ = find_attention(model)
-    assert isinstance(prove(model, block), Unmatched)
-    assert isinstance(prove(model, block, shapes=SINGLE), Certified)
+    assert isinstance(certify_block(model, block), Unmatched)
+    assert isinstance(certify_block(model, block, shapes=SINGLE), Certified)
     assert len(read_attention(model).blocks) == 1
 
 

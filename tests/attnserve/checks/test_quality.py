@@ -355,7 +355,7 @@ def test_a_bad_tail_is_a_loss_although_the_mean_is_good():
 
 
 def test_second_condition_has_a_bound(text_folder: Path):
-    """A choice must keep R^2 with a margin, a proof its value."""
+    """A choice must keep R^2 with a margin, a verification its value."""
     a = RANDOM.standard_normal((100, 6, 32))
     b = a + 0.1 * RANDOM.standard_normal(a.shape) * RANDOM.exponential(size=(100, 1, 1))
     found = measured(meter("float[b, t, d] y", tokenizer=text_folder), a, b)

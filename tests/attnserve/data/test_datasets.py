@@ -54,7 +54,7 @@ def texts(batches: Iterable[Any]) -> set[tuple[int, ...]]:
 def test_load_inputs_splits_the_distinct_sentences(tiny: Path, sentences: Path):
     data = read(sentences, open_artifact(tiny))
     distinct = data.source.distinct_rows
-    parts = [data.fit, data.choose, *data.prove]
+    parts = [data.fit, data.choose, *data.verify]
     assert [rows(part) for part in parts[1:]] == [distinct // 7] * 3
     assert sum(map(rows, parts)) == distinct
     found = [texts(part) for part in parts]
@@ -86,7 +86,7 @@ def test_held_out_rows_come_from_the_whole_file_and_all_lengths(tmp_path: Path):
         rows[:, 0] = np.arange(250) + 250 * (length - 1)  # the place in the file
         np.savez(folder / f"{length:02}.npz", x=rows)
     data = load_inputs(folder, model, Artifact(tmp_path / "model.onnx"))
-    for part in (data.choose, *data.prove):
+    for part in (data.choose, *data.verify):
         places = np.concatenate([batch["x"][:, 0] for batch in part])
         quarters = np.histogram(places, bins=4, range=(0, 10_000))[0]
         assert len(places) == 400 and quarters.min() >= 80
@@ -163,7 +163,7 @@ def test_long_texts_among_short_ones_are_not_repeated(tiny: Path, tmp_path: Path
     (tmp_path / "text.txt").write_text("\n".join(lines))
     data = read(tmp_path / "text.txt", open_artifact(tiny), sequence=32)
     assert data.source.joined_rows
-    for part in (data.fit, data.choose, *data.prove):
+    for part in (data.fit, data.choose, *data.verify):
         assert rows(part) == len(texts(part)), "all rows are distinct"
 
 
@@ -277,13 +277,13 @@ def test_files_are_split_apart_and_their_parts_are_disjoint(
     artifact = open_artifact(tiny)
     alone = [read(path, artifact) for path in (sentences, other)]
     data = read_files([sentences, other], artifact)
-    parts = [data.fit, data.choose, *data.prove]
+    parts = [data.fit, data.choose, *data.verify]
     for number, part in enumerate(parts):
-        both = [(one.fit, one.choose, *one.prove)[number] for one in alone]
+        both = [(one.fit, one.choose, *one.verify)[number] for one in alone]
         later = {row for one in parts[number + 1 :] for row in texts(one)}
         assert texts(part) == set.union(*map(texts, both)) - later
         assert texts(part).isdisjoint(later)
-    assert texts(data.prove[-1]) == set.union(*(texts(one.prove[-1]) for one in alone))
+    assert texts(data.verify[-1]) == set.union(*(texts(one.verify[-1]) for one in alone))
     assert [file.source.file for file in data.files] == ["sentences.txt", "other.txt"]
     for batch in data.held_out:
         assert any(batch is each for each in data.file_of(batch).held_out)

@@ -20,7 +20,7 @@ from attnserve.data.token_statistics import (
     unseen_share,
 )
 from attnserve.models.artifact import open_artifact
-from attnserve.models.lineage import Calibration, RewriteRecord, TokenIds
+from attnserve.models.lineage import Calibration, LineageEntry, TokenIds
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.interface import Batch
 
@@ -73,7 +73,7 @@ def test_optimize_records_token_ids_of_the_calibration(tiny: Path, sentences: Pa
 def calibrated(*batches: Batch, lengths: list[int]) -> CalibrationRange | None:
     tokens = token_statistics(dataset([*batches], [*batches]))
     calibration = Calibration(lengths=tuple(lengths), token_ids=tokens)
-    entries = [RewriteRecord(rewrite="x", calibration=calibration), RewriteRecord(rewrite="y")]
+    entries = [LineageEntry(rewrite="x", calibration=calibration), LineageEntry(rewrite="y")]
     return CalibrationRange.read(entries)
 
 
@@ -101,7 +101,7 @@ def test_calibration_range_of_a_decompression_bomb_is_none():
     tracemalloc.start()
     try:
         calibration = Calibration(lengths=(5,), token_ids=TokenIds(seen=bomb))
-        assert CalibrationRange.read([RewriteRecord(rewrite="x", calibration=calibration)]) is None
+        assert CalibrationRange.read([LineageEntry(rewrite="x", calibration=calibration)]) is None
         assert tracemalloc.get_traced_memory()[1] < 50_000_000
     finally:
         tracemalloc.stop()
@@ -109,7 +109,7 @@ def test_calibration_range_of_a_decompression_bomb_is_none():
 
 def test_calibration_range_without_token_ids_knows_lengths_only():
     calibration = Calibration(lengths=(1, 1, 1, 1, 2))
-    found = CalibrationRange.read([RewriteRecord(rewrite="x", calibration=calibration)])
+    found = CalibrationRange.read([LineageEntry(rewrite="x", calibration=calibration)])
     assert found is not None and found.reasons([900, 901, 902]) == ("length",)
 
 
@@ -118,5 +118,5 @@ def test_calibration_range_without_token_ids_knows_lengths_only():
     [None, {}, {"lengths": []}, {"lengths": [1], "token_ids": {"seen": "!"}}],
 )
 def test_calibration_range_of_missing_or_damaged_records_is_none(calibration: object):
-    entry = RewriteRecord.model_validate({"rewrite": "x", "calibration": calibration})
+    entry = LineageEntry.model_validate({"rewrite": "x", "calibration": calibration})
     assert CalibrationRange.read([entry]) is None

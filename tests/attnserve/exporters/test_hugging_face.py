@@ -18,8 +18,8 @@ import onnx
 import pytest
 
 from attnserve.checks.inspect import inspect
-from attnserve.choices import Padding
 from attnserve.exporters.hugging_face import ExportReport, export
+from attnserve.literals import Padding
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import embed_texts, run_texts
 from attnserve.models.tokenizer import load_encoder

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from attnserve.models.artifact import Artifact, copy_companions, open_artifact
-from attnserve.models.lineage import RewriteRecord
-from attnserve.models.model_folder import Place, find_models
+from attnserve.models.lineage import LineageEntry
+from attnserve.models.model_folder import ModelLocation, find_models
 from attnserve.models.onnx_files import external_data_locations, load_model, save_model
 from attnserve.models.outputs import check_target
 from attnserve.models.record import Record, write_record
@@ -135,7 +135,7 @@ def test_open_artifact_settings_that_are_no_json_are_refused(hub: Path, broken: 
 
 def test_record_of_a_model_above_the_folder_onnx_is_not_that_of_the_one_in_it(hub: Path):
     linear(hub / "model.onnx")
-    write_record(hub, Record(files={"model.onnx": ""}, lineage=(RewriteRecord(rewrite="x"),)))
+    write_record(hub, Record(files={"model.onnx": ""}, lineage=(LineageEntry(rewrite="x"),)))
     assert open_artifact(hub / "onnx").lineage == ()
 
 
@@ -149,7 +149,7 @@ def test_a_folder_named_onnx_is_a_plain_one_without_configuration(tmp_path: Path
 @pytest.mark.parametrize("level", ["model", "folder of models"])
 def test_find_models_of_the_hub(hub: Path, level: str):
     found = find_models(hub if level == "model" else hub.parent)
-    assert found == {"encoder": {"1": Place(hub)}}
+    assert found == {"encoder": {"1": ModelLocation(hub)}}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="names are bytes on POSIX only")
@@ -186,7 +186,7 @@ def test_record_properties_and_defaults(plain: Path):
     (plain.parent / "tokenizer.json").write_text("{}")
     artifact = open_artifact(plain)
     assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("cls", True, 64)
-    assert artifact.lineage == (RewriteRecord(rewrite="x"),)
+    assert artifact.lineage == (LineageEntry(rewrite="x"),)
     assert artifact.tokenizer == plain.parent / "tokenizer.json"
 
 

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from attnserve.models.artifact import open_artifact
-from attnserve.models.lineage import RewriteRecord
+from attnserve.models.lineage import LineageEntry
 from attnserve.models.record import Record, parse_record, write_record
 from attnserve.planning.plans.plan_file import PlanRecord
 from graph_passes.errors import InvalidModel
@@ -104,7 +104,7 @@ def test_records_of_earlier_versions_are_read_and_written_without_loss(path: Pat
     if path.stem.startswith("2.0"):
         assert again == content, "nothing is added either"
     if isinstance(read, Record):
-        assert all(isinstance(entry, RewriteRecord) and entry.before for entry in read.lineage)
+        assert all(isinstance(entry, LineageEntry) and entry.before for entry in read.lineage)
 
 
 def with_unknown(content: Any) -> Any:

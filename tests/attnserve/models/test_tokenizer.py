@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from attnserve.choices import Padding, Side
+from attnserve.literals import Padding, Side
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import pool
 from attnserve.models.tokenizer import (

@@ -17,8 +17,8 @@ from onnx import numpy_helper
 from attnserve.checks.certify import read_attention, require_finite_weights
 from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
-from attnserve.choices import Precision
 from attnserve.data.text_files import read_sentences
+from attnserve.literals import Precision
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_encoder

@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.choices import Precision
 from attnserve.context import RunContext
 from attnserve.job import served_lengths
+from attnserve.literals import Precision
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning import served_speed

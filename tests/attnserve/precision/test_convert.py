@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from attnserve.checks.compare import compare
-from attnserve.choices import Precision
 from attnserve.data.datasets import load_inputs
+from attnserve.literals import Precision
 from attnserve.models import quantized as quantized_module
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model

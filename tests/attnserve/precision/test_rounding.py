@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from attnserve.precision import products as products_module
 from attnserve.precision.convert import convert
 from attnserve.precision.int4 import in_blocks

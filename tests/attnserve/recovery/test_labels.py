@@ -15,9 +15,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
-from attnserve.choices import Pooling  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.data.datasets import Dataset, load_inputs, wanted_inputs  # noqa: E402
+from attnserve.literals import Pooling  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.embeddings import pool  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
@@ -162,14 +162,14 @@ def test_rows_to_fit_have_no_text_that_is_held_out(tiny: Path, pairs: Path):
     labels = Labels("sts", rows, data, graph, open_artifact(tiny))
     fit, choose, prove = (
         {content for one in part for content in row_contents(one.batch)}
-        for part in (labels.fit, labels.choose, labels.prove)
+        for part in (labels.fit, labels.choose, labels.verify)
     )
     unseen = {content for batch in data.held_out for content in row_contents(batch)}
     watched = {content for batch in data.choose for content in row_contents(batch)}
     assert not fit & (unseen | watched)
     assert not choose & unseen
     assert unseen <= prove
-    parts = (labels.fit, labels.choose, labels.prove)
+    parts = (labels.fit, labels.choose, labels.verify)
     assert sum(len(one.labels) for part in parts for one in part) == len(rows)
     # Each score is with its own pair.
     encoder, wanted = load_encoder(open_artifact(tiny)), wanted_inputs(graph)

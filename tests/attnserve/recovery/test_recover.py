@@ -26,7 +26,7 @@ from attnserve.precision.convert import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
 from attnserve.recovery.operators import OPERATORS  # noqa: E402
-from attnserve.recovery.verification import Verified  # noqa: E402
+from attnserve.recovery.verification import VerifiedTraining  # noqa: E402
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
 from tests.attnserve.qualities import fidelity_of, quality_of  # noqa: E402
@@ -421,17 +421,17 @@ def test_numbers_that_are_not_finite_are_null_in_json():
 
 
 def test_a_gain_in_one_output_at_the_cost_of_another_is_none():
-    def proof(**values: float) -> Verified:
+    def verification(**values: float) -> VerifiedTraining:
         each = [
             quality_of("r2", v, lower=v - 0.1, rows=99, output=name)
             for name, v in sorted(values.items(), key=lambda item: item[1])
         ]
-        return Verified(fidelity_of(*each))
+        return VerifiedTraining(fidelity_of(*each))
 
-    before = proof(a=0.5, b=0.95)
-    assert proof(a=0.6, b=0.9).is_better_than(before)  # b is in its interval
-    assert not proof(a=0.6, b=0.7).is_better_than(before)
-    assert not proof(a=0.45, b=0.99).is_better_than(before)
+    before = verification(a=0.5, b=0.95)
+    assert verification(a=0.6, b=0.9).is_better_than(before)  # b is in its interval
+    assert not verification(a=0.6, b=0.7).is_better_than(before)
+    assert not verification(a=0.45, b=0.99).is_better_than(before)
     assert not before.is_better_than(before)
 
 

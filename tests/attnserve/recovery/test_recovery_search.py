@@ -19,17 +19,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
-from attnserve.choices import Precision  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.data.datasets import load_inputs  # noqa: E402
 from attnserve.job import Job  # noqa: E402
+from attnserve.literals import Precision  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.options import Goal  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
-from attnserve.planning.plans.apply import prepare  # noqa: E402
+from attnserve.planning.plans.apply import start  # noqa: E402
 from attnserve.planning.plans.plan import Plan  # noqa: E402
-from attnserve.planning.plans.state import State  # noqa: E402
 from attnserve.planning.plans.steps import Train  # noqa: E402
 from attnserve.planning.search import recovery_search, search  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
@@ -177,11 +176,10 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
     artifact = open_artifact(tiny)
     model = load_model(artifact)
     data = load_inputs([texts], model, artifact)
-    plan = Plan.from_passes(
-        (), precision, (find_attention(model)[0][0].name,) * (precision != "float32")
-    )
-    state = State(Job(artifact, model, data), model.clone())
-    recovery = Train()._recovery(prepare(plan, state))
+    blocks = (find_attention(model)[0][0].name,) * (precision != "float32")
+    plan = Plan(precision=precision, float_blocks=blocks)
+    state = start(plan, Job(artifact, model, data), model.clone())
+    recovery = Train()._recovery(state)
     rounded = recovery.module.replaced
     if precision != "int8":  # int4 is converted after the training
         assert not rounded

@@ -38,7 +38,7 @@ def runner_of(
     model: ir.Model, most: int = 8, *, padding: bool = True, longest: int | None = 32
 ) -> tuple[GraphRunner, GraphSession]:
     session = GraphSession(model)
-    runner = GraphRunner(session, Buckets(most, longest=longest), place="cpu")
+    runner = GraphRunner(session, Buckets(most, longest=longest), device="cpu")
     runner.allow_padding(rows=padding, tokens=padding)
     return runner, session
 
@@ -75,7 +75,7 @@ def test_run_padded_rows_repeat_valid_ids():
     ids = "int64[n, s] x"
     body = "nine = Constant<value_int = 9>() t = Constant<value_floats = [0., 1., 2., 3., 4., 5.,"
     body += " 6., 7.]>() i = Sub(x, nine) y = Gather(t, i)"
-    runner = GraphRunner(model_of(ids, "float[n, s] y", body), Buckets(4), place="cpu")
+    runner = GraphRunner(model_of(ids, "float[n, s] y", body), Buckets(4), device="cpu")
     runner.allow_padding(rows=True, tokens=False)
     for first in (1, 2, 3):
         feed = {"x": np.arange(first, first + 5)[:, None]}
@@ -93,7 +93,7 @@ def test_run_outputs_survive_later_runs(encoder: ir.Model):
 
 def test_run_before_allow_padding_captures_nothing(encoder: ir.Model):
     session = GraphSession(encoder)
-    runner = GraphRunner(session, Buckets(4), place="cpu")
+    runner = GraphRunner(session, Buckets(4), device="cpu")
     for _ in range(3):
         runner.run(None, example_inputs(encoder, Workload.of(1, 8)))
     assert not session.graphs and not runner.buckets.captured
@@ -179,7 +179,7 @@ def test_layout_of_finds_rows_and_tokens(inputs: str, outputs: str, body: str, e
 )
 def test_run_model_without_padding_axes_equals_session(inputs: str, outputs: str, body: str):
     session = model_of(inputs, outputs, body)
-    runner = GraphRunner(session, Buckets(4), place="cpu")
+    runner = GraphRunner(session, Buckets(4), device="cpu")
     runner.allow_padding(rows=True, tokens=True)
     random = np.random.default_rng(0)
     for length in (5, 5, 7, 6, 5):
@@ -192,7 +192,7 @@ def test_run_model_without_padding_axes_equals_session(inputs: str, outputs: str
 
 
 def test_run_empty_input_is_not_captured():
-    runner = GraphRunner(model_of(X, "float[n, s] y", "y = Exp(x)"), Buckets(4), place="cpu")
+    runner = GraphRunner(model_of(X, "float[n, s] y", "y = Exp(x)"), Buckets(4), device="cpu")
     runner.allow_padding(rows=True, tokens=True)
     for _ in range(3):
         assert runner.run(None, {"x": np.ones((2, 0), np.float32)})[0].shape == (2, 0)

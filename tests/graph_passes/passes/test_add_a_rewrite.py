@@ -14,7 +14,6 @@ import pytest
 
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.blocks import AttentionBlock, PositionBias
@@ -129,8 +128,8 @@ def test_new_pass_applied_by_a_plan_keeps_the_output(
     remove_constant_bias: type[AttentionPass[NoParams]],
 ) -> None:
     model, original = layers(2, **BIASED), layers(2, **BIASED)
-    plan = Plan.from_passes([remove_constant_bias(["attention_0", "attention_1"])])
-    report = apply_plan(plan, State(job_of(original), model)).applied
+    plan = Plan((remove_constant_bias(["attention_0", "attention_1"]),))
+    report = apply_plan(plan, job_of(original), model).applied
     assert report.is_exact
     assert [(step.rewrite, step.block) for step in report.steps] == [
         (NAME, "attention_0"), (NAME, "attention_1"),

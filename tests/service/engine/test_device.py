@@ -92,7 +92,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphRunner, RunnerOpt
     def open_runner(source: Path, options: RunnerOptions, longest: int, **_: Any) -> GraphRunner:
         buckets = Buckets(options.cuda_graphs, longest=longest)
         opened.append(
-            (GraphRunner(OnnxRuntime().open(source, ONE_THREAD), buckets, place="cpu"), options)
+            (GraphRunner(OnnxRuntime().open(source, ONE_THREAD), buckets, device="cpu"), options)
         )
         return opened[-1][0]
 

@@ -217,7 +217,7 @@ def test_repository_that_is_closed_ends_the_fusion(bert: Path, gate: Path) -> No
 def test_repository_fusion_that_fails_is_reported(
     bert: Path, child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child("lossless_passes.fuse_lossless = lambda *a, **k: os.abort()")
+    child("serving_form.fuse_lossless = lambda *a, **k: os.abort()")
     monkeypatch.setattr(model_check, "FOREGROUND_S", 0)
 
     async def script(repository: Repository) -> None:

@@ -274,7 +274,7 @@ def test_collected_texts_calibrate_a_model_that_meets_its_guarantee_on_them(
     client = start(tmp_path / "served", shadow=original, shadow_rate=1)
     assert ask(client, 120) == 0
     found = compared(client, 120)
-    # Both ends are estimates: of the rows to prove, and of the rows that were compared.
+    # Both ends are estimates: of the rows to verify, and of the rows that were compared.
     assert found["promise"] == record["quality"]["ci95"][0] < found["ci95"][1]
     assert not found["broken"]
 

@@ -194,7 +194,7 @@ def test_loss_curve_rises_with_removals(curves: dict[str, LossCurve], groups: li
         assert sorted(curve.order) == list(range(group.count))
 
 
-def test_loss_curve_equals_measurements_at_probes(curves: dict[str, LossCurve]):
+def test_loss_curve_equals_measurements_at_measured_shares(curves: dict[str, LossCurve]):
     for curve in curves.values():
         for gone, loss in zip(curve.gone, curve.loss, strict=True):
             assert curve.at(gone) == pytest.approx(loss, rel=1e-6)

@@ -16,8 +16,7 @@ from attnserve.context import RunContext
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import ORDER, Plan
 from attnserve.planning.plans.rewriting import ApplyReport
-from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import Quantize, Train
+from attnserve.planning.plans.steps import Cast, Train
 from graph_passes.errors import AttnserveError, InvalidArgument
 from graph_passes.passes.base import registered_passes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions
@@ -68,9 +67,8 @@ def applied(content: Any, model: ir.Model | None = None) -> ApplyReport:
     """Apply the passes of a plan.json to a stack of four layers of three heads."""
     original = stack()[0] if model is None else model
     plan = Plan.from_json({"passes": content})
-    return apply_plan(
-        plan, State(job_of(original, context=CONTEXT), original.clone(), fit=False)
-    ).applied
+    job = job_of(original, context=CONTEXT)
+    return apply_plan(plan, job, original.clone(), fit=False).applied
 
 
 # JSON
@@ -83,7 +81,7 @@ def test_plan_order_names_registered_passes():
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8", "int8-full"])
 def test_plan_round_trip_keeps_every_pass_and_the_precision(precision: Any):
-    plan = Plan.from_passes(passes(), precision)
+    plan = Plan(tuple(passes()), precision=precision)
     again = reread(plan)
     assert again.to_json() == plan.to_json()
     assert again.precision == precision
@@ -94,10 +92,10 @@ def test_plan_round_trip_keeps_every_pass_and_the_precision(precision: Any):
 
 
 def test_plan_round_trip_keeps_order_empty_and_measured_plans():
-    backwards = Plan.from_passes(reversed(passes()))
+    backwards = Plan(tuple(reversed(passes())))
     assert [rewrite.name for rewrite in reread(backwards).passes] == list(reversed(ORDER))
     assert reread(Plan()).to_json() == {"passes": [], "precision": "float32"}
-    assert reread(Plan.from_passes((), "int8", ("a", "b"))).float_blocks == ("a", "b")
+    assert reread(Plan(precision="int8", float_blocks=("a", "b"))).float_blocks == ("a", "b")
     assert Plan.from_json({}).passes == ()
     plan = planned(skip=["2:constant"], prune=0.25, reuse="partial:1", collab_dk=6, head_dk=2)
     assert plan.lossy_blocks and reread(plan).to_json() == plan.to_json()
@@ -121,13 +119,10 @@ def test_plan_of_merges_passes_of_a_kind_and_sorts_them():
 
 
 def test_plan_lossy_blocks_lists_blocks_of_lossy_passes_once():
-    assert Plan.from_passes(passes()).lossy_blocks == [
+    assert Plan(tuple(passes())).lossy_blocks == [
         NAMES[0], NAMES[1], NAMES[3], "ffn_0", "ffn_1", NAMES[2],
     ]  # fmt: skip
-    assert (
-        Plan.from_passes((FuseAttention({NAMES[1]: "attention"}), FuseGelu(["ffn_1"]))).lossy_blocks
-        == []
-    )
+    assert Plan((FuseAttention({NAMES[1]: "attention"}), FuseGelu(["ffn_1"]))).lossy_blocks == []
 
 
 # Content that is not a plan
@@ -298,7 +293,7 @@ def test_apply_plan_full_rank_sharing_is_exact():
 def test_apply_plan_empty_plan_changes_nothing():
     model = layers(2)
     before = ir.to_proto(model).SerializeToString()
-    report = apply_plan(Plan(), State(job_of(layers(2)), model)).applied
+    report = apply_plan(Plan(), job_of(layers(2)), model).applied
     assert report.is_exact and report.steps == ()
     assert ir.to_proto(model).SerializeToString() == before
 
@@ -307,7 +302,7 @@ def test_apply_plan_same_plan_gives_the_same_weights():
     plan = reread(planned(prune=0.25, collab_dk=6))
     models = [stack()[0].clone() for _ in range(2)]
     for model in models:
-        apply_plan(plan, State(job_of(stack()[0]), model, fit=False))
+        apply_plan(plan, job_of(stack()[0]), model, fit=False)
     one, two = (model.graph.initializers for model in models)
     assert one.keys() == two.keys()
     for name, value in one.items():
@@ -334,7 +329,7 @@ def test_plan_with_a_training_that_is_invalid_is_refused(change: dict[str, Any],
 
 
 def test_plan_with_a_training_is_read_again():
-    plan = Plan.from_passes(passes(), "int8", (NAMES[0],), [Train(minutes=2.0, measure="r2")])
+    plan = Plan(tuple(passes()), (Train(minutes=2.0, measure="r2"),), "int8", (NAMES[0],))
     again = reread(plan)
     assert again.to_json() == plan.to_json() and again.trainings == plan.trainings
-    assert [type(step) for step in again.steps[-2:]] == [Train, Quantize]
+    assert [type(step) for step in again.steps[-2:]] == [Train, Cast]

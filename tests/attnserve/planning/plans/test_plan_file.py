@@ -11,8 +11,8 @@ import pytest
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
-from attnserve.models.lineage import Asked
 from attnserve.models.onnx_files import load_model
+from attnserve.models.search_record import Asked
 from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from graph_passes.errors import (
     AttnserveError,

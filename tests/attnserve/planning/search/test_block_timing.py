@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.choices import Precision
+from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.blocks.configurations import group_blocks
 from attnserve.planning.search.block_timing import BlockTimer, without_casts

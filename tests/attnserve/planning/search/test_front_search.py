@@ -9,15 +9,22 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from attnserve.choices import Precision
+from attnserve.checks.held_out import HeldOut
+from attnserve.literals import Precision
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
+from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
 from attnserve.planning.search import verdict
-from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch, Probe, bisect
+from attnserve.planning.search.front_search import (
+    MAX_BUILDS,
+    BisectStep,
+    FrontSearch,
+    WithoutRemoval,
+    bisect,
+)
 from attnserve.planning.search.judge import Built
-from attnserve.planning.search.report import Proof
+from attnserve.planning.search.report import Verification
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.attnserve.qualities import fidelity_of, quality_of
@@ -29,7 +36,8 @@ FRONT = [FUSED, INT8, Choice(0.005, 5.05, (2,)), Choice(0.009, 5.0, (3,)), Choic
 MODEL = ir.from_onnx_text(
     '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Relu(x) }'
 )
-STATE = State(job_of(MODEL), MODEL)
+STATE = start(Plan(), job_of(MODEL), MODEL)
+PLAN = Plan()
 FIDELITY = fidelity_of(quality_of("r2", 1.0))
 
 
@@ -45,6 +53,10 @@ class Candidates:
 
     front: Sequence[Choice] = tuple(FRONT)
     nothing_removed: Sequence[Choice] = (FUSED, INT8)
+    precision: Precision = "float32"
+
+    def plan(self, choice: Choice) -> Plan:
+        return PLAN
 
     def predicted_ms(self, choice: Choice) -> float:
         return choice.ms
@@ -57,11 +69,11 @@ class Judge:
     gain: Speedup = NO_GAIN
     built: list[Choice] = field(default_factory=list[Choice])
 
-    def build(self, choice: Choice) -> Built:
+    def build(self, choice: Choice, plan: Plan = PLAN) -> Built:
         self.built.append(choice)
         return built_of(choice)
 
-    def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
+    def speedup_over(self, slow: Built, fast: Built) -> Speedup:
         return self.gain
 
     def speedup(self, built: Built) -> float:
@@ -77,9 +89,9 @@ def search(judge: Any, **goal: Any) -> FrontSearch:
 def test_bisect_finds_the_border_between_measured_indices(border: int) -> None:
     measured: list[int] = []
 
-    def measure(index: int) -> Probe:
+    def measure(index: int) -> BisectStep:
         measured.append(index)
-        return Probe(is_low=index <= border, is_close=False)
+        return BisectStep(is_low=index <= border, is_close=False)
 
     low, high = bisect(
         0, 100, 20,
@@ -97,7 +109,7 @@ def test_bisect_aim_outside_is_moved_inside_and_limits_end_it() -> None:
         return bisect(
             0, 10, most,
             aim=lambda low, high: 99, is_near=lambda low, index, high: index == near,
-            probe=lambda index: Probe(found.append(index) or False, index == close),
+            probe=lambda index: BisectStep(found.append(index) or False, index == close),
         )  # fmt: skip
 
     assert run() == (0, 1) and found == [9, 8, 7, 6, 5, 4, 3, 2, 1]
@@ -124,17 +136,17 @@ def test_as_fast_with_less_loss_builds_nothing_where_no_choice_is_as_fast() -> N
     assert judge.built == [FRONT[4]]
 
 
-def test_nothing_removed_is_the_fastest_precision_that_keeps_enough() -> None:
-    front, found = search(Judge(), keep=0.99).nothing_removed()
+def test_without_removal_is_the_fastest_precision_that_keeps_enough() -> None:
+    front, found = search(Judge(), keep=0.99).without_removal()
     assert found is not None and found.choice == INT8
     assert list(front.choices.front) == [FUSED, INT8]
 
 
 @pytest.mark.parametrize(("speedup", "choice"), [(1.6, INT8), (1.0, FUSED), (1.7, None)])
-def test_nothing_removed_reaches_the_speedup_or_is_none(
+def test_without_removal_reaches_the_speedup_or_is_none(
     speedup: float, choice: Choice | None
 ) -> None:
-    _, found = search(Judge(), target_speedup=speedup).nothing_removed()
+    _, found = search(Judge(), target_speedup=speedup).without_removal()
     assert (found and found.choice) == choice
 
 
@@ -144,12 +156,8 @@ class Int8Search(FrontSearch):
 
     whole: Built | None = None
 
-    @property
-    def precision(self) -> Precision:
-        return "int8"
-
-    def nothing_removed(self) -> tuple[FrontSearch, Built | None]:
-        return self, self.whole
+    def without_removal(self) -> WithoutRemoval:
+        return WithoutRemoval(self, self.whole)
 
 
 @dataclass
@@ -159,7 +167,7 @@ class PairedJudge:
     gain: Speedup
     others: dict[Built, Speedup] = field(default_factory=dict[Built, Speedup])
 
-    def paired_speedup(self, slow: Built, fast: Built) -> Speedup:
+    def speedup_over(self, slow: Built, fast: Built) -> Speedup:
         return self.others.get(slow, self.gain)
 
 
@@ -170,22 +178,22 @@ class Settling:
     gain: Speedup
     keeps: bool = True
     careful: Speedup | None = None
-    """The gain over another choice without removal, which the proof returns then."""
+    """The gain over another choice without removal, which the verification returns then."""
     proved: list[Any] = field(default_factory=list[Any])
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
         whole, careful = built_of(INT8), built_of(FUSED)
         best = built_of(FRONT[3], removes=True)
-        choices: Any = Candidates()
+        choices: Any = Candidates(precision="int8")
         judge: Any = PairedJudge(self.gain, {careful: self.careful} if self.careful else {})
         front = Int8Search(Goal(keep=0.99), choices, judge, whole)
 
         def proved(*_: Any) -> Any:
             found = careful if self.careful else whole
-            return (found if self.keeps else None), ["proof of the whole"]
+            return (found if self.keeps else None), ["verification of the whole"]
 
-        monkeypatch.setattr(verdict, "verified", proved)
-        found, self.proved, note = verdict.worth_removing(front, best, ["proof"])
+        monkeypatch.setattr(verdict, "verify_choice", proved)
+        found, self.proved, note = verdict.prefer_no_removal(front, best, ["verification"])
         return found, note
 
 
@@ -199,37 +207,37 @@ class Settling:
             Speedup(value=0.99, ci95=(0.98, 1.0)),
             False,
             True,
-        ),  # the other one failed its proof by chance
+        ),  # the other one failed its verification by chance
     ],
 )
-def test_worth_removing_gain_within_three_percent_removes_nothing(
+def test_prefer_no_removal_gain_within_three_percent_removes_nothing(
     gain: Speedup, keeps: bool, removes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settling = Settling(gain, keeps)
     found, note = settling.run(monkeypatch)
     assert bool(found.plan.lossy_blocks) == removes
     assert bool(note) == (not removes) and (removes or "1.03x" in note)
-    assert settling.proved == (["proof"] if removes else ["proof of the whole"])
+    assert settling.proved == (["verification"] if removes else ["verification of the whole"])
 
 
 @pytest.mark.parametrize(
     ("careful", "removes"),
     [(Speedup(value=1.5, ci95=(1.4, 1.6)), True), (Speedup(value=1.0, ci95=(0.9, 1.1)), False)],
 )
-def test_worth_removing_compares_with_the_model_that_would_be_written(
+def test_prefer_no_removal_compares_with_the_model_that_would_be_written(
     careful: Speedup, removes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fastest choice without removal failed its proof; the one after it may be slow."""
+    """The fastest choice without removal failed its verification; the one after it may be slow."""
     settling = Settling(NO_GAIN, careful=careful)
     found, note = settling.run(monkeypatch)
     assert bool(found.plan.lossy_blocks) == removes
     assert removes or f"{careful.value:.2f}x" in note
 
 
-def test_worth_removing_plan_without_removal_is_not_compared() -> None:
-    no_judge, plain, proofs = None, built_of(FUSED), [Proof.of(FIDELITY, None, 0.0)]
+def test_prefer_no_removal_plan_without_removal_is_not_compared() -> None:
+    no_judge, plain, proofs = None, built_of(FUSED), [Verification.of(FIDELITY, None, 0.0)]
     front = search(no_judge, keep=0.99)  # a comparison would need one
-    assert verdict.worth_removing(front, plain, proofs) == (plain, proofs, "")
+    assert verdict.prefer_no_removal(front, plain, proofs) == (plain, proofs, "")
 
 
 class Front:
@@ -237,6 +245,9 @@ class Front:
 
     def __init__(self) -> None:
         self.front = [Choice(n / 1000, 10 - n / 20, (n,)) for n in range(100)]
+
+    def plan(self, choice: Choice) -> Plan:
+        return PLAN
 
     def predicted_ms(self, choice: Choice) -> float:
         return choice.ms
@@ -249,12 +260,12 @@ class FakeJudge:
         self.measure = measure
         self.measured: dict[tuple[int, ...], tuple[float, float]] = {}
 
-    def loss(self, choice: Choice) -> float:
+    def loss(self, choice: Choice, plan: Plan = PLAN) -> float:
         loss = self.measure(choice.loss) if choice.loss else 0.0
         self.measured[choice.picks] = loss, 1 - loss
         return loss
 
-    def build(self, choice: Choice) -> Built:
+    def build(self, choice: Choice, plan: Plan = PLAN) -> Built:
         return built_of(choice, self.loss(choice))
 
 
@@ -277,33 +288,25 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
 
 @dataclass
 class ProvingJudge:
-    """A judge whose proofs have these losses, one after the other."""
+    """A judge whose verifications have these losses, one after the other."""
 
     losses: Iterator[float]
-    choices: Candidates
-    parts: list[int | str] = field(default_factory=list[int | str])
-    """The data of each proof."""
+    parts: list[HeldOut] = field(default_factory=list[HeldOut])
+    """The data of each verification."""
 
-    def build(self, choice: Choice) -> Built:
+    def build(self, choice: Choice, plan: Plan = PLAN) -> Built:
         return built_of(choice)
 
-    def verify(self, built: Built, part: int | str) -> Proof:
+    def verify(self, built: Built, part: HeldOut) -> Verification:
         self.parts.append(part)
-        return Proof.of(FIDELITY, None, next(self.losses))
-
-    def verify_on_all(self, built: Built) -> Proof:
-        return self.verify(built, "all")
+        return Verification.of(FIDELITY, None, next(self.losses))
 
 
 @dataclass(frozen=True, eq=False)
 class CarefulSearch(FrontSearch):
-    """A search in float32 that finds these more careful choices, one after the other."""
+    """A search that finds these more careful choices, one after the other."""
 
     careful: Iterator[Built] = field(default_factory=lambda: iter(()))
-
-    @property
-    def precision(self) -> Precision:
-        return "float32"
 
     def more_careful(self, built: Built, loss: float, keep: float) -> Built:
         return next(self.careful)
@@ -319,15 +322,16 @@ class CarefulSearch(FrontSearch):
         ([0.011, 0.0], 0.0, 2),  # nothing more careful was found
     ],
 )
-def test_verified_failed_proofs_lead_to_more_careful_choices(
+def test_verify_choice_failed_verifications_lead_to_more_careful_choices(
     losses: list[float], kept: float, proofs: int
 ):
     steps = [Choice(loss, 1.0, ()) for loss in (0.03, 0.02, 0.01, 0.0)]
     careful = map(built_of, steps[1:] if len(losses) != 2 or losses[1] else steps[-1:])
     choices: Any = Candidates(front=steps[-1:])
-    judge: Any = ProvingJudge(iter(losses), choices)
+    judge: Any = ProvingJudge(iter(losses))
     front = CarefulSearch(Goal(keep=0.99), choices, judge, careful)
-    best, found = verdict.verified(front, built_of(steps[0]))
+    best, found = verdict.verify_choice(front, built_of(steps[0]))
     assert best is not None and best.choice.loss == kept
-    assert [proof.loss for proof in found] == losses and len(found) == proofs
-    assert judge.parts[:3] == [0, 1, "all"][:proofs]
+    assert [verification.loss for verification in found] == losses and len(found) == proofs
+    parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN]
+    assert judge.parts == parts[:proofs]

@@ -19,8 +19,8 @@ import attnserve
 from attnserve.checks.compare import verify
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
-from attnserve.models.lineage import ShapeLatency
 from attnserve.models.onnx_files import load_model
+from attnserve.models.recorded import ShapeLatency
 from attnserve.options import Lengths
 from attnserve.planning.search import search
 from attnserve.planning.search.judge import Judge

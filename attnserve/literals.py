@@ -1,4 +1,4 @@
-"""Option values with a fixed set of names. Nothing heavy is imported: the CLI must start fast."""
+"""Values of options with a fixed set, as ``Literal``. Nothing heavy is imported, for ``--help``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = [
     "SearchMeasure",
     "Side",
     "Similarity",
+    "Split",
     "TaskName",
 ]
 
@@ -37,6 +38,9 @@ Precision = str
 """The name of a row of ``precision.schemes.SCHEMES``."""
 SearchMeasure = Literal[Measure, "score"]
 Similarity = Literal["cosine", "dot"]
+Split = Literal["choose", "prove", "held out", "data", "random"]
+"""What a quality is measured on: the rows to choose, those to verify, both, all rows, or random
+inputs."""
 TaskName = Literal[
     "sts",
     "classification",

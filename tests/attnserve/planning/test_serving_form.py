@@ -18,10 +18,9 @@ from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model, save_model
-from attnserve.planning import lossless_passes
+from attnserve.planning import serving_form
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
 from attnserve.precision.convert import convert
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import to_half
@@ -64,7 +63,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
             means = 1 / np.array([1, *gains(length)][: len(functions)])
             return means[:, None] * np.exp(noise * random.standard_normal((len(means), 16)))
 
-        monkeypatch.setattr(lossless_passes, "time_functions", time)
+        monkeypatch.setattr(serving_form, "time_functions", time)
         return lengths
 
     return set_gains
@@ -99,7 +98,7 @@ def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
     bert: Artifact, tmp_path: Path
 ) -> None:
     before = bert.model.read_bytes()
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu, found.speedup) == (LAYERS, LAYERS, pytest.approx(2.0))
     assert found.min_cosine >= 1 - 1e-9 and found.max_error < 5e-6
     assert bert.model.read_bytes() == before
@@ -120,9 +119,9 @@ def test_fuse_lossless_half_precision_is_accepted(bert: Artifact, tmp_path: Path
     """Half precision rounds more, so that its outputs may differ by more."""
     save_model(convert(load_model(bert), "float16"), tmp_path / "half.onnx")
     half = open_artifact(tmp_path / "half.onnx")
-    found = lossless_passes.fuse_lossless(half, tmp_path / "new.onnx", ONE_THREAD)
+    found = serving_form.fuse_lossless(half, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu) == (LAYERS, LAYERS)
-    assert 1e-5 < found.max_error < lossless_passes.TOLERANCES[ir.DataType.FLOAT16].error
+    assert 1e-5 < found.max_error < serving_form.TOLERANCES[ir.DataType.FLOAT16].error
 
 
 PLANNED = {
@@ -154,24 +153,24 @@ def test_plan_that_fuses_residuals_before_a_lossy_pass_is_refused() -> None:
     block = read_attention(model).blocks[0]
     prune = PruneHeads({block.name: [1] + [0] * (block.num_heads - 1)})
     with raises(CannotRewrite, "refit.residual", block.name):
-        plan = Plan.from_passes((FuseSkipNorm(), prune))
-        apply_plan(plan, State(job_of(original), model))
+        plan = Plan((FuseSkipNorm(), prune))
+        apply_plan(plan, job_of(original), model)
 
 
 @pytest.mark.parametrize("cell", architectures.COMMITTED[:1], ids=str)
 def test_computed_type_is_that_of_the_products(cell: architectures.Cell) -> None:
     """Weights may be stored in another type."""
     model = load_model(cell.committed)
-    assert lossless_passes._computed_type(model) == ir.DataType.FLOAT
+    assert serving_form._computed_type(model) == ir.DataType.FLOAT
     half = model.clone(deep_copy=True)
     to_half(half)
-    assert lossless_passes._computed_type(half) == ir.DataType.FLOAT16
+    assert serving_form._computed_type(half) == ir.DataType.FLOAT16
     for name, value in list(model.graph.initializers.items()):
         if value.dtype == ir.DataType.FLOAT:
             make = Inserter(model.graph, model.graph[0], f"stored/{name}")
             stored = make.constant(value.const_value.numpy(), "half", ir.DataType.FLOAT16)
             ir.convenience.replace_all_uses_with(value, make.op("Cast", [stored], "single", to=1))
-    assert lossless_passes._computed_type(model) == ir.DataType.FLOAT
+    assert serving_form._computed_type(model) == ir.DataType.FLOAT
 
 
 def outputs(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -183,10 +182,10 @@ def outputs(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> list[np.ndarra
 @pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_fused_model_is_refused(bert: Artifact, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    lossless_passes.fuse_lossless(bert, tmp_path / "one" / "model.onnx", ONE_THREAD)
+    serving_form.fuse_lossless(bert, tmp_path / "one" / "model.onnx", ONE_THREAD)
     again = open_artifact(tmp_path / "one")
     with raises(CannotRewrite, "fusion.nothing"):
-        lossless_passes.fuse_lossless(again, tmp_path / "two.onnx", ONE_THREAD)
+        serving_form.fuse_lossless(again, tmp_path / "two.onnx", ONE_THREAD)
     assert not (tmp_path / "two.onnx").exists()
 
 
@@ -209,9 +208,9 @@ def test_fuse_lossless_different_result_is_refused(
         fuse(model, passes)
         change(model)
 
-    monkeypatch.setattr(lossless_passes, "fuse", fuse_and_change)
+    monkeypatch.setattr(serving_form, "fuse", fuse_and_change)
     with raises(CannotRewrite, f"fusion.{code}", *values):
-        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
 
 
 @pytest.mark.usefixtures("any_speed")
@@ -224,8 +223,8 @@ def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
             raise InvalidModel(f"{source}: no kernel", "none")
         return open_session(source, device, **how)
 
-    monkeypatch.setattr(lossless_passes, "open_session", lacks)
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    monkeypatch.setattr(serving_form, "open_session", lacks)
+    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert found.attention == LAYERS
     nodes = load_model(tmp_path / "new.onnx").graph
     assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
@@ -247,12 +246,12 @@ def test_fuse_lossless_slow_result_is_refused(
     gains: dict[int, float],
     why: str | None,
 ) -> None:
-    timed(lambda length: [gains[length]] * lossless_passes.MAX_VARIANTS)
+    timed(lambda length: [gains[length]] * serving_form.MAX_VARIANTS)
     if why is None:
-        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
         return
     with raises(CannotRewrite, "fusion.slow", why):
-        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +273,7 @@ def test_fuse_lossless_keeps_blocks_that_are_faster_in_the_file(
 ) -> None:
     """All blocks fused, and all but attention, which has one kind here."""
     timed(lambda length: [gain[length] for gain in gains])
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu, len(found.kept)) == (attention, LAYERS, LAYERS - attention)
     kinds = Counter(node.op_type for node in load_model(tmp_path / "new.onnx").graph)
     assert (kinds["Attention"], kinds["Gelu"]) == (attention, LAYERS)
@@ -287,7 +286,7 @@ def test_fuse_lossless_noisy_times_fuse_all_blocks(
 ) -> None:
     """The standard deviation of a time is a quarter of it, as on a busy machine."""
     timed(lambda length: [1.15, 1.15], noise=0.25, seed=seed)
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, len(found.kept)) == (LAYERS, 0)
 
 
@@ -298,9 +297,9 @@ def test_fuse_lossless_noisy_times_refuse_slow_lengths_and_take_faster_forms(
     """The standard deviation of a time is 5 %, and 16 rounds give intervals of about +-4 %."""
     timed(lambda length: [{16: 1.5, 64: 0.85}[length]] * 2, noise=0.05, seed=seed)
     with raises(CannotRewrite, "fusion.slow", "at 1 x 64"):
-        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     timed(lambda length: [1.1, 1.4], noise=0.05, seed=seed)
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, len(found.kept)) == (0, LAYERS)
 
 
@@ -314,7 +313,7 @@ def test_fuse_lossless_slow_form_is_timed_twice(
         return [0.9 if form == slow and len(lengths) <= 3 else 1.9 for form in range(2)]
 
     lengths = timed(gains)
-    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert found.attention == LAYERS and lengths == [16, 16, 64] * 2
 
 
@@ -327,7 +326,7 @@ plain (float[n, 4] x) => (float[n, 4] y) { y = Relu(x) }
 def test_fuse_lossless_without_attention_is_refused(tmp_path: Path) -> None:
     ir.save(ir.from_onnx_text(NO_ATTENTION), tmp_path / "model.onnx")
     with raises(CannotRewrite, "fusion.nothing"):
-        lossless_passes.fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
+        serving_form.fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
 
 
 @pytest.mark.usefixtures("any_speed")
@@ -335,20 +334,20 @@ def test_fuse_lossless_without_runnable_inputs_is_refused(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     too_long = Workload.of(1, 100_000)  # it has fewer positions
-    monkeypatch.setattr(lossless_passes, "COMPARED", (too_long,))
+    monkeypatch.setattr(serving_form, "COMPARED", (too_long,))
     with raises(CannotRewrite, "fusion.no_inputs"):
-        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
 
 
 def test_distance_cosine_and_error() -> None:
     a = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
-    assert lossless_passes._distance(a, a) == (1.0, 0.0)
-    assert lossless_passes._distance(a, a[:1]) == (0.0, np.inf)
-    cosine, error = lossless_passes._distance(a, np.array([[3.0, 4.0], [0.0, 1.0]], np.float32))
+    assert serving_form._distance(a, a) == (1.0, 0.0)
+    assert serving_form._distance(a, a[:1]) == (0.0, np.inf)
+    cosine, error = serving_form._distance(a, np.array([[3.0, 4.0], [0.0, 1.0]], np.float32))
     assert (cosine, error) == (0.0, 0.25)  # nothing became something
-    cosine, error = lossless_passes._distance(a, np.array([[4.0, 3.0], [0.0, 0.0]], np.float32))
+    cosine, error = serving_form._distance(a, np.array([[4.0, 3.0], [0.0, 0.0]], np.float32))
     assert (cosine, error) == (pytest.approx(0.96), 0.25)
-    assert lossless_passes._distance(0 * a, a) == (0.0, np.inf)  # something where nothing was
+    assert serving_form._distance(0 * a, a) == (0.0, np.inf)  # something where nothing was
     flags = np.array([True, False])
-    assert lossless_passes._distance(flags, ~flags)[1] > 1e-2
-    assert lossless_passes._distance(np.array(2.0), np.array(2.0)) == (1.0, 0.0)
+    assert serving_form._distance(flags, ~flags)[1] > 1e-2
+    assert serving_form._distance(np.array(2.0), np.array(2.0)) == (1.0, 0.0)

@@ -1,0 +1,56 @@
+"""The held-out data of a search: batches of a data set, and rows of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from attnserve.data.datasets import Dataset
+from attnserve.literals import Split
+from attnserve.runtime.interface import Batch
+
+__all__ = ["TASK_PARTS", "HeldOut"]
+
+
+class HeldOut(Enum):
+    """Data that nothing was fitted to, on which a search measures a model.
+
+    Attributes:
+        CHOOSE: The part to choose.
+        VERIFY, VERIFY_AGAIN: The parts to verify; the second one if the first verification fails.
+        ALL: The three of them.
+    """
+
+    CHOOSE = auto()
+    VERIFY = auto()
+    VERIFY_AGAIN = auto()
+    ALL = auto()
+
+    @property
+    def split(self) -> Split:
+        """Its name in records."""
+        if self is HeldOut.ALL:
+            return "held out"
+        return "choose" if self is HeldOut.CHOOSE else "prove"
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no choice was made by it: losses are then measured values, else bounds."""
+        return self in (HeldOut.VERIFY, HeldOut.VERIFY_AGAIN)
+
+    def batches(self, data: Dataset) -> Sequence[Batch]:
+        """The batches of a data set; of less than four rows, both parts to verify are the same."""
+        first, second = data.verify
+        match self:
+            case HeldOut.CHOOSE:
+                return data.choose
+            case HeldOut.VERIFY:
+                return first
+            case HeldOut.VERIFY_AGAIN:
+                return second or first
+            case HeldOut.ALL:
+                return [*data.choose, *data.held_out]
+
+
+TASK_PARTS = (HeldOut.CHOOSE, HeldOut.VERIFY, HeldOut.CHOOSE, HeldOut.VERIFY_AGAIN)
+"""The part of each of four consecutive blocks of rows of a task."""

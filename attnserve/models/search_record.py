@@ -1,0 +1,121 @@
+"""The search of a plan as plan.json and attnserve.json record it; ``PlanRecord`` adds the plan."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, FiniteFloat
+
+from attnserve.models.recorded import (
+    FidelityRecord,
+    Measured,
+    QualityRecord,
+    Recorded,
+    ShapeLatency,
+    ShareRecord,
+    Whole,
+)
+
+__all__ = [
+    "Asked",
+    "Recovered",
+    "Round",
+    "SearchRecord",
+    "VerificationRecord",
+]
+
+
+def _present_name(measure: object) -> object:
+    """Current name of a measure; 0.1 wrote "mean output cosine" or "share of the X score"."""
+    if isinstance(measure, str) and " " in measure:
+        return "score" if measure.endswith(" score") else "cosine"
+    return measure
+
+
+class Asked(Recorded, frozen=True):
+    """The request of a search; see ``options.Goal``."""
+
+    keep: float | None = None
+    target_speedup: float | None = None
+    measure: Annotated[str, BeforeValidator(_present_name)] = "auto"
+    task: str | None = None
+    eval_data: str | None = None
+    eval_data_sha256: str | None = None
+    allow: tuple[str, ...] = ()
+    precision: str = "float32"
+    batch: int = 1
+    sequences: tuple[int, ...] = ()
+    phase: str = "sequence"
+    provider: str = "cpu"
+    runtime: str = "onnxruntime"
+    threads: int = 0
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    recover: float | None = None
+
+
+class VerificationRecord(Measured, frozen=True):
+    """The recorded part of ``planning.search.report.Verification``.
+
+    Attributes:
+        loss: The largest of the losses that the goal limits; see ``Quality.loss``.
+        share: The kept share of the task's score, if the goal has a task.
+    """
+
+    loss: FiniteFloat
+    share: ShareRecord | None = None
+
+
+class Round(Whole, frozen=True):
+    """One choice that was built and trained.
+
+    Attributes:
+        predicted_speedup, predicted_loss: As in ``Point``.
+        built_loss, loss: The measured loss on the data to choose, before and after the training.
+        steps, seconds: Steps and time of the training.
+        keeps: Whether the loss is within the goal.
+    """
+
+    predicted_speedup: float
+    predicted_loss: float
+    built_loss: float
+    loss: float
+    steps: int
+    seconds: float
+    keeps: bool
+
+
+class Recovered(Whole, frozen=True):
+    """The training rounds of a search.
+
+    Attributes:
+        gain: Whether a trained model is returned.
+        verdict: One line for people.
+        torch: The version of PyTorch.
+    """
+
+    rounds: tuple[Round, ...]
+    gain: bool
+    verdict: str
+    torch: str
+
+
+class SearchRecord(Measured, frozen=True):
+    """The part of plan.json that is recorded with an optimized model; see ``PlanRecord``.
+
+    Attributes:
+        fidelity, quality, qualities: The result of the verification of the returned choice.
+        choose: The same quality on the data to choose.
+        proofs: All verifications of choices, in order; all but the last missed the goal.
+        speedup: The geometric mean over the requested lengths.
+    """
+
+    asked: Asked = Asked()
+    verdict: str | None = None
+    gain: bool = False
+    fidelity: FidelityRecord | None = None
+    choose: QualityRecord | None = None
+    proofs: tuple[VerificationRecord, ...] = ()
+    speedup: FiniteFloat | None = None
+    speeds: tuple[ShapeLatency, ...] = ()
+    machine: str | None = None
+    recovered: Recovered | None = None
