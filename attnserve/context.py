@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 __all__ = [
+    "AUTO",
     "CPU",
     "DEFAULT_CONTEXT",
     "ONE_THREAD",
@@ -20,6 +21,9 @@ __all__ = [
 
 Provider = Literal["cpu", "cuda"]
 """The kind of processor."""
+
+AUTO = "auto"
+"""The runtime that is fastest where serving measures it, and ONNX Runtime elsewhere."""
 
 Progress = Callable[[str, int, int], None]
 """Receives (stage name, steps done, steps in total)."""
@@ -37,12 +41,17 @@ class Device:
         provider: The kind of processor.
         threads: Intra-op threads of a session; 0 leaves the choice to the runtime, which takes no
             more than the CPU quota of a container.
-        runtime: Name of the runtime library in ``RUNTIMES``.
+        runtime: Name of the runtime library in ``RUNTIMES``, or ``AUTO``.
     """
 
     provider: Provider = "cpu"
     threads: int = 0
     runtime: str = "onnxruntime"
+
+    @property
+    def runtime_name(self) -> str:
+        """Name of the runtime in ``RUNTIMES`` where nothing is measured."""
+        return "onnxruntime" if self.runtime == AUTO else self.runtime
 
 
 CPU = Device()

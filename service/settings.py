@@ -169,7 +169,7 @@ class Settings(EnvironmentOptions):
     provider: Annotated[ServedBy, Cli(panel=RUN)] = "auto"
     """Execution provider; auto uses CUDA if a GPU is usable, else the CPU."""
     runtime: Annotated[str, Cli(metavar="NAME", panel=RUN)] = "onnxruntime"
-    """Library that runs the models (onnxruntime; other packages may add runtimes)."""
+    """Library that runs the models: onnxruntime or openvino; other packages may add runtimes."""
     threads: Annotated[Size, Cli(metavar="N", panel=RUN)] = 0
     """Threads of one run; 0 uses the default of ONNX Runtime."""
     concurrency: Count = 1

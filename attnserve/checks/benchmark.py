@@ -264,7 +264,7 @@ def bench(
         results = [
             replace(
                 result,
-                peak_gpu_bytes=RUNTIMES[run.device.runtime].peak_bytes(*each, run.device),
+                peak_gpu_bytes=RUNTIMES[run.device.runtime_name].peak_bytes(*each, run.device),
             )
             for result, each in zip(results, feeds, strict=True)
         ]

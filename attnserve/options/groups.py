@@ -384,7 +384,7 @@ class Run(Options):
     provider: Provider = "cpu"
     """Execution provider."""
     runtime: Annotated[str, Cli(metavar="NAME")] = "onnxruntime"
-    """Library that runs the models (onnxruntime; other packages may add runtimes)."""
+    """Library that runs the models: onnxruntime or openvino; other packages may add runtimes."""
     seed: Annotated[NonNegativeInt, Cli(metavar="N")] = 0
     """Seed of random choices."""
 

@@ -6,9 +6,11 @@ order. The new model is therefore compared with the original and timed before it
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import CPU, Device
+from attnserve.context import AUTO, CPU, Device
 from attnserve.fusion import ATTENTION_OPERATORS, DEFECT, fuse, fusion_passes
 from attnserve.models.artifact import Artifact
 from attnserve.models.example_inputs import example_inputs
@@ -31,17 +33,19 @@ from attnserve.runtime.interleaved_timer import (
     paired_speedup,
     time_functions,
 )
-from attnserve.runtime.session import open_session
+from attnserve.runtime.session import RUNTIMES, open_session
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.analysis.workload import Workload
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
-from graph_passes.errors import AttnserveError, CannotRewrite
+from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel, MissingExtra
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
 
 __all__ = ["TOLERANCES", "FusionReport", "Tolerance", "fuse_lossless"]
+
+log = logging.getLogger(__name__)
 
 PRODUCTS = frozenset({"MatMul", "Gemm", "Attention", "MultiHeadAttention"})
 """Operators whose output has the type in which the model computes."""
@@ -120,6 +124,7 @@ class FusionReport:
         speedup: The geometric mean over the timed shapes.
         speedups: Speed-up at each shape.
         kept: Attention blocks that could be fused but are faster unfused.
+        runtime: The name of the runtime that runs it.
     """
 
     attention: int
@@ -129,6 +134,7 @@ class FusionReport:
     speedup: float
     speedups: Mapping[str, float] = field(default_factory=dict[str, float])
     kept: Sequence[str] = ()
+    runtime: str = "onnxruntime"
 
 
 def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionReport:
@@ -152,14 +158,19 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
         AttnserveError: The model cannot be read, or does not run.
     """
     model = load_model(source, in_place=True)
-    passes = fusion_passes(model, device.provider)
+    try:
+        passes = fusion_passes(model, device.provider)
+    except CannotRewrite:
+        if len(_runtimes(device)) == 1:
+            raise
+        passes = ()  # another runtime may be faster
     try:
         return _fuse_and_check(source, model, passes, path, device)
     except AttnserveError:
         operators: list[FusedOperator] = [
             name for name in ATTENTION_OPERATORS[device.provider] if name not in OPSETS
         ]
-        older = fusion_passes(model, device.provider, operators)
+        older = fusion_passes(model, device.provider, operators) if passes else ()
         if _operators(older) == _operators(passes):
             raise
     # Some versions of ONNX Runtime have no fast kernel for the newest operator. Not in the handler:
@@ -181,16 +192,14 @@ def _fuse_and_check(
     device: Device,
 ) -> FusionReport:
     """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
-    variants = _variants(model, passes)
-    others = (f"{path.stem}.{i}{path.suffix}" for i in range(1, len(variants)))
-    files = [path, *map(path.with_name, others)]
+    forms = _forms(model, passes, path, device)
+    files = dict.fromkeys(form.file for form in forms)
     try:
-        for variant, file in zip(variants, files, strict=True):
-            new = model.clone()
-            fuse(new, variant)
-            save_model(new, file)
-            del new  # only its file is used
-        sessions = [open_session(file, device) for file in (source.model, *files)]
+        for form in forms:
+            if not form.file.exists():
+                _write(model, form.passes, form.file)
+        original = _Form((), source.model, device.runtime_name)
+        forms, sessions = _opened([original, *forms], device)
         times: dict[str, np.ndarray] = {}
         _add_times(times, model, sessions, source.max_length)
         if _seems_slow(times):
@@ -198,21 +207,20 @@ def _fuse_and_check(
         row = _fastest(times)
         if (slow := _too_slow(times, row)) is not None:
             raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
-        fastest = variants[row - 1]
+        fastest = forms[row]
         plain = None
         if rounds_activations(model):
             plain = open_session(source.model, device, optimize=False)
         min_cosine, max_error = _compare(model, (sessions[0], sessions[row]), plain)
-        if fastest is not variants[0]:  # not a renamed file: it names the file of its external data
-            new = model.clone()
-            fuse(new, fastest)
-            save_model(new, path)
+        if fastest.file != path:  # not a renamed file: it names the file of its external data
+            _write(model, fastest.passes, path)
     finally:
-        for file in files[1:]:
-            file.unlink(missing_ok=True)
-            data_file(file).unlink(missing_ok=True)
-    fused = _operators(fastest)
-    gelu = [one for one in fastest if isinstance(one, FuseGelu)]
+        for file in files:
+            if file != path:
+                file.unlink(missing_ok=True)
+                data_file(file).unlink(missing_ok=True)
+    fused = _operators(fastest.passes)
+    gelu = [one for one in fastest.passes if isinstance(one, FuseGelu)]
     return FusionReport(
         attention=len(fused),
         gelu=sum(len(one.targets) for one in gelu),
@@ -221,7 +229,82 @@ def _fuse_and_check(
         speedup=_speedup(times, row).value,
         speedups={shape: speedup.value for shape, speedup in _by_shape(times, row).items()},
         kept=sorted(_operators(passes).keys() - fused.keys()),
+        runtime=fastest.runtime,
     )
+
+
+@dataclass(frozen=True)
+class _Form:
+    """An equivalent graph in a runtime.
+
+    Attributes:
+        passes: The fusion passes; none for the graph as it is.
+        file: The file that it is written to.
+        runtime: The name of the runtime.
+    """
+
+    passes: Sequence[RewritePass]
+    file: Path
+    runtime: str
+
+
+def _runtimes(device: Device) -> list[str]:
+    """The names of the runtimes to compare: that of the device, or all that are installed."""
+    if device.runtime != AUTO or device.provider != "cpu":
+        return [device.runtime_name]
+    installed: list[str] = []
+    for runtime in RUNTIMES:
+        with suppress(MissingExtra):
+            runtime.version()
+            installed.append(runtime.name)
+    return installed
+
+
+def _forms(
+    model: ir.Model, passes: Sequence[RewritePass], path: Path, device: Device
+) -> list[_Form]:
+    """All variants in each runtime; the graph as it is only in runtimes that are compared."""
+    first, *others = _runtimes(device)
+    variants = _variants(model, passes) if passes else []
+    if others:
+        variants = [*variants, ()]
+    files = [path, *(path.with_name(f"{path.stem}.{n}{path.suffix}")
+                     for n in range(1, len(variants)))]  # fmt: skip
+    return [
+        _Form(variant, file, runtime)
+        for runtime in (first, *others)
+        for variant, file in zip(variants, files, strict=True)
+        if variant or runtime != first
+    ]
+
+
+def _write(model: ir.Model, passes: Sequence[RewritePass], path: Path) -> None:
+    """Write a copy of the model after fusion passes."""
+    new = model.clone()
+    if passes:
+        fuse(new, passes)
+    save_model(new, path)
+
+
+def _opened(forms: Sequence[_Form], device: Device) -> tuple[list[_Form], list[Session]]:
+    """The forms that their runtimes accept, with their sessions.
+
+    Raises:
+        InvalidModel: The first runtime refuses one.
+    """
+    accepted: list[_Form] = []
+    sessions: list[Session] = []
+    for form in forms:
+        try:
+            session = open_session(form.file, replace(device, runtime=form.runtime))
+        except InvalidModel as refused:
+            if form.runtime == forms[0].runtime:
+                raise
+            log.info("%s", refused.what)
+            continue
+        accepted.append(form)
+        sessions.append(session)
+    return accepted, sessions
 
 
 def _variants(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:

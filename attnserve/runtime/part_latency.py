@@ -371,7 +371,7 @@ def _setting(device: Device) -> str:
     machine = f"{cpu_name()}, {available_cores()} cores"
     if device.provider == "cuda":
         machine += f", {gpu_name() or 'an unknown GPU'}"
-    runtime = f"{device.runtime} {RUNTIMES[device.runtime].version()}"
+    runtime = f"{device.runtime_name} {RUNTIMES[device.runtime_name].version()}"
     return f"{machine}, {device.provider}, {device.threads} threads, {runtime}"
 
 

@@ -11,11 +11,12 @@ from attnserve.plugins import Registry
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.interface import Batch, Runtime, Session, SessionOptions
 from attnserve.runtime.onnx_runtime import OnnxRuntime
+from attnserve.runtime.openvino_runtime import OpenVino
 from graph_passes.errors import AttnserveError, InvalidArgument
 
 __all__ = ["RUNTIMES", "Batch", "open_session", "why_no_cuda"]
 
-RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime())
+RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime(), OpenVino())
 """Runtimes by name (``Device.runtime``)."""
 
 
@@ -43,7 +44,7 @@ def open_session(
             code="session.threads",
         )
     options = SessionOptions(optimize, spinning, cuda, copied, profile)
-    return RUNTIMES[device.runtime].open(source, device, options)
+    return RUNTIMES[device.runtime_name].open(source, device, options)
 
 
 def why_no_cuda() -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -124,6 +124,8 @@ class Model:
         self.operators = operators
         self.name = name or artifact.name
         self.provider: Provider = options.device.provider
+        self.runtime: str = operators.get("runtime") or options.device.runtime_name
+        """The name of the runtime that runs the model."""
         facts = facts or GraphFacts.read(artifact)
         self.cost = cost = facts.cost
 
@@ -136,7 +138,7 @@ class Model:
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
         self._session: Session = open_runner(
             graph or artifact.model,
-            options,
+            replace(options, device=replace(options.device, runtime=self.runtime)),
             longest=artifact.max_length,
             copied=facts.external if graph is None else (),
         )

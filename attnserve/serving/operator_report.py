@@ -19,6 +19,7 @@ class Fused(TypedDict):
     speedup: float
     speedups: Mapping[str, float]
     kept: Sequence[str]
+    runtime: NotRequired[str]
 
 
 class Unfused(TypedDict):

@@ -1,0 +1,379 @@
+"""OpenVINO on the CPU; the only module that opens its models.
+
+It is an optional dependency (extra ``[openvino]``) and is imported on first use. OpenVINO reads
+ONNX, including the operators of com.microsoft that this product writes. It differs from ONNX
+Runtime in three ways that are undone here:
+
+* It computes in bfloat16 by default where the CPU has it. Here a model is computed in its own
+  types, unless it states bfloat16 (``inference_precision``).
+* It reads outside of a table without an error. Here indices are compared with the table.
+* An input that is not given keeps its last value, and arrays of another type are converted. Here
+  both are errors.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.context import Device
+from attnserve.runtime.external_data import (
+    PROTOBUF_LIMIT_BYTES,
+    external_files,
+    map_external_data,
+    weight_bytes,
+)
+from attnserve.runtime.inference_precision import computes_in_bfloat16
+from attnserve.runtime.interface import DEFAULT_OPTIONS, Feed, RunFailed, SessionOptions, ValueInfo
+from attnserve.runtime.machine import available_cores
+from attnserve.runtime.onnx_reader import read_in_place
+from attnserve.runtime.stop import STOP
+from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
+
+__all__ = ["OLDEST", "OpenVino", "OpenVinoSession", "require_openvino"]
+
+OLDEST = (2026, 2)
+"""The oldest release that is accepted: the tests compare results of later ones only."""
+
+RUN = "attnserve_run"
+"""Input with the number of a run, which is returned behind the outputs. If the sizes of the inputs
+do not fit together, OpenVINO may return the outputs of the run before, without an exception."""
+
+CANCELED = "was canceled"
+"""In the message of a run that was canceled."""
+
+INSTALL = "pip install 'attnserve[openvino]'"
+
+
+def require_openvino() -> Any:
+    """Import the openvino module, without telemetry unless the user asks for it.
+
+    Raises:
+        MissingExtra: OpenVINO is not installed, or too old.
+    """
+    try:
+        installed = version("openvino")
+        import openvino
+    except (ImportError, PackageNotFoundError) as error:
+        raise MissingExtra("OpenVINO is not installed", INSTALL, code="extra.openvino") from error
+    release = tuple(int(part) for part in installed.split(".")[:2] if part.isdecimal())
+    if release < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise MissingExtra(
+            f"OpenVINO {installed} is too old: expected {oldest} or later",
+            f"pip install --upgrade 'openvino>={oldest}'",
+            code="extra.openvino",
+        )
+    return openvino
+
+
+class OpenVino:
+    """OpenVINO on the CPU."""
+
+    name = "openvino"
+
+    def open(
+        self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS
+    ) -> OpenVinoSession:
+        """See ``Runtime.open``. ``options.optimize`` has no effect: OpenVINO always optimizes."""
+        if device.provider != "cpu":
+            raise InvalidArgument(
+                f"`provider` is {device.provider}: OpenVINO runs on CPUs here",
+                "set `provider` to cpu, or `runtime` to onnxruntime",
+                code="session.provider",
+            )
+        if options.profile is not None:
+            raise InvalidArgument(
+                "OpenVINO writes no profile files",
+                "set `runtime` to onnxruntime",
+                code="session.profile",
+            )
+        return _open(require_openvino(), source, device, options)
+
+    def version(self) -> str:
+        return require_openvino().get_version().partition("-")[0]
+
+    def peak_bytes(self, source: Path, feed: Feed, device: Device) -> int | None:
+        """None: models run in the memory of the process."""
+        return None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table whose rows are read at indices that the inputs determine.
+
+    Attributes:
+        name: The node that reads it.
+        rows: The number of its rows.
+    """
+
+    name: str
+    rows: int
+
+
+class OpenVinoSession:
+    """A model that OpenVINO has compiled; runs of several threads wait for each other.
+
+    Args:
+        compile: Returns a new ``openvino.CompiledModel``. Behind the inputs of the graph, it has
+            ``RUN``; behind the outputs, the number of the run, then the least and the greatest
+            index of each of ``tables``.
+        graph: The graph, without its weights.
+    """
+
+    def __init__(
+        self, compile: Callable[[], Any], graph: ir.Graph, tables: Sequence[Table]
+    ) -> None:
+        self._compile, self._tables = compile, tables
+        self._inputs = [
+            _value_info(value) for value in graph.inputs if value.name not in graph.initializers
+        ]
+        self._outputs = [_value_info(value) for value in graph.outputs]
+        self._types = {info.name: _numpy_type(info) for info in self._inputs}
+        self._lock = Lock()
+        self._canceling = Lock()
+        self._runs = self._ended = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._compiled = self._compile()
+        # An input that nothing reads is none of the compiled model.
+        self._read = {name for port in self._compiled.inputs for name in port.get_names()}
+        self._request = self._compiled.create_infer_request()
+
+    def get_inputs(self) -> Sequence[ValueInfo]:
+        return self._inputs
+
+    def get_outputs(self) -> Sequence[ValueInfo]:
+        return self._outputs
+
+    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
+        """See ``Session.run``. The arrays are copies."""
+        self._check(feed)
+        with self._lock:
+            self._infer(feed)
+            self._check_indices(feed)
+            places = {info.name: index for index, info in enumerate(self._outputs)}
+            chosen = places.values() if names is None else [places[name] for name in names]
+            return [np.array(self._request.get_output_tensor(index).data) for index in chosen]
+
+    def bind(self, feed: Feed) -> Callable[[], object]:
+        self._check(feed)
+        given = {name: np.ascontiguousarray(array) for name, array in feed.items()}
+
+        def run() -> None:
+            with self._lock:
+                self._infer(given)
+
+        return run
+
+    def _infer(self, feed: Feed) -> None:
+        """Run the request.
+
+        A compiled model cannot be used again after sizes that do not fit together: it may repeat
+        the error, return the outputs of the run before, or end the process. A request that was
+        canceled cannot be used again.
+        """
+        self._runs += 1
+        given = {name: array for name, array in feed.items() if name in self._read}
+        given[RUN] = np.array(self._runs)
+        request = self._request
+        try:
+            # Not ``infer``: it cannot be canceled, and loses errors.
+            request.start_async(given, share_inputs=True)
+            if (stop := STOP.get()) is not None:
+                stop.connect(partial(self._cancel, self._runs))
+            request.wait()
+            if int(request.get_output_tensor(len(self._outputs)).data) == self._runs:
+                return
+            failure = RunFailed("the sizes of the inputs do not fit together", feed)
+        except Exception as error:  # RuntimeError for everything
+            failure = RunFailed(_describe(error), feed, _kind(error))
+            failure.__cause__ = error
+        finally:
+            with self._canceling:
+                self._ended = self._runs
+        if CANCELED in failure.reason:
+            self._request = self._compiled.create_infer_request()  # it would return this run's
+        else:
+            self._start()
+        raise failure
+
+    def _cancel(self, run: int) -> None:
+        """Cancel a run, unless it has ended: the request may serve another by now."""
+        with self._canceling:
+            if run > self._ended:
+                self._request.cancel()
+
+    def _check(self, feed: Feed) -> None:
+        """Check the names, types and sizes of the inputs, as the graph states them."""
+        sizes: dict[str, int] = {}
+        for info in self._inputs:
+            array, dtype = feed.get(info.name), self._types[info.name]
+            if array is None:
+                raise RunFailed(f"the input {info.name} is missing", feed)
+            if array.dtype != dtype:
+                raise RunFailed(f"{info.name} is {array.dtype}, expected {dtype}", feed)
+            if len(info.shape) != array.ndim:
+                raise RunFailed(f"{info.name} has {array.ndim} axes, not {len(info.shape)}", feed)
+            for axis, size in zip(info.shape, array.shape, strict=True):
+                expected = axis if isinstance(axis, int) else sizes.setdefault(axis or "", size)
+                if axis is not None and size != expected:
+                    raise RunFailed(f"an axis of {info.name} is {size}, expected {expected}", feed)
+        if unknown := sorted(feed.keys() - self._types.keys()):
+            raise RunFailed(f"the model has no input {unknown[0]}", feed)
+
+    def _check_indices(self, feed: Feed) -> None:
+        first = len(self._outputs) + 1
+        for place, table in enumerate(self._tables):
+            least, greatest = (
+                int(self._request.get_output_tensor(first + 2 * place + end).data) for end in (0, 1)
+            )
+            if least < -table.rows or greatest >= table.rows:
+                index = least if least < -table.rows else greatest
+                raise RunFailed(
+                    f"{table.name}: the index {index} is outside of its table of {table.rows} rows",
+                    feed,
+                )
+
+
+@dataclass(frozen=True)
+class _Info:
+    """See ``ValueInfo``."""
+
+    name: str
+    type: str
+    shape: Sequence[int | str | None]
+
+
+def _value_info(value: ir.Value) -> _Info:
+    element = "" if value.dtype is None else _ELEMENTS.get(value.dtype, value.dtype.name.lower())
+    axes = (
+        []
+        if value.shape is None
+        else [axis if isinstance(axis, int) else axis.value for axis in value.shape]
+    )
+    return _Info(value.name or "", f"tensor({element})", axes)
+
+
+_ELEMENTS = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
+"""Names of element types in type strings, where they are not those of numpy."""
+
+
+def _numpy_type(info: _Info) -> np.dtype[Any]:
+    element = info.type.removeprefix("tensor(").removesuffix(")")
+    names = {short: kind for kind, short in _ELEMENTS.items()}
+    return names.get(element, ir.DataType[element.upper()]).numpy()
+
+
+def _open(
+    openvino: Any, source: Path | ir.Model, device: Device, options: SessionOptions
+) -> OpenVinoSession:
+    name = source.name if isinstance(source, Path) else source.graph.name or "the model in memory"
+    core = openvino.Core()
+    if options.copied:
+        core.set_property({"ENABLE_MMAP": False})
+    try:
+        with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
+            if isinstance(source, Path):
+                described = ir.from_proto(read_in_place(source))
+                model = core.read_model(source)
+            else:
+                described = source
+                model = core.read_model(_serialized(source, Path(folder)))
+            tables = _observe_indices(model)
+            settings = {
+                "INFERENCE_PRECISION_HINT": "bf16" if computes_in_bfloat16(described) else "f32",
+                "INFERENCE_NUM_THREADS": device.threads or available_cores(),
+                "NUM_STREAMS": 1,
+                "ENABLE_CPU_PINNING": False,  # other sessions and processes share the cores
+            }
+            return OpenVinoSession(
+                lambda: core.compile_model(model, "CPU", settings), described.graph, tables
+            )
+    except Exception as error:  # RuntimeError for everything
+        raise InvalidModel(
+            f"{name}: OpenVINO refuses the graph: {_describe(error)}",
+            "set `runtime` to onnxruntime",
+            code="session.graph_refused",
+        ) from error
+
+
+def _serialized(model: ir.Model, folder: Path) -> bytes | Path:
+    """The model as bytes, or as a file of ``folder`` if it is too large for them."""
+    if external_files(model):
+        model = model.clone()
+        map_external_data(model)
+    if weight_bytes(model) < PROTOBUF_LIMIT_BYTES:
+        return ir.to_proto(model).SerializeToString()
+    path = folder / "model.onnx"
+    ir.save(model, path, external_data="model.onnx.data")
+    return path
+
+
+def _observe_indices(model: Any) -> list[Table]:
+    """Add the least and the greatest index of each table read to the outputs of a model."""
+    from openvino import opset13 as operators
+
+    tables: list[Table] = []
+    results = [operators.result(_run_number(model))]
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Gather":
+            continue
+        data, indices, axis = (node.input_value(position) for position in range(3))
+        if axis.get_node().get_type_name() != "Constant":
+            continue
+        if indices.get_node().get_type_name() == "Constant":
+            continue
+        rank = data.partial_shape.rank
+        place = int(axis.get_node().get_data())
+        length = data.partial_shape[place] if rank.is_static else None
+        if length is None or not length.is_static:
+            continue
+        tables.append(Table(node.get_friendly_name(), length.get_length()))
+        flat = operators.reshape(indices, np.array([-1], np.int64), special_zero=False)
+        for reduce in (operators.reduce_min, operators.reduce_max):
+            index = reduce(flat, np.array(0, np.int64), keep_dims=False)
+            results.append(operators.result(index))
+        kind = indices.element_type.to_dtype().type
+        inside = operators.maximum(indices, np.array(-tables[-1].rows, kind))
+        inside = operators.minimum(inside, np.array(tables[-1].rows - 1, kind))
+        node.input(1).replace_source_output(inside.output(0))
+    model.add_results(results)
+    return tables
+
+
+def _run_number(model: Any) -> Any:
+    """Add the input ``RUN``, and return its value computed behind all outputs of the model."""
+    from openvino import opset13 as operators
+
+    number = operators.parameter([], np.int64, name=RUN)
+    number.output(0).set_names({RUN})
+    model.add_parameters([number])
+    shapes = [operators.shape_of(result.input_value(0)) for result in model.get_results()]
+    size = operators.reduce_sum(operators.concat(shapes, 0), np.array([0], np.int64))
+    return operators.minimum(number, operators.add(number, size))
+
+
+def _kind(error: Exception) -> Literal["inputs", "memory", "device"]:
+    text = str(error)
+    return "memory" if re.search(r"alloc|out of memory", text, re.IGNORECASE) else "inputs"
+
+
+def _describe(error: BaseException) -> str:
+    """The last lines of an error of OpenVINO that say something, without places in its source."""
+    lines = [line.strip().removeprefix("Caught exception: ") for line in str(error).splitlines()]
+    said = [
+        line[:300] for line in lines if line and not line.startswith(("Exception from", "Check '"))
+    ]
+    return "; ".join(said[:3]) or type(error).__name__

@@ -1,0 +1,246 @@
+"""OpenVINO beside ONNX Runtime: the same results and the same refusals, whatever ran before."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnserve.context import ONE_THREAD, Device
+from attnserve.models.artifact import open_artifact
+from attnserve.models.example_inputs import random_batches
+from attnserve.models.onnx_files import load_model, save_model
+from attnserve.runtime import openvino_runtime
+from attnserve.runtime.inference_precision import compute_in_bfloat16
+from attnserve.runtime.interface import RunFailed, Session
+from attnserve.runtime.machine import has_bfloat16_product
+from attnserve.runtime.session import open_session
+from attnserve.runtime.stop import STOP, Stop
+from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
+from tests.errors import raises
+
+pytest.importorskip("openvino")
+
+OPENVINO = Device(threads=1, runtime="openvino")
+
+GRAPHS = sorted((Path(__file__).parents[2] / "fixtures/onnx").glob("*.onnx"))
+
+ROWS = 50
+
+TABLE = """
+<ir_version: 8, opset_import: ["" : 17]>
+g (int64[batch, tokens] ids, int64[batch, tokens] mask) => (float[batch, tokens, 4] y) {
+    rows = Gather (w, ids)
+    weights = Cast <to = 1> (mask)
+    one = Constant <value_ints = [2]> ()
+    wide = Unsqueeze (weights, one)
+    start = Constant <value_ints = [0]> ()
+    lengths = Shape <start = 1> (ids)
+    axis = Constant <value_ints = [0]> ()
+    positions = Slice (p, start, lengths, axis)
+    placed = Add (rows, positions)
+    y = Mul (placed, wide)
+}
+"""
+"""A table of 50 rows with 8 positions, as encoders have them."""
+
+POSITIONS = 8
+
+
+def table() -> ir.Model:
+    model = ir.from_onnx_text(TABLE)
+    generator = np.random.default_rng(0)
+    for name, rows in (("w", ROWS), ("p", POSITIONS)):
+        weight = generator.normal(size=(rows, 4)).astype(np.float32)
+        uses = (v for node in model.graph for v in node.inputs if v is not None)
+        value = next(v for v in uses if v.name == name)
+        value.const_value = ir.tensor(weight, name=name)
+        value.shape, value.type = ir.Shape(weight.shape), ir.TensorType(ir.DataType.FLOAT)
+        model.graph.register_initializer(value)
+    return model
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Session, Session]:
+    """The table in ONNX Runtime and in OpenVINO."""
+    return open_session(table(), ONE_THREAD), open_session(table(), OPENVINO)
+
+
+def ids_of(rows: int, tokens: int, first: int = 0) -> dict[str, np.ndarray]:
+    ids = (np.arange(rows * tokens).reshape(rows, tokens) + first) % ROWS
+    return {"ids": ids, "mask": np.ones((rows, tokens), np.int64)}
+
+
+def result(session: Session, feed: dict[str, np.ndarray]) -> np.ndarray | None:
+    """The first output; None if the session refuses the inputs."""
+    try:
+        return session.run(None, feed)[0]
+    except RunFailed as refused:
+        assert refused.kind == "inputs"
+        return None
+
+
+@pytest.mark.parametrize("path", GRAPHS, ids=lambda path: path.stem)
+def test_graph_of_an_architecture_gives_what_onnx_runtime_gives(path: Path):
+    model = load_model(open_artifact(path))
+    feed = random_batches(model, 0)[0]
+    expected = open_session(path, ONE_THREAD).run(None, feed)
+    got = open_session(path, OPENVINO).run(None, feed)
+    # Weights in float16 round sums differently: 1e-3 of the largest value.
+    tolerance = 1e-3 if "fp16" in path.stem else 1e-4
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        np.testing.assert_allclose(one, other, atol=tolerance * (np.abs(other).max() + 1e-9))
+
+
+def test_description_is_that_of_the_graph(pair: tuple[Session, Session]):
+    for side in ("get_inputs", "get_outputs"):
+        values = [
+            [(v.name, v.type, list(v.shape)) for v in getattr(session, side)()] for session in pair
+        ]
+        assert values[0] == values[1]
+
+
+Run = tuple[int, int, int]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 10), st.sampled_from([0, 7, 10**6]))))
+def test_results_do_not_depend_on_the_runs_before(pair: tuple[Session, Session], runs: list[Run]):
+    # Refused are more tokens than positions, and ids outside of the table.
+    for rows, tokens, first in runs:
+        feed = ids_of(rows, tokens)
+        feed["ids"] = feed["ids"] + first if first > ROWS else ids_of(rows, tokens, first)["ids"]
+        expected, got = (result(session, feed) for session in pair)
+        assert (got is None) == (expected is None) == (tokens > POSITIONS or first > ROWS)
+        if expected is not None:
+            np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask": None},
+        {"other": np.ones(1)},
+        {"mask": np.ones((2, 3), np.int64)},
+        {"mask": np.ones((2, 4), np.int32)},
+        {"mask": np.ones(4, np.int64)},
+        {"ids": np.full((2, 4), ROWS)},
+        {"ids": np.full((2, 4), -ROWS - 1)},
+    ],
+    ids=["missing", "unknown", "sizes", "type", "axes", "id", "negative id"],
+)
+def test_inputs_that_do_not_fit_are_refused(
+    pair: tuple[Session, Session], change: dict[str, np.ndarray | None]
+):
+    feed = {name: array for name, array in {**ids_of(2, 4), **change}.items() if array is not None}
+    for session in pair:
+        with raises(RunFailed, "session.inputs_refused"):
+            session.run(None, feed)
+    np.testing.assert_allclose(*(session.run(None, ids_of(2, 4))[0] for session in pair), atol=1e-6)
+
+
+def test_runs_of_several_threads_give_their_own_results(pair: tuple[Session, Session]):
+    plain, session = pair
+    wrong: list[str] = []
+
+    def work(first: int) -> None:
+        for turn in range(30):
+            feed = ids_of(1 + turn % 3, 1 + (turn + first) % (POSITIONS + 2), first)
+            expected, got = result(plain, feed), result(session, feed)
+            if (got is None) != (expected is None) or (
+                expected is not None and got is not None and np.abs(got - expected).max() > 1e-6
+            ):
+                wrong.append(f"thread {first}, turn {turn}")
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_stop_ends_a_run_and_no_other():
+    path = next(path for path in GRAPHS if path.stem == "bert-torchscript17-eager")
+    session = open_session(path, OPENVINO)
+    small = random_batches(load_model(open_artifact(path)), 0)[0]
+    large = {name: np.repeat(array[:1], 4096, axis=0) for name, array in small.items()}
+    before = session.run(None, small)
+    stop = Stop()
+    token = STOP.set(stop)
+    try:
+        stop.set()
+        with pytest.raises(RunFailed):
+            session.run(None, large)
+    finally:
+        STOP.reset(token)
+    stop.set()  # of a run that has ended
+    for one, other in zip(session.run(None, small), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_bind_runs_the_same_inputs_again(pair: tuple[Session, Session]):
+    run = pair[1].bind(ids_of(2, 4))
+    run()
+    run()
+    np.testing.assert_allclose(*(session.run(None, ids_of(3, 5))[0] for session in pair), atol=1e-6)
+
+
+def test_named_outputs_are_returned_in_their_order():
+    model = ir.from_onnx_text(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x, float[n] unused) '
+        "=> (float[n] a, float[n] b, float[n] x2) { a = Exp(x) b = Neg(a) x2 = Identity(x) }"
+    )
+    x = np.array([0.0, 1.0], np.float32)
+    session = open_session(model, OPENVINO)
+    feed = {"x": x, "unused": x}
+    for got, expected in zip(session.run(["b", "a"], feed), (-np.exp(x), np.exp(x)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    np.testing.assert_allclose(session.run(None, feed)[2], x)
+
+
+@pytest.mark.skipif(not has_bfloat16_product(), reason="the CPU does not multiply bfloat16")
+def test_model_is_computed_in_bfloat16_only_if_it_says_so(tmp_path: Path):
+    generator = np.random.default_rng(0)
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 64] x) => (float[n, 64] y) {'
+    model = ir.from_onnx_text(text + " y = MatMul(x, w) }")
+    value = next(v for v in model.graph.node(0).inputs if v is not None and v.name == "w")
+    weight = generator.normal(size=(64, 64)).astype(np.float32)
+    value.const_value = ir.tensor(weight, name="w")
+    value.shape, value.type = ir.Shape(weight.shape), ir.TensorType(ir.DataType.FLOAT)
+    model.graph.register_initializer(value)
+    x = generator.normal(size=(32, 64)).astype(np.float32)
+    exact = x.astype(np.float64) @ weight
+    errors: list[float] = []
+    for states_it in (False, True):
+        if states_it:
+            compute_in_bfloat16(model)
+        save_model(model, tmp_path / f"{states_it}.onnx")
+        for source in (model, tmp_path / f"{states_it}.onnx"):
+            (got,) = open_session(source, OPENVINO).run(None, {"x": x})
+            errors.append(float(np.abs(got - exact).max() / np.abs(exact).max()))
+    # float32 rounds at 2^-24, bfloat16 at 2^-8.
+    assert max(errors[:2]) < 1e-5 < 1e-4 < min(errors[2:])
+
+
+def test_graph_that_openvino_refuses_is_an_error_with_the_next_step():
+    text = '<ir_version: 8, opset_import: ["" : 17, "own" : 1]> g (float[n] x) => (float[n] y)'
+    with raises(InvalidModel, "session.graph_refused") as refused:
+        open_session(ir.from_onnx_text(text + " { y = own.Unknown(x) }"), OPENVINO)
+    assert refused.value.fix == "set `runtime` to onnxruntime"
+    with raises(InvalidArgument, "session.provider"):
+        open_session(table(), Device("cuda", runtime="openvino"))
+
+
+@pytest.mark.parametrize("version", ["2025.4.1", "2026.1.0"])
+def test_old_openvino_is_refused_with_the_command(version: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(openvino_runtime, "version", lambda _: version)
+    with raises(MissingExtra, "extra.openvino") as refused:
+        open_session(table(), OPENVINO)
+    assert "pip install" in refused.value.fix
