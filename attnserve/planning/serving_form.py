@@ -193,11 +193,10 @@ def _fuse_and_check(
 ) -> FusionReport:
     """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
     forms = _forms(model, passes, path, device)
-    files = dict.fromkeys(form.file for form in forms)
+    files = {form.file: form.passes for form in forms}
     try:
-        for form in forms:
-            if not form.file.exists():
-                _write(model, form.passes, form.file)
+        for file, variant in files.items():
+            _write(model, variant, file)
         original = _Form((), source.model, device.runtime_name)
         forms, sessions = _opened([original, *forms], device)
         times: dict[str, np.ndarray] = {}
