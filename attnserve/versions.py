@@ -17,6 +17,7 @@ PACKAGES = (
     "tensorly",
     "onnxruntime",
     "onnxruntime-gpu",
+    "openvino",
 )
 """Packages that affect the results of a rewrite or an analysis."""
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -46,13 +46,23 @@ Series = dict[str, dict[tuple[str, ...], float]]
 
 
 class VersionState(NamedTuple):
-    """State of one loaded version: rows waiting, requests in flight, and whether it can run."""
+    """State of one loaded version.
+
+    Attributes:
+        model, version: Its name.
+        waiting: Rows that wait for a batch.
+        in_flight: Requests that wait or run.
+        ready: Whether it can run.
+        runtime, precision: What it runs with; see ``Model``.
+    """
 
     model: str
     version: str
     waiting: int
     in_flight: int
     ready: bool
+    runtime: str
+    precision: str
 
 
 class Metrics(Collector):
@@ -217,10 +227,18 @@ class Metrics(Collector):
                 ("model_ready", "1 if the model can run."),
             )
         ]
-        for model, version, *values in self.watch():
-            for gauge, value in zip(gauges, values, strict=True):
-                gauge.add_metric((model, version), value)
+        info = InfoMetricFamily(
+            "attnserve_model", "The runtime and precision of a model.", labels=OF_MODEL
+        )
+        for state in self.watch():
+            of = (state.model, state.version)
+            for gauge, value in zip(
+                gauges, (state.waiting, state.in_flight, state.ready), strict=True
+            ):
+                gauge.add_metric(of, value)
+            info.add_metric(of, {"runtime": state.runtime, "precision": state.precision})
         yield from gauges
+        yield info
         yield from self._quality()
         yield GaugeMetricFamily(
             "process_resident_memory_bytes",

@@ -22,7 +22,7 @@ from pydantic import (
     ValidationError,
 )
 
-from attnserve.context import Device
+from attnserve.context import AUTO, Device
 from attnserve.options import Cli, Options, expected_values, option_type, without_prefixes
 from attnserve.runtime.machine import available_cores
 
@@ -168,8 +168,9 @@ class Settings(EnvironmentOptions):
     runs and requests."""
     provider: Annotated[ServedBy, Cli(panel=RUN)] = "auto"
     """Execution provider; auto uses CUDA if a GPU is usable, else the CPU."""
-    runtime: Annotated[str, Cli(metavar="NAME", panel=RUN)] = "onnxruntime"
-    """Library that runs the models: onnxruntime or openvino; other packages may add runtimes."""
+    runtime: Annotated[str, Cli(metavar="NAME", panel=RUN)] = AUTO
+    """Library that runs the models: onnxruntime, openvino, or one of another package; auto runs
+    each model in the installed one that is fastest for it with equal outputs."""
     threads: Annotated[Size, Cli(metavar="N", panel=RUN)] = 0
     """Threads of one run; 0 uses the default of ONNX Runtime."""
     concurrency: Count = 1

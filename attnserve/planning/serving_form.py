@@ -37,7 +37,7 @@ from attnserve.runtime.session import RUNTIMES, open_session
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.analysis.workload import Workload
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
-from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel, MissingExtra
+from graph_passes.errors import AttnserveError, CannotRewrite, MissingExtra
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -125,6 +125,7 @@ class FusionReport:
         speedups: Speed-up at each shape.
         kept: Attention blocks that could be fused but are faster unfused.
         runtime: The name of the runtime that runs it.
+        refused: Why another runtime does not run it, by its name.
     """
 
     attention: int
@@ -135,6 +136,7 @@ class FusionReport:
     speedups: Mapping[str, float] = field(default_factory=dict[str, float])
     kept: Sequence[str] = ()
     runtime: str = "onnxruntime"
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionReport:
@@ -197,38 +199,34 @@ def _fuse_and_check(
     try:
         for file, variant in files.items():
             _write(model, variant, file)
-        original = _Form((), source.model, device.runtime_name)
-        forms, sessions = _opened([original, *forms], device)
+        checks = _Checks.run(source, model, forms, device)
         times: dict[str, np.ndarray] = {}
-        _add_times(times, model, sessions, source.max_length)
+        _add_times(times, checks)
         if _seems_slow(times):
-            _add_times(times, model, sessions, source.max_length)
+            _add_times(times, checks)
         row = _fastest(times)
         if (slow := _too_slow(times, row)) is not None:
             raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
-        fastest = forms[row]
-        plain = None
-        if rounds_activations(model):
-            plain = open_session(source.model, device, optimize=False)
-        min_cosine, max_error = _compare(model, (sessions[0], sessions[row]), plain)
-        if fastest.file != path:  # not a renamed file: it names the file of its external data
-            _write(model, fastest.passes, path)
+        fastest = checks.equal[row - 1]
+        if fastest.form.file != path:  # not renamed: it names the file of its external data
+            _write(model, fastest.form.passes, path)
     finally:
         for file in files:
             if file != path:
                 file.unlink(missing_ok=True)
                 data_file(file).unlink(missing_ok=True)
-    fused = _operators(fastest.passes)
-    gelu = [one for one in fastest.passes if isinstance(one, FuseGelu)]
+    fused = _operators(fastest.form.passes)
+    gelu = [one for one in fastest.form.passes if isinstance(one, FuseGelu)]
     return FusionReport(
         attention=len(fused),
         gelu=sum(len(one.targets) for one in gelu),
-        min_cosine=min_cosine,
-        max_error=max_error,
+        min_cosine=fastest.min_cosine,
+        max_error=fastest.max_error,
         speedup=_speedup(times, row).value,
         speedups={shape: speedup.value for shape, speedup in _by_shape(times, row).items()},
         kept=sorted(_operators(passes).keys() - fused.keys()),
-        runtime=fastest.runtime,
+        runtime=fastest.form.runtime,
+        refused=checks.refused,
     )
 
 
@@ -245,6 +243,71 @@ class _Form:
     passes: Sequence[RewritePass]
     file: Path
     runtime: str
+
+
+@dataclass(frozen=True)
+class _EqualForm:
+    """A form whose outputs equal the original's, with the largest differences."""
+
+    form: _Form
+    session: Session
+    min_cosine: float
+    max_error: float
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """The forms of a model, after each ran on all inputs.
+
+    Attributes:
+        original: The session of the model as it is.
+        inputs: The inputs that are timed.
+        equal: The forms that ran, with equal outputs.
+        refused: Why a runtime runs no form, or not all, by its name.
+    """
+
+    original: Session
+    inputs: Sequence[Batch]
+    equal: Sequence[_EqualForm]
+    refused: Mapping[str, str]
+
+    @classmethod
+    def run(
+        cls, source: Artifact, model: ir.Model, forms: Sequence[_Form], device: Device
+    ) -> _Checks:
+        """Open, run and compare all forms.
+
+        Raises:
+            CannotRewrite: A form of the first runtime differs, or no runtime runs any.
+            AttnserveError: The first runtime refuses or fails to run one.
+        """
+        first = device.runtime_name
+        original = open_session(source.model, replace(device, runtime=first))
+        compared = list(_runnable(model, COMPARED, original, padded=True))
+        accepted = TOLERANCES[_computed_type(model)]
+        if rounds_activations(model):
+            plain = open_session(source.model, replace(device, runtime=first), optimize=False)
+            accepted = _widened(accepted, compared, plain)
+        inputs = [feed for feed, _ in _runnable(model, _timed(source.max_length), original)]
+        equal: list[_EqualForm] = []
+        refused: dict[str, str] = {}
+        for form in forms:
+            try:
+                session = open_session(form.file, replace(device, runtime=form.runtime))
+                differences = _compare(original, session, compared, accepted)
+                for feed in inputs:
+                    session.run(None, feed)  # allocates, and picks kernels
+            except AttnserveError as error:
+                if form.runtime == first:
+                    raise
+                refused[form.runtime] = error.what
+                log.info("%s: %s", form.runtime, error.what)
+            else:
+                equal.append(_EqualForm(form, session, *differences))
+        if not equal:
+            why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+            raise CannotRewrite(why, "use the model as it is", code="fusion.refused")
+        return cls(original, inputs, equal, refused)
 
 
 def _runtimes(device: Device) -> list[str]:
@@ -267,8 +330,8 @@ def _forms(
     variants = _variants(model, passes) if passes else []
     if others:
         variants = [*variants, ()]
-    files = [path, *(path.with_name(f"{path.stem}.{n}{path.suffix}")
-                     for n in range(1, len(variants)))]  # fmt: skip
+    names = (f"{path.stem}.{number}{path.suffix}" for number in range(1, len(variants)))
+    files = [path, *map(path.with_name, names)]
     return [
         _Form(variant, file, runtime)
         for runtime in (first, *others)
@@ -283,27 +346,6 @@ def _write(model: ir.Model, passes: Sequence[RewritePass], path: Path) -> None:
     if passes:
         fuse(new, passes)
     save_model(new, path)
-
-
-def _opened(forms: Sequence[_Form], device: Device) -> tuple[list[_Form], list[Session]]:
-    """The forms that their runtimes accept, with their sessions.
-
-    Raises:
-        InvalidModel: The first runtime refuses one.
-    """
-    accepted: list[_Form] = []
-    sessions: list[Session] = []
-    for form in forms:
-        try:
-            session = open_session(form.file, replace(device, runtime=form.runtime))
-        except InvalidModel as refused:
-            if form.runtime == forms[0].runtime:
-                raise
-            log.info("%s", refused.what)
-            continue
-        accepted.append(form)
-        sessions.append(session)
-    return accepted, sessions
 
 
 def _variants(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
@@ -327,30 +369,33 @@ def _variants(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[R
     return variants[:MAX_VARIANTS]
 
 
-def _compare(
-    model: ir.Model, pair: Sequence[Session], plain: Session | None = None
-) -> tuple[float, float]:
-    """(least cosine, largest error) of the second session to the first.
+Runs = Sequence[tuple[Batch, Sequence[np.ndarray]]]
+"""Inputs, each with the outputs of the original."""
 
-    Args:
-        plain: The first model without graph optimization, if it rounds activations to integers.
+
+def _compare(
+    original: Session, session: Session, compared: Runs, accepted: Tolerance
+) -> tuple[float, float]:
+    """(least cosine, largest error) of a session to the original.
 
     Raises:
-        CannotRewrite: They differ, or no example inputs run.
+        CannotRewrite: They differ.
     """
     for side in ("get_inputs", "get_outputs"):
-        one, other = ([(v.name, v.type, v.shape) for v in getattr(s, side)()] for s in pair)
-        if one != other:
+        expected, found = (
+            [(value.name, value.type, value.shape) for value in getattr(each, side)()]
+            for each in (original, session)
+        )
+        if expected != found:
             raise CannotRewrite(
-                f"the fused model has {other}, expected {one}", DEFECT, code="fusion.interface"
+                f"the fused model has {found}, expected {expected}",
+                DEFECT,
+                code="fusion.interface",
             )
-    outputs = [output.name for output in pair[0].get_outputs()]
-    accepted = TOLERANCES[_computed_type(model)]
-    if plain is not None:
-        accepted = _widened(accepted, model, (pair[0], plain))
-    distances: list[tuple[float, float]] = []
-    for feed, expected in _runnable(model, COMPARED, pair[0], padded=True):
-        for name, before, after in zip(outputs, expected, pair[1].run(None, feed), strict=True):
+    outputs = [output.name for output in original.get_outputs()]
+    differences: list[tuple[float, float]] = []
+    for feed, expected in compared:
+        for name, before, after in zip(outputs, expected, session.run(None, feed), strict=True):
             cosine, error = _distance(before, after)
             if not (cosine >= accepted.cosine and error <= accepted.error):  # also if NaN
                 raise CannotRewrite(
@@ -359,17 +404,21 @@ def _compare(
                     "use the model as it is",
                     code="fusion.differs",
                 )
-            distances.append((cosine, error))
-    cosines, errors = zip(*distances, strict=True)
+            differences.append((cosine, error))
+    cosines, errors = zip(*differences, strict=True)
     return min(cosines), max(errors)
 
 
-def _widened(accepted: Tolerance, model: ir.Model, pair: Sequence[Any]) -> Tolerance:
-    """The tolerance of a model that rounds activations, by two sessions of the same model."""
+def _widened(accepted: Tolerance, compared: Runs, plain: Session) -> Tolerance:
+    """The tolerance of a model that rounds activations.
+
+    Args:
+        plain: The original without graph optimization.
+    """
     found = [
         _distance(before, after)
-        for feed, expected in _runnable(model, COMPARED, pair[0], padded=True)
-        for before, after in zip(expected, pair[1].run(None, feed), strict=True)
+        for feed, expected in compared
+        for before, after in zip(expected, plain.run(None, feed), strict=True)
     ]
     cosine = 1 - MARGIN * (1 - min(cosine for cosine, _ in found))
     error = MARGIN * max(error for _, error in found)
@@ -404,17 +453,17 @@ def _distance(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
         return float(cosines.min()), float(np.abs(a - b).max() / np.abs(a).max())
 
 
-def _add_times(
-    times: dict[str, np.ndarray], model: ir.Model, sessions: Sequence[Any], longest: int | None
-) -> None:
-    """Add rounds of all sessions, at lengths up to ``longest``."""
-    lengths = {length: min(length, longest or length) for _, length in TIMED}
-    timed = [Workload.of(batch, lengths[length]) for batch, length in TIMED]
-    workloads = list(dict.fromkeys(timed))
-    seconds = TIMED_S / len(workloads) * len(sessions) / 2
-    for feed, _ in _runnable(model, workloads, sessions[0]):
-        for session in sessions[1:]:
-            session.run(None, feed)  # allocates, and picks kernels
+def _timed(longest: int | None) -> list[Workload]:
+    """The shapes of ``TIMED``, with lengths up to ``longest``."""
+    shapes = [(batch, min(length, longest or length)) for batch, length in TIMED]
+    return [Workload.of(*shape) for shape in dict.fromkeys(shapes)]
+
+
+def _add_times(times: dict[str, np.ndarray], checks: _Checks) -> None:
+    """Add rounds of the original and all forms."""
+    sessions = [checks.original, *(equal.session for equal in checks.equal)]
+    seconds = TIMED_S / len(checks.inputs) * len(sessions) / 2
+    for feed in checks.inputs:
         functions = [partial(session.run, None, feed) for session in sessions]
         rounds = time_functions(functions, seconds, TIMER)
         before = times.get(_shape(feed), rounds[:, :0])

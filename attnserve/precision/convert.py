@@ -15,6 +15,7 @@ from attnserve.precision.int8 import Rounding, roundings
 from attnserve.precision.products import WeightKey
 from attnserve.precision.schemes import SCHEMES, Activations, Conversion, Scheme
 from attnserve.runtime.external_data import map_external_data
+from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import RUNTIMES, open_session
 from attnserve.runtime.silence import silenced
@@ -318,11 +319,14 @@ def precision_of(model: ir.Model) -> Precision | str:
 
     Data types with at least a tenth of the elements are joined, most elements first:
     "int8+float32". Only tensors of rank 2 or more count; a model without any is "float32".
+    float32 weights that are computed in bfloat16 (``inference_precision``) are "bfloat16".
     """
     sizes = _sizes(model)
     total = sum(sizes.values())
-    types = [name for name, size in sizes.most_common() if size >= total / 10]
-    return "+".join(types) or "float32"
+    types = [name for name, size in sizes.most_common() if size >= total / 10] or ["float32"]
+    if computes_in_bfloat16(model):
+        types = ["bfloat16" if name == "float32" else name for name in types]
+    return "+".join(types)
 
 
 def _sizes(model: ir.Model) -> Counter[str]:

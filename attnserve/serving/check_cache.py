@@ -28,7 +28,7 @@ from graph_passes.errors import InvalidModel
 
 __all__ = ["CheckCache"]
 
-PACKAGES = ("attnserve", "onnxruntime", "onnxruntime-gpu", "tokenizers", "onnx-ir")
+PACKAGES = ("attnserve", "onnxruntime", "onnxruntime-gpu", "openvino", "tokenizers", "onnx-ir")
 
 MOST_ENTRIES = 16
 """Maximum number of entries, by last use; each may contain a copy of the weights."""

@@ -22,6 +22,7 @@ from attnserve.models.example_inputs import example_inputs, id_bound
 from attnserve.models.onnx_files import external_data_locations, load_model
 from attnserve.models.quantized import batch_invariant, int8_warning
 from attnserve.models.rows import fixed_axes
+from attnserve.precision.convert import precision_of
 from attnserve.runtime.external_data import weight_bytes
 from graph_passes.analysis.cost import Cost, Polynomial, model_cost
 from graph_passes.analysis.workload import Workload
@@ -45,6 +46,7 @@ class GraphFacts:
         int8_warning, batch_invariant: See ``attnserve.models.quantized``.
         weight_bytes: Size of the weights.
         external: Locations of the external data in the model's folder.
+        precision: See ``precision_of``.
     """
 
     cost: Cost
@@ -54,6 +56,7 @@ class GraphFacts:
     batch_invariant: bool
     weight_bytes: int
     external: tuple[str, ...]
+    precision: str
 
     @classmethod
     def read(cls, artifact: Artifact) -> GraphFacts:
@@ -74,6 +77,7 @@ class GraphFacts:
             batch_invariant(graph),
             weight_bytes(graph),
             tuple(sorted(external_data_locations(artifact.model))),
+            precision_of(graph),
         )
 
     def cost_json(self) -> dict[str, Any]:
@@ -105,6 +109,7 @@ class GraphFacts:
             "int8_warning": self.int8_warning,
             "batch_invariant": self.batch_invariant,
             "external": list(self.external),
+            "precision": self.precision,
         }
 
     @classmethod
@@ -129,6 +134,7 @@ class GraphFacts:
             content["batch_invariant"],
             content["weight_bytes"],
             tuple(content["external"]),
+            content["precision"],
         )
 
 

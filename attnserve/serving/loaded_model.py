@@ -127,6 +127,8 @@ class Model:
         self.runtime: str = operators.get("runtime") or options.device.runtime_name
         """The name of the runtime that runs the model."""
         facts = facts or GraphFacts.read(artifact)
+        self.precision = facts.precision
+        """The data types that it is computed in; see ``precision_of``."""
         self.cost = cost = facts.cost
 
         @lru_cache(SHAPES_CACHED)
@@ -408,6 +410,8 @@ class Model:
             "takes_text": self.encoder is not None,
             "classifies": self.classifies,
             "provider": self.provider,
+            "runtime": self.runtime,
+            "precision": self.precision,
             "source": artifact.source,
             "plan": artifact.plan_id,
             "operators": self.operators,

@@ -20,6 +20,7 @@ class Fused(TypedDict):
     speedups: Mapping[str, float]
     kept: Sequence[str]
     runtime: NotRequired[str]
+    refused: NotRequired[Mapping[str, str]]
 
 
 class Unfused(TypedDict):

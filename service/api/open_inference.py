@@ -133,7 +133,10 @@ class ModelMetadata(Body):
 
     name: str
     versions: list[str]
-    platform: str = "onnxruntime_onnx"
+    platform: str
+    """The runtime and the format, for example "onnxruntime_onnx"."""
+    parameters: dict[str, Any]
+    """``runtime``, ``precision``, and ``refused``: why another runtime does not run it, by name."""
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
 
@@ -200,11 +203,18 @@ async def ready(request: Request) -> Response:
 async def model_metadata(request: Request, name: str) -> ModelMetadata:
     """The loaded versions of a model, and its inputs and outputs."""
     engine = get_engine(request, name)
+    model = engine.model
     return ModelMetadata(
         name=engine.name,
         versions=request.app.state.repository.versions(name),
-        inputs=_describe(engine.model.inputs),
-        outputs=_describe(engine.model.outputs),
+        platform=f"{model.runtime}_onnx",
+        parameters={
+            "runtime": model.runtime,
+            "precision": model.precision,
+            "refused": model.operators.get("refused", {}),
+        },
+        inputs=_describe(model.inputs),
+        outputs=_describe(model.outputs),
     )
 
 

@@ -147,8 +147,8 @@ def configuration(engine: Engine) -> dict[str, Any]:
     batches = model.rows_are_independent and model.max_rows is None
     config: dict[str, Any] = {
         "name": engine.name,
-        "platform": "onnxruntime_onnx",
-        "backend": "onnxruntime",
+        "platform": f"{model.runtime}_onnx",
+        "backend": model.runtime,
         "version_policy": {"all": {}},
         # A row has at least one token, so max_tokens also bounds the rows of a request.
         "max_batch_size": settings.max_tokens if batches else 0,
@@ -165,6 +165,7 @@ def configuration(engine: Engine) -> dict[str, Any]:
         "parameters": {
             "max_batch_tokens": {"string_value": str(settings.batch_tokens)},
             "operators": {"string_value": orjson.dumps(model.operators).decode()},
+            "precision": {"string_value": model.precision},
             "batch_invariant": {"string_value": "true" if model.batch_invariant else "false"},
         },
     }

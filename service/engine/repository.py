@@ -500,9 +500,11 @@ class Repository:
 
     def _shown(self, operators: OperatorReport) -> OperatorReport:
         """A report of operators without paths of this server, because clients see it."""
+        hide = partial(hide_folders, served=self.settings.model)
         if operators["rewritten"] is True:
-            return operators
-        return {**operators, "why": hide_folders(operators["why"], self.settings.model)}
+            refused = operators.get("refused", {})
+            return {**operators, "refused": {name: hide(why) for name, why in refused.items()}}
+        return {**operators, "why": hide(operators["why"])}
 
     def _retire(self, engine: Engine) -> None:
         task = asyncio.ensure_future(engine.retire())
@@ -512,7 +514,13 @@ class Repository:
     def _watch(self) -> list[VersionState]:
         return [
             VersionState(
-                engine.name, engine.version, engine.waiting, engine.in_flight, engine.ready
+                engine.name,
+                engine.version,
+                engine.waiting,
+                engine.in_flight,
+                engine.ready,
+                engine.model.runtime,
+                engine.model.precision,
             )
             for engine in self.engines()
         ]
@@ -540,8 +548,10 @@ def _log_operators(engine: Engine) -> None:
     done = engine.model.operators
     if done["rewritten"] is True:
         log.info(
-            "%s runs with fused operators: %d attention, %d GELU; speed-up %.2fx, cosine %.9f",
-            engine.name, done["attention"], done["gelu"], done["speedup"], done["min_cosine"],
+            "%s runs with fused operators in %s: %d attention, %d GELU; speed-up %.2fx,"
+            " cosine %.9f",
+            engine.name, engine.model.runtime, done["attention"], done["gelu"], done["speedup"],
+            done["min_cosine"],
         )  # fmt: skip
     elif engine.settings.probe and engine.settings.rewrite:
         log.info("%s runs without fused operators: %s", engine.name, done["why"])

@@ -56,6 +56,7 @@ def test_inference_answer_has_cost_in_headers_and_parameters(
     assert int(headers["x-flops"]) == 2 * int(headers["x-macs"])
     assert int(headers["x-rss-bytes"]) > 1_000_000
     assert headers["x-model"] == "tiny"
+    assert (headers["x-runtime"], headers["x-precision"]) == ("onnxruntime", "float32")
     assert "x-gpu-bytes" not in headers
     if route == INFER:
         parameters = {

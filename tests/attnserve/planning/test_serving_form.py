@@ -21,7 +21,18 @@ from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning import serving_form
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
+from attnserve.plugins import Registry
 from attnserve.precision.convert import convert
+from attnserve.runtime import session
+from attnserve.runtime.interface import (
+    DEFAULT_OPTIONS,
+    Batch,
+    RunFailed,
+    Runtime,
+    Session,
+    SessionOptions,
+)
+from attnserve.runtime.onnx_runtime import OnnxRuntime
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import to_half
 from graph_passes.analysis.constants import constant_array
@@ -228,6 +239,91 @@ def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
     assert found.attention == LAYERS
     nodes = load_model(tmp_path / "new.onnx").graph
     assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
+
+
+class OtherRuntime(OnnxRuntime):
+    """A second runtime: ONNX Runtime, or one that fails in a way."""
+
+    name = "other"
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+
+    def open(
+        self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS
+    ) -> Session:
+        assert isinstance(source, Path)
+        model = ir.load(source)
+        if self._fault == "refuses the graph":
+            raise InvalidModel(f"{source}: refuses the graph", "none")
+        if self._fault == "cosine":
+            scaled(2.0)(model)
+        if self._fault == "refuses the inputs":
+            return Failing(super().open(model, device, options))
+        return super().open(model, device, options)
+
+
+class Failing:
+    """A session whose runs fail."""
+
+    def __init__(self, opened: Session) -> None:
+        self._opened = opened
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def run(self, names: object, feed: Batch) -> list[np.ndarray]:
+        raise RunFailed("no memory", feed)
+
+
+@pytest.mark.parametrize(
+    ("fault", "gain", "runtime"),
+    [
+        ("", 3.0, "other"),
+        ("", 1.0, "onnxruntime"),
+        ("refuses the graph", 3.0, "onnxruntime"),
+        ("refuses the inputs", 3.0, "onnxruntime"),
+        ("cosine", 3.0, "onnxruntime"),
+    ],
+)
+def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
+    bert: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    timed: Callable[..., object],
+    fault: str,
+    gain: float,
+    runtime: str,
+) -> None:
+    both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(fault))
+    monkeypatch.setattr(serving_form, "RUNTIMES", both)
+    monkeypatch.setattr(session, "RUNTIMES", both)
+    timed(lambda length: [1.5, 1.4, 1.5 * gain, 1.4 * gain, gain])
+    found = serving_form.fuse_lossless(
+        bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto")
+    )
+    assert (found.runtime, found.attention) == (runtime, LAYERS)
+    assert found.speedup == pytest.approx(4.5 if runtime == "other" else 1.5)
+    assert (fault in found.refused["other"]) if fault else found.refused == {}
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["new.onnx"]
+
+
+def test_fuse_lossless_runtime_auto_unfused_graph_may_be_faster(
+    bert: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    timed: Callable[..., object],
+) -> None:
+    both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(""))
+    monkeypatch.setattr(serving_form, "RUNTIMES", both)
+    monkeypatch.setattr(session, "RUNTIMES", both)
+    timed(lambda length: [1.5, 1.4, 1.6, 1.7, 2.0])
+    found = serving_form.fuse_lossless(
+        bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto")
+    )
+    assert (found.runtime, found.attention, found.gelu) == ("other", 0, 0)
+    assert found.speedup == pytest.approx(2.0)
+    assert found.kept == [block.name for block in read_attention(load_model(bert)).blocks]
 
 
 @pytest.mark.parametrize(

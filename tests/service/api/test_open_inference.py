@@ -19,6 +19,7 @@ def test_metadata_describes_server_and_model(client: TestClient) -> None:
         "name": "tiny",
         "versions": ["1"],
         "platform": "onnxruntime_onnx",
+        "parameters": {"runtime": "onnxruntime", "precision": "float32", "refused": {}},
         "inputs": [
             {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]},
             {"name": "attention_mask", "datatype": "INT64", "shape": [-1, -1]},

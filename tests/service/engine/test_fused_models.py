@@ -32,7 +32,7 @@ from tests.service.engine import test_repository
 pytestmark = pytest.mark.process
 
 
-play = partial(test_repository.play, limit_s=300, threads=1, probe=True)
+play = partial(test_repository.play, limit_s=300, threads=1, probe=True, runtime="onnxruntime")
 """Run a script with a repository that checks its models."""
 
 
@@ -67,11 +67,29 @@ def test_repository_fused_model_gives_same_vectors(
     caplog.set_level("INFO", "attnserve")
     fast = served(bert)
     assert (fast["rewritten"], fast["attention"], fast["gelu"]) == (True, 2, 2)
-    assert "bert runs with fused operators: 2 attention, 2 GELU; " in caplog.text
+    assert "bert runs with fused operators in onnxruntime: 2 attention, 2 GELU; " in caplog.text
     plain = served(bert, rewrite=False)
     assert plain["rewritten"] is False and plain["why"] == "operator fusion is off"
     assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-6
     for same in ("macs", "plan", "config", "file"):  # the other keys are those of the artifact
+        assert fast[same] == plain[same]
+
+
+@pytest.mark.parametrize("chosen", ["openvino", "onnxruntime"])
+def test_repository_runtime_auto_names_the_fastest(
+    bert: Path, child: Child, caplog: pytest.LogCaptureFixture, chosen: str
+) -> None:
+    """Whichever runtime is faster here, both give the vectors of the model as it is."""
+    pytest.importorskip("openvino")
+    caplog.set_level("INFO", "attnserve")
+    row = "1" if chosen == "onnxruntime" else "max(serving_form._variants_timed(times))"
+    child(f"serving_form._fastest = lambda times: {row}")
+    fast = served(bert, runtime="auto")
+    assert (fast["rewritten"], fast["runtime"], fast["refused"]) == (True, chosen, {})
+    assert f"bert runs with fused operators in {chosen}: " in caplog.text
+    plain = served(bert, rewrite=False)
+    assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-5
+    for same in ("plan", "file", "macs"):
         assert fast[same] == plain[same]
 
 
@@ -240,7 +258,7 @@ def test_workers_share_one_fusion_and_all_serve_its_result(
     async def script() -> None:
         workers: list[SharedRepository] = []
         for number in range(2):
-            settings = Settings(model=bert, threads=1, workers=2)
+            settings = Settings(model=bert, threads=1, workers=2, runtime="onnxruntime")
             workers.append(SharedRepository(settings, Metrics(), worker=number, state=state))
             await workers[-1].join()
         state.set_complete()
