@@ -21,6 +21,7 @@ from attnserve.literals import SearchMeasure, Split
 from attnserve.models.artifact import Artifact
 from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Data, Lengths, Target
+from attnserve.precision.convert import context_for
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.interface import Batch
 from graph_passes.analysis.shapes import has_cache
@@ -77,10 +78,12 @@ class Job:
             joined: The lengths to which short calibration texts are joined; see ``load_inputs``.
 
         Raises:
-            InvalidArgument: The phase of the target needs a cache, which the model does not have.
+            InvalidArgument: The phase of the target needs a cache, which the model does not have,
+                or the runtime does not compute the precision.
             InvalidData: A file cannot be used.
             InvalidModel: A weight is not finite.
         """
+        context = context_for(target.precision, context)
         require_finite_weights(original)
         load = partial(load_inputs, model=original, artifact=artifact, tokenizer=options.tokenizer)
         data = None

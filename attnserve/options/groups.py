@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, Self, get_args
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, model_validator
 
-from attnserve.context import Device, Progress, Provider, RunContext, ignore_progress
+from attnserve.context import AUTO, Device, Progress, Provider, RunContext, ignore_progress
 from attnserve.literals import (
     Alignment,
     Importance,
@@ -383,8 +383,9 @@ class Run(Options):
     """Number of threads of ONNX Runtime, numpy and PyTorch; 0 uses the default of each library."""
     provider: Provider = "cpu"
     """Execution provider."""
-    runtime: Annotated[str, Cli(metavar="NAME")] = "onnxruntime"
-    """Library that runs the models: onnxruntime or openvino; other packages may add runtimes."""
+    runtime: Annotated[str, Cli(metavar="NAME")] = AUTO
+    """Library that runs the models: onnxruntime, openvino, or one of another package; auto is
+    openvino for a precision that only it computes, and onnxruntime otherwise."""
     seed: Annotated[NonNegativeInt, Cli(metavar="N")] = 0
     """Seed of random choices."""
 

@@ -26,6 +26,7 @@ from attnserve.models.onnx_files import data_file, load_model, save_model
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.blocks.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.runtime.external_data import weight_bytes
+from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.interleaved_timer import (
     InterleavedTimer,
@@ -429,7 +430,9 @@ def _widened(accepted: Tolerance, compared: Runs, plain: Session) -> Tolerance:
 
 
 def _computed_type(model: ir.Model) -> ir.DataType:
-    """The floating-point type of most products."""
+    """The floating-point type of most products, of the runtime that computes least exactly."""
+    if computes_in_bfloat16(model):
+        return ir.DataType.BFLOAT16
     known = infer_shapes_small(model, batch=2, sequence=5).known
     types = Counter(
         known[node.outputs[0]].dtype

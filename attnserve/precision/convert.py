@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.context import AUTO, RunContext
 from attnserve.literals import Precision
 from attnserve.models.quantized import quantized_node
 from attnserve.precision.int8 import Rounding, roundings
 from attnserve.precision.products import WeightKey
 from attnserve.precision.schemes import SCHEMES, Activations, Conversion, Scheme
 from attnserve.runtime.external_data import map_external_data
-from attnserve.runtime.inference_precision import computes_in_bfloat16
+from attnserve.runtime.inference_precision import compute_in_bfloat16
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import RUNTIMES, open_session
 from attnserve.runtime.silence import silenced
@@ -35,6 +37,7 @@ from graph_passes.passes.skip_attention import skipped
 
 __all__ = [
     "check_cpu",
+    "context_for",
     "convert",
     "convert_alone",
     "is_bfloat16",
@@ -243,6 +246,8 @@ def _finish(model: ir.Model, result: ir.Model, scheme: Scheme, *, is_whole: bool
     common.NameFixPass()(result)  # names in subgraphs must differ from those of outer graphs
     _restore_outputs(model, result)
     _restore(model, result, precision)
+    if scheme.in_bfloat16:
+        compute_in_bfloat16(result)
     if is_whole and scheme.stored and not _is_converted(model, result, scheme.stored):
         raise CannotRewrite(
             f"{precision}: the weights are still {precision_of(result)}: the model has no "
@@ -309,6 +314,24 @@ def check_cpu(precision: Precision) -> None:
         )
 
 
+def context_for(precision: Precision, context: RunContext) -> RunContext:
+    """The context with the runtime that computes a precision.
+
+    Raises:
+        InvalidArgument: The context names another one.
+    """
+    needed = SCHEMES[precision].runtime
+    if not needed or context.runtime == needed:
+        return context
+    if context.runtime != AUTO or context.provider != "cpu":
+        raise InvalidArgument(
+            f"{precision}: {context.runtime} on {context.provider} does not compute it",
+            f"set `runtime` to {needed} and `provider` to cpu",
+            code="precision.runtime",
+        )
+    return replace(context, runtime=needed)
+
+
 def is_bfloat16(model: ir.Model) -> bool:
     """Whether any constant is bfloat16."""
     return any(tensor.dtype == ir.DataType.BFLOAT16 for tensor in _tensors(model))
@@ -319,14 +342,11 @@ def precision_of(model: ir.Model) -> Precision | str:
 
     Data types with at least a tenth of the elements are joined, most elements first:
     "int8+float32". Only tensors of rank 2 or more count; a model without any is "float32".
-    float32 weights that are computed in bfloat16 (``inference_precision``) are "bfloat16".
     """
     sizes = _sizes(model)
     total = sum(sizes.values())
-    types = [name for name, size in sizes.most_common() if size >= total / 10] or ["float32"]
-    if computes_in_bfloat16(model):
-        types = ["bfloat16" if name == "float32" else name for name in types]
-    return "+".join(types)
+    types = [name for name, size in sizes.most_common() if size >= total / 10]
+    return "+".join(types) or "float32"
 
 
 def _sizes(model: ir.Model) -> Counter[str]:

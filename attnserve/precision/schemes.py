@@ -8,6 +8,10 @@ int4: ``int4``. Signed 4-bit weights with one scale for 32 of them, for MatMul w
 matrices. It reads about a seventh of the bytes. It is for decoders that run one token at a time,
 whose speed depends on the bytes read; with many tokens int8 is faster.
 
+bfloat16: ``half`` converts the weights, for GPUs. On CPUs the weights stay float32 and the model
+states that its products are computed in bfloat16 (``runtime.inference_precision``), alone
+("bfloat16-cpu") or beside int8 ("int8-full-bfloat16"). OpenVINO does that.
+
 With calibration data, int8 and int4 weights are rounded such that their errors cancel
 (``rounding``). Another package adds a row with ``SCHEMES.add`` (``attnserve.plugins``).
 """
@@ -28,7 +32,7 @@ from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import Rounding, large_tables, quantize
 from attnserve.precision.products import InputMoments, Range, WeightKey, collect_ranges, product_of
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.machine import has_int8_dot_product
+from attnserve.runtime.machine import has_bfloat16_product, has_int8_dot_product
 from graph_passes.analysis.constants import constant_type, is_constant, is_dequantized
 from graph_passes.errors import Refusal
 from graph_passes.passes.convert_bfloat16 import COMPUTES
@@ -108,6 +112,8 @@ class Scheme:
             one token at a time.
         bits: Number of bits of int8 weights; ``recovery`` trains fake quantization with them.
         runs_on_cpu: Whether ONNX Runtime has kernels for CPUs.
+        in_bfloat16: Whether float32 weights of the result are computed in bfloat16.
+        runtime: The one runtime that computes it; empty for every runtime.
         oldest_opset: Minimum opset of the model.
         refusal: Returns why this machine does not compute the precision correctly, or None.
         instead: What to do on such a machine.
@@ -122,6 +128,8 @@ class Scheme:
     for_tokens: bool = False
     bits: Bits | None = None
     runs_on_cpu: bool = True
+    in_bfloat16: bool = False
+    runtime: str = ""
     oldest_opset: int = 1
     refusal: Callable[[], Refusal | None] = _no_refusal
     instead: str = "choose another precision"
@@ -168,6 +176,11 @@ def _dot_product_refusal() -> Refusal | None:
     )
 
 
+def _unchanged(given: Conversion) -> ir.Model:
+    """The model as it is."""
+    return given.model
+
+
 def _to_int8(bits: Bits, given: Conversion) -> ir.Model:
     """Convert a model to int8 with weights of 7 or 8 bits."""
     quantize(
@@ -175,6 +188,15 @@ def _to_int8(bits: Bits, given: Conversion) -> ir.Model:
         moments=given.moments, rounding=given.rounding,
     )  # fmt: skip
     return given.model
+
+
+def _bfloat16_refusal() -> Refusal | None:
+    """Why this CPU does not multiply in bfloat16; None if it does."""
+    if has_bfloat16_product():
+        return None
+    return Refusal(
+        "cpu", "this CPU has no instructions for products in bfloat16 (avx512_bf16, AMX)"
+    )
 
 
 def _to_int4(given: Conversion) -> ir.Model:
@@ -185,9 +207,14 @@ def _to_int4(given: Conversion) -> ir.Model:
 
 INT8 = Scheme("int8", partial(_to_int8, 7), _is_product, keeps_blocks=True, bits=7, oldest_opset=11)
 
+INT8_FULL = replace(
+    INT8, name="int8-full", write=partial(_to_int8, 8), bits=8, refusal=_dot_product_refusal,
+    instead="use int8, whose 7-bit weights are exact on every CPU",
+)  # fmt: skip
+
 SCHEMES = Registry[Scheme](
     "precision",
-    Scheme("float32", lambda given: given.model, lambda node: False),
+    Scheme("float32", _unchanged, lambda node: False),
     Scheme(
         "float16", lambda given: to_float16(given.model), _is_product_or_convolution,
         stored="float16", provider="cuda",
@@ -196,10 +223,20 @@ SCHEMES = Registry[Scheme](
         "bfloat16", lambda given: to_bfloat16(given.model), _is_product_or_convolution,
         stored="bfloat16", provider="cuda", runs_on_cpu=False, oldest_opset=min(COMPUTES),
     ),
+    Scheme(
+        "bfloat16-cpu",
+        _unchanged,
+        _is_product_or_convolution,
+        in_bfloat16=True,
+        runtime="openvino",
+        refusal=_bfloat16_refusal,
+        instead="use float32 or int8",
+    ),
     INT8,
+    INT8_FULL,
     replace(
-        INT8, name="int8-full", write=partial(_to_int8, 8), bits=8, refusal=_dot_product_refusal,
-        instead="use int8, whose 7-bit weights are exact on every CPU",
+        INT8_FULL, name="int8-full-bfloat16", in_bfloat16=True, runtime="openvino",
+        refusal=lambda: _dot_product_refusal() or _bfloat16_refusal(), instead="use int8",
     ),
     Scheme("int4", _to_int4, _is_matmul, stored="int4", keeps_blocks=True, for_tokens=True),
 )  # fmt: skip

@@ -136,6 +136,10 @@ class Runtime(Protocol):
     name: str
     """The name that selects it, such as "onnxruntime"."""
 
+    computes_bfloat16: bool
+    """Whether it computes a float32 model in bfloat16 if the model states that
+    (``inference_precision``). Others compute it in float32, which is more exact."""
+
     def open(self, source: Path | ir.Model, device: Device, options: SessionOptions) -> Session:
         """Open a model on disk or in memory.
 

@@ -82,6 +82,7 @@ class OnnxRuntime:
     """
 
     name = "onnxruntime"
+    computes_bfloat16 = False
 
     def open(
         self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS

@@ -81,6 +81,7 @@ class OpenVino:
     """OpenVINO on the CPU."""
 
     name = "openvino"
+    computes_bfloat16 = True
 
     def open(
         self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS

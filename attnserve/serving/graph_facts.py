@@ -24,6 +24,7 @@ from attnserve.models.quantized import batch_invariant, int8_warning
 from attnserve.models.rows import fixed_axes
 from attnserve.precision.convert import precision_of
 from attnserve.runtime.external_data import weight_bytes
+from attnserve.runtime.inference_precision import computes_in_bfloat16
 from graph_passes.analysis.cost import Cost, Polynomial, model_cost
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
@@ -47,6 +48,7 @@ class GraphFacts:
         weight_bytes: Size of the weights.
         external: Locations of the external data in the model's folder.
         precision: See ``precision_of``.
+        in_bfloat16: See ``computes_in_bfloat16``.
     """
 
     cost: Cost
@@ -57,6 +59,7 @@ class GraphFacts:
     weight_bytes: int
     external: tuple[str, ...]
     precision: str
+    in_bfloat16: bool
 
     @classmethod
     def read(cls, artifact: Artifact) -> GraphFacts:
@@ -78,6 +81,7 @@ class GraphFacts:
             weight_bytes(graph),
             tuple(sorted(external_data_locations(artifact.model))),
             precision_of(graph),
+            computes_in_bfloat16(graph),
         )
 
     def cost_json(self) -> dict[str, Any]:
@@ -110,6 +114,7 @@ class GraphFacts:
             "batch_invariant": self.batch_invariant,
             "external": list(self.external),
             "precision": self.precision,
+            "in_bfloat16": self.in_bfloat16,
         }
 
     @classmethod
@@ -135,6 +140,7 @@ class GraphFacts:
             content["weight_bytes"],
             tuple(content["external"]),
             content["precision"],
+            content["in_bfloat16"],
         )
 
 

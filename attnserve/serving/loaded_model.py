@@ -21,8 +21,10 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
+from attnserve.runtime.inference_precision import precision_in
 from attnserve.runtime.interface import RunFailed, Session, ValueInfo
 from attnserve.runtime.memory_use import return_freed_memory
+from attnserve.runtime.session import RUNTIMES
 from attnserve.serving.activations import scores_of
 from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_runner
 from attnserve.serving.cuda_graphs import GraphRunner
@@ -127,8 +129,9 @@ class Model:
         self.runtime: str = operators.get("runtime") or options.device.runtime_name
         """The name of the runtime that runs the model."""
         facts = facts or GraphFacts.read(artifact)
-        self.precision = facts.precision
-        """The data types that it is computed in; see ``precision_of``."""
+        in_bfloat16 = facts.in_bfloat16 and RUNTIMES[self.runtime].computes_bfloat16
+        self.precision = precision_in(facts.precision, in_bfloat16=in_bfloat16)
+        """The data types that the runtime computes with; see ``precision_of``."""
         self.cost = cost = facts.cost
 
         @lru_cache(SHAPES_CACHED)

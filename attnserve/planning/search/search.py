@@ -160,7 +160,7 @@ def _search_input(goal: Goal, job: Job) -> SearchInput:
         sequences=tuple(workload.length for workload in job.requested),
         phase=phase,
         provider=context.provider,
-        runtime=context.runtime,
+        runtime=context.runtime_name,
         threads=context.threads,
         seed=context.seed,
     )

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from attnserve.checks.compare import compare
+from attnserve.context import RunContext
 from attnserve.data.datasets import load_inputs
 from attnserve.literals import Precision
 from attnserve.models import quantized as quantized_module
 from attnserve.models.artifact import open_artifact
-from attnserve.models.onnx_files import load_model
+from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.quantized import (
     batch_invariant,
     int8_activations,
@@ -29,11 +30,19 @@ from attnserve.models.quantized import (
 )
 from attnserve.precision import int8 as int8_module
 from attnserve.precision import schemes
-from attnserve.precision.convert import check_cpu, convert, convert_alone, on_cpu, precision_of
+from attnserve.precision.convert import (
+    check_cpu,
+    context_for,
+    convert,
+    convert_alone,
+    on_cpu,
+    precision_of,
+)
 from attnserve.precision.half import LARGEST
 from attnserve.precision.products import collect_ranges
 from attnserve.runtime import onnx_runtime
 from attnserve.runtime.external_data import weight_bytes
+from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.machine import has_int8_dot_product
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, origin
@@ -901,6 +910,41 @@ def test_int8_full_without_dot_product_is_refused(monkeypatch: pytest.MonkeyPatc
     assert "use int8" in refused.value.fix
     for precision in ("float32", "float16", "bfloat16", "int8"):
         check_cpu(precision)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16-cpu", "int8-full-bfloat16"])
+def test_bfloat16_on_cpus_is_stated_in_the_model(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """ONNX Runtime computes the same file in float32; the statement survives the file."""
+    monkeypatch.setattr(schemes, "has_bfloat16_product", lambda: True)
+    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
+    model = every_product()
+    made = convert(model, precision, [IDS])
+    save_model(made, tmp_path / "made.onnx")
+    read = load_model(tmp_path / "made.onnx")
+    assert computes_in_bfloat16(read) and not computes_in_bfloat16(model)
+    assert precision_of(read) == ("float32" if precision == "bfloat16-cpu" else "int8")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16-cpu", "int8-full-bfloat16"])
+def test_bfloat16_on_cpus_without_instructions_is_refused(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schemes, "has_bfloat16_product", lambda: False)
+    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
+    with raises(InvalidArgument, "precision.cpu", precision):
+        convert(product(), precision)
+
+
+def test_context_for_precision_of_one_runtime_selects_it() -> None:
+    auto = RunContext(runtime="auto")
+    assert context_for("float32", auto) == auto
+    assert context_for("bfloat16-cpu", auto).runtime == "openvino"
+    for other in (RunContext(runtime="onnxruntime"), RunContext("cuda", runtime="auto")):
+        assert context_for("int8", other) == other
+        with raises(InvalidArgument, "precision.runtime", "openvino"):
+            context_for("bfloat16-cpu", other)
 
 
 OUTPUTS = {

@@ -17,6 +17,7 @@ import pytest
 
 import attnserve
 from attnserve.models import onnx_files
+from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.serving import graph_facts, model_check
 from attnserve.serving.loaded_model import ModelFailed
 from attnserve.serving.model_check import CheckResult, LoadChecker
@@ -49,6 +50,7 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
         assert told == engine.model.card["operators"] == engine.model.operators
         seen.update(
             told,
+            precision=engine.model.precision,
             vectors=found.outputs["embed"],
             macs=found.macs,
             plan=engine.model.artifact.plan_id,
@@ -91,6 +93,27 @@ def test_repository_runtime_auto_names_the_fastest(
     assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-5
     for same in ("plan", "file", "macs"):
         assert fast[same] == plain[same]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "precision"), [("openvino", "bfloat16"), ("onnxruntime", "float32")]
+)
+def test_repository_bfloat16_is_what_the_runtime_computes(
+    bert: Path, tmp_path: Path, child: Child, runtime: str, precision: str
+) -> None:
+    """The same file: in ONNX Runtime it is the original in float32."""
+    pytest.importorskip("openvino")
+    if not has_bfloat16_product():
+        pytest.skip("this CPU has no products in bfloat16")
+    row = "1" if runtime == "onnxruntime" else "max(serving_form._variants_timed(times))"
+    child(f"serving_form._fastest = lambda times: {row}")
+    report = attnserve.optimize(bert, tmp_path / "fast", precision="bfloat16-cpu")
+    plain = served(bert, rewrite=False)
+    fast = served(tmp_path / "fast", runtime="auto")
+    assert (fast["runtime"], fast["precision"]) == (runtime, precision)
+    error = np.abs(fast["vectors"] - plain["vectors"]).max()
+    assert 1e-4 < error < 0.05 if precision == "bfloat16" else error < 1e-6
+    assert 1e-7 < 1 - report.fidelity.min_cosine < 1e-2  # measured in bfloat16
 
 
 def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:
